@@ -97,6 +97,12 @@ LATENT = {
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 1}
+MULTIPLIERS = {
+    "embedding_multiplier": 1.5, "lm_head_multiplier": 0.7, "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 1.1, "key_multiplier": 0.8, "mlp_multipliers": [1.2, 0.6], "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.5,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4, "num_experts": 4}
 HYBRID = ["linear_attention", "full_attention"]
 
@@ -136,18 +142,17 @@ FAMILIES = [
     Family("DeepSeek V3", "DeepSeek V3, R1", "latent attention: RoPE on the last dimensions of a head",
         tiny("DeepseekV3", **LATENT)),
     Family("Qwen3-Next", "Qwen3-Next 80B", "linear layers (gated delta rule) beside full ones, experts",
-        tiny("Qwen3Next", **GROUPED, **LINEAR, **EXPERTS, layer_types=HYBRID), native=False),
+        tiny("Qwen3Next", **GROUPED, **LINEAR, **EXPERTS, layer_types=HYBRID)),
     Family("Qwen 3.5", "Qwen 3.5 (text)", "linear layers (gated delta rule) beside full ones",
-        tiny("Qwen3_5", "Qwen3_5Text", **GROUPED, **LINEAR, layer_types=HYBRID), native=False),
+        tiny("Qwen3_5", "Qwen3_5Text", **GROUPED, **LINEAR, layer_types=HYBRID)),
     Family("OLMo hybrid", "OLMo hybrid 7B", "linear layers (gated delta rule) beside full ones without positions",
-        tiny("OlmoHybrid", **GROUPED, **LINEAR, layer_types=HYBRID), native=False),
+        tiny("OlmoHybrid", **GROUPED, **LINEAR, layer_types=HYBRID)),
     Family("Falcon-H1", "Falcon-H1", "attention and a state space side by side in each layer",
-        tiny("FalconH1", **GROUPED, **STATE_SPACE, mamba_d_ssm=32), native=False),
+        tiny("FalconH1", **GROUPED, **STATE_SPACE, **MULTIPLIERS, mamba_d_ssm=32)),
     Family("Granite 4", "Granite 4 hybrid", "state-space layers beside full ones without positions, experts",
-        tiny("GraniteMoeHybrid", **GROUPED, **STATE_SPACE, **EXPERTS, shared_intermediate_size=32, layer_types=HYBRID),
-        native=False),
+        tiny("GraniteMoeHybrid", **GROUPED, **STATE_SPACE, **EXPERTS, shared_intermediate_size=32, layer_types=HYBRID)),
     Family("Bamba", "Bamba 9B", "state-space layers beside full ones",
-        tiny("Bamba", **GROUPED, **STATE_SPACE, attn_layer_indices=[1]), native=False),
+        tiny("Bamba", **GROUPED, **STATE_SPACE, attn_layer_indices=[1])),
     Family("Jamba", "Jamba 1.5, 1.7", "state-space layers beside full ones without positions, experts",
         tiny("Jamba", **GROUPED, **EXPERTS, mamba_expand=1, mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1),
         native=False),
@@ -163,6 +168,9 @@ FAMILIES = [
         "linear layers (Kimi delta rule) beside latent attention without positions, experts",
         tiny("KimiLinear", **{**LATENT, **EXPERTS}, linear_head_dim=8, linear_num_heads=4, layer_types=HYBRID),
         native=False),
+    Family("LFM2", "LFM2 350M to 2.6B", "convolutions beside full layers",
+        tiny("Lfm2", **{**GROUPED, "num_hidden_layers": 3}, conv_bias=True,
+        layer_types=["conv", "full_attention", "conv"])),
     Family("LFM2 MoE", "LFM2 8B-A1B", "convolutions beside full layers, experts",
         tiny("Lfm2Moe", **GROUPED, **EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
         native=False),

@@ -82,7 +82,7 @@ def write_model(
     model: PreTrainedModel,
     arch: str,
     quantize: int | None = None,
-    rope_factors: np.ndarray | None = None,
+    rope_factors: np.ndarray | dict[str, list[float]] | None = None,
     pre: str | None = "gpt-2",
     **keys: Any,
 ) -> None:
@@ -93,7 +93,7 @@ def write_model(
         model: the model to write.
         arch: llama.cpp's name of the architecture.
         quantize: type of the matrices; float32 if None.
-        rope_factors: factors on the RoPE wavelengths.
+        rope_factors: factors on the RoPE wavelengths; or several tables by name.
         pre: name of the pre-tokenizer; None for none.
         keys: further metadata of the architecture; may override the sizes.
     """
@@ -104,7 +104,10 @@ def write_model(
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
     }  # fmt: skip
     writer = gguf.GGUFWriter(path, arch)
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add = {
+        int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool,
+        list: writer.add_array,
+    }  # fmt: skip
     for name, value in (sizes | keys).items():
         add[type(value)](f"{arch}.{name}", value)
     write_tokens(writer, pre)
@@ -115,7 +118,9 @@ def write_model(
             for stored_name, values in stored(arch, name, weight.float().numpy(), config, names):
                 add_tensor(writer, stored_name, values, quantize)
     if rope_factors is not None:
-        writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
+        tables = rope_factors if isinstance(rope_factors, dict) else {"rope_freqs": rope_factors}
+        for name, factors in tables.items():
+            writer.add_tensor(f"{name}.weight", np.asarray(factors, np.float32))
     finish(writer)
 
 
@@ -133,7 +138,8 @@ def write_tokens(writer: gguf.GGUFWriter, pre: str | None) -> None:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, quantize: int | None) -> None:
-    if quantize is None or values.ndim < 2 or "ffn_gate_inp" in name or name.endswith(".bias"):
+    small = "ffn_gate_inp" in name or "exp_probs" in name or name.endswith(".bias")
+    if quantize is None or values.ndim < 2 or small:
         writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
     else:
         kind = GGMLQuantizationType(quantize)
@@ -167,15 +173,28 @@ def stored(
             yield f"{block}.ffn_{half}_exps.weight", part
         return
     owner, suffix = (name, "weight") if name.endswith("experts.down_proj") else name.rsplit(".", 1)
-    if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+    if arch in PERMUTED and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
-    elif arch in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+    elif arch in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
         values = values + 1
     elif "shared_expert_gate" in name:
         values = values[0]
-    yield f"{names.get_name(owner)}.{suffix}", values
+    stored_name = names.get_name(owner)
+    if renamed := next((renamed for end, renamed in RENAMED.items() if name.endswith(end)), None):
+        stored_name, suffix = f"blk.{name.split('.')[2]}.{renamed[0]}", renamed[1]
+    yield f"{stored_name}.{suffix}", values
+
+
+PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "mistral3")
+"""Architectures whose converter takes the rows of queries and keys to the order of RoPE by adjacent pairs."""
+
+RENAMED = {
+    "e_score_correction_bias": ("exp_probs_b", "bias"), "block_sparse_moe.router.weight": ("ffn_gate_inp", "weight"),
+    "block_sparse_moe.experts.down_proj": ("ffn_down_exps", "weight"),
+}  # fmt: skip
+"""Names that the converter changes itself, by the end of those in transformers."""
 
 
 def split(path: Path, folder: Path, count: int) -> list[Path]:

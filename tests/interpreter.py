@@ -14,6 +14,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.modules import apply_norm, gated
+from tests.mixers import MIXERS
 from tests.packed_tiles import numbers as packed_numbers
 
 TOKENS = [1, 17, 4, 60, 33, 33, 9, 21]
@@ -27,7 +28,7 @@ def numbers(matrix: Matrix) -> Tensor:
 
 def apply(matrix: Matrix, x: Tensor) -> Tensor:
     y = x @ numbers(matrix).T
-    return y if matrix.bias is None else y + matrix.bias.double()
+    return matrix.scale * (y if matrix.bias is None else y + matrix.bias.double())
 
 
 def heads_of(x: Tensor, first: int, step: int, count: int, size: int) -> Tensor:
@@ -196,6 +197,17 @@ def embeddings_of_layers(description: Description, tokens: list[int], x: Tensor)
     return (numbers(own.embedding)[tokens].unflatten(1, size) * own.scale + projection) * own.output_scale
 
 
+def mixed(layer: Layer, x: Tensor, lent: Tensor) -> tuple[Tensor, Tensor]:
+    """What attention and recurrent mixer add to x [n, hidden], before the norm after them; and see `attend`."""
+    x, y = apply_norm(layer.before_attention, x), torch.zeros_like(x)
+    if layer.attention is not None:
+        y, lent = attend(layer.attention, x, lent)
+    if layer.mixer is not None:
+        projected = torch.cat([apply(matrix, x) for matrix in layer.mixer.projections], -1)
+        y = y + apply(layer.mixer.out, MIXERS[type(layer.mixer)](layer.mixer, projected))
+    return y, lent
+
+
 def interpret(description: Description, tokens: list[int]) -> Tensor:
     """Logits [n, vocabulary] in float64, with full attention at absolute positions."""
     x = numbers(description.embedding)[tokens] * description.embedding_scale
@@ -206,12 +218,14 @@ def interpret(description: Description, tokens: list[int]) -> Tensor:
     own = embeddings_of_layers(description, tokens, x) if description.layer_embeddings else None
     scale, vector = description.residual_scale, x[:, :0]
     for number, layer in enumerate(description.layers):
-        added, vector = attend(layer.attention, apply_norm(layer.before_attention, x), vector)
+        added, vector = mixed(layer, x, vector)
         before, x = x, x + scale * apply_norm(layer.after_attention, added)
         read = before if layer.parallel else x
-        x = x + scale * apply_norm(layer.after_mlp, feed_forward(layer, read))
+        if layer.mlp is not None:
+            x = x + scale * apply_norm(layer.after_mlp, feed_forward(layer, read))
         if (part := layer.own_embedding) is not None:
             assert own is not None
+            assert isinstance(layer.mlp, Mlp | Experts)
             gate = gated(layer.mlp.activation, layer.mlp.parameters, apply(part.gate, x), own[:, number])
             x = x + apply_norm(part.norm, apply(part.out, gate))
         x = x * layer.output_scale

@@ -259,11 +259,12 @@ def test_abi() -> None:
     (abi.MatrixKind, "MatrixKind"), (abi.PolicyKind, "PolicyKind"), (abi.PositionMode, "PositionMode"),
     (abi.NormKind, "NormKind"), (abi.Activation, "Activation"), (abi.Scoring, "Scoring"),
     (abi.GroupWorth, "GroupWorth"), (abi.GateLayout, "GateLayout"), (abi.GateKind, "GateKind"),
+    (abi.MixerKind, "MixerKind"),
 ])  # fmt: skip
 def test_enumerations(mirror: Any, name: str) -> None:
     source = (Path(abi.__file__).parent / "src" / "abi.h").read_text()
     body = re.search(rf"enum {name} : int64_t \{{(.*?)\}}", source, re.DOTALL).group(1)
     assert [int(value) for value in re.findall(r"= (\d+)", body)] == [member.value for member in mirror]
-    names = [word.lower().removesuffix("norm") for word in re.findall(r"k(\w+) =", body)]
+    names = [word.lower().removesuffix("norm").removesuffix("mixer") for word in re.findall(r"k(\w+) =", body)]
     members = [member.name.replace("_", "").lower() for member in mirror]
     assert all(name.startswith(short) for short, name in zip(names, members, strict=True))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
@@ -15,8 +16,9 @@ from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_pretokenizer import _REGEXES
+from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
 from tests.conftest import make_llama
-from tests.gguf_files import write_model
+from tests.gguf_files import finish, write_model
 
 TEXTS = [
     "In 2024, 12345 of them", "a1b2 c3", "½ ² ٣ ٤٢", "\n\n 7\t8  don't I'LL it's\n", "x=(1+22)*333;", "Größe 東京 3,5",
@@ -84,9 +86,20 @@ def test_the_default(load: Callable[[str | None], Any]) -> None:
     ("deepseek-v3", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
     ("deepseek-coder", ["I", "'", "LL", "Ġsay", "Ġ", *"12345", "!", "\u010a", "\u010a"]),
     ("tekken", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
+    ("seed-coder", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!", "\u010a\u010a"]),
+    ("bailingmoe2", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
+    ("kimi-k2", ["I'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
 ])  # fmt: skip
 def test_other_makers(name: str, expected: list[str], load: Callable[[str | None], Any]) -> None:
     assert pieces(load(name).backend_tokenizer.pre_tokenizer, "I'LL say 12345!\n\n") == expected
+
+
+def test_kimi_keeps_chinese_apart(load: Callable[[str | None], Any]) -> None:
+    """The examples of its own tokenizer: runs of Han letters are pieces, whatever is around them."""
+    pre_tokenizer = load("kimi-k2").backend_tokenizer.pre_tokenizer
+    found = [piece for piece, _ in pre_tokenizer.pre_tokenize_str("中文English混合 fooBar")]
+    expected = ["中文", "English", "混合", " foo", "Bar"]
+    assert found == ["".join(pieces(BYTES, piece)) for piece in expected]
 
 
 @pytest.mark.parametrize("name", GGUF_PRE_TOKENIZER_SPLITS)
@@ -113,3 +126,36 @@ def test_unknown_ones_are_refused(name: str | None, words: str, load: Callable[[
     with pytest.raises(UnsupportedModelError, match=f"small.gguf .*{words}.* transformers' format") as error:
         load(name)
     assert "\n" not in str(error.value)
+
+
+def test_as_llama_cpp_splits(tmp_path: Path) -> None:
+    """Every pair of letters may be merged, so that tokens show where text is split.
+
+    Combining marks are left out: llama.cpp takes them for what they are not, where regexes of models know them.
+    """
+    llama_cpp = pytest.importorskip("llama_cpp")
+    texts = [*TEXTS, "中文English混合", "a.b\n\n\nc \r\n d", "!!\n", "'s 'Sx foo_bar $5`"]
+    letters = ["".join(pieces(BYTES, text)) for text in texts]
+    pairs = sorted({text[at : at + 2] for text in letters for at in range(len(text) - 1)})
+    tokens = ["<unk>", "<s>", "</s>", *sorted(BYTES.alphabet()), *pairs]
+    path = tmp_path / "small.gguf"
+    for name in _REGEXES:
+        writer = gguf.GGUFWriter(path, "llama")
+        for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "head_count"):
+            getattr(writer, f"add_{key}")(32)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(name)
+        writer.add_token_list(tokens)
+        writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+        writer.add_token_merges([" ".join(pair) for pair in pairs])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        finish(writer)
+        ours = byte_level_tokenizer(GgufFile(path))
+        assert ours is not None
+        theirs = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+        for text in texts:
+            found = ours.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            assert found == theirs.tokenize(text.encode(), add_bos=False), (name, text)
+        theirs.close()

@@ -19,7 +19,7 @@ from h2o_stream.native.abi import MatrixKind
 from tests.conftest import make_llama
 from tests.families import FAMILIES, config_of
 from tests.packed_tiles import KINDS
-from tests.test_native_step import EXACT, tokens_of
+from tests.test_native_step import EXACT, exact, tokens_of
 from tests.test_native_step import NATIVE as NATIVE_POLICIES
 from tests.test_packed import packed_model
 from tests.tolerance import relative_error
@@ -97,7 +97,7 @@ def test_every_family(family: Any, rows: int, taken: list[tuple[int, int]]) -> N
         ours, kept = streamed(model, config, tokens, "auto")
         assert taken[-2:] == [(rows, 17), (rows, 42)]
         theirs, wanted = streamed(model, config, tokens, "eager")
-        assert relative_error(ours, theirs) < EXACT
+        assert relative_error(ours, theirs) < exact(family)
         assert kept == wanted
 
 

@@ -23,7 +23,7 @@ from h2o_stream.native.kernels import make_kernels
 from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.slots import POLICIES
 from tests.conftest import make_llama
-from tests.families import FAMILIES, RULES, config_of, pairs
+from tests.families import FAMILIES, RULES, Family, config_of, pairs
 from tests.slots import attend
 from tests.tolerance import relative_error
 
@@ -33,6 +33,12 @@ exhaustive = pytest.mark.exhaustive
 
 EXACT = 1e-4
 """Largest float32 difference relative to the RMS of the logits."""
+
+
+def exact(family: Family) -> float:
+    """`EXACT`, or more where a norm amplifies the rounding of outputs that nearly cancel, in transformers as here."""
+    return 5 * EXACT if "delta rule" in family.special else EXACT
+
 
 PROMPT = 30
 
@@ -84,7 +90,7 @@ def test_every_family_and_policy(number: int, policy: str, others: bool) -> None
         if positions == "absolute" and "LongRoPE" in family.name:
             continue  # its frequencies depend on the text's length, so it runs eagerly
         batches = [tokens_of(rows, PROMPT + 12) for rows in (1, 3, 1)]
-        assert_same(family.make(), config_of(family, policy, 8, positions), *batches)
+        assert_same(family.make(), config_of(family, policy, 8, positions), *batches, largest=exact(family))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

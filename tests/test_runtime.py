@@ -159,9 +159,9 @@ class TestDescription:
 
     def test_what_the_table_does_not_know(self, tmp_path: Path) -> None:
         path = tmp_path / "model.gguf"
-        keys = {**RMS, **BASE, **EIGHT, **YARN_KEYS}
+        keys = {**RMS, **BASE, **EIGHT, **YARN_KEYS, "rope.scaling.yarn_ext_factor": 0.5}
         write_model(path, tiny("Llama", **{**SIZES, **YARN})(), "llama", quantize=GGMLQuantizationType.Q8_0, **keys)
-        with pytest.raises(DescriptionError, match="yarn"):
+        with pytest.raises(DescriptionError, match="yarn_ext_factor is 0.5"):
             ModelFile(str(path), path, "float32")
         plain = tmp_path / "plain.gguf"
         write_model(plain, tiny("Llama", **SIZES)(), "llama", **RMS, **EIGHT)

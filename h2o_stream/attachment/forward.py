@@ -181,6 +181,8 @@ class AttachedForward:
     def _output(self, kwargs: dict[str, Any]) -> Any:
         logits = self.stepper.logits(kwargs) if self.stepper and self._is_for(self.stepper, kwargs) else None
         if logits is None:
+            if isinstance(self.cache, H2OCache):
+                self.cache.use_own_dtypes()
             output = self.forward(**kwargs)
             self.cache.count_forward()
             return output

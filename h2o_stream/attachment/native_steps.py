@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from typing import Any
 
 from h2o_stream.attachment.verification import Verification
 from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.native import library
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import DescriptionError, NativeModel
+from h2o_stream.native.description import Description, DescriptionError, NativeModel
 from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.slots import why_not
 from h2o_stream.native.stepper import Stepper
@@ -51,16 +52,24 @@ def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, 
     """The description as structures, and what watches that it holds; or the reason why steps stay eager."""
     if cache.storage_device is not None or (getattr(model, "tp_size", None) or 1) > 1:
         return "the cache is in host memory or on disk, or the model is shared by several processes"
-    if not all(spec.attends for spec in cache.specs) or cache.recurrent_layers:
-        return "it has layers with states, or without attention"
     try:
         description = describe(model)
+        _check_states(description, cache.specs)
         guard = ModelGuard(native, model, description)
     except DescriptionError as reason:
         return str(reason)
     if cache.plan.positions == "absolute" and not description.supports_absolute:
         return "its rotary frequencies change with the length of the text"
     return next(filter(None, map(why_not, cache.head_groups)), "") or (NativeModel(description), guard)
+
+
+def _check_states(description: Description, specs: Sequence[LayerSpec]) -> None:
+    """Check that layers attend, and keep states of the sizes, that the cache knows."""
+    for number, (layer, spec) in enumerate(zip(description.layers, specs, strict=True)):
+        known = {name: tuple(state.shape[1:]) for name, state in spec.state_like.items()}
+        described = dict(layer.mixer.states) if layer.mixer else {}
+        if known != described or spec.attends != (layer.attention is not None):
+            raise DescriptionError(f"layer {number} keeps states {described} beside {known}")
 
 
 def _why_not(cache: H2OCache, verification: Verification, steps: Callable[[H2OCache], TensorStepper] | None) -> str:

@@ -96,8 +96,8 @@ def probe(
         spec = LayerSpec(attends=False)
         if kind not in WITHOUT_ATTENTION:
             spec = _probed(name, layer.seen, tables.get(kind, ()), position)
-        size = sum(state[0].nbytes for state in kept.values())
-        found.append(replace(spec, states=states if kind in RECURRENT else 0, state_bytes=size))
+        like = {name: state.to("meta") for name, state in kept.items()}
+        found.append(replace(spec, states=states if kind in RECURRENT else 0, state_like=like))
     return found
 
 

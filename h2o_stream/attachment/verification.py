@@ -197,6 +197,7 @@ class Verification:
         cache.prepare_forward(kwargs)
         if steps and (logits := steps.run_prompt(tokens)) is not None:
             return logits
+        cache.use_own_dtypes()
         with using_h2o_attention(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
             logits = _logits_of(self._model(**kwargs))
         cache.count_forward()

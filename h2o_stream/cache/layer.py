@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -155,7 +155,7 @@ class LayerSpec:
         order: [D] int64, the dimensions of queries and keys in which the table rotates halves; None for as they are.
         attends: whether it has attention, and so keys and values.
         states: how many states of constant size it has, see `RecurrentLayer`.
-        state_bytes: bytes of those states, of one row.
+        state_like: what these states are like, see `RecurrentLayer`.
         sliding: window of a layer that slides while others do not. Such a layer ignores the plan. None: it follows the
             plan.
         chunked: `sliding` is the length of pieces that do not see each other, see `HeadGroup`.
@@ -171,7 +171,7 @@ class LayerSpec:
     order: Tensor | None = None
     attends: bool = True
     states: int = 0
-    state_bytes: int = 0
+    state_like: Mapping[str, Tensor] = field(default_factory=dict)
     sliding: int | None = None
     chunked: bool = False
     hidden_from: int | None = None
@@ -185,6 +185,11 @@ class LayerSpec:
     def evicts(self) -> bool:
         """Whether it follows the plan."""
         return self.attends and self.sliding is None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one row, in float32."""
+        return sum(4 * state[0].numel() for state in self.state_like.values())
 
     @property
     def local_windows(self) -> tuple[HeadWindow | None, ...]:
@@ -202,12 +207,15 @@ class LayerSpec:
         self, plan: CachePlan, number: int, tokens: TokenCount | None = None, revision: Revision | None = None
     ) -> DecoderLayer:
         """An empty layer, the `number`-th of its model."""
-        if not self.attends:
-            return RecurrentLayer(self.states) if self.states else EvictingLayer(())
-        groups = list(self._head_groups(plan, number, tokens, revision))
-        if self.states:
-            return EvictingRecurrentLayer(self.states, groups, self.order)
-        return EvictingLayer(groups, self.order)
+        groups = list(self._head_groups(plan, number, tokens, revision)) if self.attends else []
+        if not self.states:
+            return EvictingLayer(groups, self.order)
+        if self.attends:
+            layer: RecurrentLayer = EvictingRecurrentLayer(self.states, groups, self.order)
+        else:
+            layer = RecurrentLayer(self.states)
+        layer.like = self.state_like
+        return layer
 
     def _head_groups(
         self, plan: CachePlan, number: int, tokens: TokenCount | None, revision: Revision | None

@@ -1,12 +1,14 @@
 """Layers with states of constant size: linear attention, state-space and convolution layers.
 
-transformers updates the states, from which nothing is evicted. They are reordered, saved and loaded with the slots.
+transformers or native code updates the states, from which nothing is evicted. They are reordered, saved and loaded with
+the slots. Native code has them in float32; before transformers goes on with them they get its dtypes.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -23,9 +25,14 @@ _KINDS = ("conv", "recurrent")
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """The states of a layer, each [B, ...]."""
+    """The states of a layer, each [B, ...].
+
+    Attributes:
+        like: a state [any, ...] without data of each name, in the dtype that transformers gives it.
+    """
 
     head_groups: tuple[HeadGroup, ...] = ()
+    like: Mapping[str, Tensor] = MappingProxyType({})
 
     @property
     def nbytes(self) -> int:
@@ -41,6 +48,39 @@ class RecurrentLayer(LinearAttentionLayer):
     def reset(self) -> None:
         """Forget the states and release them: the next stream may have another number of rows."""
         release_states(self)
+
+    @torch.inference_mode(False)
+    def in_float32(self, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Tensor]:
+        """The states as native code updates them in place, zero where there are none yet.
+
+        Args:
+            shapes: of each state of a row, by name.
+            rows: B.
+
+        Returns:
+            [B, ...] float32 of each name, contiguous; held from now on.
+
+        Raises:
+            H2OStreamError: the states that are held have other shapes.
+        """
+        held, found = states_of(self), []
+        for name, shape in shapes.items():
+            state = held.get(name)
+            if state is None:
+                state = torch.zeros(rows, *shape, dtype=torch.float32, device="cpu")
+            if state.shape != (rows, *shape):
+                raise H2OStreamError(f"the state {name} is {list(state.shape)}, {[rows, *shape]} is needed")
+            found.append(state.float().contiguous())
+            if found[-1] is not held.get(name):
+                _set_state(self, name, found[-1])
+        return found
+
+    @torch.inference_mode(False)
+    def use_own_dtypes(self) -> None:
+        """Hold the states in the dtypes that transformers gives them, before it goes on with them."""
+        for name, state in states_of(self).items():
+            if name in self.like and state.dtype != self.like[name].dtype:
+                _set_state(self, name, state.to(self.like[name].dtype))
 
     def select_rows(self, rows: Tensor) -> None:
         """Row i becomes a copy of row rows[i]."""
@@ -100,7 +140,7 @@ def load_states(
         layer: takes the states; holds none yet.
         saved: the states among other tensors.
         rows: how many rows the stream has.
-        before: the layer that this one replaces; states have the sizes of its states, if it has any yet.
+        before: the layer that this one replaces; states have the sizes of its states, if they are known yet.
         device: where the layer computes; None for where the states are.
 
     Raises:
@@ -109,7 +149,8 @@ def load_states(
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return
     names = {f"{kind}.{number}" for kind in _KINDS for number in range(layer.number_of_states)}
-    chosen, sizes = {name: saved[name] for name in sorted(names & saved.keys())}, states_of(before)
+    chosen = {name: saved[name] for name in sorted(names & saved.keys())}
+    sizes = {**getattr(before, "like", {}), **states_of(before)}
     for name, state in chosen.items():
         wanted = sizes.get(name, state).shape[1:]
         if state.dim() < 2 or state.shape != (rows, *wanted):
@@ -146,4 +187,4 @@ class HeldRows:
         """Set them as they were: to zero if there were none."""
         for layer, before in zip(self._layers, self._states, strict=True):
             for name, state in states_of(layer).items():
-                state[self._rows] = before.get(name, torch.zeros_like(state[self._rows]))
+                state[self._rows] = before.get(name, torch.zeros_like(state[self._rows])).to(state.dtype)

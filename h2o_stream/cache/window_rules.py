@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
@@ -96,6 +96,22 @@ class WindowRules(ABC, Generic[Spec, Group]):
     @abstractmethod
     def groups_of(self, layer: int) -> Sequence[Group]:
         """The head groups of a layer."""
+
+    @abstractmethod
+    def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Any]:
+        """The states of a layer that native code updates in place, zero before the first token.
+
+        Args:
+            layer: its index.
+            shapes: of each state of a row, by name.
+            rows: B.
+
+        Returns:
+            [B, ...] float32 of each name: tensors or arrays, whichever the cache is made of.
+
+        Raises:
+            H2OStreamError: the states that are held have other shapes.
+        """
 
     @property
     @abstractmethod

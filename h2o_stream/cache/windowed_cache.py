@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,16 @@ class WindowedCache(WindowRules[LayerSpec, HeadGroup], LayeredCache):
         """See `WindowRules`."""
         groups: Sequence[HeadGroup] = self.layers[layer].head_groups
         return groups
+
+    def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Any]:
+        """See `WindowRules`."""
+        states: list[Any] = self.layers[layer].in_float32(shapes, rows)
+        return states
+
+    def use_own_dtypes(self) -> None:
+        """Prepare recurrent states for the model's own forward, after native ones."""
+        for layer in self.recurrent_layers:
+            layer.use_own_dtypes()
 
     # what they hold
 

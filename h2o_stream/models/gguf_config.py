@@ -36,10 +36,22 @@ _CONFIG_SIZES = {
 }
 _TOKEN_KEYS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
+_FLAGS = {
+    "attention_bias": "attn_q.bias",
+    "attention_out_bias": "attn_output.bias",
+    "mlp_bias": "ffn_down.bias",
+    "use_bias": "attn_output.bias",
+    "use_qk_norm": "attn_q_norm.weight",
+}
+"""Attributes of configs that say whether a model has such weights."""
+
 _WITH_SLIDING_WINDOW = ("mistral", "phi3", "gpt_oss")
 """Architectures for which transformers ignores the file's sliding window."""
 
-_ROPE_FACTORS = "rope_freqs.weight"
+_WITH_LOCAL_ROPE = ("gemma3_text",)
+"""Architectures whose sliding layers have RoPE of another base, if the file does not say."""
+
+_ROPE_FACTORS, _SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"
 _POSITIVE = (
     "rope.freq_base",
     "rope.freq_base_swa",
@@ -102,9 +114,9 @@ def correct_config(config: Any, file: GgufFile) -> Any:
             setattr(config, size, _read_metadata(file, key) or getattr(config, size))
     for token, key in _TOKEN_KEYS.items():
         setattr(config, f"{token}_token_id", file.metadata.get(f"tokenizer.ggml.{key}_token_id"))
-    for attribute, bias in {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"}.items():
+    for attribute, end in _FLAGS.items():
         if hasattr(config, attribute):
-            setattr(config, attribute, any(name.endswith(bias) for name in file.tensors))
+            setattr(config, attribute, any(name.endswith(end) for name in file.tensors))
     if hasattr(config, "query_pre_attn_scalar"):
         is_large = (file.architecture, config.num_hidden_layers) in _LARGE_GEMMAS
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_large else config.head_dim
@@ -128,7 +140,8 @@ def _correct_rope(config: Any, file: GgufFile) -> None:
     per_layer_type = "full_attention" in config.rope_parameters
     rope = config.rope_parameters["full_attention"] if per_layer_type else config.rope_parameters
     rope["rope_theta"] = _read_metadata(file, "rope.freq_base") or rope["rope_theta"]
-    if per_layer_type and (base := _read_metadata(file, "rope.freq_base_swa")):
+    own = config.model_type in _WITH_LOCAL_ROPE
+    if per_layer_type and (base := _read_metadata(file, "rope.freq_base_swa") or (not own and rope["rope_theta"])):
         config.rope_parameters["sliding_attention"]["rope_theta"] = base
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dims = _read_metadata(file, "rope.dimension_count") or size
@@ -140,8 +153,8 @@ def _correct_rope(config: Any, file: GgufFile) -> None:
 def _scaling(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
     """RoPE scaling in transformers' format."""
     kind, factor = _read_metadata(file, "rope.scaling.type") or "none", _read_metadata(file, "rope.scaling.factor")
-    if any(name.startswith("rope_factors_") for name in file.tensors):
-        raise _unsupported(file, "LongRoPE factors, which are supported only for models in transformers' format")
+    if _SHORT_FACTORS in file.tensors:
+        return _longrope(file, dims)
     if kind != "yarn" and (attention := _read_metadata(file, "rope.scaling.attn_factor") or 1) != 1:
         raise _unsupported(file, f"rope.scaling.attn_factor {attention} without YaRN")
     if _ROPE_FACTORS in file.tensors:
@@ -153,9 +166,35 @@ def _scaling(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
     return _yarn(file, factor) if kind == "yarn" else {"rope_type": "linear", "factor": factor}
 
 
+def _longrope(file: GgufFile, dims: int) -> dict[str, Any]:
+    """Parameters of LongRoPE from the tables of factors."""
+    context = _read_metadata(file, "rope.scaling.original_context_length")
+    if type(context) is not int:
+        raise _unsupported(file, f"LongRoPE factors for an original context of {context!r}")
+    found = {name: _factors(file, f"rope_factors_{name}.weight", dims).tolist() for name in ("short", "long")}
+    return {
+        "rope_type": "longrope",
+        "short_factor": found["short"],
+        "long_factor": found["long"],
+        "original_max_position_embeddings": context,
+        "attention_factor": _read_metadata(file, "rope.scaling.attn_factor") or 1.0,
+    }
+
+
+def _factors(file: GgufFile, name: str, dims: int) -> np.ndarray[Any, Any]:
+    """A table of factors on RoPE, [dims // 2]."""
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.type != GGMLQuantizationType.F32 or tensor.shape != (dims // 2,):
+        raise _unsupported(file, f"RoPE factors of shape {tensor and tensor.shape}, not ({dims // 2},)")
+    return file.blocks(tensor).view(np.float32)
+
+
 def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     """Parameters of YaRN. The file's attention factor is on top of what follows from the scaling factor."""
+    temperature = _read_metadata(file, "attention.temperature_scale")
     for name, default in _YARN_DEFAULTS.items():
+        if temperature and name == "yarn_log_multiplier":
+            continue
         if (value := _read_metadata(file, f"rope.scaling.{name}")) not in (None, default):
             raise _unsupported(file, f"rope.scaling.{name} {value!r}, not {default}")
     found = {
@@ -165,15 +204,15 @@ def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     }
     if (attention := _read_metadata(file, "rope.scaling.attn_factor") or 1) != 1:
         found["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+    if temperature:  # of Ministral 3
+        found["llama_4_scaling_beta"] = temperature
+        found["mscale"], found["mscale_all_dim"] = 1.0, _read_metadata(file, "rope.scaling.yarn_log_multiplier")
     return {"rope_type": "yarn", "factor": factor} | {name: value for name, value in found.items() if value}
 
 
 def _llama3(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
     """Parameters of Llama 3's RoPE scaling, if they reproduce the factors in the file."""
-    tensor = file.tensors[_ROPE_FACTORS]
-    if tensor.type != GGMLQuantizationType.F32 or tensor.shape != (dims // 2,):
-        raise _unsupported(file, f"RoPE factors of shape {tensor.shape}, not ({dims // 2},)")
-    factors = file.blocks(tensor).view(np.float32)
+    factors = _factors(file, _ROPE_FACTORS, dims)
     if np.all(factors == 1):
         return {}
     factor = float(factors.max())

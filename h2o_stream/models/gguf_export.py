@@ -24,7 +24,7 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import SkippedArray
 from h2o_stream.resources import atomic_folder, cache_folder
 
-_FORMAT = 3
+_FORMAT = 4
 """Incremented when the exported files change."""
 
 _MAX_FOLDERS = 50
@@ -98,6 +98,7 @@ def _export(file: GgufFile, target: Path) -> None:
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
     from h2o_stream.models.gguf_config import check_rope, check_sizes, correct_config, end_token_ids
+    from h2o_stream.models.gguf_families import config_of, family_of
 
     check_sizes(file)
     check_rope(file)
@@ -105,7 +106,9 @@ def _export(file: GgufFile, target: Path) -> None:
     short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
     try:
         with _quiet_transformers():
-            config = correct_config(AutoConfig.from_pretrained(target, gguf_file=short.name), file)
+            family = family_of(file)
+            config = config_of(file, family) if family else AutoConfig.from_pretrained(target, gguf_file=short.name)
+            config = correct_config(config, file)
             tokenizer = _tokenizer(file, target)
             generation = GenerationConfig.from_model_config(config)
     except H2OStreamError:

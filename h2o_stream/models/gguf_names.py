@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_families import FamilyProcessor, family_of
 from h2o_stream.models.gguf_header import GgufTensor
 
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_\w+\.weight|blk\.\d+\.attn_rot_embd|.*\.rope_freqs\.weight")
@@ -71,7 +72,7 @@ def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
     for tensor in sorted(file.tensors.values(), key=lambda tensor: (tensor.part, tensor.offset)):
         if name := source.name(tensor):
             tensors_by_weight.setdefault(name, []).append(tensor)
-        elif not _NOT_WEIGHTS.fullmatch(tensor.name):
+        elif not _NOT_WEIGHTS.fullmatch(tensor.name) and not _guesses(tensor.name, model.config):
             raise UnsupportedModelError(
                 f"{file.path.name} has {tensor.name}, which {type(model).__name__} does not have"
             )
@@ -85,6 +86,12 @@ def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
         for name, tensors in tensors_by_weight.items()
         if name in needed
     ]
+
+
+def _guesses(name: str, config: Any) -> bool:
+    """Whether a tensor belongs to the layers after the last one, which only guess further tokens."""
+    layer = re.match(r"blk\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= config.get_text_config().num_hidden_layers
 
 
 def block_tensor(file: GgufFile, tensor: GgufTensor) -> Tensor:
@@ -145,8 +152,9 @@ class _Source:
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
         self.file = file
+        config, family = model.config.get_text_config().to_dict(), family_of(file)
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-        self._processor = processor(config=model.config.get_text_config().to_dict())
+        self._processor = FamilyProcessor(family, config) if family else processor(config=config)
         try:
             names = get_gguf_hf_weights_map(_name_source(model), self._processor, model_type=file.architecture)
         except NotImplementedError as error:

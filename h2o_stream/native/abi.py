@@ -71,6 +71,19 @@ class Activation(IntEnum):
     CLAMPED_SWIGLU = 6
 
 
+class MixerKind(IntEnum):
+    """How a recurrent mixer carries earlier tokens on."""
+
+    NONE = 0
+    SHORT_CONVOLUTION = 1
+    GATED_DELTA = 2
+    MAMBA2 = 3
+
+
+MAX_PROJECTIONS, MAX_KERNEL = 6, 8
+"""Of a recurrent mixer."""
+
+
 class Scoring(IntEnum):
     """How a router's logits become the scores of experts."""
 
@@ -111,7 +124,7 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 class Matrix(Structure):
     """Weights of a linear layer."""
 
-    _fields_ = _fields(pointer="weights bias", int="rows columns kind")
+    _fields_ = _fields(pointer="weights bias", int="rows columns kind", float="scale")
 
 
 class AttentionLayer(Structure):
@@ -174,6 +187,37 @@ class Projection(Structure):
     _fields_ = [("matrix", Matrix), ("norm", Norm), *_fields(int="from to")]
 
 
+class Convolution(Structure):
+    """A causal convolution of each channel by itself."""
+
+    _fields_ = _fields(pointer="weight bias", int="channels kernel")
+
+
+class HeadColumns(Structure):
+    """Where a part of each head is in the output of projections."""
+
+    _fields_ = _fields(int="offset stride")
+
+
+class Mixer(Structure):
+    """A mixer that keeps what it needs of earlier tokens in states of constant size."""
+
+    _fields_ = [
+        *_fields(int="kind"),
+        ("in", Matrix * MAX_PROJECTIONS),
+        *_fields(int="in_count"),
+        ("convolution", Convolution),
+        *_fields(int="key_heads heads key_size value_size"),
+        *((name, HeadColumns) for name in ("query", "key", "value", "gate", "beta", "decay")),
+        *_fields(pointer="rate decay_bias", float="beta_scale"),
+        *_fields(pointer="skip", float="least_step largest_step"),
+        ("norm", Norm),
+        *_fields(int="norm_groups norm_before_gate"),
+        ("out", Matrix),
+        *_fields(int="first_state"),
+    ]
+
+
 class Layer(Structure):
     """A decoder layer."""
 
@@ -194,6 +238,7 @@ class Layer(Structure):
         *_fields(int1="kv_source", float="temperature temperature_length", int2="temperature_start"),
         *_fields(pointer="order"),
         *_fields(float="rope_scale", int1="rope_scaled_dims", pointer="frequencies", int2="absolute_rotary_dims"),
+        ("mixer", Mixer),
         *((name, Matrix) for name in ("out", "gate", "up", "down")),
         ("inner_norm", Norm),
         ("experts", Experts),
@@ -231,7 +276,7 @@ class Model(Structure):
 class Stream(Structure):
     """The next token of a stream."""
 
-    _fields_ = _fields(int="token", pointer="slots")
+    _fields_ = _fields(int="token", pointer="slots states")
 
 
 class Bytes(Structure):
@@ -247,6 +292,9 @@ STRUCTURES: Sequence[type[Structure]] = (
     Norm,
     Experts,
     Projection,
+    Convolution,
+    HeadColumns,
+    Mixer,
     Layer,
     Model,
     Stream,

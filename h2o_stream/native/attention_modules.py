@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.native import layouts
+from h2o_stream.native.abi import GateKind
 from h2o_stream.native.attention import Attention, Gate, HeadOffsets, Latent, Rope, Tail, Temperature
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.layouts import AttentionLayout
@@ -25,8 +27,7 @@ class AttentionReader(ModuleReader):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._attentions: list[Attention] = []
-        self._shared_columns = 0
+        self._attentions: dict[int, Attention] = {}
 
     def _attention(self, module: Any, index: int) -> Attention:
         name = f"the attention of layer {index}"
@@ -50,7 +51,7 @@ class AttentionReader(ModuleReader):
         normed = described.query_norm.kind or described.key_norm.kind
         if described.clip and (described.latent or described.gate or normed):
             raise DescriptionError(f"{name} clips latent vectors, gates, or what it has normed")
-        self._attentions.append(described)
+        self._attentions[index] = described
         return described
 
     def _optional_norm(self, module: Any, key: str, size: int, name: str) -> Norm:
@@ -58,12 +59,12 @@ class AttentionReader(ModuleReader):
 
     def _plain_attention(self, module: Any, index: int, name: str) -> Attention:
         size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
-        known = (layout for layout in layouts.ATTENTIONS if has_modules(module, self._needed(layout, module)))
+        known = (layout for layout in layouts.ATTENTIONS if has_modules(module, (*layout.needed(module), layout.out)))
         layout = max(known, key=lambda layout: has_modules(module, layout.norms), default=None)
         if layout is None or size is None:
             raise DescriptionError(f"layer {index} has a {type(module).__name__} where an attention is expected")
         source = self._source(module, index, name)
-        qkv = [self._matrix(module, key, name, self._hidden) for key in self._needed(layout, module)[:-1]]
+        qkv = [self._matrix(module, key, name, self._hidden) for key in layout.needed(module)]
         out = self._matrix(module, layout.out, name)
         self._check_rows(out, f"{layout.out} of {name}")
         if source is not None:
@@ -73,6 +74,8 @@ class AttentionReader(ModuleReader):
         else:
             heads, kv_heads, value_size, offsets = _head_layout(qkv, layout, size, out.columns, name)
         gate, gates = self._gate(module, heads, value_size, sum(matrix.rows for matrix in qkv), name)
+        if _is_gated(qkv, out.columns):
+            gate = Gate(GateKind.SIGMOID_GATE, size, 2 * size, size)
         normed = [key for key in layout.norms if has_modules(module, (key,))]
         whole = any(_weight_count(getattr(module, key)) > size for key in normed)
         sizes = dict(zip(layout.norms, (heads * size, kv_heads * size) if whole else (size, size), strict=True))
@@ -96,16 +99,6 @@ class AttentionReader(ModuleReader):
             gate=gate,
         )
 
-    @staticmethod
-    def _needed(layout: AttentionLayout, module: Any) -> tuple[str, ...]:
-        """The matrices of a layout; keys and values of another layer need none, and values may be keys."""
-        qkv = layout.qkv
-        if getattr(module, layouts.BORROWS, False):
-            qkv = qkv[:1]
-        elif getattr(module, qkv[-1], layouts) is None:
-            qkv = qkv[:2]
-        return (*qkv, layout.out)
-
     def _gate(
         self, module: Any, heads: int, value_size: int, column: int, name: str
     ) -> tuple[Gate | None, list[Matrix]]:
@@ -124,8 +117,8 @@ class AttentionReader(ModuleReader):
         if not getattr(module, layouts.BORROWS, False):
             return None
         kinds = self._config.layer_types
-        lenders = [number for number in range(index) if kinds[number] == kinds[index]]
-        lenders = [number for number in lenders if self._attentions[number].source is None]
+        own = (number for number, attention in self._attentions.items() if attention.source is None)
+        lenders = [number for number in own if kinds[number] == kinds[index]]
         if not lenders:
             raise DescriptionError(f"{name} uses keys of an earlier layer, and there is none of its kind")
         return lenders[-1]
@@ -159,27 +152,6 @@ class AttentionReader(ModuleReader):
             out=out,
             source=source,
         )
-
-    def _with_lent_columns(self) -> list[Attention]:
-        """All attentions; the keys and values that later layers use get columns that no other layer writes to."""
-        free = max(sum(matrix.rows for matrix in attention.qkv) for attention in self._attentions)
-        lent: dict[int, Attention] = {}
-        for number in dict.fromkeys(x.source for x in self._attentions if x.source is not None):
-            lender = self._attentions[number]
-            columns = [0]
-            for matrix in lender.qkv[1:]:
-                columns.append(free)
-                free += matrix.rows
-            at = lender.heads
-            value = columns[2] if len(columns) > 2 else columns[1]
-            offsets = replace(at, key_offset=columns[1], value_offset=value)
-            lent[number] = replace(lender, columns=columns, heads=offsets)
-        return [
-            lent.get(number, attention)
-            if attention.source is None
-            else replace(attention, heads=replace(lent[attention.source].heads, query_offset=0))
-            for number, attention in enumerate(self._attentions)
-        ]
 
     def _latent_attention(self, module: Any, index: int, name: str) -> Attention:
         """Queries, keys and values from latent vectors; the last part of all keys is the same and is rotated."""
@@ -267,6 +239,30 @@ class AttentionReader(ModuleReader):
         return as_float32(sinks, name)
 
 
+def with_lent_columns(attentions: Sequence[Attention | None]) -> list[Attention | None]:
+    """The attentions of all layers; keys and values that later ones use get columns that no other layer writes to."""
+    found = [attention for attention in attentions if attention]
+    sources = dict.fromkeys(attention.source for attention in found if attention.source is not None)
+    free = max((sum(matrix.rows for matrix in attention.qkv) for attention in found), default=0)
+    lent: dict[int, Attention] = {}
+    for number in sources:
+        lender = attentions[number]
+        assert lender is not None
+        columns = [0]
+        for matrix in lender.qkv[1:]:
+            columns.append(free)
+            free += matrix.rows
+        offsets = replace(lender.heads, key_offset=columns[1], value_offset=columns[-1])
+        lent[number] = replace(lender, columns=columns, heads=offsets)
+
+    def placed(number: int, attention: Attention | None) -> Attention | None:
+        if attention is None or attention.source is None:
+            return lent.get(number, attention)
+        return replace(attention, heads=replace(lent[attention.source].heads, query_offset=0))
+
+    return [placed(number, attention) for number, attention in enumerate(attentions)]
+
+
 def _weight_count(module: Any) -> int:
     """How many weights a norm has; 0 without any."""
     weight = getattr(module, "weight", None)
@@ -280,6 +276,14 @@ def _heads_without_values(qkv: list[Matrix], size: int, columns: int, name: str)
     if (query, key, columns) != (heads * size, kv_heads * size, heads * size) or kv_heads < 1 or heads % kv_heads:
         raise DescriptionError(f"{name} has matrices that are not a whole number of heads of size {size}")
     return heads, kv_heads, size, HeadOffsets(0, size, query, size, query, size)
+
+
+def _is_gated(qkv: list[Matrix], columns: int) -> bool:
+    """Whether the first of three projections gives each head a query and a gate of its output [columns].
+
+    Values are as large as keys then; where they are half as large, queries have twice the size of the output, too.
+    """
+    return len(qkv) == 3 and qkv[0].rows == 2 * columns and qkv[1].rows == qkv[2].rows
 
 
 def _head_layout(
@@ -299,11 +303,12 @@ def _head_layout(
         total = (heads + 2 * kv_heads) * size
     else:
         q, k, v = (matrix.rows for matrix in qkv)
-        heads, kv_heads = q // size, k // size
+        stride = 2 * size if _is_gated(qkv, columns) else size
+        heads, kv_heads = q // stride, k // size
         value_size = v // max(1, kv_heads)
-        offsets = HeadOffsets(0, size, q, size, q + k, value_size)
+        offsets = HeadOffsets(0, stride, q, size, q + k, value_size)
         counts = heads, kv_heads, value_size
-        total = (heads + kv_heads) * size + kv_heads * value_size
+        total = heads * stride + kv_heads * (size + value_size)
     heads, kv_heads, value_size = counts
     fits = sum(matrix.rows for matrix in qkv) == total and columns == heads * value_size
     if not fits or kv_heads < 1 or heads % kv_heads:

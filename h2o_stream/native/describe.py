@@ -16,7 +16,8 @@ from torch import nn
 
 from h2o_stream.native import layouts
 from h2o_stream.native.abi import Activation, dtype_name
-from h2o_stream.native.attention_modules import AttentionReader
+from h2o_stream.native.attention import Attention
+from h2o_stream.native.attention_modules import AttentionReader, with_lent_columns
 from h2o_stream.native.description import (
     Description,
     DescriptionError,
@@ -30,6 +31,8 @@ from h2o_stream.native.description import (
 from h2o_stream.native.expert_modules import experts_beside, experts_of, has_experts
 from h2o_stream.native.experts import BesideMlp, Experts
 from h2o_stream.native.layouts import LayerLayout, MlpLayout
+from h2o_stream.native.mixer_modules import has_convolution, mixer_of
+from h2o_stream.native.mixers import Mixer
 from h2o_stream.native.module_reader import check_flags, has_modules
 from h2o_stream.native.modules import (
     activation_of,
@@ -39,6 +42,7 @@ from h2o_stream.native.modules import (
     embedding_scale,
     matrix_of,
 )
+from h2o_stream.native.multipliers import scaled_attention, scaled_mixer_output, scaled_mlp
 
 _NO_OPS = (nn.Dropout, nn.Identity)
 """Modules without effect in evaluation mode."""
@@ -87,8 +91,12 @@ class _ModelReader(AttentionReader):
         output = self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden)
         if output.rows > rows.rows:
             raise DescriptionError(f"there are {output.rows} logits and {rows.rows} embeddings")
+        described = self._layers(layers, own)
+        with_positions = positions is not None or self._rotary is not None or self._rotary_within
+        if not with_positions and not any(layer.mixer for layer in described):
+            raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")
         description = Description(
-            layers=self._layers(layers, own),
+            layers=described,
             embedding=rows,
             embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._embedding_factor(),
             learned_positions=None if positions is None else as_float32(positions.weight, "the learned positions"),
@@ -96,7 +104,9 @@ class _ModelReader(AttentionReader):
             embedding_norm=self._embedding_norm(backbone, final),
             norm=final,
             output=output,
-            logit_scale=self._factor("logit_scale") / self._factor("logits_scaling"),
+            logit_scale=self._factor("logit_scale")
+            * self._factor("lm_head_multiplier")
+            / self._factor("logits_scaling"),
             logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
             residual_scale=self._residual_scale(layers),
             dtype=dtype_name(dtype),
@@ -128,10 +138,8 @@ class _ModelReader(AttentionReader):
 
     def _layers(self, layers: list[Any], own: LayerEmbeddings | None) -> list[Layer]:
         described = [self._layer(layer, index, own) for index, layer in enumerate(layers)]
-        if any(layer.attention.source is not None for layer in described):
-            attentions = self._with_lent_columns()
-            described = [replace(layer, attention=found) for layer, found in zip(described, attentions, strict=True)]
-        return described
+        attentions = with_lent_columns([layer.attention for layer in described])
+        return [replace(layer, attention=found) for layer, found in zip(described, attentions, strict=True)]
 
     def _read_embeddings(self) -> tuple[Any, Matrix, Any]:
         """Return the embedding module, its matrix, and the output layer."""
@@ -167,16 +175,14 @@ class _ModelReader(AttentionReader):
 
     def _read_positions(self, backbone: Any) -> Any:
         """Return the learned position embedding, or None if positions are rotary."""
-        self._rotary = getattr(backbone, "rotary_emb", None)
+        self._rotary = next(filter(None, (getattr(backbone, name, None) for name in layouts.ROTARY)), None)
         by_theta = list(getattr(backbone, "rotary_embs", ()))
         self._rotary_by_theta = {rotary.config.rope_parameters["rope_theta"]: rotary for rotary in by_theta}
+        attentions = [getattr(layer, "self_attn", None) for layer in backbone.layers]
+        self._rotary_within = all(hasattr(attention, "rotary_emb") for attention in attentions)
         positions = getattr(backbone, "embed_positions", None)
-        within = all(
-            hasattr(layer, "self_attn") and hasattr(layer.self_attn, "rotary_emb") for layer in backbone.layers
-        )
-        rotary = self._rotary is not None or within
-        if (positions is None) == (not rotary) or not isinstance(positions, nn.Embedding | None):
-            raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")
+        if not isinstance(positions, nn.Embedding | None) or (positions is not None and self._rotary is not None):
+            raise DescriptionError(f"{type(backbone).__name__} has learned positions of an unknown kind")
         needed = getattr(self._config, "max_position_embeddings", 0) + getattr(positions, "offset", 0), self._hidden
         if positions is not None and (positions.num_embeddings < needed[0] or positions.embedding_dim != needed[1]):
             raise DescriptionError(f"the learned positions are not {needed[0]} rows of {needed[1]}")
@@ -209,24 +215,38 @@ class _ModelReader(AttentionReader):
         layout = _match_layout(layer, name, layouts.LAYERS)
         self._mark_container(layer, name, layouts.OUTPUT_SCALE)
         check_flags(name, lambda flag: getattr(layer, flag, None))
-        mlp = layer if layout.mlp is None else getattr(layer, layout.mlp)
+        mlp = layer if layout.owns_mlp else getattr(layer, layout.mlp or "", None)
         norms = {role: self._norm(layer, key, self._hidden, name) for role, key in layout.norms.items()}
         parallel = layout.parallel if layout.parallel is not None else getattr(layer, "use_parallel_residual", False)
         if has_experts(mlp) and has_modules(mlp, (layouts.AFTER_EXPERTS,)):
             norms["after_mlp"] = self._norm(mlp, layouts.AFTER_EXPERTS, self._hidden, name)
         shared = getattr(layer, layout.shared) if layout.shared else None
-        described = self._experts(mlp, shared, name) if has_experts(mlp) else self._mlp(mlp, name)
-        if isinstance(described, Mlp) and has_modules(layer, layouts.BESIDE.modules):
-            described = self._experts_beside(layer, name, described)
+        described = None if mlp is None else self._feed_forward(layer, mlp, shared, name)
         scale = getattr(layer, layouts.OUTPUT_SCALE, None)
         return Layer(
-            attention=self._attention(getattr(layer, layout.attention), index),
+            attention=self._scaled_attention(layer, layout.attention, index) if layout.attention else None,
+            mixer=self._mixer(getattr(layer, layout.mixer), layer, name) if layout.mixer else None,
             mlp=described,
             **{role: norms.get(role, Norm()) for role in layouts.NORM_ROLES},
             parallel=bool(parallel),
             own_embedding=self._own_embedding(layer, name, described, embeddings) if embeddings else None,
             output_scale=1.0 if scale is None else float(scale),
         )
+
+    def _scaled_attention(self, layer: Any, key: str, index: int) -> Attention:
+        module = getattr(layer, key)
+        return scaled_attention(self._attention(module, index), module, layer, f"the attention of layer {index}")
+
+    def _mixer(self, module: Any, layer: Any, name: str) -> Mixer:
+        self._mark_read(*module.modules())
+        mixer = mixer_of(module, self._hidden, name)
+        return replace(mixer, out=scaled_mixer_output(mixer.out, layer))
+
+    def _feed_forward(self, layer: Any, module: Any, shared: Any, name: str) -> Mlp | Experts:
+        if has_experts(module):
+            return self._experts(module, shared, name)
+        mlp = self._mlp(module, name)
+        return self._experts_beside(layer, name, mlp) if has_modules(layer, layouts.BESIDE.modules) else mlp
 
     def _own_embedding(self, layer: Any, name: str, mlp: Any, embeddings: LayerEmbeddings) -> OwnEmbedding:
         layout = layouts.OWN_EMBEDDING
@@ -270,7 +290,7 @@ class _ModelReader(AttentionReader):
         activation, parameters = self._activation(module, layout, name)
         has_norm = has_modules(module, (layouts.INNER_NORM,))
         inner = self._norm(module, layouts.INNER_NORM, up.rows, name) if has_norm else Norm()
-        return Mlp(gate, up, down, activation, parameters, inner)
+        return scaled_mlp(Mlp(gate, up, down, activation, parameters, inner), module)
 
     def _activation(self, module: Any, layout: MlpLayout, name: str) -> tuple[Activation, tuple[float, ...]]:
         key = next((key for key in layouts.ACTIVATIONS if hasattr(module, key)), None)
@@ -286,20 +306,39 @@ class _ModelReader(AttentionReader):
 
 def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) -> LayerLayout:
     """Find the layout whose modules match those of a layer exactly."""
-    named = dict(layer.named_children())
-    kinds = {key: child for key, child in named.items() if not isinstance(child, _NO_OPS)}
+    children = dict(layer.named_children())
+    kinds = {key for key, child in children.items() if not isinstance(child, _NO_OPS)}
     own = layouts.OWN_EMBEDDING
     optional = {own.gate, own.out, own.norm, *layouts.ACTIVATIONS} if own.gate in kinds else set()
-    optional |= layouts.BESIDE.modules if layouts.BESIDE.modules <= kinds.keys() else set()
-    for layout in candidates:
-        names = {layout.attention, *layout.norms.values(), *filter(None, (layout.mlp, layout.shared))}
-        rest = kinds.keys() - names - optional
-        inner = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.mlp is None else set()
-        if names <= named.keys() and rest <= inner:
+    optional |= layouts.BESIDE.modules if layouts.BESIDE.modules <= kinds else set()
+    inner = {"fc1", "fc2", *layouts.ACTIVATIONS}
+    named = [
+        layout
+        for layout in candidates
+        if layout.names <= children.keys() and kinds - layout.names - optional <= (inner if layout.owns_mlp else set())
+    ]
+    for layout in named:
+        if len(named) == 1 or _is_as_named(layer, layout):
             return layout
     raise DescriptionError(
         f"{name} is a {type(layer).__name__} whose modules match no known layout: {', '.join(kinds)}"
     )
+
+
+def _is_as_named(layer: Any, layout: LayerLayout) -> bool:
+    """Whether what a layout calls an attention or a recurrent mixer can be one, and its MLP neither."""
+    mixer, attention, mlp = (getattr(layer, name or "", None) for name in (layout.mixer, layout.attention, layout.mlp))
+    return (
+        (mixer is None or has_convolution(mixer))
+        and (attention is None or _has_projections(attention))
+        and (mlp is None or not (has_convolution(mlp) or _has_projections(mlp)))
+    )
+
+
+def _has_projections(module: Any) -> bool:
+    """Whether a module has those of an attention."""
+    latent = has_modules(module, layouts.LATENT.needed)
+    return latent or any(has_modules(module, (*layout.needed(module), layout.out)) for layout in layouts.ATTENTIONS)
 
 
 def _placeholders(config: Any) -> tuple[int, ...]:

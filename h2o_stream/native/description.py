@@ -19,10 +19,11 @@ from h2o_stream.native.matrix import NO_NORM
 from h2o_stream.native.matrix import DescriptionError as DescriptionError
 from h2o_stream.native.matrix import Matrix as Matrix
 from h2o_stream.native.matrix import Norm as Norm
+from h2o_stream.native.mixers import Mixer, fill_mixer
 
 
 class FeedForward(Protocol):
-    """What follows the attention in a layer: an `Mlp` or `experts.Experts`."""
+    """What follows attention and mixer in a layer: an `Mlp` or `experts.Experts`."""
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -88,46 +89,68 @@ class OwnEmbedding:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A decoder layer; with `parallel` the MLP reads the attention's input.
+    """A decoder layer: attention or a recurrent mixer, or both, whose outputs are added; then an MLP.
+
+    Any of them may be missing. With `parallel` the MLP reads the attention's input.
 
     Attributes:
         own_embedding: what is added after the MLP.
         output_scale: factor on what the layer gives.
+
+    Raises:
+        DescriptionError: nothing is left.
     """
 
-    attention: Attention
-    mlp: FeedForward
+    attention: Attention | None
+    mlp: FeedForward | None
     before_attention: Norm
     after_attention: Norm
     before_mlp: Norm
     after_mlp: Norm
     parallel: bool
+    mixer: Mixer | None = None
     own_embedding: OwnEmbedding | None = None
     output_scale: float = 1.0
 
-    @property
-    def _small_matrices(self) -> list[Matrix]:
-        own = self.own_embedding
-        return [*self.attention.matrices, *([own.gate, own.out] if own else [])]
+    def __post_init__(self) -> None:
+        if self.attention is None and self.mixer is None and self.mlp is None:
+            raise DescriptionError("a layer computes nothing")
 
     @property
     def matrices(self) -> list[Matrix]:
         """See `Description.matrices`."""
-        return [*self._small_matrices, *self.mlp.matrices]
+        return [*self._mixing_matrices, *(self.mlp.matrices if self.mlp else [])]
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that a decode step reads."""
-        others: int = sum(matrix.weights.nbytes for matrix in self._small_matrices)
-        return others + self.mlp.nbytes
+        mixing: int = sum(matrix.weights.nbytes for matrix in self._mixing_matrices)
+        return mixing + (self.mlp.nbytes if self.mlp else 0)
 
-    def fill(self, struct: abi.Layer) -> None:
-        """Fill a structure, except for the fields that depend on a cache."""
+    @property
+    def _mixing_matrices(self) -> list[Matrix]:
+        own, mixer = self.own_embedding, self.mixer
+        attention = self.attention.matrices if self.attention else []
+        mixing = [*mixer.projections, mixer.out] if mixer else []
+        return [*attention, *mixing, *([own.gate, own.out] if own else [])]
+
+    def fill(self, struct: abi.Layer, hidden: int, first_state: int) -> None:
+        """Fill a structure, except for the fields that depend on a cache.
+
+        Args:
+            struct: is filled.
+            hidden: size of the residual stream.
+            first_state: number of states of mixers in all layers before.
+        """
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
-            setattr(struct, name, getattr(self, name).to_struct(self.attention.out.rows))
-        self.attention.fill(struct)
+            setattr(struct, name, getattr(self, name).to_struct(hidden))
         struct.parallel, struct.output_scale = self.parallel, self.output_scale
-        self.mlp.fill(struct)
+        if self.attention:
+            self.attention.fill(struct)
+        if self.mixer:
+            fill_mixer(self.mixer, struct.mixer, first_state)
+        if self.mlp:
+            self.mlp.fill(struct)
         if own := self.own_embedding:
             struct.embedding_gate, struct.embedding_out = own.gate.to_struct(), own.out.to_struct()
             struct.after_embedding = own.norm.to_struct(own.out.rows)
@@ -195,7 +218,8 @@ class Description:
     @property
     def supports_absolute(self) -> bool:
         """Whether ``absolute`` positions work: nothing but angles depends on positions."""
-        return all(layer.attention.rope is None or layer.attention.rope.fixed for layer in self.layers)
+        ropes = (layer.attention.rope for layer in self.layers if layer.attention)
+        return all(rope is None or rope.fixed for rope in ropes)
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -223,9 +247,12 @@ class NativeModel:
     def __init__(self, description: Description) -> None:
         self.description = description
         self.layers = (abi.Layer * len(description.layers))()
+        states = 0
         for number, (layer, struct) in enumerate(zip(description.layers, self.layers, strict=True)):
-            layer.fill(struct)
-            struct.kv_source = number if layer.attention.source is None else layer.attention.source
+            layer.fill(struct, description.embedding.columns, states)
+            states += len(layer.mixer.states) if layer.mixer else 0
+            source = layer.attention.source if layer.attention else None
+            struct.kv_source = number if source is None else source
         self.struct = abi.Model(
             layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
             layer_count=len(self.layers),

@@ -120,8 +120,11 @@ def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts
     """
     layout, experts = layouts.BESIDE, layer.experts
     router = RouterModule(layer, f"the router of {name}")
-    scale = as_float32(getattr(layer.router, layout.scale), name) * float(getattr(layer.router, layout.factor))
-    norms = replace(norms, router=replace(norms.router, weight=(norms.router.weight * scale).contiguous()))
+    scale = as_float32(getattr(layer.router, layout.scale), name)
+    assert scale is not None
+    assert norms.router.weight is not None
+    weight = norms.router.weight * scale * float(getattr(layer.router, layout.factor))
+    norms = replace(norms, router=replace(norms.router, weight=weight.contiguous()))
     dtype = router.weight.dtype if _is_split(experts) else experts.down_proj.dtype
     described = _described(experts, router_of(router, dtype, norms.router), name)
     known = {f"{layout.matrix}.weight", layout.scale, layout.factors, f"{layout.norm}.weight"}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from h2o_stream.native.abi import Activation, GateKind
 
-FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm")
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm", "norm_f")
 """Names of the final norm."""
 
 WITHIN = ("model", "decoder", "language_model")
@@ -27,6 +27,9 @@ OTHER_SENSES = {
 PLACEHOLDERS = r".*(image|video|audio|vision|speech).*_token_(id|index)"
 """Settings that name tokens for something else than text."""
 
+ROTARY = ("rotary_emb", "pos_emb")
+"""Names of the rotary embedding."""
+
 NORMED_EMBEDDINGS = ("NanoChatModel",)
 """Models that apply the final norm before the first layer, too."""
 
@@ -40,20 +43,31 @@ class LayerLayout:
     """Module names in a decoder layer.
 
     Attributes:
-        attention: the attention module.
-        mlp: the MLP, or None if its linear layers belong to the decoder layer itself.
-        shared: an expert that all tokens go through, beside those in `mlp`.
+        attention: the attention module, or None.
+        mlp: the MLP, or None if there is none, or if its linear layers belong to the decoder layer itself.
         norms: module name of each norm in `NORM_ROLES`.
         parallel: whether the MLP reads the attention's input; None if an attribute of the layer tells.
+        mixer: the recurrent mixer, beside attention or in its place, or None.
+        shared: an expert that all tokens go through, beside those in `mlp`.
+        owns_mlp: whether the linear layers of the MLP belong to the decoder layer itself.
     """
 
-    attention: str
+    attention: str | None
     mlp: str | None
     norms: Mapping[str, str]
     parallel: bool | None = None
+    mixer: str | None = None
     shared: str | None = None
+    owns_mlp: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """All modules."""
+        return {*self.norms.values(), *filter(None, (self.attention, self.mixer, self.mlp, self.shared))}
 
 
+_LFM2_NORMS = {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}
+_BEFORE_FEED_FORWARD = {"before_attention": "input_layernorm", "before_mlp": "pre_ff_layernorm"}
 _TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
 
 LAYERS = (
@@ -72,6 +86,9 @@ LAYERS = (
             "after_mlp": "post_mlp_layernorm",
         },
     ),
+    LayerLayout(None, "block_sparse_moe", _TWO_NORMS, mixer="mamba", shared="shared_mlp"),
+    LayerLayout("self_attn", "shared_mlp", _TWO_NORMS),
+    LayerLayout(None, "shared_mlp", _TWO_NORMS, mixer="mamba"),
     LayerLayout(
         "self_attn",
         "mlp",
@@ -90,7 +107,12 @@ LAYERS = (
     LayerLayout(
         "self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "input_layernorm"}, parallel=True
     ),
-    LayerLayout("self_attn", None, {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"}),
+    LayerLayout(
+        "self_attn",
+        None,
+        {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"},
+        owns_mlp=True,
+    ),
     LayerLayout(
         "self_attn",
         "mlp",
@@ -98,10 +120,19 @@ LAYERS = (
     ),
     LayerLayout("self_attn", "mlp", {**_TWO_NORMS, "after_attention": "post_norm1", "after_mlp": "post_norm2"}),
     LayerLayout("self_attn", "mlp", {"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}),
-    LayerLayout("self_attn", "feed_forward", {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}),
+    LayerLayout("self_attn", "feed_forward", _LFM2_NORMS),
+    LayerLayout(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
+    LayerLayout(None, "mlp", _TWO_NORMS, mixer="linear_attn"),
+    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD),
+    LayerLayout(None, "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
+    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
+    LayerLayout("mixer", None, {"before_attention": "norm"}),
+    LayerLayout(None, None, {"before_attention": "norm"}, mixer="mixer"),
+    LayerLayout(None, "mixer", {"before_mlp": "norm"}),
 )
-"""Llama and most others; Granite MoE, without and with a shared expert; Llama 4; ModernBERT; AFMoE; Gemma 2 and 3;
-EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2."""
+"""Llama and most others; Granite MoE; Granite MoE with a shared expert, Llama 4, ModernBERT, AFMoE, Granite 4; Gemma 2
+and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus;
+LFM2; Qwen 3.5; Bamba; Falcon-H1; Nemotron-H, whose mixer may be anything."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +152,12 @@ class AttentionLayout:
     order: Literal["concatenated", "interleaved"] = "concatenated"
     norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rope: bool = False
+
+    def needed(self, module: Any) -> tuple[str, ...]:
+        """The projections that an attention must have: none for keys of another layer, or for values that are keys."""
+        if getattr(module, BORROWS, False):
+            return self.qkv[:1]
+        return self.qkv[:2] if getattr(module, self.qkv[-1], self) is None else self.qkv
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")

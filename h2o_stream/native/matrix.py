@@ -1,8 +1,8 @@
-"""Matrices and norms, as parts of a model's description."""
+"""Matrices and norms of a model's description. Arrays may be tensors of torch or arrays of numpy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from h2o_stream.native import abi, packing
@@ -33,6 +33,7 @@ class Matrix:
         rows: output features.
         columns: input features.
         kind: storage format.
+        scale: factor on what it gives, including the bias.
     """
 
     weights: Array
@@ -40,6 +41,7 @@ class Matrix:
     rows: int
     columns: int
     kind: MatrixKind
+    scale: float = 1.0
 
     def row_range(self, first: int, count: int) -> Matrix:
         """Rows [first, first + count) in the same memory.
@@ -52,14 +54,20 @@ class Matrix:
             raise DescriptionError(f"rows {first} of a packed matrix do not start at a multiple of {tile}")
         weights = self.weights[first // tile : -(-(first + count) // tile)]
         bias = None if self.bias is None else self.bias[first : first + count]
-        return Matrix(weights, bias, count, self.columns, self.kind)
+        return Matrix(weights, bias, count, self.columns, self.kind, self.scale)
+
+    def scaled(self, results: float, inputs: float = 1.0) -> Matrix:
+        """The same weights, with factors on what it gives and on what it takes."""
+        bias = self.bias if self.bias is None or inputs == 1.0 else self.bias / inputs
+        return replace(self, bias=bias, scale=self.scale * results * inputs)
 
     def to_struct(self) -> abi.Matrix:
         """As a C structure."""
         dense = DENSE.get(self.kind)
         size = self.rows * self.columns if dense else packing.packed_bytes(self.kind, self.rows, self.columns)
         weights = pointer(self.weights, dense or "uint8", size)
-        return abi.Matrix(weights, pointer(self.bias, "float32", self.rows), self.rows, self.columns, self.kind)
+        bias = pointer(self.bias, "float32", self.rows)
+        return abi.Matrix(weights, bias, self.rows, self.columns, self.kind, self.scale)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import CDLL
 from itertools import chain
+from math import prod
 from typing import Any, Protocol
 
 import numpy
@@ -59,12 +60,14 @@ class Stepper:
         self._layers: list[BoundLayer] = []
         self._revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
         self._bound_tokens = 0
+        mixers = enumerate(layer.mixer for layer in model.description.layers)
+        self._state_shapes = {number: mixer.states for number, mixer in mixers if mixer}
         attention = [layer.attention for layer in model.layers]
         self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in attention]
         if cache.plan.positions != "absolute":
             for layer, described in zip(model.layers, model.description.layers, strict=True):
                 layer.frequencies = None  # keys are rotated when they are attended to
-                temperature = described.attention.temperature
+                temperature = described.attention.temperature if described.attention else None
                 if temperature and temperature.of_positions:
                     layer.temperature = 0.0
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
@@ -185,11 +188,14 @@ class Stepper:
 
     def _bind(self, new_tokens: int) -> bool:
         """Bind the addresses of all slots if they changed, for so many tokens at once; whether they are supported."""
-        if self._revision != self.cache.revision or new_tokens > self._bound_tokens:
+        changed = self._revision != self.cache.revision or new_tokens > self._bound_tokens
+        if changed:
             self._revision, self._bound_tokens = self.cache.revision, new_tokens
             self.why_not = next(filter(None, map(why_not, self.cache.head_groups)), "")
             if not self.why_not:
                 self._bind_slots()
+        if self._state_shapes and not self.why_not and (changed or self.cache.tokens.columns != self._columns):
+            self._bind_states()
         return not self.why_not
 
     def _bind_slots(self) -> None:
@@ -197,16 +203,33 @@ class Stepper:
         first = 0
         for number, layer in enumerate(self.model.layers):
             groups: Sequence[GroupRules] = self.cache.groups_of(number)
-            bound.append(BoundLayer(groups, layer.attention, self._bound_tokens))
             layer.first_group, layer.group_count = first, len(groups)
             first += len(groups)
+            if groups:
+                bound.append(BoundLayer(groups, layer.attention, self._bound_tokens))
         # The slots of a stream are contiguous; those of a layer are a view of them.
         self._slots = numpy.empty((len(bound[0].slots), first), dtype=SLOTS)
-        for bound_layer, layer in zip(bound, self.model.layers, strict=True):
-            whole = self._slots[:, layer.first_group : layer.first_group + layer.group_count]
+        first = 0
+        for bound_layer in bound:
+            whole = self._slots[:, first : first + len(bound_layer.head_groups)]
             whole[:] = bound_layer.slots
             bound_layer.slots = whole
+            first += len(bound_layer.head_groups)
         rows = len(self._slots)
         self._streams = numpy.zeros(rows, dtype=STREAM)
         self._streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)
         self._layers, self._steady = bound, False
+
+    def _bind_states(self) -> None:
+        """Bind the addresses of all recurrent states, which whoever else uses the model may replace."""
+        rows = len(self._streams)
+        self._states = [
+            state
+            for number, shapes in self._state_shapes.items()
+            for state in self.cache.recurrent_states(number, shapes, rows)
+        ]
+        sizes = [prod(shape) for shapes in self._state_shapes.values() for shape in shapes.values()]
+        first = [pointer(state, "float32", rows * size) for state, size in zip(self._states, sizes, strict=True)]
+        bytes_per_row = 4 * numpy.array(sizes, numpy.int64)
+        self._addresses = numpy.array(first, numpy.int64) + bytes_per_row * numpy.arange(rows)[:, None]
+        self._streams["states"] = self._addresses.ctypes.data + self._addresses.strides[0] * numpy.arange(rows)

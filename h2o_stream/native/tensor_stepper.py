@@ -83,6 +83,7 @@ class CheckedStepper:
             return None
         model = self._stepper.model
         number, before = cache.stream_number, cache.state_dict()
+        cache.use_own_dtypes()
         eager = self._forward(**kwargs, output_hidden_states=True)
         cache.load_state_dict(before)
         cache.stream_number = number  # it is the same stream

@@ -1,6 +1,6 @@
 """The families that are described from files: what their tensors are called, and what their names do not say.
 
-Biases, norms of queries and keys and norms after a block are there if the file has them.
+Biases, and norms of queries and keys, are there if the file has them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from h2o_stream.native.abi import Activation
+from h2o_stream.native.abi import Activation, Scoring
 
 EMBEDDING, OUTPUT, FINAL_NORM = "token_embd", "output", "output_norm"
 """llama.cpp's names of what is outside of layers, without ``.weight``."""
@@ -46,14 +46,40 @@ _SANDWICH = {
     "ffn_norm": f"{_LAYER}pre_feedforward_layernorm",
     "post_ffw_norm": f"{_LAYER}post_feedforward_layernorm",
 }
-"""The same where every block has a norm before and after it."""
+"""The same where every block has a norm before and after it, or after it only."""
 
+_GLM = {
+    "post_attention_norm": f"{_LAYER}post_self_attn_layernorm",
+    "post_ffw_norm": f"{_LAYER}post_mlp_layernorm",
+    "ffn_up": f"{_LAYER}mlp.gate_up_proj",
+}
+"""The same in GLM-4."""
+
+_LATE = {"post_attention_norm": f"{_LAYER}post_attention_layernorm"}
+"""Where the norm before the MLP is called one after the attention."""
 
 _FUSED = {"attn_qkv": f"{_LAYER}self_attn.qkv_proj", "ffn_up": f"{_LAYER}mlp.gate_up_proj"}
 """Where queries, keys and values are one matrix, and so are gate and up."""
 
 _UNGATED = {"ffn_up": f"{_LAYER}mlp.c_fc", "ffn_down": f"{_LAYER}mlp.c_proj"}
 """Where there is no gate."""
+
+_HUNYUAN = {"attn_q_norm": f"{_LAYER}self_attn.query_layernorm", "attn_k_norm": f"{_LAYER}self_attn.key_layernorm"}
+
+_SHARED_EXPERTS = {
+    f"ffn_{name}_shexp": f"{_LAYER}mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
+} | {"exp_probs_b": f"{_LAYER}mlp.gate.e_score_correction_bias"}
+"""Of models whose experts for all tokens are several, as one."""
+
+_ERNIE_EXPERTS = {"exp_probs_b": f"{_LAYER}mlp.gate.moe_statics.e_score_correction_bias"}
+
+_GRANITE_EXPERTS = {
+    f"ffn_{name}_exps": f"{_LAYER}block_sparse_moe.experts.{name}_proj" for name in ("gate", "up", "down")
+} | {"ffn_gate_inp": f"{_LAYER}block_sparse_moe.router"}
+
+BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
+_AFTER = {"after_attention": "post_attention_norm", "after_mlp": "post_ffw_norm"}
+"""llama.cpp's names of a layer's norms, by role."""
 
 
 @dataclass(frozen=True)
@@ -62,45 +88,100 @@ class Architecture:
 
     Attributes:
         interleaved: in GGUF files the rows of queries and keys are in the order of RoPE by adjacent pairs.
+        adjacent: RoPE rotates adjacent pairs, in files as in transformers' models.
+        norms: llama.cpp's names of a layer's norms, by role; the layer has these and no others.
+        norms_after_rope: norms of queries and keys come after RoPE.
+        parallel: the MLP reads the attention's input.
         activation: of the MLP.
         fused_mlp: ``ffn_up`` has the gate's rows, then its own.
         scales_embeddings: by the root of the hidden size.
+        divides_logits: the file's factor on logits is a divisor.
         norm_offset: added to the weights of norms in transformers' checkpoints; GGUF files have them added.
         full_every: every so many layers one sees everything, and the others have the sliding window; 0 for all alike.
         local_theta: base of RoPE in layers with a sliding window, where it is another one, if the file does not say.
+        local_plain: RoPE in layers with a sliding window is not scaled.
+        unrotated_every: every so many layers one has no positions; 0 for none.
+        rotates_sliding: where some layers slide, the others have no positions.
+        scoring: how a router's logits become scores, if the file does not say.
         normalizes_experts: the weights of a token's experts are divided by their sum, unless the file says otherwise.
         large: number of layers of a model that scales queries by its hidden size and not by its heads'; 0 for none.
-        checkpoint_names: of transformers, by llama.cpp's.
+        checkpoint_names: of transformers, by llama.cpp's; files have no other tensors.
     """
 
     interleaved: bool = False
+    adjacent: bool = False
+    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
+    norms_after_rope: bool = False
+    parallel: bool = False
     activation: Activation = Activation.SILU
     fused_mlp: bool = False
     scales_embeddings: bool = False
+    divides_logits: bool = False
     norm_offset: float = 0.0
     full_every: int = 0
     local_theta: float = 0.0
+    local_plain: bool = False
+    unrotated_every: int = 0
+    rotates_sliding: bool = False
+    scoring: Scoring = Scoring.SOFTMAX
     normalizes_experts: bool = False
     large: int = 0
     checkpoint_names: Mapping[str, str] = field(default_factory=lambda: _CHECKPOINT_NAMES)
 
 
-_GEMMA = Architecture(
-    activation=Activation.GELU_TANH,
-    scales_embeddings=True,
-    norm_offset=1.0,
-    checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH,
+_GEMMA = Architecture(activation=Activation.GELU_TANH, scales_embeddings=True, norm_offset=1.0)
+_GEMMA_2 = replace(_GEMMA, norms=BEFORE | _AFTER, checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH)
+_GRANITE = Architecture(interleaved=True, divides_logits=True, normalizes_experts=True)
+_COHERE = Architecture(
+    adjacent=True,
+    parallel=True,
+    norms={"before_attention": "attn_norm", "before_mlp": "attn_norm"},
+    checkpoint_names={name: _CHECKPOINT_NAMES[name] for name in _CHECKPOINT_NAMES if not name.endswith("_norm")}
+    | {name: _CHECKPOINT_NAMES[name] for name in ("attn_norm", FINAL_NORM)},
+)
+_AFTER_ONLY = Architecture(norms=_AFTER, checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH)
+_LATE_NORM = Architecture(
+    norms=BEFORE | {"before_mlp": "post_attention_norm"}, checkpoint_names=_CHECKPOINT_NAMES | _LATE
 )
 
 ARCHITECTURES = {
     "llama": Architecture(interleaved=True, normalizes_experts=True),
+    "mistral3": Architecture(interleaved=True, normalizes_experts=True),
+    "smollm3": Architecture(interleaved=True, unrotated_every=4),
+    "arcee": Architecture(interleaved=True, activation=Activation.RELU_SQUARED),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "qwen2moe": Architecture(),
     "qwen3moe": Architecture(normalizes_experts=True),
-    "gemma2": replace(_GEMMA, full_every=2, large=46),
-    "gemma3": replace(_GEMMA, full_every=6, local_theta=10_000.0, large=62),
+    "olmo2": replace(_AFTER_ONLY, full_every=4, local_plain=True),
+    "olmoe": Architecture(),
+    "exaone4": replace(_AFTER_ONLY, full_every=4, rotates_sliding=True),
+    "seed_oss": _LATE_NORM,
+    "glm4": Architecture(
+        adjacent=True, norms=BEFORE | _AFTER, fused_mlp=True, checkpoint_names=_CHECKPOINT_NAMES | _GLM
+    ),
+    "glm4moe": replace(
+        _LATE_NORM, scoring=Scoring.SIGMOID, checkpoint_names=_CHECKPOINT_NAMES | _LATE | _SHARED_EXPERTS
+    ),
+    "chatglm": Architecture(
+        adjacent=True, fused_mlp=True, checkpoint_names=_CHECKPOINT_NAMES | {"ffn_up": _GLM["ffn_up"]}
+    ),
+    "dots1": Architecture(scoring=Scoring.SIGMOID, checkpoint_names=_CHECKPOINT_NAMES | _SHARED_EXPERTS),
+    "ernie4_5": Architecture(adjacent=True),
+    "ernie4_5-moe": Architecture(
+        adjacent=True, normalizes_experts=True, checkpoint_names=_CHECKPOINT_NAMES | _SHARED_EXPERTS | _ERNIE_EXPERTS
+    ),
+    "hunyuan-dense": Architecture(norms_after_rope=True, checkpoint_names=_CHECKPOINT_NAMES | _HUNYUAN),
+    "granite": _GRANITE,
+    "granitemoe": replace(_GRANITE, checkpoint_names=_CHECKPOINT_NAMES | _GRANITE_EXPERTS),
+    "command-r": _COHERE,
+    "cohere2": replace(_COHERE, full_every=4, rotates_sliding=True),
+    "gemma": _GEMMA,
+    "gemma2": replace(_GEMMA_2, full_every=2, large=46),
+    "gemma3": replace(_GEMMA_2, full_every=6, local_theta=10_000.0, local_plain=True, large=62),
     "phi3": Architecture(fused_mlp=True, checkpoint_names=_CHECKPOINT_NAMES | _FUSED),
     "starcoder2": Architecture(activation=Activation.GELU_TANH, checkpoint_names=_CHECKPOINT_NAMES | _UNGATED),
+    "nemotron": Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0),
+    "stablelm": Architecture(),
 }
 """By llama.cpp's name."""

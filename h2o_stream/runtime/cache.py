@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
@@ -15,10 +15,11 @@ from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.layer_plans import sliding_plan
 from h2o_stream.cache.one_thread import OneThread
 from h2o_stream.cache.shared_state import Revision
-from h2o_stream.cache.state import check_saveable, refusing_damage
+from h2o_stream.cache.state import check_saveable, refusing_damage, with_prefix
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig
+from h2o_stream.runtime.recurrent import RecurrentArrays
 from h2o_stream.runtime.rotations import Rotations
 from h2o_stream.runtime.slots import ArrayGroup
 
@@ -30,22 +31,28 @@ class RuntimeLayer:
     """What the cache must know of a decoder layer; the counterpart of `cache.layer.LayerSpec`.
 
     Attributes:
-        shape: of its heads.
+        shape: of its heads; None without attention.
         table: rotations of its keys; None without RoPE.
         sliding: window of a layer that slides while others do not. None: it follows the plan.
         windows: its KV heads, grouped by window size.
+        states: shapes of its recurrent states, by name.
     """
 
-    shape: HeadShape
+    shape: HeadShape | None
     table: Rotations | None
     sliding: int | None = None
     windows: tuple[HeadWindow, ...] = (HeadWindow(),)
-    attends = True
+    states: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention."""
+        return self.shape is not None
 
     @property
     def evicts(self) -> bool:
         """Whether it follows the plan."""
-        return self.sliding is None
+        return self.attends and self.sliding is None
 
     @property
     def local_windows(self) -> tuple[HeadWindow, ...]:
@@ -93,8 +100,11 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
     def make_groups(self, revision: Revision) -> None:
         """See `WindowRules`."""
         self._layers = [tuple(self._groups(number, layer, revision)) for number, layer in enumerate(self.specs)]
+        self._states = [RecurrentArrays(layer.states) for layer in self.specs]
 
     def _groups(self, number: int, layer: RuntimeLayer, revision: Revision) -> Iterator[ArrayGroup]:
+        if layer.shape is None:
+            return
         plan = self.plan if layer.sliding is None else sliding_plan(self.plan, layer.sliding)
         for window in layer.windows if layer.evicts else (HeadWindow(),):
             yield ArrayGroup(
@@ -118,10 +128,14 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
         """See `WindowRules`."""
         return self._layers[layer]
 
+    def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[NDArray[Any]]:
+        """See `WindowRules`; there is one row."""
+        return self._states[layer].allocated()
+
     @property
     def nbytes(self) -> int:
         """See `WindowRules`."""
-        return sum(group.nbytes for group in self.head_groups)
+        return sum(group.nbytes for group in self.head_groups) + sum(states.nbytes for states in self._states)
 
     # forwards
 
@@ -129,6 +143,8 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
         """Bytes that the stream takes at most: what it takes at first, see `cache.windows`."""
         for group in self.head_groups:
             group.allocate(group.schedule.common + group.spare)
+        for states in self._states:
+            states.allocated()
         return self.nbytes
 
     def prepare(self, new: int) -> None:
@@ -154,6 +170,8 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
     def reset(self) -> None:
         """Forget the stream and what of it is evicted first, and release the slots; pins stay."""
         self.torn = True
+        for states in self._states:
+            states.reset()
         self.start_stream()
         self.torn = False
 
@@ -165,13 +183,15 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
             H2OStreamError: the cache is empty, or the last forward was cut off halfway.
         """
         check_saveable(self.torn, self.seen_tokens)
-        return state_of(self)
+        return state_of(self, {f"{n}.{name}": x for n, states in enumerate(self._states) for name, x in states.items()})
 
     def restored(self, state: Mapping[str, NDArray[Any]]) -> RuntimeCache:
         """A copy that holds what a state has, for looking at it. Raises the same errors as `load_state_dict`."""
         loaded = copy(self)
         with refusing_damage():
             load_state(loaded, state)
+            for number, states in enumerate(loaded._states):
+                states.load(with_prefix(state, f"{number}."))
         return loaded
 
     @_exclusive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy
+from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.attention import Attention, HeadOffsets, Rope
@@ -15,6 +16,7 @@ from h2o_stream.native.description import (
     Norm,
 )
 from h2o_stream.native.experts import Experts, Router
+from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.runtime.architectures import EMBEDDING, FINAL_NORM, OUTPUT, Architecture
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
 from h2o_stream.runtime.weights import Weights
@@ -43,18 +45,17 @@ class _FileReader:
         parameters, weights = self._parameters, self._weights
         shape = parameters.vocabulary, parameters.hidden_size
         embedding = weights.matrix(EMBEDDING, None, *shape)
-        scale = parameters.hidden_size**0.5 if self._architecture.scales_embeddings else 1.0
         return Description(
             layers=[self._layer(number) for number in range(parameters.num_layers)],
             embedding=embedding,
-            embedding_scale=scale,
+            embedding_scale=parameters.embedding_scale,
             learned_positions=None,
             learned_offset=0,
             norm=self._norm(FINAL_NORM, None),
             output=embedding if parameters.tied else weights.matrix(OUTPUT, None, *shape),
-            logit_scale=1.0,
+            logit_scale=parameters.logit_scale,
             logit_softcap=parameters.logit_softcap,
-            residual_scale=1.0,
+            residual_scale=parameters.residual_scale,
             dtype=self._dtype,
             logits_dtype="float32",
         )
@@ -71,14 +72,12 @@ class _FileReader:
     def _layer(self, number: int) -> Layer:
         experts, inner = self._parameters.experts, self._parameters.inner_size
         has_experts = self._weights.has("ffn_gate_inp", number)
+        norms = {role: self._norm(name, number) for role, name in self._architecture.norms.items()}
         return Layer(
             attention=self._attention(number),
             mlp=self._experts(number, experts) if experts and has_experts else self._mlp(number, inner),
-            before_attention=self._norm("attn_norm", number),
-            after_attention=self._norm("post_attention_norm", number, needed=False),
-            before_mlp=self._norm("ffn_norm", number),
-            after_mlp=self._norm("post_ffw_norm", number, needed=False),
-            parallel=False,
+            **{role: norms.get(role, Norm()) for role in NORM_ROLES},
+            parallel=self._architecture.parallel,
         )
 
     def _mlp(self, number: int, inner: int, kind: str = "") -> Mlp:
@@ -132,8 +131,7 @@ class _FileReader:
         rows = {"attn_q": query_rows, "attn_k": kv_rows, "attn_v": kv_rows}
         if weights.has("attn_qkv", number):
             rows = {"attn_qkv": query_rows + 2 * kv_rows}
-        slides = parameters.sliding[number] is not None
-        local = parameters.local_frequencies if slides else None
+        norms = [self._norm(name, number, needed=False) for name in ("attn_q_norm", "attn_k_norm")]
         return Attention(
             query_heads=parameters.query_heads,
             kv_heads=parameters.kv_heads,
@@ -143,8 +141,20 @@ class _FileReader:
             softcap=parameters.softcap,
             qkv=[weights.matrix(name, number, count, parameters.hidden_size) for name, count in rows.items()],
             heads=HeadOffsets(0, size, query_rows, size, query_rows + kv_rows, size),
-            query_norm=self._norm("attn_q_norm", number, needed=False),
-            key_norm=self._norm("attn_k_norm", number, needed=False),
-            rope=Rope(parameters.frequencies if local is None else local, 1.0, fixed=True),
+            query_norm=norms[0],
+            key_norm=norms[1],
+            rope=self._rope(number),
             out=weights.matrix("attn_output", number, parameters.hidden_size, query_rows),
+            norms_all_heads=any(norm.weight is not None and norm.weight.size > size for norm in norms),
+            norms_after_rope=parameters.norms_after_rope,
         )
+
+    def _rope(self, number: int) -> Rope | None:
+        rope, size = self._parameters.ropes[number], self._parameters.head_size
+        if rope is None:
+            return None
+        order: NDArray[numpy.int32] | None = None
+        if self._architecture.adjacent:
+            pairs, rest = numpy.split(numpy.arange(size, dtype=numpy.int32), [2 * len(rope.frequencies)])
+            order = numpy.concatenate((pairs.reshape(-1, 2).T.ravel(), rest))
+        return Rope(rope.frequencies, rope.scale, rope.fixed, order)

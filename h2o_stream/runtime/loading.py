@@ -76,12 +76,12 @@ def _load_without_torch(
     known = read_known(path, source.dtype)
     if known is None:
         raise DescriptionError("its file was not compared with them before")
-    if reason := why_not_served(cache, source.parameters.max_distance, known.windows):
+    parameters = source.parameters
+    if reason := why_not_served(cache, parameters.max_distance, known.windows, parameters.refused_positions):
         raise DescriptionError(reason)
     with gc_paused(), ThreadPoolExecutor(1) as executor:
         tokenizer = executor.submit(source.tokenizer)
         description = source.describe(progress)
-        parameters = source.parameters
         model = RuntimeModel(
             description,
             known.windows,
@@ -90,15 +90,17 @@ def _load_without_torch(
             parameters.max_distance,
             parameters.windows,
             source.generation,
+            parameters.refused_positions,
         )
         return LoadedModel(config.model, model, *tokenizer.result(), path)
 
 
 def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
     """Whether a loaded model can be served with another cache, too; one without torch may not."""
+    model = loaded.model
     return not (
-        isinstance(loaded.model, RuntimeModel)
-        and why_not_served(cache, loaded.model.max_distance, loaded.model.windows)
+        isinstance(model, RuntimeModel)
+        and why_not_served(cache, model.max_distance, model.windows, model.refused_positions)
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class RuntimeModel:
         max_distance: largest distance it was trained for.
         sliding: the windows of layers that do not follow the plan of a cache, None for others.
         generation: how it is recommended to sample, and the tokens that end a turn; as `GenerationConfig`.
+        refused_positions: where RoPE cannot see the kept tokens.
     """
 
     description: Description
@@ -43,6 +44,7 @@ class RuntimeModel:
     max_distance: int
     sliding: Sequence[int | None]
     generation: Any
+    refused_positions: Collection[str] = ()
 
     def serve(self, config: CacheConfig) -> ServedRuntime:
         """Serve the model with a cache.
@@ -50,17 +52,19 @@ class RuntimeModel:
         Raises:
             ConfigError: windows do not fit the model.
         """
-        attentions = [layer.attention for layer in self.description.layers]
-        ropes = {id(x.rope.frequencies): x.rope.frequencies for x in attentions if x.rope}
+        described = self.description.layers
+        ropes = {id(x.rope.frequencies): x.rope.frequencies for layer in described if (x := layer.attention) and x.rope}
         tables = {key: Rotations(frequencies) for key, frequencies in ropes.items()}  # layers share them
         layers = [
             RuntimeLayer(
-                HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size),
-                tables[id(x.rope.frequencies)] if x.rope else None,
+                HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) if x else None,
+                tables[id(x.rope.frequencies)] if x and x.rope else None,
                 sliding,
                 windows,
+                layer.mixer.states if layer.mixer else {},
             )
-            for x, sliding, windows in zip(attentions, self.sliding, self._windows(config), strict=True)
+            for layer, sliding, windows in zip(described, self.sliding, self._windows(config), strict=True)
+            for x in [layer.attention]
         ]
         if config.cache_size is not None:
             config = config_for_size(
@@ -79,13 +83,20 @@ class RuntimeModel:
         return RuntimeCache(config, layers, self.description.dtype, self.max_distance, lambda: self.digest)
 
 
-def why_not_served(config: CacheConfig, max_distance: int, windows: Sequence[tuple[HeadWindow, ...]]) -> str:
+def why_not_served(
+    config: CacheConfig,
+    max_distance: int,
+    windows: Sequence[tuple[HeadWindow, ...]],
+    refused_positions: Collection[str],
+) -> str:
     """Why a model needs torch to be served with a cache, or nothing; the rest as in `RuntimeModel`."""
     if config.policy == "full":
         return "policy full keeps transformers' own cache"
     if config.device != "auto":
         return f"the cache is on {config.device}"
     plan = _plan(config, max_distance)
+    if plan.positions in refused_positions:
+        return f"{plan.positions} positions are for torch to refuse or to compute"
     if plan.rule not in POLICIES:
         return f"policy {config.policy} is written in Python"
     return "its heads were not measured yet" if plan.budgets == "measured" and not windows else ""

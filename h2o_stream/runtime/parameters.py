@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
-
-import numpy
 
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.abi import NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.architectures import ARCHITECTURES, EMBEDDING, OUTPUT, Architecture
-from h2o_stream.runtime.rotations import Floats, rope_frequencies
+from h2o_stream.runtime.file_ropes import RopeParameters, ropes_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class ExpertParameters:
         count: experts of a layer.
         chosen: experts per token.
         inner_size: of each.
-        shared_size: of the expert for all tokens, 0 if there is none.
+        shared_size: of the expert for all tokens, 0 if there is none; several are one of their sizes' sum.
         scoring: how a router's logits become scores.
         normalized: whether the weights of a token's experts are divided by their sum.
         scale: factor on weights.
@@ -53,13 +52,16 @@ class Parameters:
         norm: kind of all norms.
         epsilon: of norms.
         context: positions it was trained for.
-        frequencies: of RoPE, [rotary_dims / 2] float32.
+        ropes: RoPE of each layer, None in a layer without positions.
         tied: whether the output layer is the embedding.
         scaling: of queries times keys.
         sliding: window of each layer, None if it sees everything.
-        local_frequencies: of RoPE in layers with a sliding window, if they have their own.
         softcap: of queries times keys, 0 for none.
         logit_softcap: of logits, 0 for none.
+        embedding_scale: factor on embeddings.
+        residual_scale: factor on what layers add.
+        logit_scale: factor on logits.
+        norms_after_rope: norms of queries and keys come after RoPE, so that it cannot be changed later.
         experts: of layers that have experts.
     """
 
@@ -73,13 +75,16 @@ class Parameters:
     norm: NormKind
     epsilon: float
     context: int
-    frequencies: Floats
+    ropes: tuple[RopeParameters | None, ...]
     tied: bool
     scaling: float
     sliding: tuple[int | None, ...]
-    local_frequencies: Floats | None = None
     softcap: float = 0.0
     logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    norms_after_rope: bool = False
     experts: ExpertParameters | None = None
 
     @property
@@ -88,29 +93,52 @@ class Parameters:
         return [None] * self.num_layers if None not in self.sliding else list(self.sliding)
 
     @property
-    def max_distance(self) -> int:
-        """Largest distance it was trained for: its context, or the longest window if all layers slide."""
-        windows = [window for window in self.sliding if window]
-        return min(self.context, *windows) if windows and None not in self.sliding else self.context
+    def refused_positions(self) -> Collection[str]:
+        """Where RoPE cannot see the kept tokens: nowhere else than trained, or not there."""
+        turned = {"gap", "rolling"} if self.norms_after_rope else set[str]()
+        return turned if all(rope is None or rope.fixed for rope in self.ropes) else turned | {"absolute"}
 
+    @property
+    def max_distance(self) -> int:
+        """Largest distance it was trained for: its context, the longest window if all layers slide, or that of RoPE."""
+        windows = [window for window in self.sliding if window and None not in self.sliding]
+        limits = [rope.max_distance for rope in self.ropes if rope and rope.max_distance]
+        return min([self.context, *windows, *limits])
+
+
+_READ = """
+attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_epsilon
+attention.layer_norm_rms_epsilon attention.scale attention.sliding_window attention.sliding_window_pattern
+attention.value_length attn_logit_softcapping block_count context_length embedding_length embedding_scale
+expert_count expert_feed_forward_length expert_gating_func expert_group_used_count expert_shared_count
+expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_weights_scale feed_forward_length
+final_logit_softcapping interleave_moe_layer_step leading_dense_block_count logit_scale nextn_predict_layers
+residual_scale rope.dimension_count rope.freq_base rope.freq_base_swa rope.scaling.attn_factor rope.scaling.factor
+rope.scaling.original_context_length rope.scaling.type rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+rope.scaling.yarn_ext_factor vocab_size
+"""
+_KEYS = frozenset(_READ.split())
+"""Keys of GGUF files that are read, or follow from weights."""
 
 _NEUTRAL = {
-    "attention.scale": None,
-    "logit_scale": 1.0,
-    "embedding_scale": 1.0,
-    "residual_scale": 1.0,
-    "expert_group_count": 1,
-    "use_parallel_residual": None,
-    "rope.scaling.attn_factor": 1.0,
+    "attention.causal": (True,),
+    "expert_group_count": (0, 1),
+    "rope.scaling.finetuned": (True, False),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "tensor_data_layout": ("Meta AI original pth",),
+    "use_parallel_residual": (False,),
 }
-"""Keys of GGUF files that change what is computed, and the value that does not."""
+"""Keys that are not, with values that change nothing."""
+
+_NOT_WEIGHTS = re.compile(r"rope_(freqs|factors_(long|short))\.weight|blk\.\d+\.attn_rot_embd")
 
 
 def parameters_of_gguf(file: GgufFile) -> Parameters:
     """The parameters of a GGUF file.
 
     Raises:
-        DescriptionError: it has some that are not known here, or misses one.
+        DescriptionError: it has parameters or weights that are not known here, or misses one.
     """
     name = file.architecture
     if name not in ARCHITECTURES:
@@ -120,21 +148,20 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
     def get(key: str) -> Any:
         return file.metadata.get(f"{name}.{key}")
 
-    for key, neutral in _NEUTRAL.items():
-        if (value := get(key)) not in (None, neutral, 0):
-            raise DescriptionError(f"{name}.{key} is {value}")
-    for tensor in file.tensors:
-        if tensor.startswith("rope_factors_"):
-            raise DescriptionError(f"it has {tensor}")
+    for key, value in file.metadata.items():
+        inner = key.removeprefix(f"{name}.")
+        if inner != key and inner not in _KEYS and value not in _NEUTRAL.get(inner, ()):
+            raise DescriptionError(f"{key} is {value}")
     try:
-        heads, hidden, count = (int(get(key)) for key in ("attention.head_count", "embedding_length", "block_count"))
+        heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
+        count = int(get("block_count")) - int(get("nextn_predict_layers") or 0)
+        _check_names(file, architecture, count)
         head_size = int(get("attention.key_length") or hidden // heads)
         if int(get("attention.value_length") or head_size) != head_size:
             raise DescriptionError("heads of keys and values have different sizes")
-        rotary_dims = int(get("rope.dimension_count") or head_size)
-        frequencies = rope_frequencies(float(get("rope.freq_base") or 10_000.0), rotary_dims)
-        local_theta = get("rope.freq_base_swa") or architecture.local_theta
-        epsilon = get("attention.layer_norm_rms_epsilon")
+        epsilon, sliding = get("attention.layer_norm_rms_epsilon"), _sliding(architecture, count, get)
+        plain_scaling = (hidden / heads if architecture.large == count else head_size) ** -0.5
+        logit_scale = float(get("logit_scale") or 1.0)
         return Parameters(
             num_layers=count,
             hidden_size=hidden,
@@ -146,53 +173,55 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             norm=NormKind.LAYER if epsilon is None else NormKind.RMS,
             epsilon=float(get("attention.layer_norm_epsilon") if epsilon is None else epsilon),
             context=int(get("context_length")),
-            frequencies=frequencies / _gguf_divisors(file, get("rope.scaling.type"), get("rope.scaling.factor")),
+            ropes=ropes_of(file, architecture, head_size, sliding),
             tied=f"{OUTPUT}.weight" not in file.tensors,
-            scaling=(hidden / heads if architecture.large == count else head_size) ** -0.5,
-            sliding=_sliding(architecture, count, get("attention.sliding_window")),
-            local_frequencies=rope_frequencies(float(local_theta), rotary_dims) if local_theta else None,
+            scaling=float(get("attention.scale") or plain_scaling),
+            sliding=sliding,
             softcap=float(get("attn_logit_softcapping") or 0),
             logit_softcap=float(get("final_logit_softcapping") or 0),
-            experts=_experts(architecture, get) if get("expert_count") else None,
+            embedding_scale=float(get("embedding_scale") or (hidden**0.5 if architecture.scales_embeddings else 1.0)),
+            residual_scale=float(get("residual_scale") or 1.0),
+            logit_scale=1 / logit_scale if architecture.divides_logits else logit_scale,
+            norms_after_rope=architecture.norms_after_rope and "blk.0.attn_q_norm.weight" in file.tensors,
+            experts=_experts(file, architecture, get) if get("expert_count") else None,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 
-def _sliding(architecture: Architecture, layers: int, window: Any) -> tuple[int | None, ...]:
+def _check_names(file: GgufFile, architecture: Architecture, layers: int) -> None:
+    """Check that the weights of a file are among those of its architecture; later layers only guess further tokens."""
+    for name in file.tensors:
+        parts = name.split(".")
+        inner = parts[2] if parts[0] == "blk" and len(parts) == 4 else parts[0]
+        known = inner in architecture.checkpoint_names or _NOT_WEIGHTS.fullmatch(name)
+        if not known and not (parts[0] == "blk" and parts[1].isdigit() and int(parts[1]) >= layers):
+            raise DescriptionError(f"it has {name}")
+
+
+def _sliding(architecture: Architecture, layers: int, get: Callable[[str], Any]) -> tuple[int | None, ...]:
     """The sliding window of each layer."""
-    every = architecture.full_every
-    return tuple(
-        None if not window or (every and (number + 1) % every == 0) else int(window) for number in range(layers)
-    )
+    window, every = get("attention.sliding_window"), architecture.full_every
+    slides = get("attention.sliding_window_pattern")
+    if not isinstance(slides, list):
+        every = slides or every
+        slides = [not every or (number + 1) % every != 0 for number in range(layers)]
+    return tuple(int(window) if window and slides[number] else None for number in range(layers))
 
 
-_SCORINGS = {None: Scoring.SOFTMAX, 1: Scoring.SOFTMAX, 2: Scoring.SIGMOID}
+_SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID}
 """By llama.cpp's number, ``expert_gating_func``."""
 
 
-def _experts(architecture: Architecture, get: Callable[[str], Any]) -> ExpertParameters:
-    normalized = get("expert_weights_norm")
+def _experts(file: GgufFile, architecture: Architecture, get: Callable[[str], Any]) -> ExpertParameters:
+    normalized, scoring = get("expert_weights_norm"), get("expert_gating_func")
+    sizes = {name.split(".")[2]: tensor.shape[-2] for name, tensor in file.tensors.items() if "ffn_up_" in name}
     return ExpertParameters(
         count=int(get("expert_count")),
         chosen=int(get("expert_used_count")),
-        inner_size=int(get("expert_feed_forward_length") or get("feed_forward_length")),
-        shared_size=int(get("expert_shared_feed_forward_length") or 0),
-        scoring=_SCORINGS[get("expert_gating_func")],
+        inner_size=sizes["ffn_up_exps"],
+        shared_size=sizes.get("ffn_up_shexp", 0),
+        scoring=_SCORINGS[scoring] if scoring else architecture.scoring,
         normalized=architecture.normalizes_experts if normalized is None else bool(normalized),
         scale=float(get("expert_weights_scale") or 1.0),
     )
-
-
-def _gguf_divisors(file: GgufFile, kind: Any, factor: Any) -> Floats:
-    """What divides the frequencies, of any shape that is broadcast over them."""
-    tensor = file.tensors.get("rope_freqs.weight")
-    if tensor is not None:
-        if tensor.type.name != "F32":
-            raise DescriptionError(f"its RoPE factors are {tensor.type.name}")
-        return file.blocks(tensor).view(numpy.float32)
-    if kind in (None, "none") or not factor or factor == 1:
-        return numpy.ones(1, numpy.float32)
-    if kind != "linear":
-        raise DescriptionError(f"it has RoPE scaling of type {kind}")
-    return numpy.full(1, factor, numpy.float32)

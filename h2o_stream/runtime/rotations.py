@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy
 from numpy.typing import NDArray
 
@@ -38,3 +40,22 @@ def rope_frequencies(theta: float, rotary_dims: int) -> Floats:
     """
     exponents = numpy.arange(0, rotary_dims, 2, dtype=numpy.float32) / numpy.float32(rotary_dims)
     return numpy.float32(1) / numpy.float32(theta) ** exponents
+
+
+def yarn_frequencies(theta: float, rotary_dims: int, factor: float, context: int, betas: tuple[float, float]) -> Floats:
+    """[rotary_dims / 2] float32, angles per position of YaRN (arXiv 2309.00071).
+
+    Args:
+        theta: base.
+        rotary_dims: rotated elements of a head.
+        factor: by which slow rotations are stretched.
+        context: positions of the original model.
+        betas: rotations within `context`: from the first on none are stretched, up to the second all.
+    """
+    plain = rope_frequencies(theta, rotary_dims)
+    low, high = (rotary_dims * math.log(context / (beta * 2 * math.pi)) / (2 * math.log(theta)) for beta in betas)
+    low, high = max(math.floor(low), 0), min(math.ceil(high), rotary_dims - 1)
+    ramp = (numpy.arange(rotary_dims // 2, dtype=numpy.float32) - low) / numpy.float32((high - low) or 0.001)
+    stretched = ramp.clip(0, 1)
+    mixed: Floats = plain / numpy.float32(factor) * stretched + plain * (1 - stretched)
+    return mixed

@@ -182,6 +182,8 @@ class FolderWeights:
 
     def _floats(self, name: str) -> Floats | None:
         stored = self._arrays.get(name)
+        if stored is None and name.endswith("_bias.bias"):
+            stored = self._arrays.get(name.removesuffix(".bias"))
         if stored is None or stored.dtype == numpy.float32:
             return stored
         if stored.dtype != numpy.uint16:

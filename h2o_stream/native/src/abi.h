@@ -54,6 +54,7 @@ struct Matrix {
   const void* weights;  // [rows][columns] or [tiles][bytes]; null if the layer has no such matrix
   const float* bias;    // [rows] or null
   int64_t rows, columns, kind;
+  double scale;  // factor on its products and bias; 0 for none
 };
 
 // ---- attention over the slots of a layer ----------------------------------------------------------------------------
@@ -179,13 +180,64 @@ struct Projection {
 // What a gate's values go through before the attention's output is multiplied by them.
 enum GateKind : int64_t { kNoGate = 0, kSigmoidGate = 1, kSoftplusGate = 2 };
 
+// How a recurrent mixer carries earlier tokens on.
+enum MixerKind : int64_t { kNoMixer = 0, kShortConvolution = 1, kGatedDelta = 2, kMamba2 = 3 };
+
+constexpr int64_t kMaxProjections = 6, kMaxKernel = 8;
+
+// A causal convolution of each channel by itself.
+struct Convolution {
+  const float *weight, *bias;  // [channels][kernel], of the oldest input first; [channels] or null
+  int64_t channels, kernel;    // kernel at most kMaxKernel
+};
+
+// Where a part of each head is in the output of the projections: that of key head g starts at offset + g * stride, with
+// those of all value heads that share the key head.
+struct HeadColumns {
+  int64_t offset, stride;
+};
+
+// A mixer that keeps what it needs of earlier tokens in states of constant size; see mixer.h.
+//   kShortConvolution  (b, c, x) = in(y), all [channels]; out(c * convolution(b * x))
+//                      states: the last inputs of the convolution [channels][kernel], the newest last
+//   kGatedDelta        queries, keys and values go through the convolution, in this order, and SiLU; the former two are
+//                      then divided by their lengths, and queries by the root of key_size. For each value head
+//                        s *= exp(rate * softplus(decay + decay_bias)), with s [key_size][value_size]
+//                        s += key (x) ((value - key s) * beta_scale * sigmoid(beta))
+//                        out(norm(query s) * silu(gate))
+//                      states: those of the convolution; s of all heads
+//   kMamba2            values, keys and queries, whose columns follow one another, go through the convolution, in this
+//                      order, and SiLU. For each value head
+//                        step = softplus(decay + decay_bias), in prompts between least_step and largest_step
+//                        s = s * exp(rate * step) + step * value (x) key, with s [value_size][key_size]
+//                        out(norm((s query + skip * value) * silu(gate))), norm of norm_groups parts of all heads; it
+//                        comes before the gate with norm_before_gate
+//                      states: those of the convolution; s of all heads
+struct Mixer {
+  int64_t kind;
+  Matrix in[kMaxProjections];  // of the layer's normed input; their outputs are concatenated
+  int64_t in_count;
+  Convolution convolution;
+  int64_t key_heads, heads, key_size, value_size;  // `heads` value heads, a multiple of the key heads
+  HeadColumns query, key, value, gate, beta, decay;
+  const float *rate, *decay_bias;  // [heads]
+  double beta_scale;
+  const float* skip;  // [heads]
+  double least_step, largest_step;
+  Norm norm;  // of [value_size], or of [heads * value_size]
+  int64_t norm_groups, norm_before_gate;
+  Matrix out;
+  int64_t first_state;  // index of its first state in `Stream`
+};
+
 // A decoder layer:
-//   a = attention(before_attention(x));  x += after_attention(a)
-//   m = mlp(before_mlp(x));              x += after_mlp(m)
+//   a = attention(before_attention(x)) + mixer(before_attention(x));  x += after_attention(a)
+//   m = mlp(before_mlp(x));                                           x += after_mlp(m)
 //   e = embedding_out(act(embedding_gate(x)) * embedding of the token for this layer);  x += after_embedding(e)
 //   x *= output_scale
-// With `parallel` the MLP reads x before the attention output is added. The output of experts is added to that of the
-// MLP, which may be missing then; so may e.
+// What is missing is left out: attention if qkv_count is 0, the mixer if its kind is kNoMixer, the MLP if neither `down`
+// nor the router has weights, e if `embedding_gate` has none. With `parallel` the MLP reads x before `a` is added. The
+// output of experts is added to that of the MLP, which may be missing then.
 struct Layer {
   AttentionLayer attention;
   Norm before_attention, after_attention, before_mlp, after_mlp, after_embedding;
@@ -226,6 +278,7 @@ struct Layer {
   // kAbsolute only, or null.
   const float* frequencies;
   int64_t absolute_rotary_dims;
+  Mixer mixer;
   Matrix out, gate, up, down;  // gate.weights null: down(act(up(x)))
   Norm inner_norm;             // of the input of `down`
   Experts experts;
@@ -261,6 +314,7 @@ struct Model {
 struct Stream {
   int64_t token;
   const Slots* slots;  // of all layers
+  float** states;      // of all mixers
 };
 
 // Two ranges of memory that are compared.

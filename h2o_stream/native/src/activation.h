@@ -11,10 +11,11 @@ inline simd::Floats silu(simd::Floats x) {
   return (x < 0.f ? x * power : x) / (1.f + power);
 }
 
-inline float activate(const Layer& layer, float x) {
-  switch (layer.activation) {
+inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+inline float activate(int64_t activation, const double* p, float x) {
+  switch (activation) {
     case kXielu: {
-      const double* p = layer.activation_parameters;
       const float slope = float(p[2]) * x;
       return (x > 0 ? float(p[0]) * x * x : float(p[1]) * (std::expm1(std::min(x, float(p[3]))) - x)) + slope;
     }
@@ -37,12 +38,11 @@ Float clamped_swiglu(const double* parameters, Float gate, Float up, Float (*sil
   return silu_of(gate * slope) / slope * (up + offset);
 }
 
-// to = act(gate) * up in a range, or act(up) where gate is null.
-inline void activate(const Layer& layer, const float* gate, const float* up, Range range, float* to) {
+// to = act(gate) * up in a range, or act(up) where gate is null; p are parameters.
+inline void activate(int64_t activation, const double* p, const float* gate, const float* up, Range range, float* to) {
   const float* from = gate ? gate : up;
   int64_t i = range.begin;
-  if (layer.activation == kClampedSwiglu) {
-    const double* p = layer.activation_parameters;
+  if (activation == kClampedSwiglu) {
     for (; i + simd::kWidth <= range.end; i += simd::kWidth) {
       simd::store(clamped_swiglu<simd::Floats>(p, simd::load(gate + i), simd::load(up + i), silu), to + i);
     }
@@ -50,13 +50,17 @@ inline void activate(const Layer& layer, const float* gate, const float* up, Ran
     for (; i < range.end; ++i) to[i] = clamped_swiglu<float>(p, gate[i], up[i], silu_of);
     return;
   }
-  if (layer.activation == kSilu) {
+  if (activation == kSilu) {
     for (; i + simd::kWidth <= range.end; i += simd::kWidth) {
       const simd::Floats activated = silu(simd::load(from + i));
       simd::store(gate ? activated * simd::load(up + i) : activated, to + i);
     }
   }
-  for (; i < range.end; ++i) to[i] = activate(layer, from[i]) * (gate ? up[i] : 1.f);
+  for (; i < range.end; ++i) to[i] = activate(activation, p, from[i]) * (gate ? up[i] : 1.f);
+}
+
+inline void activate(const Layer& layer, const float* gate, const float* up, Range range, float* to) {
+  activate(layer.activation, layer.activation_parameters, gate, up, range, to);
 }
 
 // The same where `both` holds a gate, then what it is for, and so on.
@@ -78,8 +82,7 @@ inline void apply_gate(const Layer& layer, const float* qkv, float* attended) {
     const float* values = qkv + layer.gate_offset + head * layer.gate_stride;
     for (int64_t i = 0; i < size; ++i) {
       const float x = values[layer.gate_size == 1 ? 0 : i];
-      const float factor = layer.gate_kind == kSigmoidGate ? 1 / (1 + std::exp(-x))
-                                                           : std::max(x, 0.f) + std::log1p(std::exp(-std::abs(x)));
+      const float factor = layer.gate_kind == kSigmoidGate ? 1 / (1 + std::exp(-x)) : softplus(x);
       attended[head * size + i] *= factor;
     }
   }

@@ -16,7 +16,8 @@ struct Choice {
 
 // Rows [first, first + count) of a matrix; `first` is a whole number of tiles.
 inline Matrix rows_of(const Matrix& matrix, int64_t first, int64_t count) {
-  return {tile_address(matrix, first), matrix.bias ? matrix.bias + first : nullptr, count, matrix.columns, matrix.kind};
+  return {tile_address(matrix, first), matrix.bias ? matrix.bias + first : nullptr, count, matrix.columns, matrix.kind,
+          matrix.scale};
 }
 
 // The matrices of one expert; unless gates are apart, `gate` has the rows of `up`, too.

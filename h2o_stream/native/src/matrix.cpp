@@ -25,6 +25,23 @@ int64_t useful_threads(const Matrix& matrix, int64_t count, int64_t threads) {
   return std::max<int64_t>(1, std::min(threads, bytes / kMinBytesPerThread));
 }
 
+bool has_scale(const Matrix& matrix) { return matrix.scale != 0 && matrix.scale != 1; }
+
+// Multiplies the products of some vectors with a range of rows by the matrix's scale.
+void apply_scale(const Matrix& matrix, Range vectors, Range rows, float* out, int64_t stride) {
+  for (int64_t v = vectors.begin; v < vectors.end; ++v) {
+    for (int64_t row = rows.begin; row < rows.end; ++row) out[v * stride + row] *= float(matrix.scale);
+  }
+}
+
+// The same for `count` vectors and all rows.
+void apply_scale(const Matrix& matrix, int64_t count, float* out, int64_t stride, int64_t threads) {
+  if (!has_scale(matrix)) return;
+  parallel(threads, [&](const Worker& worker) {
+    apply_scale(matrix, worker.partition(count), {0, matrix.rows}, out, stride);
+  });
+}
+
 }  // namespace
 
 Vectors::Vectors(int64_t count, int64_t size) { reserve(count, size); }
@@ -68,6 +85,7 @@ void skinny_gemm(const Matrix& matrix, const Vectors& vectors, Range range, Rang
   } else {
     skinny_gemm_dense(matrix, vectors, range, rows, out, stride);
   }
+  if (has_scale(matrix)) apply_scale(matrix, {0, range.size()}, rows, out, stride);
 }
 
 void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride,
@@ -75,11 +93,13 @@ void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, i
   threads = useful_threads(matrix, count, threads);
 #if defined(H2O_AMX)
   if (in_bfloat16 && packed::is_packed(matrix.kind) && count >= kMinAmxVectors && amx::available()) {
-    return gemm_bfloat16(matrix, x, count, out, stride, threads);
+    gemm_bfloat16(matrix, x, count, out, stride, threads);
+    return apply_scale(matrix, count, out, stride, threads);
   }
 #endif
   if (packed::is_packed(matrix.kind) && count >= kMinGemmVectors) {
-    return gemm_packed(matrix, x, count, out, stride, threads);
+    gemm_packed(matrix, x, count, out, stride, threads);
+    return apply_scale(matrix, count, out, stride, threads);
   }
   static thread_local Vectors scratch;
   const Vectors& vectors = scratch;
@@ -95,7 +115,7 @@ void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, i
   });
 }
 
-// y [count][rows] = x [count][columns] times the transposed matrix, plus its bias; see `multiply`.
+// y [count][rows] = x [count][columns] times the transposed matrix, plus its bias, scaled; see `multiply`.
 extern "C" void h2o_multiply(const Matrix* matrix, const float* x, float* y, int64_t count, int64_t in_bfloat16,
                              int64_t threads) {
   multiply(*matrix, x, count, y, matrix->rows, in_bfloat16, threads);

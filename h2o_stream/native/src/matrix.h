@@ -43,8 +43,8 @@ class Vectors {
   Buffer<rounding::Scale> scales_;
 };
 
-// out[(v - range.begin) * stride + row] = matrix[row] . vectors[v] + bias[row] for ranges of vectors and rows. Vectors
-// must be quantized if the matrix is packed. `rows.begin` is a multiple of 16.
+// out[(v - range.begin) * stride + row] = scale * (matrix[row] . vectors[v] + bias[row]) for ranges of vectors and rows.
+// Vectors must be quantized if the matrix is packed. `rows.begin` is a multiple of 16.
 void skinny_gemm(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out, int64_t stride);
 
 // The same for vectors [0, count).
@@ -66,10 +66,10 @@ inline void quantize_for(std::initializer_list<const Matrix*> matrices, const Ve
 void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, bool in_bfloat16,
               int64_t threads);
 
-// `multiply` for packed matrices and many vectors, with the numbers of `skinny_gemm`.
+// `multiply` for packed matrices and many vectors, with the numbers of `skinny_gemm`, but without the matrix's scale.
 void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
 
-// `multiply` for packed matrices, rounded to bfloat16; where `amx::available()`.
+// The same, rounded to bfloat16; where `amx::available()`.
 void gemm_bfloat16(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
 
 // Prefetches the start of the next matrix; call it before waiting at a barrier.

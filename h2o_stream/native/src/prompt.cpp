@@ -28,6 +28,7 @@ Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t
     if (source != index && !buffers_[source]) buffers_[source] = ++shared;
   }
   keys_.resize(shared + 1), values_.resize(shared + 1);
+  for (int64_t i = 0; i < model.layer_count; ++i) in_bfloat16_ |= model.layers[i].attention.in_bfloat16 != 0;
 }
 
 // Selects the slots of a layer.
@@ -56,7 +57,7 @@ prefill::NewTokens Prompt::tokens_of(const Layer& layer) {
 
 bool Prompt::fits() {
   return std::all_of(model_.layers, model_.layers + model_.layer_count, [this](const Layer& layer) {
-    return prefill::fits(layer.attention, slots_of(layer), tokens_of(layer));
+    return !attends(layer) || prefill::fits(layer.attention, slots_of(layer), tokens_of(layer));
   });
 }
 
@@ -65,7 +66,10 @@ void Prompt::reserve() {
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     const AttentionLayer& shape = layer.attention;
-    qkv_size_ = std::max(qkv_size_, qkv_size(layer));
+    qkv_size_ = std::max({qkv_size_, qkv_size(layer), projected_size(layer.mixer)});
+    mixer_scratch_size_ = std::max(mixer_scratch_size_, scratch_size(layer.mixer, block));
+    mixed_.reserve(count_ * layer.mixer.out.columns);
+    mixed_delta_.reserve(attends(layer) && has_mixer(layer) ? block * hidden : 0);
     inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size, layer.embedding_gate.rows});
     gate_inner_ = std::max({gate_inner_, inner_, 2 * layer.experts.inner_size});
     if (layer.experts.output_norm.kind != kNoNorm) expert_sums_.reserve(block * hidden);
@@ -89,6 +93,7 @@ void Prompt::reserve() {
   layer_projections_.reserve(layer_embeddings_.size());
   up_.reserve(block * inner_);
   scratch_.reserve(threads_ * hidden);
+  mixer_scratch_.reserve(threads_ * mixer_scratch_size_);
   normed_.reserve(block * hidden);
   gathered_.reserve(experts_ ? block * hidden : 0);
   expert_delta_.reserve(gathered_.size());
@@ -104,9 +109,11 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits) {
   embed(tokens);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
-    project(layer);
-    prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
-    gate(layer);
+    if (attends(layer) || has_mixer(layer)) mix_tokens(layer);
+    if (attends(layer)) {
+      prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+      gate(layer);
+    }
     if (index + 1 == model_.layer_count) drop_all_but(keep);
     finish(layer);
   }
@@ -143,42 +150,65 @@ void Prompt::embed_for_layers(const int64_t* tokens) {
   });
 }
 
-// Writes the queries, keys and values of a layer.
-void Prompt::project(const Layer& layer) {
-  const AttentionLayer& shape = layer.attention;
+// Writes the queries, keys and values of a layer, and takes the tokens through its recurrent mixer.
+void Prompt::mix_tokens(const Layer& layer) {
   const int64_t hidden = model_.hidden_size;
-  const bool in_bfloat16 = shape.in_bfloat16;
   for_each_block([&](int64_t first, int64_t size) {
     for_each_token(size, [&](int64_t i, const Worker&) {
       apply_norm(layer.before_attention, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
     });
-    for (int64_t i = 0; i < layer.qkv_count; ++i) {
-      multiply(layer.qkv[i], normed_.data(), size, qkv_.at(layer.qkv_columns[i]), qkv_size_, in_bfloat16, threads_);
-    }
-    if (layer.latent_count) project_latent(layer, size);
-    for_each_token(size, [&](int64_t i, const Worker& worker) {
-      const int64_t token = first + i;
-      float* qkv = qkv_.at(i * qkv_size_);
-      clip(layer, {0, qkv_size(layer)}, qkv);
-      Angles& angles = angles_[worker.index];
-      for (int64_t head = 0; layer.gate_kind != kNoGate && head < shape.query_heads; ++head) {
-        std::copy_n(qkv + layer.gate_offset + head * layer.gate_stride, layer.gate_size,
-                    gates_.at(token * gate_width_ + head * layer.gate_size));
-      }
-      const Heads queries = queries_of(layer, qkv, indices_[token]);
-      for (int64_t head = 0; head < shape.query_heads; ++head) {
-        prepare_head(layer, queries, head, indices_[token], angles,
-                     query_.at((token * shape.query_heads + head) * shape.head_size));
-      }
-      if (layer.kv_source != index_of(layer)) return;
-      const Heads keys = keys_of(layer, qkv);
-      for (int64_t head = 0; head < shape.kv_heads; ++head) {
-        prepare_head(layer, keys, head, indices_[token], angles,
-                     keys_of_layer(layer).at((token * shape.kv_heads + head) * shape.head_size));
-        prepare_value(layer, qkv, head, values_of_layer(layer).at((token * shape.kv_heads + head) * shape.value_size));
-      }
-    });
+    if (attends(layer)) project(layer, first, size);
+    if (has_mixer(layer)) run_mixer(layer.mixer, first, size);
   });
+}
+
+// Writes the queries, keys and values of a block of tokens.
+void Prompt::project(const Layer& layer, int64_t first, int64_t size) {
+  const AttentionLayer& shape = layer.attention;
+  for (int64_t i = 0; i < layer.qkv_count; ++i) {
+    multiply(layer.qkv[i], normed_.data(), size, qkv_.at(layer.qkv_columns[i]), qkv_size_, in_bfloat16_, threads_);
+  }
+  if (layer.latent_count) project_latent(layer, size);
+  for_each_token(size, [&](int64_t i, const Worker& worker) {
+    const int64_t token = first + i;
+    float* qkv = qkv_.at(i * qkv_size_);
+    clip(layer, {0, qkv_size(layer)}, qkv);
+    Angles& angles = angles_[worker.index];
+    for (int64_t head = 0; layer.gate_kind != kNoGate && head < shape.query_heads; ++head) {
+      std::copy_n(qkv + layer.gate_offset + head * layer.gate_stride, layer.gate_size,
+                  gates_.at(token * gate_width_ + head * layer.gate_size));
+    }
+    const Heads queries = queries_of(layer, qkv, indices_[token]);
+    for (int64_t head = 0; head < shape.query_heads; ++head) {
+      prepare_head(layer, queries, head, indices_[token], angles,
+                   query_.at((token * shape.query_heads + head) * shape.head_size));
+    }
+    if (layer.kv_source != index_of(layer)) return;
+    const Heads keys = keys_of(layer, qkv);
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      const int64_t place = token * shape.kv_heads + head;
+      prepare_head(layer, keys, head, indices_[token], angles, keys_of_layer(layer).at(place * shape.head_size));
+      prepare_value(layer, qkv, head, values_of_layer(layer).at(place * shape.value_size));
+    }
+  });
+}
+
+// Takes a block of tokens, which may be of several streams, through a recurrent mixer.
+void Prompt::run_mixer(const Mixer& mixer, int64_t first, int64_t size) {
+  int64_t column = 0;
+  for (int64_t i = 0; i < mixer.in_count; column += mixer.in[i++].rows) {
+    multiply(mixer.in[i], normed_.data(), size, qkv_.at(column), qkv_size_, in_bfloat16_, threads_);
+  }
+  for (int64_t begin = first; begin < first + size;) {
+    const int64_t stream = begin / new_tokens_, end = std::min(first + size, (stream + 1) * new_tokens_);
+    const MixerTokens tokens{qkv_.at((begin - first) * qkv_size_), end - begin, qkv_size_,
+                             streams_[stream].states + mixer.first_state, mixed_.at(begin * mixer.out.columns),
+                             new_tokens_ > 1 || indices_[begin] == 0};
+    parallel(threads_, [&](const Worker& worker) {
+      mix(mixer, tokens, mixer_scratch_.at(worker.index * mixer_scratch_size_), worker);
+    });
+    begin = end;
+  }
 }
 
 // Computes for a block what comes from latent vectors.
@@ -189,7 +219,7 @@ void Prompt::project_latent(const Layer& layer, int64_t size) {
     for_each_token(size, [&](int64_t token, const Worker&) {
       apply_norm(latent.norm, qkv_.at(token * qkv_size_ + latent.from), columns, latents_.at(token * columns));
     });
-    multiply(latent.matrix, latents_.data(), size, qkv_.at(latent.to), qkv_size_, layer.attention.in_bfloat16, threads_);
+    multiply(latent.matrix, latents_.data(), size, qkv_.at(latent.to), qkv_size_, in_bfloat16_, threads_);
   }
 }
 
@@ -206,36 +236,58 @@ void Prompt::gate(const Layer& layer) {
   });
 }
 
-// Moves the last `keep` tokens of each stream to the front: after the last layer's attention no others are needed.
+// Moves the last `keep` tokens of each stream to the front: after the last layer has mixed tokens no others are needed.
 void Prompt::drop_all_but(int64_t keep) {
-  const int64_t hidden = model_.hidden_size, size = model_.layers[model_.layer_count - 1].out.columns;
+  const int64_t hidden = model_.hidden_size;
+  const Layer& last = model_.layers[model_.layer_count - 1];
+  const auto keep_rows = [](const Buffer<float>& rows, int64_t size, int64_t from, int64_t to, int64_t count) {
+    std::memmove(rows.at(to * size), rows.at(from * size), count * size * sizeof(float));
+  };
   for (int64_t stream = 0; stream < stream_count_; ++stream) {
     const int64_t from = (stream + 1) * new_tokens_ - keep, to = stream * keep;
-    std::memmove(x_.at(to * hidden), x_.at(from * hidden), keep * hidden * sizeof(float));
-    std::memmove(attended_.at(to * size), attended_.at(from * size), keep * size * sizeof(float));
-    const int64_t embedding = model_.layer_embedding.columns;
-    for (const Buffer<float>* buffer : {&layer_embeddings_, &layer_projections_}) {
-      if (embedding) std::memmove(buffer->at(to * embedding), buffer->at(from * embedding), keep * embedding * sizeof(float));
+    keep_rows(x_, hidden, from, to, keep);
+    if (attends(last)) keep_rows(attended_, last.out.columns, from, to, keep);
+    if (has_mixer(last)) keep_rows(mixed_, last.mixer.out.columns, from, to, keep);
+    if (const int64_t size = model_.layer_embedding.columns) {
+      keep_rows(layer_embeddings_, size, from, to, keep);
+      keep_rows(layer_projections_, size, from, to, keep);
     }
   }
   count_ = stream_count_ * keep;
 }
 
-// Adds a layer's attention and its MLP to the residual stream.
+// Writes the outputs of attention and mixer for a block of tokens.
+void Prompt::multiply_out(const Layer& layer, int64_t first, int64_t size) {
+  const int64_t hidden = model_.hidden_size;
+  if (attends(layer)) {
+    multiply(layer.out, attended_.at(first * layer.out.columns), size, attention_delta_.data(), hidden, in_bfloat16_,
+             threads_);
+  }
+  if (!has_mixer(layer)) return;
+  const Matrix& out = layer.mixer.out;
+  float* delta = attends(layer) ? mixed_delta_.data() : attention_delta_.data();
+  multiply(out, mixed_.at(first * out.columns), size, delta, hidden, in_bfloat16_, threads_);
+  if (!attends(layer)) return;
+  for_each_token(size, [&](int64_t i, const Worker&) {
+    for (int64_t k = i * hidden; k < (i + 1) * hidden; ++k) attention_delta_[k] += delta[k];
+  });
+}
+
+// Adds a layer's attention, mixer and MLP to the residual stream.
 void Prompt::finish(const Layer& layer) {
   const int64_t hidden = model_.hidden_size;
   const float scale = float(model_.residual_scale);
-  const bool in_bfloat16 = layer.attention.in_bfloat16;
+  const bool mixes = attends(layer) || has_mixer(layer);
   for_each_block([&](int64_t first, int64_t size) {
-    multiply(layer.out, attended_.at(first * layer.out.columns), size, attention_delta_.data(), hidden, in_bfloat16,
-             threads_);
+    if (mixes) multiply_out(layer, first, size);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
       float *x = x_.at((first + i) * hidden), *scratch = scratch_.at(worker.index * hidden);
       const float* delta = attention_delta_.at(i * hidden);
-      if (!layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
+      if (mixes && !layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
       apply_norm(layer.before_mlp, x, hidden, normed_.at(i * hidden));
-      if (layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
+      if (mixes && layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
     });
+    if (!has_mlp(layer)) return;
     feed_mlp(layer, size);
     if (layer.experts.router.weights) feed_experts(layer, first, size);
     for_each_token(size, [&](int64_t i, const Worker& worker) {

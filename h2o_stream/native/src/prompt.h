@@ -10,6 +10,7 @@
 
 #include "experts.h"
 #include "matrix.h"
+#include "mixer.h"
 #include "norm_rope.h"
 #include "prefill.h"
 #include "threads.h"
@@ -32,7 +33,10 @@ class Prompt {
   void reserve();
   void embed(const int64_t* tokens);
   void embed_for_layers(const int64_t* tokens);
-  void project(const Layer& layer);
+  void mix_tokens(const Layer& layer);
+  void project(const Layer& layer, int64_t first, int64_t size);
+  void run_mixer(const Mixer& mixer, int64_t first, int64_t size);
+  void multiply_out(const Layer& layer, int64_t first, int64_t size);
   void project_latent(const Layer& layer, int64_t size);
   void gate(const Layer& layer);
   void drop_all_but(int64_t keep);
@@ -77,12 +81,14 @@ class Prompt {
   const int64_t stream_count_, new_tokens_, chunk_;
   const int64_t* limits_;
   const int64_t threads_;
+  bool in_bfloat16_ = false;                    // whether products may be rounded to bfloat16
   int64_t count_;                               // tokens in the residual stream
   std::vector<const Slots*> slots_;             // of the current layer, by stream
   std::vector<int64_t> counts_;                 // new tokens, by stream
   int64_t strides_[9];                          // of the current layer's query, key and value
   int64_t groups_, qkv_size_ = 0, inner_ = 0;   // groups of all layers; maxima over layers
   int64_t latent_ = 0, gate_width_ = 0;         // the same
+  int64_t mixer_scratch_size_ = 0;              // the same
   int64_t gate_inner_ = 0;                      // the same, with what experts have beside gates
   int64_t experts_ = 0, chosen_ = 0;            // the same
 
@@ -95,7 +101,9 @@ class Prompt {
   Buffer<int32_t> indices_;                                               // [tokens]: token indices
   Buffer<float> normed_, qkv_, attention_delta_, gate_, up_, mlp_delta_;  // of a block
   Buffer<float> latents_, expert_sums_;                                   // of a block
-  Buffer<float> scratch_;                                                 // [threads][hidden_size]
+  Buffer<float> mixed_;                                                   // [tokens][columns of the mixer's output]
+  Buffer<float> mixed_delta_;                                             // of a block
+  Buffer<float> scratch_, mixer_scratch_;                                 // [threads][size]
   Buffer<float> gathered_, expert_delta_;                                 // [tokens of an expert][hidden_size]
   Buffer<float> router_logits_, scores_;                                  // [tokens][experts], [threads][2][experts]
   Buffer<Choice> choices_;                                                // [tokens][chosen]

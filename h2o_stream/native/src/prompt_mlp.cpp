@@ -13,15 +13,15 @@ void Prompt::feed_mlp(const Layer& layer, int64_t size) {
     std::fill_n(mlp_delta_.data(), size * hidden, 0.f);
     return;
   }
-  const bool gated = layer.gate.weights, in_bfloat16 = layer.attention.in_bfloat16;
-  if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, in_bfloat16, threads_);
-  multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16, threads_);
+  const bool gated = layer.gate.weights;
+  if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, in_bfloat16_, threads_);
+  multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16_, threads_);
   for_each_token(size, [&](int64_t i, const Worker&) {
     float* up = up_.at(i * inner);
     activate(layer, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
     apply_norm(layer.inner_norm, up, inner, up);
   });
-  multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16, threads_);
+  multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16_, threads_);
   const Matrix& gate = layer.experts.shared_gate;
   if (!gate.weights) return;
   multiply(gate, normed_.data(), size, gate_.data(), 1, false, threads_);
@@ -86,16 +86,15 @@ void Prompt::add_experts(const Layer& layer, float* sums) {
 // Takes the gathered tokens through an expert.
 void Prompt::feed_expert(const Layer& layer, const Expert& expert, int64_t count) {
   const int64_t inner = layer.experts.inner_size, layout = layer.experts.gate_layout;
-  const bool in_bfloat16 = layer.attention.in_bfloat16;
-  multiply(expert.gate, gathered_.data(), count, gate_.data(), expert.gate.rows, in_bfloat16, threads_);
-  if (layout == kApart) multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16, threads_);
+  multiply(expert.gate, gathered_.data(), count, gate_.data(), expert.gate.rows, in_bfloat16_, threads_);
+  if (layout == kApart) multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16_, threads_);
   for_each_token(count, [&](int64_t i, const Worker&) {
     const float* gate = gate_.at(i * expert.gate.rows);
     float* up = up_.at(i * inner);
     if (layout == kInTurns) return activate_in_turns(layer, gate, {0, inner}, up);
     activate(layer, gate, layout == kHalves ? gate + inner : up, {0, inner}, up);
   });
-  multiply(expert.down, up_.data(), count, expert_delta_.data(), model_.hidden_size, in_bfloat16, threads_);
+  multiply(expert.down, up_.data(), count, expert_delta_.data(), model_.hidden_size, in_bfloat16_, threads_);
 }
 
 // Chooses experts for a block of tokens.
@@ -112,15 +111,14 @@ void Prompt::group_by_expert(const Experts& experts, int64_t size) {
 // Adds what a layer makes of the embeddings of a block of tokens for it.
 void Prompt::add_embedding(const Layer& layer, int64_t first, int64_t size) {
   const int64_t hidden = model_.hidden_size, count = layer.embedding_gate.rows;
-  const bool in_bfloat16 = layer.attention.in_bfloat16;
-  multiply(layer.embedding_gate, x_.at(first * hidden), size, up_.data(), count, in_bfloat16, threads_);
+  multiply(layer.embedding_gate, x_.at(first * hidden), size, up_.data(), count, in_bfloat16_, threads_);
   for_each_token(size, [&](int64_t i, const Worker&) {
     const int64_t place = (first + i) * model_.layer_embedding.columns + index_of(layer) * count;
     float* up = up_.at(i * count);
     activate(layer, nullptr, up, {0, count}, up);
     multiply_by_embedding(model_, layer_embeddings_.at(place), layer_projections_.at(place), count, {0, count}, up);
   });
-  multiply(layer.embedding_out, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16, threads_);
+  multiply(layer.embedding_out, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16_, threads_);
   for_each_token(size, [&](int64_t i, const Worker& worker) {
     add_normed(layer.after_embedding, mlp_delta_.at(i * hidden), hidden, 1, x_.at((first + i) * hidden),
                scratch_.at(worker.index * hidden));

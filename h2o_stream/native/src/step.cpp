@@ -39,6 +39,9 @@ void Step::reserve(int64_t threads) {
     query_heads = std::max(query_heads, layer.attention.query_heads);
     value_size = std::max(value_size, layer.attention.value_size);
     query_size = std::max(query_size, layer.out.columns);
+    projected_ = std::max(projected_, projected_size(layer.mixer));
+    mixed_size_ = std::max(mixed_size_, layer.mixer.out.columns);
+    mixer_scratch_size_ = std::max(mixer_scratch_size_, scratch_size(layer.mixer, 1));
     const Experts& experts = layer.experts;
     experts_ = std::max(experts_, experts.router.rows), chosen_ = std::max(chosen_, experts.chosen);
     expert_inner = std::max(expert_inner, experts.inner_size);
@@ -50,7 +53,7 @@ void Step::reserve(int64_t threads) {
   const int64_t hidden = model_.hidden_size;
   attention_.reserve(reserved_streams_, query_heads, value_size, reserved_slots_, reserved_threads_);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
-    attention_.reserve_scratch(model_.layers[index].attention);
+    if (attends(model_.layers[index])) attention_.reserve_scratch(model_.layers[index].attention);
   }
   states_.resize(reserved_threads_);
   for (int64_t i = 0; i < reserved_threads_; ++i) {
@@ -59,12 +62,16 @@ void Step::reserve(int64_t threads) {
     states_[i].factors.reserve(rows * attention_.factor_count());
     states_[i].normed = Vectors(rows, hidden);
     states_[i].attended = Vectors(rows, query_size);
+    states_[i].mixed = Vectors(rows, mixed_size_);
     for (int64_t j = 0; j < 2; ++j) states_[i].latent[j] = Vectors(rows, latent[j]);
     if (experts_beside) states_[i].router_input = Vectors(rows, hidden), states_[i].expert_input = Vectors(rows, hidden);
   }
   angles_.resize(reserved_threads_ * reserved_streams_);
   qkv_.reserve(reserved_streams_ * qkv);
   qkv_size_ = qkv, inner_ = inner;
+  mixer_projected_.reserve(reserved_streams_ * projected_);
+  mixed_.reserve(reserved_streams_ * mixed_size_);
+  mixer_scratch_.reserve(reserved_threads_ * mixer_scratch_size_);
   attention_delta_.reserve(reserved_streams_ * hidden);
   mlp_delta_.reserve(reserved_streams_ * hidden);
   layer_embeddings_.reserve(reserved_streams_ * model_.layer_embedding.columns);
@@ -92,10 +99,12 @@ void Step::run_worker(const Worker& worker) {
       if (before) add_layer(*before, x, stream, worker);
       write_trace(index, stream, x, worker);
       apply_norm(layer.before_attention, x, model_.hidden_size, state.normed.at(stream));
-      quantize_for({&layer.qkv[0], &layer.qkv[1], &layer.qkv[2]}, state.normed, stream, {0, model_.hidden_size});
+      const Matrix *qkv = layer.qkv, *in = layer.mixer.in;
+      quantize_for({&qkv[0], &qkv[1], &qkv[2], &qkv[3], &in[0], &in[1], &in[2], &in[3], &in[4], &in[5]}, state.normed,
+                   stream, {0, model_.hidden_size});
     });
-    attention(worker, layer);
-    mlp(worker, layer);
+    if (attends(layer) || has_mixer(layer)) mix_tokens(worker, layer);
+    if (has_mlp(layer)) mlp(worker, layer);
     if (layer.embedding_gate.weights) add_embedding(worker, layer);
   }
   output(worker);
@@ -155,10 +164,14 @@ void Step::add_layer(const Layer& layer, float* x, int64_t stream, const Worker&
   scale(layer.output_scale, hidden, x);
 }
 
-// Adds the MLP output, and with a parallel MLP also the attention output.
+// Adds the MLP output, and with a parallel or no MLP also that of attention and mixer.
 void Step::add_mlp(const Layer& layer, float* x, int64_t stream, const Worker& worker) {
   const int64_t hidden = model_.hidden_size;
-  if (layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
+  const bool mixes = attends(layer) || has_mixer(layer);
+  if (mixes && (layer.parallel || !has_mlp(layer))) {
+    add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
+  }
+  if (!has_mlp(layer)) return;
   const float* delta = mlp_delta_.at(stream * hidden);
   if (beside(layer.experts)) {
     float *sum = sums_.at(worker.index * hidden), *scratch = scratch_.at(worker.index * hidden);
@@ -169,41 +182,77 @@ void Step::add_mlp(const Layer& layer, float* x, int64_t stream, const Worker& w
   add(layer.after_mlp, delta, x, worker);
 }
 
-void Step::attention(const Worker& worker, const Layer& layer) {
-  const int64_t hidden = model_.hidden_size;
-  State& local = state(worker);
+// Attention and the recurrent mixer of a layer.
+void Step::mix_tokens(const Worker& worker, const Layer& layer) {
   project(worker, layer);
-  for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
-    prefetch_slots(streams_->slots[layer.first_group + group], worker);
+  if (worker.index == 0 && attends(layer)) select_slots(layer);
+  worker.barrier();
+  if (attends(layer)) {
+    attention_.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
+      prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_streams_ + stream]);
+    });
+    prefetch(layer.out, worker.partition(model_.hidden_size, kRows));
   }
-  if (worker.index == 0) {
+  if (has_mixer(layer)) {
+    const Mixer& mixer = layer.mixer;
     for (int64_t stream = 0; stream < count_; ++stream) {
-      slots_[stream] = streams_[stream].slots + layer.first_group;
+      mix(mixer,
+          {mixer_projected_.at(stream * projected_), 1, projected_, streams_[stream].states + mixer.first_state,
+           mixed_.at(stream * mixer.out.columns), token_indices_[stream] == 0},
+          mixer_scratch_.at(worker.index * mixer_scratch_size_), worker);
     }
-    attention_.set_layer(layer.attention, slots_.data(), layer.group_count, count_, token_indices_.data());
+    prefetch(mixer.out, worker.partition(model_.hidden_size, kRows));
   }
   worker.barrier();
-  attention_.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
-    prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_streams_ + stream]);
-  });
-  prefetch(layer.out, worker.partition(hidden, kRows));
+  multiply_out(worker, layer);
+  if (has_mlp(layer)) prefetch(layer.gate.weights ? layer.gate : layer.up, worker.partition(layer.down.columns, kGroup));
   worker.barrier();
-  for_each_stream(worker, [&](State& state, int64_t stream) {
-    attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
-    float* attended = state.attended.at(stream);
-    apply_gate(layer, qkv_.at(stream * qkv_size_), attended);
-    apply_norm(layer.attended_norm, attended, layer.out.columns, attended);
-    quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
-  });
-  attention_.update_scores(worker,
-                           [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
-  skinny_gemm(layer.out, local.attended, count_, worker.partition(hidden, kRows), attention_delta_.data(), hidden);
-  prefetch(layer.gate.weights ? layer.gate : layer.up, worker.partition(layer.down.columns, kGroup));
-  worker.barrier();
+  if (!attends(layer)) return;
   attention_.evict(worker);
+  if (!has_mlp(layer)) worker.barrier();
 }
 
-// Writes this thread's share of the queries, keys and values of a layer, of latent ones all that they are made from.
+void Step::select_slots(const Layer& layer) {
+  for (int64_t stream = 0; stream < count_; ++stream) slots_[stream] = streams_[stream].slots + layer.first_group;
+  attention_.set_layer(layer.attention, slots_.data(), layer.group_count, count_, token_indices_.data());
+}
+
+// Multiplies this thread's rows of the output projections.
+void Step::multiply_out(const Worker& worker, const Layer& layer) {
+  const int64_t hidden = model_.hidden_size;
+  const Range rows = worker.partition(hidden, kRows);
+  const Matrix& mixer_out = layer.mixer.out;
+  for_each_stream(worker, [&](State& state, int64_t stream) {
+    if (attends(layer)) {
+      attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
+      float* attended = state.attended.at(stream);
+      apply_gate(layer, qkv_.at(stream * qkv_size_), attended);
+      apply_norm(layer.attended_norm, attended, layer.out.columns, attended);
+      quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
+    }
+    if (has_mixer(layer)) {
+      std::copy_n(mixed_.at(stream * mixer_out.columns), mixer_out.columns, state.mixed.at(stream));
+      quantize_for({&mixer_out}, state.mixed, stream, {0, mixer_out.columns});
+    }
+  });
+  const State& local = state(worker);
+  if (!attends(layer)) {
+    skinny_gemm(mixer_out, local.mixed, count_, rows, attention_delta_.data(), hidden);
+    return;
+  }
+  attention_.update_scores(worker,
+                           [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
+  skinny_gemm(layer.out, local.attended, count_, rows, attention_delta_.data(), hidden);
+  if (!has_mixer(layer)) return;
+  for (int64_t stream = 0; stream < count_; ++stream) {
+    float *delta = attention_delta_.at(stream * hidden), *mixed = scratch_.at(worker.index * hidden);
+    skinny_gemm(mixer_out, local.mixed, Range{stream, stream + 1}, rows, mixed, hidden);
+    for (int64_t i = rows.begin; i < rows.end; ++i) delta[i] += mixed[i];
+  }
+}
+
+// Writes this thread's share of the queries, keys and values of a layer, and of what its mixer takes. Of latent ones it
+// waits for all that they are made from.
 void Step::project(const Worker& worker, const Layer& layer) {
   const auto multiply = [&](const Matrix& matrix, const Vectors& vectors, int64_t column) {
     const Range rows = worker.partition(matrix.rows, kRows);
@@ -211,6 +260,15 @@ void Step::project(const Worker& worker, const Layer& layer) {
     for (int64_t stream = 0; stream < count_; ++stream) clip(layer, rows, qkv_.at(stream * qkv_size_ + column));
   };
   for (int64_t i = 0; i < layer.qkv_count; ++i) multiply(layer.qkv[i], state(worker).normed, layer.qkv_columns[i]);
+  int64_t column = 0;
+  for (int64_t i = 0; i < layer.mixer.in_count; column += layer.mixer.in[i++].rows) {
+    const Matrix& matrix = layer.mixer.in[i];
+    skinny_gemm(matrix, state(worker).normed, count_, worker.partition(matrix.rows, kRows),
+                mixer_projected_.at(column), projected_);
+  }
+  for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
+    prefetch_slots(streams_->slots[layer.first_group + group], worker);
+  }
   if (!layer.latent_count) return;
   worker.barrier();
   for_each_stream(worker, [&](State& state, int64_t stream) {

@@ -5,6 +5,8 @@
 //
 //   normed x -> queries, keys, values | attend | merge, score, output projection | evict, MLP up | MLP down |
 //
+// A recurrent mixer (mixer.h) goes through the same phases, alone or beside attention.
+//
 // There is another one behind latent vectors, two around the norm of an MLP's inner vector, and two more for embeddings
 // of layers. Experts are multiplied with the MLP, after another barrier behind the router. The rows of all that were chosen are
 // divided among the threads as if they were one matrix.
@@ -17,6 +19,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "matrix.h"
+#include "mixer.h"
 #include "thread_tuner.h"
 #include "norm_rope.h"
 
@@ -32,7 +35,7 @@ class Step {
   // The residual stream and activations of every token: shared by all threads, or one copy per thread.
   struct State {
     Buffer<float> x, factors;
-    Vectors normed, attended;
+    Vectors normed, attended, mixed;
     Vectors latent[2];
     Vectors router_input, expert_input;  // of experts beside the MLP
   };
@@ -42,7 +45,9 @@ class Step {
   void embed(const Worker& worker);
   void embed_for_layers(const Worker& worker);
   void project(const Worker& worker, const Layer& layer);
-  void attention(const Worker& worker, const Layer& layer);
+  void mix_tokens(const Worker& worker, const Layer& layer);
+  void select_slots(const Layer& layer);
+  void multiply_out(const Worker& worker, const Layer& layer);
   void prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,
                Angles& angles);
   void mlp(const Worker& worker, const Layer& layer);
@@ -85,10 +90,13 @@ class Step {
   std::vector<int32_t> token_indices_;  // of each stream's new token
   std::vector<Angles> angles_;          // [threads][streams]
   int64_t qkv_size_ = 0, inner_ = 0;    // maximum over layers
+  int64_t projected_ = 0, mixed_size_ = 0, mixer_scratch_size_ = 0;  // the same
   int64_t experts_ = 0, chosen_ = 0;    // the same
   Buffer<float> qkv_, attention_delta_, mlp_delta_, gate_, up_, scratch_;
   Buffer<float> expert_delta_, sums_;                   // [streams][hidden_size], [threads][hidden_size]
   Buffer<float> layer_embeddings_, layer_projections_;  // [streams][layers][size]
+  Buffer<float> mixer_projected_, mixed_;               // [streams][size]
+  Buffer<float> mixer_scratch_;                         // [threads][size]
   Buffer<float> router_logits_, scores_;  // [streams][experts], [threads][2][experts]
   Buffer<Choice> choices_;                // [threads][streams][chosen]
   std::vector<Moments> moments_;          // [threads][streams]

@@ -16,7 +16,8 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
   const Experts& experts = layer.experts;
   for_each_stream(worker, [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
-    if (!layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
+    const bool mixes = attends(layer) || has_mixer(layer);
+    if (mixes && !layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
     apply_norm(layer.before_mlp, x, hidden, state.normed.at(stream));
     quantize_for({&layer.gate, &layer.up, &experts.gate, &experts.up, &experts.shared_gate}, state.normed, stream,
                  {0, hidden});
@@ -38,7 +39,7 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
   worker.barrier();
   multiply_down(worker, layer);
   const bool last = &layer == model_.layers + model_.layer_count - 1;
-  const Matrix& next = last ? model_.output : (&layer)[1].qkv[0];
+  const Matrix& next = last ? model_.output : first_matrix((&layer)[1]);
   prefetch(next, worker.partition(next.rows, kRows));
   worker.barrier();
 }

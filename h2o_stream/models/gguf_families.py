@@ -1,0 +1,181 @@
+"""Families whose GGUF files transformers' own reader does not know: their configs, and names and order of weights.
+
+The weights' names are those of the gguf package, which llama.cpp's converter uses, besides what is listed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_gguf_pytorch_utils import GGUFTensor, LlamaTensorProcessor, Qwen2MoeTensorProcessor
+
+from h2o_stream.models.gguf import GgufFile
+
+_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.sliding_window": "sliding_window",
+}
+"""Attributes of configs by keys of files, without the architecture."""
+
+_SHARED = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_ERNIE = {
+    "expert_count": "moe_num_experts",
+    "expert_used_count": "moe_k",
+    "expert_shared_count": "moe_num_shared_experts",
+    "leading_dense_block_count": "moe_layer_start_index",
+    "interleave_moe_layer_step": "moe_layer_interval",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How transformers calls what a file says.
+
+    Attributes:
+        model_type: of transformers.
+        keys: attributes of the config by keys of files, besides those of all families.
+        fixed: attributes that no key says.
+        permuted: rows of queries and keys are in the order of RoPE by adjacent pairs.
+        norm_offset: is added to the weights of norms in files.
+        full_every: every so many layers one sees everything where others have a sliding window.
+    """
+
+    model_type: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    permuted: bool = False
+    norm_offset: float = 0.0
+    full_every: int = 0
+
+
+FAMILIES = {
+    "smollm3": Family("smollm3", permuted=True),
+    "arcee": Family("arcee", permuted=True),
+    "llama with experts": Family("mixtral", _LOCAL, permuted=True),
+    "mistral3": Family("mistral", fixed={"sliding_window": None}, permuted=True),
+    "mistral3 with temperatures": Family("ministral3", fixed={"sliding_window": None}, permuted=True),
+    "olmo2": Family("olmo2"),
+    "olmo2 with sliding layers": Family("olmo3", full_every=4),
+    "olmoe": Family("olmoe", {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}),
+    "exaone4": Family("exaone4", full_every=4, fixed={"sliding_window": None}),
+    "seed_oss": Family("seed_oss"),
+    "chatglm": Family("glm"),
+    "glm4": Family("glm4"),
+    "glm4moe": Family("glm4_moe", _SHARED),
+    "dots1": Family("dots1", _SHARED, {"sliding_window": None}),
+    "ernie4_5": Family("ernie4_5"),
+    "ernie4_5-moe": Family("ernie4_5_moe", _ERNIE),
+    "hunyuan-dense": Family("hunyuan_v1_dense"),
+    "granite": Family("granite", _GRANITE, permuted=True),
+    "granitemoe": Family("granitemoe", _GRANITE | _LOCAL, permuted=True),
+    "command-r": Family("cohere", {"logit_scale": "logit_scale"}),
+    "cohere2": Family("cohere2", {"logit_scale": "logit_scale"}, full_every=4),
+    "gemma": Family("gemma", norm_offset=1.0),
+}
+"""By llama.cpp's name of the architecture, and what else tells families apart."""
+
+_EXPERTS = {
+    f"{block}.experts.{name}": tensors
+    for block in ("mlp", "block_sparse_moe")
+    for name, tensors in {
+        "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+        "down_proj": ("ffn_down_exps",),
+        **{f"{part}_proj.weight": (f"ffn_{part}_exps.weight",) for part in ("gate", "up", "down")},
+    }.items()
+}
+_NAMES: Mapping[str, tuple[str, ...]] = _EXPERTS | {
+    "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",),
+    "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",),
+    "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
+}
+"""Tensors of a layer in files by weights in transformers, where the gguf package does not know them."""
+
+
+def family_of(file: GgufFile) -> Family | None:
+    """The family of a file, if transformers' reader does not know it."""
+    name = file.architecture
+    further = {
+        "expert_count": "with experts",
+        "attention.sliding_window": "with sliding layers",
+        "attention.temperature_scale": "with temperatures",
+    }
+    found = (FAMILIES.get(f"{name} {what}") for key, what in further.items() if file.metadata.get(f"{name}.{key}"))
+    return next(filter(None, found), FAMILIES.get(name))
+
+
+def config_of(file: GgufFile, family: Family) -> PretrainedConfig:
+    """The config of a file of this family, without RoPE (`gguf_config`)."""
+
+    def get(key: str) -> Any:
+        return file.metadata.get(f"{file.architecture}.{key}")
+
+    layers = int(get("block_count")) - int(get("nextn_predict_layers") or 0)
+    keys = {**_KEYS, **family.keys}
+    values = {attribute: get(key) for key, attribute in keys.items() if get(key) is not None}
+    if every := family.full_every:
+        slides = get("attention.sliding_window_pattern")
+        if not isinstance(slides, list):
+            slides = [bool(values.get("sliding_window")) and (number + 1) % every != 0 for number in range(layers)]
+        values["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides[:layers]]
+    tied = "output.weight" not in file.tensors
+    return AutoConfig.for_model(
+        family.model_type, **{**family.fixed, **values}, num_hidden_layers=layers, tie_word_embeddings=tied
+    )
+
+
+class FamilyProcessor(Qwen2MoeTensorProcessor):
+    """What transformers' reader asks for names and values of weights; see its `TensorProcessor`."""
+
+    def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
+        super().__init__(config=config)
+        self._family, self._unpermuted = family, LlamaTensorProcessor(config=config)
+
+    def preprocess_name(self, hf_name: str) -> str:
+        """The name for the gguf package."""
+        return hf_name
+
+    def perform_fallback_tensor_mapping(
+        self, gguf_to_hf_name_map: dict[str, str], suffix: str, qual_name: str, hf_name: str
+    ) -> None:
+        """Add the tensors of a weight that the gguf package does not know."""
+        if layer := re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", hf_name):
+            for name in _NAMES.get(layer[2], ()):
+                gguf_to_hf_name_map[f"blk.{layer[1]}.{name}"] = qual_name + hf_name
+
+    def process(self, weights: np.ndarray[Any, Any], name: str, **kwargs: Any) -> GGUFTensor:
+        """Revert what the converter has done to a tensor."""
+        if self._family.norm_offset and name.endswith("norm.weight"):
+            return GGUFTensor(weights - self._family.norm_offset, name, {})
+        if self._family.permuted and re.search(r"attn_[qk]\.", name):
+            return self._unpermuted.process(weights, name, **kwargs)
+        return super().process(weights, name, **kwargs)

@@ -1,0 +1,104 @@
+"""RoPE of a model, from the header of a GGUF file and its tables of factors.
+
+Frequencies are computed in float32 as transformers does, so that the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.native.description import DescriptionError
+from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.rotations import Floats, rope_frequencies, yarn_frequencies
+
+
+@dataclass(frozen=True, eq=False)
+class RopeParameters:
+    """RoPE of a layer.
+
+    Attributes:
+        frequencies: [rotary_dims / 2] float32, angles per position.
+        scale: factor on rotated queries and keys.
+        fixed: whether nothing else depends on positions, see `native.description.Rope`.
+        max_distance: up to which this is so, 0 for any.
+    """
+
+    frequencies: Floats
+    scale: float = 1.0
+    fixed: bool = True
+    max_distance: int = 0
+
+
+def ropes_of(
+    file: GgufFile, architecture: Architecture, head_size: int, sliding: Sequence[int | None]
+) -> tuple[RopeParameters | None, ...]:
+    """RoPE of each layer, None in a layer without positions.
+
+    Args:
+        file: of the model.
+        architecture: of the model.
+        head_size: of queries and keys.
+        sliding: the window of each layer.
+
+    Raises:
+        DescriptionError: it is of a kind that is not known here.
+    """
+
+    def get(key: str) -> Any:
+        return file.metadata.get(f"{file.architecture}.rope.{key}")
+
+    dims, theta = int(get("dimension_count") or head_size), float(get("freq_base") or 10_000.0)
+    whole = _scaled(file, get, theta, dims)
+    local_theta = float(get("freq_base_swa") or architecture.local_theta or theta)
+    local = RopeParameters(rope_frequencies(local_theta, dims)) if architecture.local_plain else whole
+    slides, every = any(sliding), architecture.unrotated_every
+    return tuple(
+        None
+        if (every and (number + 1) % every == 0) or (architecture.rotates_sliding and slides and window is None)
+        else (whole if window is None else local)
+        for number, window in enumerate(sliding)
+    )
+
+
+def _scaled(file: GgufFile, get: Callable[[str], Any], theta: float, dims: int) -> RopeParameters:
+    """RoPE with the scaling that the file states."""
+    plain = rope_frequencies(theta, dims)
+    kind, factor, attention = get("scaling.type"), get("scaling.factor"), float(get("scaling.attn_factor") or 1.0)
+    if "rope_factors_short.weight" in file.tensors:
+        limit = int(get("scaling.original_context_length"))
+        return RopeParameters(plain / _factors(file, "rope_factors_short"), attention, False, limit)
+    if "rope_freqs.weight" in file.tensors:
+        return RopeParameters(plain / _factors(file, "rope_freqs"), attention)
+    if kind in (None, "none") or not factor or factor == 1:
+        scaled = RopeParameters(plain, attention)
+    elif kind == "linear":
+        scaled = RopeParameters(plain / numpy.float32(factor), attention)
+    elif kind == "yarn":
+        scaled = _yarn(file, get, theta, dims, attention)
+    else:
+        raise DescriptionError(f"it has RoPE scaling of type {kind}")
+    return scaled
+
+
+def _yarn(file: GgufFile, get: Callable[[str], Any], theta: float, dims: int, attention: float) -> RopeParameters:
+    if (value := get("scaling.yarn_ext_factor")) not in (None, 1):
+        raise DescriptionError(f"rope.scaling.yarn_ext_factor is {value}")
+    factor, context = float(get("scaling.factor")), int(get("scaling.original_context_length"))
+    betas = float(get("scaling.yarn_beta_fast") or 32), float(get("scaling.yarn_beta_slow") or 1)
+    frequencies = yarn_frequencies(theta, dims, factor, context, betas)
+    return RopeParameters(frequencies, attention * (0.1 * math.log(factor) + 1))
+
+
+def _factors(file: GgufFile, name: str) -> Floats:
+    """What divides the frequencies."""
+    tensor = file.tensors[f"{name}.weight"]
+    if tensor.type.name != "F32":
+        raise DescriptionError(f"its RoPE factors are {tensor.type.name}")
+    factors: Floats = file.blocks(tensor).view(numpy.float32)
+    return factors

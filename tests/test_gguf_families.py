@@ -1,0 +1,310 @@
+"""Every row of the table of architectures: the same logits from a file as from the model that it was written from.
+
+Files are like those of llama.cpp's converter; llama.cpp itself reads them, too, where it is installed.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from transformers import PreTrainedModel
+
+from h2o_stream.config import CacheConfig, ModelConfig, Positions
+from h2o_stream.models import gguf_export, packed_folder, packed_weights, user_cache
+from h2o_stream.models import load as models_load
+from h2o_stream.models.load import load
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import DescriptionError
+from h2o_stream.runtime import loading
+from h2o_stream.runtime.architectures import ARCHITECTURES
+from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.loading import ModelFile
+from h2o_stream.runtime.model import RuntimeModel
+from tests.families import tiny
+from tests.gguf_files import write_model
+from tests.test_gguf_names import BASE, NORM, PARTIAL, THETA
+from tests.test_runtime import MODELS
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+HEAD = {"attention.key_length": 16, "attention.value_length": 16}
+COMMON = {**BASE, **HEAD, "attention.layer_norm_rms_epsilon": 1e-6}
+LAYERED = {**NORM, **HEAD, **BASE}
+HALF = {"rope.dimension_count": 8}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2}
+SMALL = {"moe_intermediate_size": 32}
+SMALL_KEYS = {"expert_feed_forward_length": 32}
+SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+SLIDING_KEYS: dict[str, Any] = {
+    "attention.sliding_window": 24, "attention.sliding_window_pattern": [True, True, True, False],
+}  # fmt: skip
+LONGROPE = {"short": [1.0, 1.1, 1.2, 1.3], "long": [1.0, 2.0, 4.0, 4.0]}
+SCALES = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 4.0,
+}  # fmt: skip
+SCALE_KEYS = {"embedding_scale": 3.0, "residual_scale": 0.5, "attention.scale": 0.2, "logit_scale": 4.0}
+SHARED = {**EXPERTS, **SMALL, "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.7}
+SHARED_KEYS: dict[str, Any] = {
+    **EXPERT_KEYS, **SMALL_KEYS, "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2,
+    "expert_weights_scale": 1.7, "expert_group_count": 1, "expert_group_used_count": 1,
+}  # fmt: skip
+TEXT = [number * 7 % 61 + 3 for number in range(60)]
+PROMPT = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family: its architecture in llama.cpp, a tiny model, and the metadata of its file.
+
+    Attributes:
+        architecture: llama.cpp's name.
+        make: makes the model.
+        keys: metadata of the file.
+        tables: of RoPE's factors.
+        in_llama: whether llama.cpp computes the same with so small a model.
+        rounding: of our logits, relative to the largest.
+        llama_rounding: of llama.cpp's, which has a table of GELU.
+        positions: where RoPE sees the kept tokens.
+        described: whether the runtime serves it.
+    """
+
+    architecture: str
+    make: Callable[[], PreTrainedModel]
+    keys: dict[str, Any]
+    tables: dict[str, list[float]] | None = None
+    in_llama: bool = True
+    rounding: float = 2e-3
+    llama_rounding: float = 1e-4
+    positions: Positions | None = None
+    described: bool = True
+
+
+def model(kind: str, config_kind: str = "", **settings: Any) -> Callable[[], PreTrainedModel]:
+    """Makes a tiny model whose norms and biases are not trivial."""
+    make = tiny(kind, config_kind, **{**SIZES, **settings})
+
+    def changed() -> PreTrainedModel:
+        made, generator = make(), torch.Generator().manual_seed(3)
+        for parameter in made.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        return made
+
+    return functools.cache(changed)
+
+
+CASES = {
+    "SmolLM3": Case("smollm3", model("SmolLM3", **THETA, no_rope_layers=[1, 1, 1, 0]), COMMON),
+    "Arcee": Case("arcee", model("Arcee", **THETA, rms_norm_eps=1e-6), COMMON),
+    "GLM": Case("chatglm", model("Glm", **PARTIAL, attention_bias=True), {**COMMON, **HALF}),
+    "GLM-4": Case("glm4", model("Glm4", **PARTIAL, attention_bias=True, rms_norm_eps=1e-6), {**COMMON, **HALF}),
+    "GLM-4 MoE": Case(
+        "glm4moe",
+        model("Glm4Moe", **PARTIAL, **SHARED, use_qk_norm=True, attention_bias=True, rms_norm_eps=1e-6),
+        {**COMMON, **HALF, **SHARED_KEYS, "expert_weights_norm": True},
+    ),
+    "dots.llm1": Case(
+        "dots1",
+        model("Dots1", **THETA, num_key_value_heads=4, **SHARED, layer_types=["full_attention"] * 4,
+        norm_topk_prob=True),
+        {**COMMON, **SHARED_KEYS, "expert_weights_norm": True},
+    ),
+    "ERNIE 4.5": Case("ernie4_5", model("Ernie4_5", **THETA, rms_norm_eps=1e-6), COMMON),
+    "ERNIE 4.5 MoE": Case(
+        "ernie4_5-moe",
+        model("Ernie4_5_Moe", **THETA, **SMALL, rms_norm_eps=1e-6, moe_num_experts=4, moe_k=2, moe_layer_start_index=1,
+        moe_layer_end_index=3, moe_num_shared_experts=2),
+        {**COMMON, **EXPERT_KEYS, **SMALL_KEYS, "interleave_moe_layer_step": 1, "leading_dense_block_count": 1}
+        | {"expert_shared_count": 2, "expert_shared_feed_forward_length": 64},
+    ),
+    "Mistral Small 3": Case("mistral3", model("Mistral", **THETA, sliding_window=None), COMMON),
+    "Ministral 3": Case(
+        "mistral3",
+        model("Ministral3", rms_norm_eps=1e-6, rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0,
+        "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}),
+        {**COMMON, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "attention.temperature_scale": 0.1}
+        | {"rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 1.0},
+        described=False,
+    ),
+    "OLMo 2": Case("olmo2", model("Olmo2", **THETA, rms_norm_eps=1e-6), COMMON),
+    "OLMo 3": Case(
+        "olmo2",
+        model("Olmo3", **SLIDING, rms_norm_eps=1e-6, rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0,
+            "original_max_position_embeddings": 128}}),
+        {**COMMON, **SLIDING_KEYS, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+        | {"rope.scaling.original_context_length": 128},
+    ),
+    "OLMoE": Case(
+        "olmoe", model("Olmoe", **THETA, num_key_value_heads=4, **EXPERTS, rms_norm_eps=1e-6),
+        {**COMMON, **EXPERT_KEYS},
+    ),
+    "EXAONE 4": Case(
+        "exaone4", model("Exaone4", **THETA, **SLIDING, rms_norm_eps=1e-6), {**COMMON, **SLIDING_KEYS}, in_llama=False
+    ),
+    "EXAONE 4, all full": Case(
+        "exaone4", model("Exaone4", **THETA, rms_norm_eps=1e-6, sliding_window=None,
+        layer_types=["full_attention"] * 4), COMMON,
+    ),
+    "HunYuan": Case("hunyuan-dense", model("HunYuanDenseV1", **THETA, rms_norm_eps=1e-6), COMMON, positions="absolute"),
+    "Seed-OSS": Case("seed_oss", model("SeedOss", **THETA), COMMON),
+    "Cohere": Case("command-r", model("Cohere", **THETA, logit_scale=0.25), {**LAYERED, "logit_scale": 0.25}),
+    "Cohere 2": Case(
+        "cohere2", model("Cohere2", **THETA, **SLIDING, logit_scale=0.25),
+        {**LAYERED, **SLIDING_KEYS, "logit_scale": 0.25},
+    ),
+    "Granite": Case("granite", model("Granite", **THETA, **SCALES), {**COMMON, **SCALE_KEYS}),
+    "Granite MoE": Case(
+        "granitemoe", model("GraniteMoe", **THETA, **EXPERTS, **SCALES), {**COMMON, **EXPERT_KEYS, **SCALE_KEYS}
+    ),
+    "Mixtral": Case("llama", model("Mixtral", **THETA, **EXPERTS, rms_norm_eps=1e-6), {**COMMON, **EXPERT_KEYS}),
+    "Gemma": Case("gemma", model("Gemma", **THETA), COMMON, llama_rounding=2e-3),
+    "Phi 3, LongRoPE": Case(
+        "phi3",
+        model("Phi3", sliding_window=None, rms_norm_eps=1e-6, max_position_embeddings=2048,
+        original_max_position_embeddings=512, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
+            "short_factor": LONGROPE["short"], "long_factor": LONGROPE["long"],
+            "original_max_position_embeddings": 512}),
+        {**COMMON, **HALF, "rope.scaling.attn_factor": 1.10554, "rope.scaling.original_context_length": 512},
+        {f"rope_factors_{name}": factors for name, factors in LONGROPE.items()},
+    ),
+    "Llama, YaRN": Case(
+        "llama",
+        model("Llama", rope_parameters={"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0,
+        "original_max_position_embeddings": 128}),
+        {**COMMON, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+        | {"rope.scaling.original_context_length": 128},
+    ),
+    "Nemotron": Case(
+        "nemotron", model("Nemotron", **PARTIAL), {**LAYERED, **HALF}
+    ),
+    "StableLM": Case(
+        "stablelm", model("StableLm", **PARTIAL), {**LAYERED, **HALF, "use_parallel_residual": False}
+    ),
+}  # fmt: skip
+each_family = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Write the file of a family."""
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
+
+    def write(name: str, quantize: GGMLQuantizationType | None = GGMLQuantizationType.Q8_0, **more: Any) -> Path:
+        case, path = CASES[name], tmp_path / "model.gguf"
+        write_model(path, case.make(), case.architecture, quantize, case.tables, **{**case.keys, **more})
+        return path
+
+    return write
+
+
+def logits_of(model: Any) -> numpy.ndarray:
+    """transformers' own logits of `TEXT`, [n, V]."""
+    return model(torch.tensor([TEXT])).logits[0].float().numpy()
+
+
+def difference_of(found: numpy.ndarray, expected: numpy.ndarray) -> float:
+    return float(numpy.abs(found - expected).max() / numpy.abs(expected).max())
+
+
+@each_family
+def test_as_transformers_reads_them(name: str, write: Callable[..., Path]) -> None:
+    loaded = load(ModelConfig(str(write(name, None)), dtype="float32"))
+    assert difference_of(logits_of(loaded.model), logits_of(CASES[name].make())) < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.described])
+def test_described_from_the_file(name: str, write: Callable[..., Path]) -> None:
+    """The same matrices and numbers as of the model, and the same logits: of a prompt, and of single tokens."""
+    path = write(name)
+    loaded = load(ModelConfig(str(path), dtype="float32")).model
+    source = ModelFile(str(path), path, "float32")
+    description, parameters = source.describe(print), source.parameters
+    assert difference(description, describe(loaded)) == ""
+    runtime = RuntimeModel(
+        description, (), "", parameters.context, parameters.max_distance, parameters.windows, source.generation
+    )
+    served, expected = (
+        runtime.serve(CacheConfig("recent", window=64, chunk=16, positions=CASES[name].positions)),
+        logits_of(loaded)[PROMPT - 1 :],
+    )
+    found = [served.forward(TEXT[:PROMPT]), *(served.forward([token]) for token in TEXT[PROMPT:])]
+    assert difference_of(numpy.stack(found), expected) < CASES[name].rounding
+
+
+@pytest.mark.parametrize("name", ["GLM-4", "GLM-4 MoE", "ERNIE 4.5 MoE", "HunYuan", "Cohere", "Granite MoE", "Gemma"])
+def test_described_from_weights_that_were_packed_before(
+    name: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (packed_folder, user_cache):
+        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
+    for module in (loading, models_load):
+        monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
+    path = write(name)
+    loaded = load(ModelConfig(str(path), dtype="float32")).model
+    assert difference(ModelFile(str(path), path, "float32").describe(print), describe(loaded)) == ""
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.in_llama])
+def test_as_llama_cpp_reads_them(name: str, write: Callable[..., Path]) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    path = write(name, None)
+    llama = llama_cpp.Llama(str(path), logits_all=True, verbose=False, n_ctx=64, n_threads=1, type_k=0, type_v=0)
+    llama.eval(TEXT)
+    found = llama.scores[: len(TEXT)].copy()
+    llama.close()
+    assert difference_of(found, logits_of(CASES[name].make())) < CASES[name].llama_rounding
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.described])
+def test_what_is_left_to_transformers(name: str, write: Callable[..., Path]) -> None:
+    path = write(name)
+    with pytest.raises(DescriptionError, match="temperature_scale is 0.1"):
+        ModelFile(str(path), path, "float32")
+
+
+class TestRefused:
+    """What the table does not know is not computed without it."""
+
+    def test_weights(self, write: Callable[..., Path]) -> None:
+        path = write("SmolLM3")
+        path.write_bytes(path.read_bytes().replace(b"blk.3.attn_norm.weight", b"blk.3.attn_sinks.weight"[:22]))
+        with pytest.raises(DescriptionError, match=r"it has blk\.3\.attn_sinks"):
+            ModelFile(str(path), path, "float32")
+
+    @pytest.mark.parametrize("key", ["attention.clamp_kqv", "rope.scale_linear"])
+    def test_parameters(self, key: str, write: Callable[..., Path]) -> None:
+        path = write("SmolLM3", **{key: 2.0})
+        with pytest.raises(DescriptionError, match=f"smollm3.{key} is 2.0"):
+            ModelFile(str(path), path, "float32")
+
+    @pytest.mark.parametrize(("name", "refused"), [
+        ("SmolLM3", set()), ("Phi 3, LongRoPE", {"absolute"}), ("HunYuan", {"gap", "rolling"}),
+    ])  # fmt: skip
+    def test_positions(self, name: str, refused: set[str], write: Callable[..., Path]) -> None:
+        path = write(name)
+        assert ModelFile(str(path), path, "float32").parameters.refused_positions == refused
+
+
+def test_the_distance_of_longrope(write: Callable[..., Path]) -> None:
+    path = write("Phi 3, LongRoPE", context_length=2048)
+    assert ModelFile(str(path), path, "float32").parameters.max_distance == 512
+
+
+def test_every_row_is_tested() -> None:
+    others = {MODELS[name][0] for name in MODELS}
+    assert others | {case.architecture for case in CASES.values()} == ARCHITECTURES.keys()

@@ -1,0 +1,271 @@
+"""Recurrent mixers run natively: states are exact through batches, blocks, threads, undo, forks and both runtimes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from h2o_stream import CacheConfig, H2OStreamError, attach
+from h2o_stream.cache.arrays import to_array, to_arrays, to_tensors
+from h2o_stream.cache.recurrent import states_of
+from h2o_stream.cache.windows import HeadWindow
+from h2o_stream.models.packed_layers import PackedLinear
+from h2o_stream.native import library
+from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import Description, DescriptionError
+from h2o_stream.native.packing import pack
+from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
+from tests.families import CONTEXT, FAMILIES, GROUPED, tiny
+from tests.states import with_checksums
+from tests.test_native_prompt import dense_too, streamed, taken  # noqa: F401
+from tests.test_native_step import exact, tokens_of
+from tests.tolerance import relative_error
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+NAMES = ("LFM2", "Qwen3-Next", "Qwen 3.5", "OLMo hybrid")
+mixers = pytest.mark.parametrize("name", NAMES)
+CONFIG = CacheConfig(window=24, chunk=8)
+
+
+def family_of(name: str) -> Any:
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def packed(name: str) -> Any:
+    """A copy with packed matrices."""
+    model = copy.deepcopy(family_of(name).make())
+    for parent in list(model.modules()):
+        for key, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.out_features > 8:
+                rows, columns = child.weight.shape
+                tiles = pack(child.weight.detach(), MatrixKind.INT8)
+                setattr(parent, key, PackedLinear(MatrixKind.INT8, columns, rows, child.bias, tiles))
+    return model
+
+
+def states(cache: Any) -> list[Tensor]:
+    return [state for layer in cache.layers for state in states_of(layer).values()]
+
+
+@mixers
+@pytest.mark.usefixtures("dense_too")
+def test_blocks_of_a_prompt_and_threads(name: str, taken: list[tuple[int, int]]) -> None:  # noqa: F811
+    """More tokens than a block, of two streams, one after the other in the second block."""
+    model, tokens, results = family_of(name).make(), tokens_of(2, 600), []
+    config, before = CacheConfig(window=64, chunk=32), torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(streamed(model, config, tokens, "auto")[0])
+    finally:
+        torch.set_num_threads(before)
+    assert taken[-1] == (2, 582)
+    assert results[0].equal(results[1])
+    theirs, _ = streamed(model, config, tokens, "eager")
+    assert relative_error(results[0], theirs) < 2 * exact(family_of(name))
+
+
+@mixers
+def test_packed_weights_and_padding(name: str) -> None:
+    """A padded prompt is eager, the turn after it native; both go on with the same states."""
+    model, tokens = packed(name), tokens_of(3, 40)
+    mask = torch.ones(3, 20, dtype=torch.int64)
+    mask[1, :7] = mask[2, :2] = 0
+    found = []
+    for engine in ("auto", "eager"):
+        with torch.no_grad(), attach(model, CONFIG, engine=engine) as cache:  # type: ignore[arg-type]
+            assert cache.engine_note.startswith("native" if engine == "auto" else "eager"), cache.engine_note
+            first = model(tokens[:, :20], attention_mask=mask, past_key_values=cache).logits[:, -1:]
+            rest = [model(part, past_key_values=cache).logits for part in tokens[:, 20:].split([1, 8, 11], 1)]
+            found.append(torch.cat([first, *rest], 1))
+    assert (found[0] - found[1]).norm() < 0.1 * found[1].norm()  # packed products round their inputs otherwise
+
+
+@mixers
+@pytest.mark.usefixtures("dense_too")
+def test_rows_without_a_token_keep_their_states(name: str) -> None:
+    model, tokens = family_of(name).make(), tokens_of(2, 30)
+    with torch.no_grad(), attach(model, CONFIG) as cache:
+        model(tokens[:, :20], past_key_values=cache)
+        model(tokens[:, 20:21], past_key_values=cache)
+        before = [state[1].clone() for state in states(cache)]
+        column = torch.ones(2, 22, dtype=torch.int64)
+        column[1, 21] = 0
+        model(tokens[:, 21:22], attention_mask=column, past_key_values=cache)
+        assert all(state[1].equal(old) for state, old in zip(states(cache), before, strict=True))
+        assert not any(state[0].equal(state[1]) for state in states(cache))
+
+
+@mixers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_undo_and_forks_are_exact(name: str, dtype: torch.dtype) -> None:
+    """Also in bfloat16, whose native states are more exact than transformers'."""
+    model, tokens = copy.deepcopy(family_of(name).make()).to(dtype), tokens_of(2, 40)
+
+    def steps(first: int) -> Tensor:
+        parts = tokens[:, first : first + 6].split(1, 1)
+        return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+
+    with torch.no_grad(), attach(model, CONFIG) as cache:
+        assert cache.engine_note.startswith("native")
+        model(tokens[:, :20], past_key_values=cache)
+        steps(20)
+        assert {state.dtype for state in states(cache)} == {torch.float32}
+        state = cache.state_dict()
+        expected, other = steps(26), steps(32)
+        cache.load_state_dict(state)
+        assert steps(26).equal(expected)
+        assert steps(32).equal(other)
+        cache.load_state_dict(state)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        swapped = model(tokens[[1, 1], 26:27], past_key_values=cache).logits
+        assert swapped[0].equal(swapped[1])
+        assert swapped[1].equal(expected[1, :1])
+        model(tokens[:, 27:29], past_key_values=cache)  # eager: dense prompts are
+        own = {state.dtype for spec in cache.specs for state in spec.state_like.values()}
+        assert {state.dtype for state in states(cache)} == own
+        cache.reset()
+        assert not states(cache)
+
+
+@mixers
+@pytest.mark.usefixtures("dense_too")
+def test_memory_is_constant(name: str) -> None:
+    model = family_of(name).make()
+    with torch.no_grad(), attach(model, CONFIG) as cache:
+        sizes = set()
+        for _ in range(3):
+            model(tokens_of(1, 50), past_key_values=cache)
+            model(tokens_of(1, 1), past_key_values=cache)
+            sizes.add(cache.nbytes)
+        held = sum(state.nbytes for state in states(cache))
+        assert held == sum(spec.state_bytes for spec in cache.specs)
+        assert sizes == {held + sum(group.nbytes for group in cache.head_groups)}
+
+
+@mixers
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str) -> None:
+    exact_model, tokens, config = family_of(name).make(), tokens_of(2, 60), CacheConfig(window=64)
+    if "experts" in family_of(name).special:
+        pytest.skip("rounding sends some tokens to other experts")
+    model = copy.deepcopy(exact_model).bfloat16()
+    parts = [30] + [1] * 29
+    wanted = streamed(exact_model, config, tokens, "eager", parts=parts)[0]
+    ours, theirs = (
+        streamed(model, config, tokens, engine, parts=parts)[0].float() - wanted for engine in ("auto", "eager")
+    )
+    assert ours.norm() < 1.2 * theirs.norm() < 0.6 * wanted.norm()
+
+
+def as_arrays(value: Any) -> Any:
+    """A description whose arrays are numpy's."""
+    if isinstance(value, Tensor):
+        return to_array(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: as_arrays(getattr(value, field.name)) for field in fields(value)})
+    return [as_arrays(item) for item in value] if isinstance(value, list) else value
+
+
+def runtime_of(description: Description, config: CacheConfig, digest: str) -> ServedRuntime:
+    """The same model without torch."""
+    windows = [(HeadWindow(),)] * len(description.layers)
+    sliding = [None] * len(description.layers)
+    return RuntimeModel(description, windows, digest, CONTEXT, CONTEXT, sliding, None).serve(config)
+
+
+@mixers
+@pytest.mark.usefixtures("dense_too")
+def test_states_move_between_the_runtimes(name: str) -> None:
+    """From arrays to tensors and back: the same logits, but for the last digit of rotations."""
+    model, tokens = family_of(name).make(), tokens_of(1, 60)[0].tolist()
+    description, limit = as_arrays(describe(model)), exact(family_of(name))
+    with torch.no_grad(), attach(model, CONFIG) as cache:
+        served = runtime_of(description, CONFIG, cache.model_digest())
+        assert served.cache.nbytes == 0
+        ours = served.forward(tokens[:30])
+        theirs = model(torch.tensor([tokens[:30]]), past_key_values=cache, logits_to_keep=1).logits[0, 0]
+        assert relative_error(torch.from_numpy(ours), theirs) < limit
+        served.forward(tokens[30:31])
+        held = sum(spec.state_bytes for spec in cache.specs)
+        assert served.cache.nbytes == held + sum(group.nbytes for group in served.cache.head_groups)
+        saved = served.state_dict()
+        cache.load_state_dict(to_tensors(saved))
+        for token in tokens[31:40]:
+            ours = served.forward([token])
+            theirs = model(torch.tensor([[token]]), past_key_values=cache).logits[0, 0]
+            assert relative_error(torch.from_numpy(ours), theirs) < limit
+        served.load_state_dict(to_arrays(cache.state_dict()))
+        theirs = model(torch.tensor([tokens[40:50]]), past_key_values=cache, logits_to_keep=1).logits[0, 0]
+        assert relative_error(torch.from_numpy(served.forward(tokens[40:50])), theirs) < limit
+        served.load_state_dict(saved)
+        assert all(numpy.array_equal(x, saved[key]) for key, x in served.state_dict().items())
+        served.cache.reset()
+        assert served.cache.nbytes == 0
+        assert served.forward(tokens[:30]).shape == ours.shape
+
+
+@mixers
+@pytest.mark.usefixtures("dense_too")
+def test_a_damaged_state_is_refused(name: str) -> None:
+    served = runtime_of(as_arrays(describe(family_of(name).make())), CONFIG, "")
+    served.forward(tokens_of(1, 20)[0].tolist())
+    state = served.state_dict()
+    key = next(key for key in state if key.endswith(".conv.0"))
+    cut = {**state, key: state[key][:, :, 1:]}
+    missing = {name: array for name, array in state.items() if name != key}
+    for damaged in (cut, missing):
+        damaged.pop("checksums")
+        with pytest.raises(H2OStreamError, match="fit|missing"):
+            served.load_state_dict(to_arrays(with_checksums(to_tensors(damaged))))
+
+
+class TestRefusals:
+    """What computes something else than a known mixer is no native step."""
+
+    def refused(self, name: str, change: Any, match: str) -> None:
+        model = copy.deepcopy(family_of(name).make())
+        change(model.model.layers[0])
+        with pytest.raises(DescriptionError, match=match):
+            describe(model)
+
+    def test_another_forward(self) -> None:
+        def change(layer: Any) -> None:
+            class Doubled(type(layer.conv)):  # type: ignore[misc]
+                def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+                    return 2 * super().forward(*args, **kwargs)
+
+            Doubled.forward.__module__ = type(layer.conv).__module__
+            layer.conv.__class__ = Doubled
+
+        self.refused("LFM2", change, "computes something else")
+
+    def test_another_convolution(self) -> None:
+        def change(layer: Any) -> None:
+            layer.conv.conv.dilation = (2,)
+
+        self.refused("LFM2", change, "not a causal convolution")
+
+    def test_a_long_kernel(self) -> None:
+        model = tiny("Lfm2", **GROUPED, conv_L_cache=9, layer_types=["conv", "full_attention"])()
+        with pytest.raises(DescriptionError, match="over 9 tokens"):
+            describe(model)
+
+    def test_another_activation(self) -> None:
+        def change(layer: Any) -> None:
+            layer.linear_attn.activation = "gelu"
+
+        self.refused("Qwen 3.5", change, "activation gelu")
+
+    def test_another_gate(self) -> None:
+        def change(layer: Any) -> None:
+            layer.linear_attn.norm.activation = "sigmoid"
+
+        self.refused("Qwen3-Next", change, "computes something else")
