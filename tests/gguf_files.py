@@ -137,9 +137,13 @@ def write_tokens(writer: gguf.GGUFWriter, pre: str | None) -> None:
     writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
+IN_FULL = ("ffn_gate_inp", "exp_probs", "shortconv.conv.", "ssm_conv1d", "ssm_norm", "ssm_a", "ssm_d")
+"""Parts of names of matrices that are not quantized."""
+
+
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, quantize: int | None) -> None:
-    small = "ffn_gate_inp" in name or "exp_probs" in name or name.endswith(".bias")
-    if quantize is None or values.ndim < 2 or small:
+    in_full = name.endswith(".bias") or any(part in name for part in IN_FULL)
+    if quantize is None or values.ndim < 2 or in_full:
         writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
     else:
         kind = GGMLQuantizationType(quantize)
@@ -167,6 +171,9 @@ def stored(
     if name.endswith("sinks"):
         yield f"{names.get_name(name)}.weight", values
         return
+    if arch in ("granitehybrid", "qwen35", "qwen35moe") and (tensors := recurrent(arch, name, values, config)):
+        yield from ((f"blk.{name.split('.')[2]}.{inner}", part) for inner, part in tensors.items())
+        return
     if name.endswith("gate_up_proj"):
         block = f"blk.{name.split('.')[2]}"
         for half, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
@@ -177,8 +184,10 @@ def stored(
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
-    elif arch in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+    elif arch in ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe") and name.endswith("norm.weight"):
         values = values + 1
+    elif name.endswith("conv.conv.weight"):
+        values = values[:, 0]
     elif "shared_expert_gate" in name:
         values = values[0]
     stored_name = names.get_name(owner)
@@ -187,7 +196,52 @@ def stored(
     yield f"{stored_name}.{suffix}", values
 
 
-PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "mistral3")
+def recurrent(arch: str, name: str, values: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """The tensors of a recurrent layer or a shared expert by their names in it; none for other weights."""
+    end = name.split(".", 3)[-1] if name.startswith("model.layers.") else ""
+    kind = "_shexp" if getattr(config, "num_local_experts", 0) else ""
+    if end == "shared_mlp.input_linear.weight":
+        return dict(zip((f"ffn_gate{kind}.weight", f"ffn_up{kind}.weight"), np.split(values, 2), strict=True))
+    if end == "shared_mlp.output_linear.weight":
+        return {f"ffn_down{kind}.weight": values}
+    if not end.startswith(("mamba.", "linear_attn.")):
+        return {}
+    if arch.startswith("qwen35"):
+        values = in_turns(end.split(".")[1], values, config)
+    inner = {
+        "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "conv1d.weight": "ssm_conv1d.weight",
+        "conv1d.bias": "ssm_conv1d.bias", "norm.weight": "ssm_norm.weight", "in_proj.weight": "ssm_in.weight",
+        "out_proj.weight": "ssm_out.weight", "in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight",
+        "in_proj_a.weight": "ssm_alpha.weight", "in_proj_b.weight": "ssm_beta.weight",
+    }[end.split(".", 1)[1]]  # fmt: skip
+    if inner == "ssm_a":
+        values = -np.exp(values)
+    elif inner == "ssm_conv1d.weight":
+        values = values[:, 0]
+    if arch == "granitehybrid" and inner in ("ssm_a", "ssm_d"):
+        values = values[:, None]
+    elif arch == "granitehybrid" and inner == "ssm_norm.weight":
+        values = values.reshape(config.mamba_n_groups, -1)
+    return {inner: values}
+
+
+def in_turns(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """Value heads in turns of their key heads, as the converter of Qwen 3.5 has them."""
+    groups, heads, size = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+
+    def turned(rows: np.ndarray) -> np.ndarray:
+        by_group = rows.reshape(groups, heads // groups, len(rows) // heads, *rows.shape[1:])
+        return by_group.swapaxes(0, 1).reshape(rows.shape)
+
+    if name in ("in_proj_qkv", "conv1d"):
+        keys = len(values) - heads * size
+        return np.concatenate((values[:keys], turned(values[keys:])))
+    if name == "out_proj":
+        return turned(values.T).T
+    return values if name == "norm" else turned(values)
+
+
+PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "mistral3")
 """Architectures whose converter takes the rows of queries and keys to the order of RoPE by adjacent pairs."""
 
 RENAMED = {

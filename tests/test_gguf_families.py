@@ -105,6 +105,12 @@ def model(kind: str, config_kind: str = "", **settings: Any) -> Callable[[], Pre
 
 CASES = {
     "SmolLM3": Case("smollm3", model("SmolLM3", **THETA, no_rope_layers=[1, 1, 1, 0]), COMMON),
+    "LFM2": Case(
+        "lfm2",
+        model("Lfm2", **THETA, norm_eps=1e-6, block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention", "conv", "full_attention"]),
+        {**COMMON, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3, "vocab_size": 64},
+    ),
     "Arcee": Case("arcee", model("Arcee", **THETA, rms_norm_eps=1e-6), COMMON),
     "GLM": Case("chatglm", model("Glm", **PARTIAL, attention_bias=True), {**COMMON, **HALF}),
     "GLM-4": Case("glm4", model("Glm4", **PARTIAL, attention_bias=True, rms_norm_eps=1e-6), {**COMMON, **HALF}),

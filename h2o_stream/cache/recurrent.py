@@ -83,9 +83,13 @@ class RecurrentLayer(LinearAttentionLayer):
                 _set_state(self, name, state.to(self.like[name].dtype))
 
     def select_rows(self, rows: Tensor) -> None:
-        """Row i becomes a copy of row rows[i]."""
+        """Row i becomes a copy of row rows[i]; in place if there are as many, so that addresses stay valid."""
         for name, state in states_of(self).items():
-            _set_state(self, name, state.index_select(0, rows.to(state.device)))
+            chosen = state.index_select(0, rows.to(state.device))
+            if len(chosen) == len(state):
+                state.copy_(chosen)
+            else:
+                _set_state(self, name, chosen)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a state does not lose its last tokens."""

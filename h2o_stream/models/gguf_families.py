@@ -6,7 +6,7 @@ The weights' names are those of the gguf package, which llama.cpp's converter us
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_gguf_pytorch_utils import GGUFTensor, LlamaTensorProcessor, Qwen2MoeTensorProcessor
 
+from h2o_stream.models import gguf_hybrids
 from h2o_stream.models.gguf import GgufFile
 
 _KEYS = {
@@ -54,6 +55,12 @@ _GRANITE = {
     "attention.scale": "attention_multiplier",
     "logit_scale": "logits_scaling",
 }
+_QWEN_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 _LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 
 
@@ -68,6 +75,7 @@ class Family:
         permuted: rows of queries and keys are in the order of RoPE by adjacent pairs.
         norm_offset: is added to the weights of norms in files.
         full_every: every so many layers one sees everything where others have a sliding window.
+        derived: further attributes of the config, of a file's keys and names of tensors.
     """
 
     model_type: str
@@ -76,6 +84,7 @@ class Family:
     permuted: bool = False
     norm_offset: float = 0.0
     full_every: int = 0
+    derived: Callable[[gguf_hybrids.Get, Collection[str]], dict[str, Any]] | None = None
 
 
 FAMILIES = {
@@ -98,6 +107,9 @@ FAMILIES = {
     "hunyuan-dense": Family("hunyuan_v1_dense"),
     "granite": Family("granite", _GRANITE, permuted=True),
     "granitemoe": Family("granitemoe", _GRANITE | _LOCAL, permuted=True),
+    "granitehybrid": Family("granitemoehybrid", _GRANITE | _LOCAL, permuted=True, derived=gguf_hybrids.granite_config),
+    "qwen35": Family("qwen3_5_text", norm_offset=1.0, derived=gguf_hybrids.qwen_config),
+    "qwen35moe": Family("qwen3_5_moe_text", _QWEN_EXPERTS, norm_offset=1.0, derived=gguf_hybrids.qwen_config),
     "command-r": Family("cohere", {"logit_scale": "logit_scale"}),
     "cohere2": Family("cohere2", {"logit_scale": "logit_scale"}, full_every=4),
     "gemma": Family("gemma", norm_offset=1.0),
@@ -113,11 +125,15 @@ _EXPERTS = {
         **{f"{part}_proj.weight": (f"ffn_{part}_exps.weight",) for part in ("gate", "up", "down")},
     }.items()
 }
-_NAMES: Mapping[str, tuple[str, ...]] = _EXPERTS | {
-    "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",),
-    "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",),
-    "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
-}
+_NAMES: Mapping[str, tuple[str, ...]] = (
+    _EXPERTS
+    | gguf_hybrids.NAMES
+    | {
+        "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",),
+        "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",),
+        "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
+    }
+)
 """Tensors of a layer in files by weights in transformers, where the gguf package does not know them."""
 
 
@@ -147,6 +163,8 @@ def config_of(file: GgufFile, family: Family) -> PretrainedConfig:
         if not isinstance(slides, list):
             slides = [bool(values.get("sliding_window")) and (number + 1) % every != 0 for number in range(layers)]
         values["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides[:layers]]
+    if family.derived:
+        values |= family.derived(get, file.tensors)
     tied = "output.weight" not in file.tensors
     return AutoConfig.for_model(
         family.model_type, **{**family.fixed, **values}, num_hidden_layers=layers, tie_word_embeddings=tied
@@ -158,6 +176,7 @@ class FamilyProcessor(Qwen2MoeTensorProcessor):
 
     def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
         super().__init__(config=config)
+        self._config = config
         self._family, self._unpermuted = family, LlamaTensorProcessor(config=config)
 
     def preprocess_name(self, hf_name: str) -> str:
@@ -174,7 +193,9 @@ class FamilyProcessor(Qwen2MoeTensorProcessor):
 
     def process(self, weights: np.ndarray[Any, Any], name: str, **kwargs: Any) -> GGUFTensor:
         """Revert what the converter has done to a tensor."""
-        if self._family.norm_offset and name.endswith("norm.weight"):
+        if self._family.derived:
+            weights = gguf_hybrids.as_in_transformers(weights, name, self._config)
+        if self._family.norm_offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             return GGUFTensor(weights - self._family.norm_offset, name, {})
         if self._family.permuted and re.search(r"attn_[qk]\.", name):
             return self._unpermuted.process(weights, name, **kwargs)

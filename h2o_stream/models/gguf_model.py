@@ -17,7 +17,7 @@ from h2o_stream.models.packed_experts import split_experts
 from h2o_stream.models.precision import MAX_SHARE, format_bytes
 from h2o_stream.models.quantize import PackedConfig, packable
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
+from h2o_stream.native.packing import GGUF_KINDS, ROWS, columns_fit, pack, repack, tiles_shape
 from h2o_stream.progress import Progress, ProgressCallback
 
 
@@ -45,7 +45,7 @@ def packed_state_dict(
         )
     pages, weights, done = HugePageBuffer(shapes), dict[str, Tensor](), 0
     modules: dict[str, str] = {}
-    total = sum(weight.tensor.nbytes for weight, _ in plans)
+    total = sum(weight.nbytes for weight, _ in plans)
     for weight, kind in plans:
         progress(Progress("reading", done, total))
         if kind is None:
@@ -55,7 +55,7 @@ def packed_state_dict(
             module = weight.name.removesuffix(".weight")
             weights[f"{module}.tiles"], modules[module] = _load_tiles(file, weight, kind, pages), kind.name
         file.release(weight.tensor)
-        done += weight.tensor.nbytes
+        done += weight.nbytes
     progress(Progress("reading", total, total))
     return weights, PackedConfig(modules=modules)
 
@@ -76,15 +76,21 @@ def _packed_kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
     module = skeleton.get_submodule(weight.name.rpartition(".")[0])
     if kind is None or not packable(module):
         return None
-    kind = kind if weight.same_rows else MatrixKind.INT8
+    alike = all(GGUF_KINDS.get(part.type.name) == kind and part.shape[0] % ROWS == 0 for part in weight.parts)
+    kind = kind if weight.same_rows and (alike or not weight.others) else MatrixKind.INT8
     return kind if columns_fit(kind, weight.shape[1]) else None
 
 
 def _load_tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: HugePageBuffer) -> Tensor:
     rows, columns = weight.shape
     tiles = pages.take(tiles_shape(kind, rows, columns))
-    if weight.same_rows:
-        repack(file.blocks(weight.tensor), weight.tensor.type, kind, rows, columns, weight.order, tiles)
+    if weight.same_rows and kind == GGUF_KINDS[weight.tensor.type.name]:
+        first = 0
+        for part in weight.parts:
+            count = prod(part.shape[:-1])
+            into = tiles[first : first + -(-count // ROWS)]
+            repack(file.blocks(part), part.type, kind, count, columns, weight.order, into)
+            first += count // ROWS
     else:
         pack(weight.values().contiguous(), kind, tiles)
     return tiles

@@ -33,7 +33,8 @@ class Weight:
     """A weight of a model and its tensor in a file, with `others` that it also consists of, such as half of fused
     experts.
 
-    With `same_rows` the rows equal those of the tensor, in the `order` [rows] int64 if there is one.
+    With `same_rows` the rows equal those of the tensor, in the `order` [rows] int64 if there is one, and those of
+    `others` follow.
     """
 
     name: str
@@ -44,6 +45,16 @@ class Weight:
     order: Tensor | None = None
     _source: _Source = field(repr=False, kw_only=True)
 
+    @property
+    def parts(self) -> tuple[GgufTensor, ...]:
+        """All tensors that it consists of."""
+        return self.tensor, *self.others
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of them in the file."""
+        return sum(part.nbytes for part in self.parts)
+
     def values(self) -> Tensor:
         """The weight in float32; may be a read-only view of the file.
 
@@ -51,9 +62,10 @@ class Weight:
             UnsupportedModelError: this type cannot be dequantized.
         """
         if not self.same_rows:
-            values = self._source.processed(self.name, (self.tensor, *self.others))
+            values = self._source.processed(self.name, self.parts)
         else:
-            values = self._source.values(self.tensor).view(self.shape)
+            parts = [self._source.values(part) for part in self.parts]
+            values = torch.cat(parts).view(self.shape)
             values = values if self.order is None else values[self.order]
         if values.shape != self.shape:
             raise _shape_error(self._source.file, self.tensor, tuple(values.shape), self)
@@ -113,8 +125,11 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
         raise _shape_error(source.file, tensor, tensor.shape, weight)
     if (math.prod(tensor.shape[:-1]), tensor.shape[-1]) == shape != tensor.shape:  # experts below each other
         return replace(weight, same_rows=True)
-    if not others and len(tensor.shape) == 2 and shape == (size,):  # their biases
+    if not others and tensor.name.endswith("_exps.bias") and shape == (size,):
         return replace(weight, same_rows=True)
+    if others and all(len(part.shape) == 2 for part in (tensor, *others)) and len(shape) == 2:
+        first, *rest = sorted((tensor, *others), key=lambda part: part.name)  # the gate, then up
+        return replace(weight, tensor=first, others=tuple(rest), same_rows=True)
     if others or tensor.shape != shape:
         return weight
     rows = source.row_indices(tensor)

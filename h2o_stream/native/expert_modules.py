@@ -40,6 +40,7 @@ from h2o_stream.native.router_modules import (
 
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 _SPLIT = ("gate_proj", "up_proj", "down_proj")
+_STACKED = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 _SHARED_GATE = "shared_expert_gate"
 
 _FED = 2
@@ -54,7 +55,7 @@ _COLUMNS = {
 def has_experts(module: Any) -> bool:
     """Whether a module is a block of experts, of a kind that `experts_of` may know."""
     experts = getattr(module, "experts", None)
-    stacked = all(isinstance(getattr(experts, name, None), nn.Parameter) for name in ("gate_up_proj", "down_proj"))
+    stacked = any(all(isinstance(getattr(experts, key, None), nn.Parameter) for key in names) for names in _STACKED)
     return stacked or _is_split(experts)
 
 
@@ -97,7 +98,7 @@ def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp], beside: Any
     for factor, weighed in itertools.product(dict.fromkeys((1.0, scale)), (False, True)):
         # the block may apply the factor, and not the router
         own = replace(described.router, scale=described.router.scale * factor, weighs_inputs=weighed)
-        if weighed and described.gate.bias is not None:
+        if weighed and (described.gate is None or described.gate.bias is not None):
             continue
         scaled = replace(described, router=own)
         y = _apply(scaled, module, x, shared)
@@ -153,6 +154,9 @@ def _described(experts: Any, router: Router, name: str) -> Experts:
         gate, up, down = (matrix_of(getattr(experts, key), f"{key} of {name}") for key in _SPLIT)
         inner = down.columns
         return Experts(router, gate, up, down, inner, inner, activation, parameters=parameters)
+    if not hasattr(experts, "gate_up_proj"):
+        up, down = (dense_matrix(getattr(experts, key).flatten(0, 1), None, f"{key} of {name}") for key in _STACKED[1])
+        return Experts(router, None, up, down, down.columns, down.columns, activation, parameters=parameters)
     biases = [getattr(experts, f"{key}_bias", None) for key in ("gate_up_proj", "down_proj")]
     flat = [None if bias is None else as_float32(bias.flatten(), name) for bias in biases]
     hidden, transposed = router.matrix.columns, getattr(experts, "is_transposed", False)
@@ -225,6 +229,9 @@ def _apply_expert(experts: Experts, module: Any, index: int, x: Tensor) -> Tenso
         gate, up, down = module.expert(index)
         outputs: Tensor = down(gated(*activation, gate(x[None]), up(x[None])))[0]
         return outputs
+    if experts.gate is None:
+        inner = gated(*activation, functional.linear(x, module.up_proj[index]), torch.ones((), device="cpu"))
+        return functional.linear(inner.to(x.dtype), module.down_proj[index])
     weights = [module.gate_up_proj[index], module.down_proj[index]]
     if experts.gate_layout != GateLayout.APART:
         weights = [weight.T for weight in weights]

@@ -62,15 +62,15 @@ class BesideMlp:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """MLPs with gates, each for some tokens only; their outputs are added, times their weights.
+    """MLPs, each for some tokens only; their outputs are added, times their weights.
 
     The matrices of all experts are one: rows of the next expert start `stride` rows later in `gate` and `up`, and
     `hidden` rows later in `down`.
 
     Attributes:
         router: chooses among them.
-        gate: of all experts, with the rows of `up` unless gates are apart.
-        up: of all experts, or None.
+        gate: of all experts, with the rows of `up` unless gates are apart; or None.
+        up: of all experts; None if its rows are in `gate`.
         down: of all experts.
         inner_size: rows of one expert's `gate` and `up`.
         stride: rows from one expert's `gate` to the next; more than `inner_size` if `up` is between them.
@@ -86,7 +86,7 @@ class Experts:
     """
 
     router: Router
-    gate: Matrix
+    gate: Matrix | None
     up: Matrix | None
     down: Matrix
     inner_size: int
@@ -102,15 +102,17 @@ class Experts:
         count, hidden, inner, stride = self.count, self.router.matrix.columns, self.inner_size, self.stride
         apart = self.gate_layout == GateLayout.APART
         rows = (count - 1) * stride + (inner if apart else 2 * inner)
-        needed = [("gate", self.gate, rows, hidden, stride), ("down", self.down, count * hidden, inner, hidden)]
-        needed += [("up", self.up, rows, hidden, stride)] if self.up else []
+        needed = [("gate", self.gate, rows, hidden, stride), ("up", self.up, rows, hidden, stride)]
+        needed += [("down", self.down, count * hidden, inner, hidden)]
         for name, matrix, rows, columns, step in needed:
+            if matrix is None:
+                continue
             if (matrix.rows, matrix.columns) != (rows, columns):
                 raise DescriptionError(f"{name} of {count} experts has {matrix.rows} rows of {matrix.columns}")
             matrix.row_range(step, 0)
-        if apart == (self.up is None):
+        if apart == (self.up is None) or (self.gate is None and not apart):
             raise DescriptionError(f"the gates of {count} experts are neither apart nor with other rows")
-        if self.router.weighs_inputs and any(m.bias is not None for _, m, *_ in needed[:1] + needed[2:]):
+        if self.router.weighs_inputs and any(m is not None and m.bias is not None for m in (self.gate, self.up)):
             raise DescriptionError("the inputs of experts with biases are weighed")
         groups = self.router.groups
         if groups and (count % groups or self.router.chosen > self.router.chosen_groups * (count // groups)):
@@ -130,20 +132,24 @@ class Experts:
         """One of the experts, in the same memory; gates must be apart."""
         assert self.up is not None
         first, hidden = index * self.stride, self.router.matrix.columns
-        gate, up = (matrix.row_range(first, self.inner_size) for matrix in (self.gate, self.up))
-        return Mlp(gate, up, self.down.row_range(index * hidden, hidden), self.activation, self.parameters)
+        gate = self.gate.row_range(first, self.inner_size) if self.gate else None
+        up, down = self.up.row_range(first, self.inner_size), self.down.row_range(index * hidden, hidden)
+        return Mlp(gate, up, down, self.activation, self.parameters)
 
     @property
     def matrices(self) -> list[Matrix]:
         """See `FeedForward`; the router and the shared expert's gate are small."""
-        own = [self.gate, *([self.up] if self.up else []), self.down]
-        return [*own, *(self.shared.matrices if self.shared else [])]
+        return [*self._own, *(self.shared.matrices if self.shared else [])]
 
     @property
     def nbytes(self) -> int:
         """See `FeedForward`."""
-        whole: int = sum(matrix.weights.nbytes for matrix in (self.gate, self.up, self.down) if matrix)
+        whole: int = sum(matrix.weights.nbytes for matrix in self._own)
         return whole * self.router.chosen // self.count + (self.shared.nbytes if self.shared else 0)
+
+    @property
+    def _own(self) -> list[Matrix]:
+        return [matrix for matrix in (self.gate, self.up, self.down) if matrix]
 
     def fill(self, struct: abi.Layer) -> None:
         """See `FeedForward`."""
@@ -154,7 +160,7 @@ class Experts:
         struct.experts = abi.Experts(
             router=router.matrix.to_struct(),
             choice_bias=pointer(router.choice_bias, "float32", self.count),
-            gate=self.gate.to_struct(),
+            gate=self.gate.to_struct() if self.gate else abi.Matrix(),
             up=self.up.to_struct() if self.up else abi.Matrix(),
             down=self.down.to_struct(),
             shared_gate=self.shared_gate.to_struct() if self.shared_gate else abi.Matrix(),

@@ -77,6 +77,21 @@ _GRANITE_EXPERTS = {
     f"ffn_{name}_exps": f"{_LAYER}block_sparse_moe.experts.{name}_proj" for name in ("gate", "up", "down")
 } | {"ffn_gate_inp": f"{_LAYER}block_sparse_moe.router"}
 
+_LFM2 = {
+    "token_embd_norm": "model.embedding_norm",
+    "attn_norm": f"{_LAYER}operator_norm",
+    "attn_q_norm": f"{_LAYER}self_attn.q_layernorm",
+    "attn_k_norm": f"{_LAYER}self_attn.k_layernorm",
+    "attn_output": f"{_LAYER}self_attn.out_proj",
+    "ffn_norm": f"{_LAYER}ffn_norm",
+    "ffn_gate": f"{_LAYER}feed_forward.w1",
+    "ffn_down": f"{_LAYER}feed_forward.w2",
+    "ffn_up": f"{_LAYER}feed_forward.w3",
+    "shortconv.conv": f"{_LAYER}conv.conv",
+    "shortconv.in_proj": f"{_LAYER}conv.in_proj",
+    "shortconv.out_proj": f"{_LAYER}conv.out_proj",
+}
+
 BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
 _AFTER = {"after_attention": "post_attention_norm", "after_mlp": "post_ffw_norm"}
 """llama.cpp's names of a layer's norms, by role."""
@@ -89,6 +104,7 @@ class Architecture:
     Attributes:
         interleaved: in GGUF files the rows of queries and keys are in the order of RoPE by adjacent pairs.
         adjacent: RoPE rotates adjacent pairs, in files as in transformers' models.
+        final_norm: llama.cpp's name of the norm before the output layer.
         norms: llama.cpp's names of a layer's norms, by role; the layer has these and no others.
         norms_after_rope: norms of queries and keys come after RoPE.
         parallel: the MLP reads the attention's input.
@@ -110,6 +126,7 @@ class Architecture:
 
     interleaved: bool = False
     adjacent: bool = False
+    final_norm: str = FINAL_NORM
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     norms_after_rope: bool = False
     parallel: bool = False
@@ -183,5 +200,6 @@ ARCHITECTURES = {
     "starcoder2": Architecture(activation=Activation.GELU_TANH, checkpoint_names=_CHECKPOINT_NAMES | _UNGATED),
     "nemotron": Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0),
     "stablelm": Architecture(),
+    "lfm2": Architecture(final_norm="token_embd_norm", checkpoint_names=_CHECKPOINT_NAMES | _LFM2),
 }
 """By llama.cpp's name."""

@@ -17,9 +17,12 @@ from h2o_stream.native.description import (
 )
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.layouts import NORM_ROLES
-from h2o_stream.runtime.architectures import EMBEDDING, FINAL_NORM, OUTPUT, Architecture
+from h2o_stream.native.mixers import Convolution, ShortConvolution
+from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
 from h2o_stream.runtime.weights import Weights
+
+_CONVOLUTION = "shortconv"
 
 
 def describe_file(architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> Description:
@@ -51,7 +54,7 @@ class _FileReader:
             embedding_scale=parameters.embedding_scale,
             learned_positions=None,
             learned_offset=0,
-            norm=self._norm(FINAL_NORM, None),
+            norm=self._norm(self._architecture.final_norm, None),
             output=embedding if parameters.tied else weights.matrix(OUTPUT, None, *shape),
             logit_scale=parameters.logit_scale,
             logit_softcap=parameters.logit_softcap,
@@ -73,11 +76,24 @@ class _FileReader:
         experts, inner = self._parameters.experts, self._parameters.inner_size
         has_experts = self._weights.has("ffn_gate_inp", number)
         norms = {role: self._norm(name, number) for role, name in self._architecture.norms.items()}
+        convolves = self._weights.has(f"{_CONVOLUTION}.in_proj", number)
         return Layer(
-            attention=self._attention(number),
+            attention=None if convolves else self._attention(number),
+            mixer=self._convolution(number) if convolves else None,
             mlp=self._experts(number, experts) if experts and has_experts else self._mlp(number, inner),
             **{role: norms.get(role, Norm()) for role in NORM_ROLES},
             parallel=self._architecture.parallel,
+        )
+
+    def _convolution(self, number: int) -> ShortConvolution:
+        weights, hidden = self._weights, self._parameters.hidden_size
+        weight = weights.vector(f"{_CONVOLUTION}.conv", number)
+        if weight is None or weight.size % hidden:
+            raise DescriptionError(f"the convolution of layer {number} is not of {hidden} channels")
+        return ShortConvolution(
+            weights.matrix(f"{_CONVOLUTION}.in_proj", number, 3 * hidden, hidden),
+            Convolution(weight.reshape(hidden, -1), weights.vector(f"{_CONVOLUTION}.conv", number, "bias")),
+            weights.matrix(f"{_CONVOLUTION}.out_proj", number, hidden, hidden),
         )
 
     def _mlp(self, number: int, inner: int, kind: str = "") -> Mlp:

@@ -115,7 +115,7 @@ expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_w
 final_logit_softcapping interleave_moe_layer_step leading_dense_block_count logit_scale nextn_predict_layers
 residual_scale rope.dimension_count rope.freq_base rope.freq_base_swa rope.scaling.attn_factor rope.scaling.factor
 rope.scaling.original_context_length rope.scaling.type rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
-rope.scaling.yarn_ext_factor vocab_size
+rope.scaling.yarn_ext_factor shortconv.l_cache vocab_size
 """
 _KEYS = frozenset(_READ.split())
 """Keys of GGUF files that are read, or follow from weights."""
@@ -168,7 +168,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             inner_size=int(get("feed_forward_length")),
             vocabulary=file.tensors[f"{EMBEDDING}.weight"].shape[0],
             query_heads=heads,
-            kv_heads=int(get("attention.head_count_kv") or heads),
+            kv_heads=_most(get("attention.head_count_kv")) or heads,
             head_size=head_size,
             norm=NormKind.LAYER if epsilon is None else NormKind.RMS,
             epsilon=float(get("attention.layer_norm_epsilon") if epsilon is None else epsilon),
@@ -189,11 +189,16 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 
+def _most(heads: Any) -> int:
+    """The KV heads of layers with attention, where they are given for each layer, or for all."""
+    return max(map(int, heads)) if isinstance(heads, list) else int(heads or 0)
+
+
 def _check_names(file: GgufFile, architecture: Architecture, layers: int) -> None:
     """Check that the weights of a file are among those of its architecture; later layers only guess further tokens."""
     for name in file.tensors:
         parts = name.split(".")
-        inner = parts[2] if parts[0] == "blk" and len(parts) == 4 else parts[0]
+        inner = ".".join(parts[2:-1]) if parts[0] == "blk" and len(parts) > 3 else parts[0]
         known = inner in architecture.checkpoint_names or _NOT_WEIGHTS.fullmatch(name)
         if not known and not (parts[0] == "blk" and parts[1].isdigit() and int(parts[1]) >= layers):
             raise DescriptionError(f"it has {name}")

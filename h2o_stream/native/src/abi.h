@@ -147,7 +147,7 @@ enum GroupWorth : int64_t { kBestOne = 0, kBestTwo = 1 };
 // Where gates are: in a matrix of their own; or in `gate` with an expert's rows of `up`, before them or in turns.
 enum GateLayout : int64_t { kApart = 0, kHalves = 1, kInTurns = 2 };
 
-// A mixture of experts, which are MLPs: a token goes through those with the highest scores. Their outputs are added with
+// A mixture of experts, which are MLPs, without gates if `gate` is null: a token goes through those with the highest scores. Their outputs are added with
 // their scores as weights, times `scale`. The rows of expert e start at e * stride in `gate` and `up`, and at
 // e * hidden_size in `down`; each is a whole number of tiles.
 struct Experts {
@@ -162,7 +162,7 @@ struct Experts {
   int64_t groups, chosen_groups;  // experts of the best groups only; as many in each; 0 groups for no such limit
   int64_t group_worth;
   double jitter;          // with kSparseMixer
-  int64_t gate_layout;    // `up` is null unless gates are apart
+  int64_t gate_layout;    // `up` is null unless gates are apart; `gate` is null without gates
   int64_t weighs_inputs;  // whether weights are factors on what goes into an expert, not on its output
   const float* factors;   // [experts], on the weights, or null
   // Experts beside the MLP, if `output_norm` is one: router and experts read x with norms of their own, and

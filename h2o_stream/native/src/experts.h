@@ -23,10 +23,14 @@ inline Matrix rows_of(const Matrix& matrix, int64_t first, int64_t count) {
 // The matrices of one expert; unless gates are apart, `gate` has the rows of `up`, too.
 struct Expert {
   Expert(const Experts& experts, int64_t index, int64_t hidden)
-      : gate(rows_of(experts.gate, index * experts.stride,
-                     experts.gate_layout == kApart ? experts.inner_size : 2 * experts.inner_size)),
-        up(experts.gate_layout == kApart ? rows_of(experts.up, index * experts.stride, experts.inner_size) : Matrix{}),
+      : gate(part(experts.gate, index * experts.stride,
+                  experts.gate_layout == kApart ? experts.inner_size : 2 * experts.inner_size)),
+        up(part(experts.up, index * experts.stride, experts.inner_size)),
         down(rows_of(experts.down, index * hidden, hidden)) {}
+
+  static Matrix part(const Matrix& matrix, int64_t first, int64_t count) {
+    return matrix.weights ? rows_of(matrix, first, count) : Matrix{};
+  }
 
   const Matrix gate, up, down;
 };

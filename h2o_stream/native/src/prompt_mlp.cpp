@@ -86,13 +86,14 @@ void Prompt::add_experts(const Layer& layer, float* sums) {
 // Takes the gathered tokens through an expert.
 void Prompt::feed_expert(const Layer& layer, const Expert& expert, int64_t count) {
   const int64_t inner = layer.experts.inner_size, layout = layer.experts.gate_layout;
-  multiply(expert.gate, gathered_.data(), count, gate_.data(), expert.gate.rows, in_bfloat16_, threads_);
+  const bool gated = expert.gate.weights;
+  if (gated) multiply(expert.gate, gathered_.data(), count, gate_.data(), expert.gate.rows, in_bfloat16_, threads_);
   if (layout == kApart) multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16_, threads_);
   for_each_token(count, [&](int64_t i, const Worker&) {
     const float* gate = gate_.at(i * expert.gate.rows);
     float* up = up_.at(i * inner);
     if (layout == kInTurns) return activate_in_turns(layer, gate, {0, inner}, up);
-    activate(layer, gate, layout == kHalves ? gate + inner : up, {0, inner}, up);
+    activate(layer, gated ? gate : nullptr, layout == kHalves ? gate + inner : up, {0, inner}, up);
   });
   multiply(expert.down, up_.data(), count, expert_delta_.data(), model_.hidden_size, in_bfloat16_, threads_);
 }

@@ -97,7 +97,8 @@ void Step::multiply_experts_up(const Worker& worker, const Layer& layer) {
       skinny_gemm(expert.gate, normed, one, {2 * rows.begin, 2 * rows.end}, gate, 2 * inner);
       activate_in_turns(layer, gate, rows, activated);
     } else {
-      skinny_gemm(expert.gate, normed, one, rows, gate, inner);
+      const bool gated = expert.gate.weights;
+      if (gated) skinny_gemm(expert.gate, normed, one, rows, gate, inner);
       if (experts.gate_layout == kApart) {
         skinny_gemm(expert.up, normed, one, rows, up, inner);
       } else {
@@ -107,7 +108,7 @@ void Step::multiply_experts_up(const Worker& worker, const Layer& layer) {
         scale(choices(worker)[choice].weight, rows.size(), gate + rows.begin);
         scale(choices(worker)[choice].weight, rows.size(), up + rows.begin);
       }
-      activate(layer, gate, up, rows, activated);
+      activate(layer, gated ? gate : nullptr, up, rows, activated);
     }
     quantize_for({&expert.down}, expert_activated_, choice, rows);
   }

@@ -1,0 +1,100 @@
+"""GGUF files of models with recurrent layers: the same logits as of the model that they were written from."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from h2o_stream import CacheConfig, attach
+from h2o_stream.config import ModelConfig
+from h2o_stream.models.load import load
+from h2o_stream.models.packed_layers import PackedLinear
+from h2o_stream.native import library
+from h2o_stream.native.abi import MatrixKind
+from tests.gguf_files import write_model
+from tests.test_gguf_families import EXPERTS, SCALE_KEYS, SCALES, SIZES, TEXT, difference_of, logits_of, model
+
+LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}
+NORM = {"attention.layer_norm_rms_epsilon": 1e-6}
+STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_expand": 2, "mamba_d_conv": 4}
+STATE_SPACE_KEYS = {"ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.inner_size": 128, "ssm.time_step_rank": 8}
+GRANITE_KEYS: dict[str, Any] = {
+    **NORM, **SCALE_KEYS, **STATE_SPACE_KEYS, "attention.head_count_kv": [0, 2, 0, 2], "rope.freq_base": 10000.0,
+    "rope.dimension_count": 16, "expert_shared_feed_forward_length": 96, "rope.scaling.finetuned": False,
+}  # fmt: skip
+QWEN_KEYS: dict[str, Any] = {
+    **NORM, "attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 8, "rope.freq_base": 5000.0,
+    "rope.dimension_sections": [2, 1, 1, 0], "ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2,
+    "full_attention_interval": 2,
+}  # fmt: skip
+QWEN = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+
+def granite(groups: int, **settings: Any) -> Callable[[], Any]:
+    return model("GraniteMoeHybrid", **{**SIZES, **SCALES, **STATE_SPACE, **LAYERS, **settings}, mamba_n_groups=groups,
+                 shared_intermediate_size=96, rms_norm_eps=1e-6)  # fmt: skip
+
+
+def qwen(heads: int) -> tuple[str, Callable[[], Any], dict[str, Any]]:
+    keys = {**QWEN_KEYS, "ssm.time_step_rank": heads, "ssm.inner_size": 32 * heads}
+    return "qwen35", model("Qwen3_5", "Qwen3_5Text", **{**SIZES, **QWEN, **LAYERS}, linear_num_value_heads=heads), keys
+
+
+CASES = {
+    "Granite 4": ("granitehybrid", granite(1, num_local_experts=0), {**GRANITE_KEYS, "ssm.group_count": 1}),
+    "Granite 4 with experts": (
+        "granitehybrid",
+        granite(2, **{**EXPERTS, "num_local_experts": 4}),
+        {**GRANITE_KEYS, "ssm.group_count": 2, "expert_count": 4, "expert_used_count": 2},
+    ),
+    "Qwen 3.5": qwen(2),
+    "Qwen 3.5 with more value heads": qwen(6),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+def written(name: str, folder: Path, quantize: GGMLQuantizationType | None = None) -> Path:
+    architecture, make, keys = CASES[name]
+    write_model(folder / "model.gguf", make(), architecture, quantize, **keys)
+    return folder / "model.gguf"
+
+
+@each_case
+def test_as_transformers_has_them(name: str, tmp_path: Path) -> None:
+    loaded = load(ModelConfig(str(written(name, tmp_path)), dtype="float32"))
+    assert difference_of(logits_of(loaded.model), logits_of(CASES[name][1]())) < 1e-4
+
+
+@each_case
+def test_as_llama_cpp_reads_them(name: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    llama = llama_cpp.Llama(
+        str(written(name, tmp_path)), logits_all=True, verbose=False, n_ctx=64, n_threads=1, type_k=0, type_v=0
+    )
+    llama.eval(TEXT)
+    found = llama.scores[: len(TEXT)].copy()
+    llama.close()
+    assert difference_of(found, logits_of(CASES[name][1]())) < 1e-4
+
+
+@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@each_case
+def test_packed_and_native(name: str, tmp_path: Path) -> None:
+    """Matrices keep the file's format, fused ones too; steps are native and give the logits of the packed model."""
+    loaded = load(ModelConfig(str(written(name, tmp_path, GGMLQuantizationType.Q8_0)), dtype="float32")).model
+    kinds = {module.kind for module in loaded.modules() if isinstance(module, PackedLinear)}
+    assert kinds == {MatrixKind.INT8}
+    expected = torch.from_numpy(logits_of(loaded))
+    tokens = torch.tensor([TEXT])
+    with attach(loaded, CacheConfig("recent", window=64, chunk=16)) as cache, torch.no_grad():
+        assert cache.engine_note.startswith("native")
+        found = [loaded(tokens[:, :40], past_key_values=cache).logits[0, -1:]]
+        found += [loaded(tokens[:, n : n + 1], past_key_values=cache).logits[0] for n in range(40, len(TEXT))]
+    assert difference_of(torch.cat(found).numpy(), expected[39:].numpy()) < 2e-3
