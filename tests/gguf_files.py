@@ -142,7 +142,8 @@ IN_FULL = ("ffn_gate_inp", "exp_probs", "shortconv.conv.", "ssm_conv1d", "ssm_no
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, quantize: int | None) -> None:
-    if quantize is None or values.ndim < 2 or any(part in name for part in IN_FULL):
+    in_full = name.endswith(".bias") or any(part in name for part in IN_FULL)
+    if quantize is None or values.ndim < 2 or in_full:
         writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
     else:
         kind = GGMLQuantizationType(quantize)
@@ -160,6 +161,16 @@ def stored(
     arch: str, name: str, values: np.ndarray, config: Any, names: gguf.TensorNameMap
 ) -> Iterator[tuple[str, np.ndarray]]:
     """A weight as llama.cpp's converter writes it."""
+    if arch == "gpt-oss" and ".experts." in name:
+        block, suffix = f"blk.{name.split('.')[2]}", "bias" if name.endswith("_bias") else "weight"
+        values = values.swapaxes(1, 2) if suffix == "weight" else values
+        parts = [("down", values)] if "down_proj" in name else [("gate", values[:, ::2]), ("up", values[:, 1::2])]
+        for kind, part in parts:
+            yield f"{block}.ffn_{kind}_exps.{suffix}", part
+        return
+    if name.endswith("sinks"):
+        yield f"{names.get_name(name)}.weight", values
+        return
     if arch in ("granitehybrid", "qwen35", "qwen35moe") and (tensors := recurrent(arch, name, values, config)):
         yield from ((f"blk.{name.split('.')[2]}.{inner}", part) for inner, part in tensors.items())
         return
@@ -200,7 +211,8 @@ def recurrent(arch: str, name: str, values: np.ndarray, config: Any) -> dict[str
     inner = {
         "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "conv1d.weight": "ssm_conv1d.weight",
         "conv1d.bias": "ssm_conv1d.bias", "norm.weight": "ssm_norm.weight", "in_proj.weight": "ssm_in.weight",
-        "out_proj.weight": "ssm_out.weight", "in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight",
+        "out_proj.weight": "ssm_out.weight", "in_proj_qkv.weight": "attn_qkv.weight",
+        "in_proj_z.weight": "attn_gate.weight",
         "in_proj_a.weight": "ssm_alpha.weight", "in_proj_b.weight": "ssm_beta.weight",
     }[end.split(".", 1)[1]]  # fmt: skip
     if inner == "ssm_a":

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from h2o_stream.native import abi
+from h2o_stream.native.attention import Attention, Rope
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Attention, Description, Layer, Matrix, Mlp, Norm, Rope
+from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
 from h2o_stream.native.experts import Experts, Router
-from h2o_stream.native.modules import ACTIVATIONS, apply_norm
+from h2o_stream.native.modules import apply_norm, gated
 from tests.mixers import MIXERS
 from tests.packed_tiles import numbers as packed_numbers
 
@@ -47,6 +49,7 @@ def rotated(x: Tensor, rope: Rope | None) -> Tensor:
 
 def normed_and_rotated(attention: Attention, norm: Norm, x: Tensor) -> Tensor:
     """Prepare the queries or keys x [heads, tokens, D]."""
+    x = x if attention.elements is None else x[..., attention.elements.long()]
     if attention.norms_after_rope:
         in_order, rope = rotated(x, attention.rope), attention.rope
         back = slice(None) if rope is None or rope.order is None else rope.order.long().argsort()
@@ -57,13 +60,44 @@ def normed_and_rotated(attention: Attention, norm: Norm, x: Tensor) -> Tensor:
     return rotated(apply_norm(norm, x), attention.rope)
 
 
-def attend(attention: Attention, x: Tensor) -> Tensor:
-    qkv = torch.cat([apply(matrix, x) for matrix in attention.qkv], -1)
-    at, size = attention.heads, attention.head_size
-    query = heads_of(qkv, at.query_offset, at.query_stride, attention.query_heads, size)
-    key = heads_of(qkv, at.key_offset, at.key_stride, attention.kv_heads, size)
-    value = heads_of(qkv, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
+def projected(attention: Attention, x: Tensor, lent: Tensor) -> Tensor:
+    """The vectors [tokens, n] that queries, keys and values are in; `lent` are those of the layer before."""
+    outputs = [apply(matrix, x) for matrix in attention.qkv]
+    starts = attention.columns or [sum(matrix.rows for matrix in attention.qkv[:i]) for i in range(len(outputs))]
+    ends = [start + y.shape[1] for start, y in zip(starts, outputs, strict=True)]
+    size = max(*ends, *(latent.end + latent.matrix.rows for latent in attention.latent), lent.shape[1])
+    vector = torch.cat((lent, lent.new_zeros(len(x), size - lent.shape[1])), 1)
+    for start, end, y in zip(starts, ends, outputs, strict=True):
+        vector[:, start:end] = y.clamp(-attention.clip, attention.clip) if attention.clip else y
+    for latent in attention.latent:
+        part = apply_norm(latent.norm, vector[:, latent.start : latent.start + latent.matrix.columns])
+        vector[:, latent.end : latent.end + latent.matrix.rows] = apply(latent.matrix, part)
+    return vector
+
+
+def gated_output(attention: Attention, vector: Tensor, attended: Tensor) -> Tensor:
+    """The attention's output [tokens, heads * value_size] behind its gate and norm."""
+    if gate := attention.gate:
+        values = heads_of(vector, gate.offset, gate.stride, attention.query_heads, gate.size).transpose(0, 1)
+        factors = values.sigmoid() if gate.kind == abi.GateKind.SIGMOID_GATE else functional.softplus(values)
+        attended = (attended.unflatten(1, (attention.query_heads, -1)) * factors).flatten(1)
+    return apply_norm(attention.output_norm, attended)
+
+
+def attend(attention: Attention, x: Tensor, lent: Tensor) -> tuple[Tensor, Tensor]:
+    """What an attention gives, and the vectors of its queries, keys and values."""
+    vector = projected(attention, x, lent)
+    at, size, tail = attention.heads, attention.head_size, attention.key_tail
+    query = heads_of(vector, at.query_offset, at.query_stride, attention.query_heads, size)
+    key = heads_of(vector, at.key_offset, at.key_stride, attention.kv_heads, size)
+    if tail:
+        key[..., -tail.size :] = vector[:, tail.offset : tail.offset + tail.size]
+    value = heads_of(vector, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
+    value = apply_norm(attention.value_norm, value) * attention.value_scale
     query = normed_and_rotated(attention, attention.query_norm, query)
+    if heat := attention.temperature:
+        pieces = ((torch.arange(len(x)).double() + heat.start) / heat.length).floor()
+        query = query * (1 + heat.scale * torch.log1p(pieces))[:, None]
     key = normed_and_rotated(attention, attention.key_norm, key)
     groups = attention.query_heads // attention.kv_heads
     scores = query @ key.repeat_interleave(groups, 0).mT * attention.scaling
@@ -75,35 +109,69 @@ def attend(attention: Attention, x: Tensor) -> Tensor:
         sinks = attention.sink_logits.detach().double().view(-1, 1, 1)
         scores = torch.cat((scores, sinks.expand(-1, scores.shape[1], 1)), -1)
     weights = scores.softmax(-1)[..., : scores.shape[1]]
-    attended = weights @ value.repeat_interleave(groups, 0)
-    if gate := attention.gate:
-        attended = attended * heads_of(qkv, gate.offset, gate.stride, attention.query_heads, size).sigmoid()
-    return apply(attention.out, attended.transpose(0, 1).flatten(1))
+    attended = (weights @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1)
+    return apply(attention.out, gated_output(attention, vector, attended)), vector
 
 
 def apply_mlp(mlp: Mlp, x: Tensor) -> Tensor:
-    activate = ACTIVATIONS[mlp.activation]
-    if mlp.gate is None:
-        return apply(mlp.down, activate(apply(mlp.up, x)))
-    return apply(mlp.down, activate(apply(mlp.gate, x)) * apply(mlp.up, x))
+    up = apply(mlp.up, x)
+    gate, up = (up, torch.ones_like(up)) if mlp.gate is None else (apply(mlp.gate, x), up)
+    return apply(mlp.down, apply_norm(mlp.inner_norm, gated(mlp.activation, mlp.parameters, gate, up)))
 
 
 def weights_of(router: Router, x: Tensor) -> Tensor:
     """The weights of all experts for a token x [hidden]; zero for those it does not go through."""
     logits = apply(router.matrix, x)
+    weights = torch.zeros_like(logits)
+    if router.scoring == abi.Scoring.SPARSE_MIXER:
+        left = {expert: float(logit) for expert, logit in enumerate(logits)}
+        for _ in range(router.chosen):
+            best = max(left, key=lambda expert: left[expert])
+            near = [x for x in left.values() if (left[best] - x) / max(abs(x), left[best]) <= 2 * router.jitter]
+            weights[best] = 1 / sum(math.exp(x - left[best]) for x in near)
+            del left[best]
+        return weights * router.scale
     scores = logits.sigmoid() if router.scoring == abi.Scoring.SIGMOID else logits.softmax(-1)
     worths = scores if router.choice_bias is None else scores + router.choice_bias
-    weights = torch.zeros_like(scores)
-    for expert in sorted(range(len(scores)), key=lambda expert: -float(worths[expert]))[: router.chosen]:
+    groups = worths.view(max(1, router.groups), -1)
+    best_of_group = 2 if router.group_worth == abi.GroupWorth.BEST_TWO else 1
+    order = sorted(range(len(groups)), key=lambda group: -float(groups[group].sort().values[-best_of_group:].sum()))
+    kept = order[: router.chosen_groups] if router.groups else order
+    allowed = [expert for expert in range(len(scores)) if expert // groups.shape[1] in kept]
+    for expert in sorted(allowed, key=lambda expert: -float(worths[expert]))[: router.chosen]:
         weights[expert] = scores[expert]
-    return weights * router.scale / (weights.sum() if router.normalized else 1.0)
+    weights = weights * router.scale / (weights.sum() if router.normalized else 1.0)
+    return weights if router.factors is None else weights * router.factors.double()
+
+
+def apply_expert(experts: Experts, index: int, x: Tensor) -> Tensor:
+    if experts.gate_layout == abi.GateLayout.APART:
+        return apply_mlp(experts.expert(index), x)
+    both, down = (part_of(matrix, index, experts.count) for matrix in (experts.gate, experts.down))
+    y = both(x)
+    gate, up = (y[0::2], y[1::2]) if experts.gate_layout == abi.GateLayout.IN_TURNS else y.chunk(2)
+    return down(gated(experts.activation, experts.parameters, gate, up))
+
+
+def part_of(matrix: Matrix, index: int, count: int) -> Any:
+    """One of the stacked matrices, whose columns follow one another."""
+    rows = matrix.rows // count
+    weights = matrix.weights.double().reshape(count, matrix.columns, rows)[index]
+    bias = 0.0 if matrix.bias is None else matrix.bias.double().view(count, rows)[index]
+    return lambda x: x @ weights + bias
 
 
 def apply_experts(experts: Experts, x: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    for token, weights in enumerate(weights_of(experts.router, row) for row in x):
-        for expert, weight in enumerate(weights):
-            y[token] += weight * apply_mlp(experts.expert(expert), x[token])
+    y, weighed = torch.zeros_like(x), experts.router.weighs_inputs
+    read = apply_norm(experts.beside.router, x) if experts.beside else x
+    x = apply_norm(experts.beside.inputs, x) if experts.beside else x
+    for token, weights in enumerate(weights_of(experts.router, row) for row in read):
+        for expert in weights.nonzero().flatten().tolist():
+            weight = weights[expert]
+            outputs = apply_expert(experts, expert, x[token] * (weight if weighed else 1.0))
+            y[token] += outputs * (1.0 if weighed else weight)
+    if experts.beside:
+        return apply_norm(experts.beside.output, y)
     if experts.shared:
         factor = apply(experts.shared_gate, x).sigmoid() if experts.shared_gate else 1.0
         y += factor * apply_mlp(experts.shared, x)
@@ -111,18 +179,33 @@ def apply_experts(experts: Experts, x: Tensor) -> Tensor:
 
 
 def feed_forward(layer: Layer, x: Tensor) -> Tensor:
-    return apply_experts(layer.mlp, x) if isinstance(layer.mlp, Experts) else apply_mlp(layer.mlp, x)
+    normed = apply_norm(layer.before_mlp, x)
+    if not isinstance(layer.mlp, Experts):
+        return apply_mlp(layer.mlp, normed)
+    if (beside := layer.mlp.beside) is None:
+        return apply_experts(layer.mlp, normed)
+    assert layer.mlp.shared is not None
+    return apply_norm(beside.mlp, apply_mlp(layer.mlp.shared, normed)) + apply_experts(layer.mlp, x)
 
 
-def mixed(layer: Layer, x: Tensor) -> Tensor:
-    """What attention and recurrent mixer add to x [n, hidden], before the norm after them."""
+def embeddings_of_layers(description: Description, tokens: list[int], x: Tensor) -> Tensor:
+    """[tokens, layers, size], for tokens whose embeddings are x."""
+    own = description.layer_embeddings
+    assert own is not None
+    size = len(description.layers), -1
+    projection = apply_norm(own.norm, (apply(own.projection, x) * own.projection_scale).unflatten(1, size))
+    return (numbers(own.embedding)[tokens].unflatten(1, size) * own.scale + projection) * own.output_scale
+
+
+def mixed(layer: Layer, x: Tensor, lent: Tensor) -> tuple[Tensor, Tensor]:
+    """What attention and recurrent mixer add to x [n, hidden], before the norm after them; and see `attend`."""
     x, y = apply_norm(layer.before_attention, x), torch.zeros_like(x)
     if layer.attention is not None:
-        y = y + attend(layer.attention, x)
+        y, lent = attend(layer.attention, x, lent)
     if layer.mixer is not None:
         projected = torch.cat([apply(matrix, x) for matrix in layer.mixer.projections], -1)
         y = y + apply(layer.mixer.out, MIXERS[type(layer.mixer)](layer.mixer, projected))
-    return y
+    return y, lent
 
 
 def interpret(description: Description, tokens: list[int]) -> Tensor:
@@ -132,13 +215,20 @@ def interpret(description: Description, tokens: list[int]) -> Tensor:
         start = description.learned_offset
         x = x + description.learned_positions[start : start + len(tokens)]
     x = apply_norm(description.embedding_norm, x)
-    for layer in description.layers:
-        before, x = x, x + description.residual_scale * apply_norm(layer.after_attention, mixed(layer, x))
+    own = embeddings_of_layers(description, tokens, x) if description.layer_embeddings else None
+    scale, vector = description.residual_scale, x[:, :0]
+    for number, layer in enumerate(description.layers):
+        added, vector = mixed(layer, x, vector)
+        before, x = x, x + scale * apply_norm(layer.after_attention, added)
         read = before if layer.parallel else x
         if layer.mlp is not None:
-            x = x + description.residual_scale * apply_norm(
-                layer.after_mlp, feed_forward(layer, apply_norm(layer.before_mlp, read))
-            )
+            x = x + scale * apply_norm(layer.after_mlp, feed_forward(layer, read))
+        if (part := layer.own_embedding) is not None:
+            assert own is not None
+            assert isinstance(layer.mlp, Mlp | Experts)
+            gate = gated(layer.mlp.activation, layer.mlp.parameters, apply(part.gate, x), own[:, number])
+            x = x + apply_norm(part.norm, apply(part.out, gate))
+        x = x * layer.output_scale
     logits = apply(description.output, apply_norm(description.norm, x)) * description.logit_scale
     cap = description.logit_softcap
     return (logits / cap).tanh() * cap if cap else logits
@@ -154,7 +244,8 @@ def error(model: Any) -> float:
 def nudged(model: Any) -> Any:
     """A copy whose norms and biases differ from one and zero, as in trained models."""
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for parameter in (*model.parameters(), *biases):
+        if parameter.dim() == 1 or not parameter.any():
             parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model

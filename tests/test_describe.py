@@ -258,6 +258,7 @@ def test_abi() -> None:
 @pytest.mark.parametrize(("mirror", "name"), [
     (abi.MatrixKind, "MatrixKind"), (abi.PolicyKind, "PolicyKind"), (abi.PositionMode, "PositionMode"),
     (abi.NormKind, "NormKind"), (abi.Activation, "Activation"), (abi.Scoring, "Scoring"),
+    (abi.GroupWorth, "GroupWorth"), (abi.GateLayout, "GateLayout"), (abi.GateKind, "GateKind"),
     (abi.MixerKind, "MixerKind"),
 ])  # fmt: skip
 def test_enumerations(mirror: Any, name: str) -> None:

@@ -14,17 +14,15 @@ from tests.families import EXPERTS, FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES,
 from tests.interpreter import TOKENS, error
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "groups of experts": (tiny("Glm4Moe", **GROUPED, **EXPERTS, n_routed_experts=4, n_group=2, topk_group=1),
-        "the router of layer 1 is a Glm4MoeTopkRouter that chooses in an unknown way"),
     "other names": (tiny("GPTBigCode", **SIZES), "GPTBigCodeForCausalLM has no list of layers"),
     "norms of each head": (tiny("StableLm", **PER_HEAD, **PARTIAL, qk_layernorm=True),
         "model.layers.0.self_attn.q_layernorm is an unsupported StableLmLayerNormPerHead"),
-    "clipped queries": (tiny("Olmo", **GROUPED, clip_qkv=1.0), "the config has clip_qkv = 1.0"),
+    "clipped norms": (tiny("Olmoe", **GROUPED, **EXPERTS, clip_qkv=1.0), "clips latent vectors, gates, or what it has"),
     "norms after the sublayers": (tiny("OPT", **{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 32,
         "do_layer_norm_before": False}), "the config has do_layer_norm_before = False"),
     "projected embedding": (tiny("OPT", **{**SIZES, "word_embed_proj_dim": 16, "ffn_dim": 32}),
         "the embedding has 16 columns, layers 32"),
-    "activation": (tiny("Apertus", **GROUPED), "act_fn of layer 0 is XIELUActivation"),
+    "activation": (tiny("Llama", **GROUPED, hidden_act="mish"), "act_fn of layer 0 is Mish"),
 }  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from tests.gguf_files import write_model
 from tests.test_gguf_families import EXPERTS, SCALE_KEYS, SCALES, SIZES, TEXT, difference_of, logits_of, model
-from tests.test_gguf_names import THETA
 
 LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}
 NORM = {"attention.layer_norm_rms_epsilon": 1e-6}
@@ -27,7 +26,8 @@ GRANITE_KEYS: dict[str, Any] = {
     "rope.dimension_count": 16, "expert_shared_feed_forward_length": 96, "rope.scaling.finetuned": False,
 }  # fmt: skip
 QWEN_KEYS: dict[str, Any] = {
-    **NORM, "attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 8, "rope.freq_base": 5000.0,
+    **NORM, "attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 8,
+    "rope.freq_base": 5000.0,
     "rope.dimension_sections": [2, 1, 1, 0], "ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2,
     "full_attention_interval": 2,
 }  # fmt: skip

@@ -50,16 +50,20 @@ def assert_near(y: Tensor, expected: Tensor, share: float) -> None:
 COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]
 
 
-@pytest.mark.parametrize("kind", [MatrixKind.FLOAT32, MatrixKind.BFLOAT16])
+@pytest.mark.parametrize(
+    "kind", [MatrixKind.FLOAT32, MatrixKind.BFLOAT16, MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16_COLUMNS]
+)
 @pytest.mark.parametrize("columns", [1, 7, 16, 40, 576])
 def test_dense(native: ctypes.CDLL, kind: int, columns: int) -> None:  # noqa: F811
     torch.manual_seed(columns)
     for rows in (*range(1, 10), 37):
         weights = torch.randn(rows, columns)
-        if kind == MatrixKind.BFLOAT16:
+        if kind in (MatrixKind.BFLOAT16, MatrixKind.BFLOAT16_COLUMNS):
             weights = weights.bfloat16()
         bias = torch.randn(rows) if rows % 2 else None
-        matrix = described(weights, bias, rows, columns, kind)
+        by_column = kind in (MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16_COLUMNS)
+        stored = weights.T.contiguous() if by_column else weights
+        matrix = described(stored, bias, rows, columns, kind)
         for count in COUNTS:
             x = torch.randn(count, columns)
             expected = x.double() @ weights.double().T + (0 if bias is None else bias.double())
@@ -92,7 +96,8 @@ def test_packed(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:  #
 def kinds_and_weights(rows: int, columns: int) -> list[tuple[int, Tensor]]:
     weights = torch.randn(rows, columns)
     few_bits = [(kind, random_tiles(kind, rows, columns)) for kind in KINDS if columns_fit(kind, columns)]
-    return [(MatrixKind.FLOAT32, weights), (MatrixKind.BFLOAT16, weights.bfloat16()), *few_bits]
+    columns_first = (MatrixKind.FLOAT32_COLUMNS, weights.T.contiguous())
+    return [(MatrixKind.FLOAT32, weights), (MatrixKind.BFLOAT16, weights.bfloat16()), columns_first, *few_bits]
 
 
 @pytest.mark.parametrize("columns", [576, 768])

@@ -45,7 +45,7 @@ _FLAGS = {
 }
 """Attributes of configs that say whether a model has such weights."""
 
-_WITH_SLIDING_WINDOW = ("mistral", "phi3")
+_WITH_SLIDING_WINDOW = ("mistral", "phi3", "gpt_oss")
 """Architectures for which transformers ignores the file's sliding window."""
 
 _WITH_LOCAL_ROPE = ("gemma3_text",)
@@ -147,7 +147,7 @@ def _correct_rope(config: Any, file: GgufFile) -> None:
     dims = _read_metadata(file, "rope.dimension_count") or size
     if dims != size or "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = dims / size
-    rope.update(_scaling(file, rope["rope_theta"], dims))
+    rope.update({"rope_type": "default"} | _scaling(file, rope["rope_theta"], dims))
 
 
 def _scaling(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:

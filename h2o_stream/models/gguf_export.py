@@ -34,6 +34,9 @@ _FORMAT = 4
 _MAX_FOLDERS = 50
 """Exports that are kept; one more removes the one that was used longest ago."""
 
+_MISREAD = "gpt-oss.rope.scaling."
+"""Metadata of which transformers reads the name in place of the value; `correct_config` reads them."""
+
 _TOKENS = "tokenizer.ggml.tokens"
 
 
@@ -174,6 +177,7 @@ def _remove_added_tokens(path: Path, count: int) -> None:
 def _header(file: GgufFile, short: bool) -> bytes:
     """A GGUF file with the metadata and tensors of one element each; `short` omits arrays that take long to parse."""
     keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, SkippedArray))]
+    keys = [key for key in keys if not key.startswith(_MISREAD)]
     entries = [file.raw_bytes(key) for key in keys if key != "general.alignment"]
     size, tokens = f"{file.architecture}.vocab_size", file.metadata.get(_TOKENS)
     if short and size not in file.metadata and isinstance(tokens, SkippedArray):

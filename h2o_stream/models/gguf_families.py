@@ -125,15 +125,13 @@ _EXPERTS = {
         **{f"{part}_proj.weight": (f"ffn_{part}_exps.weight",) for part in ("gate", "up", "down")},
     }.items()
 }
-_NAMES: Mapping[str, tuple[str, ...]] = (
-    _EXPERTS
-    | gguf_hybrids.NAMES
-    | {
-        "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",),
-        "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",),
-        "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
-    }
-)
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    **_EXPERTS,
+    **gguf_hybrids.NAMES,
+    "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",),
+    "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",),
+    "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
+}
 """Tensors of a layer in files by weights in transformers, where the gguf package does not know them."""
 
 

@@ -125,6 +125,8 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
         raise _shape_error(source.file, tensor, tensor.shape, weight)
     if (math.prod(tensor.shape[:-1]), tensor.shape[-1]) == shape != tensor.shape:  # experts below each other
         return replace(weight, same_rows=True)
+    if not others and tensor.name.endswith("_exps.bias") and shape == (size,):
+        return replace(weight, same_rows=True)
     if others and all(len(part.shape) == 2 for part in (tensor, *others)) and len(shape) == 2:
         first, *rest = sorted((tensor, *others), key=lambda part: part.name)  # the gate, then up
         return replace(weight, tensor=first, others=tuple(rest), same_rows=True)

@@ -15,25 +15,35 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 _NOT_PLAIN = ("is_transposed", "has_bias", "has_post_expert_norm")
 """Flags of transformers' experts that compute something else than gated MLPs."""
 
+_CLAMPED = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
+"""Weights of experts with biases and clamped gates (gpt-oss)."""
+
 
 class SplitExperts(nn.Module):
     """The experts of a block, as three linear layers: in each, the rows of all experts follow one another.
 
     Args:
-        experts: of transformers, plain ones (`is_plain`); may be on the meta device, as the layers are.
+        experts: of transformers, of a known kind (`can_split`); may be on the meta device, as the layers are.
     """
+
+    is_concatenated = True
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self.num_experts, self.hidden_size, self.inner_size = experts.down_proj.shape
-        self.act_fn = experts.act_fn
+        clamped = is_clamped(experts)
+        if clamped:
+            self.num_experts, self.inner_size, self.hidden_size = experts.down_proj.shape
+            self.alpha, self.limit = experts.alpha, experts.limit
+        else:
+            self.num_experts, self.hidden_size, self.inner_size = experts.down_proj.shape
+            self.act_fn = experts.act_fn
         sizes = (
             (self.hidden_size, self.inner_size),
             (self.hidden_size, self.inner_size),
             (self.inner_size, self.hidden_size),
         )
         for name, (columns, rows) in zip(_MATRICES, sizes, strict=True):
-            self.add_module(name, nn.Linear(columns, self.num_experts * rows, bias=False, device="meta"))
+            self.add_module(name, nn.Linear(columns, self.num_experts * rows, bias=clamped, device="meta"))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Feed inputs [n, hidden] to their experts [n, k], and add their outputs times their weights [n, k]."""
@@ -42,9 +52,20 @@ class SplitExperts(nn.Module):
             tokens, places = torch.where(top_k_index == expert)
             gate, up, down = self.expert(expert)
             x = hidden_states[tokens]
-            outputs = down(self.act_fn(gate(x)) * up(x)) * top_k_weights[tokens, places, None]
+            inner = self._apply_gate(torch.cat((gate(x), up(x)), -1))
+            outputs = down(inner) * top_k_weights[tokens, places, None]
             y.index_add_(0, tokens, outputs.to(y.dtype))
         return y
+
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        """The input of `down` from gates and what they are for."""
+        gate, up = both.chunk(2, -1)
+        if hasattr(self, "act_fn"):
+            inner: Tensor = self.act_fn(gate) * up
+            return inner
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        clamped: Tensor = gate * (gate * self.alpha).sigmoid() * (up + 1)
+        return clamped
 
     def expert(self, index: int) -> list[PackedLinear]:
         """Gate, up and down of one expert, sharing memory."""
@@ -53,7 +74,29 @@ class SplitExperts(nn.Module):
     def _rows_of(self, layer: Any, index: int) -> PackedLinear:
         rows = layer.out_features // self.num_experts
         tiles = layer.tiles[index * rows // ROWS : (index + 1) * rows // ROWS]
-        return PackedLinear(layer.kind, layer.in_features, rows, None, tiles)
+        bias = None if layer.bias is None else nn.Parameter(layer.bias[index * rows : (index + 1) * rows], False)
+        return PackedLinear(layer.kind, layer.in_features, rows, bias, tiles)
+
+
+def can_split(experts: Any) -> bool:
+    """Whether experts are of a kind that `SplitExperts` computes, and of whole tiles each."""
+    return is_plain(experts) or is_clamped(experts)
+
+
+def is_clamped(experts: Any) -> bool:
+    """Whether experts are those of gpt-oss: with biases, and with gates in turns with what they are for."""
+    shapes = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
+    if shapes.keys() != _CLAMPED or not all(hasattr(experts, key) for key in ("alpha", "limit", "_apply_gate")):
+        return False
+    count, inner, hidden = shapes["down_proj"]
+    both = torch.linspace(-9, 9, 32, dtype=torch.float32, device="cpu")
+    gate, up = both[::2].clamp(max=experts.limit), both[1::2].clamp(-experts.limit, experts.limit)
+    expected = gate * (gate * experts.alpha).sigmoid() * (up + 1)
+    return (
+        shapes["gate_up_proj"] == (count, hidden, 2 * inner)
+        and not (hidden % ROWS or inner % ROWS)
+        and torch.allclose(experts._apply_gate(both), expected)
+    )
 
 
 def is_plain(experts: Any) -> bool:
@@ -80,12 +123,12 @@ def _multiplies_gates(experts: Any) -> bool:
 
 
 def split_experts(model: Any, names: set[str] | None = None) -> None:
-    """Replace plain experts by split ones, without weights.
+    """Replace experts of known kinds by split ones, without weights.
 
     Args:
         model: changed in place.
         names: of the matrices that are needed; None for all.
     """
     for name, module in list(model.named_modules()):
-        if (names is None or f"{name}.{_MATRICES[0]}" in names) and is_plain(module):
+        if (names is None or f"{name}.{_MATRICES[0]}" in names) and can_split(module):
             model.set_submodule(name, SplitExperts(module))

@@ -30,6 +30,8 @@ class MatrixKind(IntEnum):
     Q4_K = 4
     Q6_K = 5
     MXFP4 = 6
+    FLOAT32_COLUMNS = 7
+    BFLOAT16_COLUMNS = 8
     INT5 = 9
     Q5_K = 10
     Q2_K = 11
@@ -71,6 +73,8 @@ class Activation(IntEnum):
     GELU_ERF = 2
     RELU = 3
     RELU_SQUARED = 4
+    XIELU = 5
+    CLAMPED_SWIGLU = 6
 
 
 class MixerKind(IntEnum):
@@ -91,6 +95,30 @@ class Scoring(IntEnum):
 
     SOFTMAX = 0
     SIGMOID = 1
+    SPARSE_MIXER = 2
+
+
+class GroupWorth(IntEnum):
+    """What makes a group of experts worth more than another one."""
+
+    BEST_ONE = 0
+    BEST_TWO = 1
+
+
+class GateLayout(IntEnum):
+    """Where the gates of experts are: in a matrix of their own, or with the rows of `up`."""
+
+    APART = 0
+    HALVES = 1
+    IN_TURNS = 2
+
+
+class GateKind(IntEnum):
+    """What the values of an attention's gate go through."""
+
+    NO_GATE = 0
+    SIGMOID_GATE = 1
+    SOFTPLUS_GATE = 2
 
 
 def _fields(**kinds: str) -> list[tuple[str, type]]:
@@ -147,8 +175,22 @@ class Experts(Structure):
         ("router", Matrix),
         *_fields(pointer="choice_bias"),
         *((name, Matrix) for name in ("gate", "up", "down", "shared_gate")),
-        *_fields(int="chosen inner_size stride scoring normalized", float="scale"),
+        *_fields(
+            int1="chosen inner_size stride scoring normalized",
+            float1="scale",
+            int2="groups chosen_groups group_worth",
+            float2="jitter",
+            int3="gate_layout weighs_inputs",
+            pointer="factors",
+        ),
+        *((name, Norm) for name in ("router_norm", "input_norm", "output_norm", "mlp_norm")),
     ]
+
+
+class Projection(Structure):
+    """Takes a part of a vector, normed, through a matrix, to a later part of the same vector."""
+
+    _fields_ = [("matrix", Matrix), ("norm", Norm), *_fields(int="from to")]
 
 
 class Convolution(Structure):
@@ -188,19 +230,28 @@ class Layer(Structure):
     _fields_ = [
         ("attention", AttentionLayer),
         *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
-        *((name, Norm) for name in ("query_norm", "key_norm")),
+        *((name, Norm) for name in ("after_embedding", "query_norm", "key_norm", "value_norm")),
         *_fields(int="norms_all_heads norms_after_rope"),
-        ("qkv", Matrix * 3),
-        *_fields(
-            int="qkv_count query_offset query_stride key_offset key_stride value_offset value_stride"
-            " gate_offset gate_stride"
-        ),
+        ("qkv", Matrix * 4),
+        ("qkv_columns", c_int64 * 4),
+        *_fields(int="qkv_count", float="qkv_clip"),
+        ("latent", Projection * 2),
+        *_fields(int="latent_count query_offset query_stride key_offset key_stride value_offset value_stride"),
+        *_fields(int="key_tail_offset key_tail_size"),
+        *_fields(pointer="elements", int="gate_kind gate_offset gate_stride gate_size"),
+        *_fields(float="value_scale"),
+        ("attended_norm", Norm),
+        *_fields(int1="kv_source", float="temperature temperature_length", int2="temperature_start"),
         *_fields(pointer="order"),
         *_fields(float="rope_scale", int1="rope_scaled_dims", pointer="frequencies", int2="absolute_rotary_dims"),
         ("mixer", Mixer),
         *((name, Matrix) for name in ("out", "gate", "up", "down")),
+        ("inner_norm", Norm),
         ("experts", Experts),
-        *_fields(int="activation parallel first_group group_count"),
+        *_fields(int="activation"),
+        ("activation_parameters", c_double * 4),
+        *((name, Matrix) for name in ("embedding_gate", "embedding_out")),
+        *_fields(float="output_scale", int="parallel first_group group_count"),
     ]
 
 
@@ -219,6 +270,9 @@ class Model(Structure):
             int1="learned_offset",
         ),
         ("embedding_norm", Norm),
+        *((name, Matrix) for name in ("layer_embedding", "layer_projection")),
+        ("layer_projection_norm", Norm),
+        *_fields(float="layer_embedding_scale layer_projection_scale layer_input_scale"),
         ("norm", Norm),
         ("output", Matrix),
         *_fields(float="logit_scale logit_softcap residual_scale"),
@@ -243,6 +297,7 @@ STRUCTURES: Sequence[type[Structure]] = (
     Slots,
     Norm,
     Experts,
+    Projection,
     Convolution,
     HeadColumns,
     Mixer,

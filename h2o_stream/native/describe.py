@@ -7,32 +7,33 @@ Code in `forward` outside of modules is invisible here, so callers verify a desc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from h2o_stream.native import layouts
-from h2o_stream.native.abi import dtype_name
+from h2o_stream.native.abi import Activation, dtype_name
+from h2o_stream.native.attention import Attention
+from h2o_stream.native.attention_modules import AttentionReader, with_lent_columns
 from h2o_stream.native.description import (
-    Attention,
     Description,
     DescriptionError,
-    HeadOffsets,
     Layer,
+    LayerEmbeddings,
     Matrix,
     Mlp,
     Norm,
-    OutputGate,
-    Rope,
+    OwnEmbedding,
 )
-from h2o_stream.native.expert_modules import experts_of, has_experts
-from h2o_stream.native.experts import Experts
-from h2o_stream.native.layouts import AttentionLayout, LayerLayout
+from h2o_stream.native.expert_modules import experts_beside, experts_of, has_experts
+from h2o_stream.native.experts import BesideMlp, Experts
+from h2o_stream.native.layouts import LayerLayout, MlpLayout
 from h2o_stream.native.mixer_modules import has_convolution, mixer_of
 from h2o_stream.native.mixers import Mixer
-from h2o_stream.native.multipliers import scaled_attention, scaled_mixer_output, scaled_mlp
+from h2o_stream.native.module_reader import check_flags, has_modules
 from h2o_stream.native.modules import (
     activation_of,
     as_float32,
@@ -40,9 +41,8 @@ from h2o_stream.native.modules import (
     embedding_of,
     embedding_scale,
     matrix_of,
-    norm_of,
-    rope_of,
 )
+from h2o_stream.native.multipliers import scaled_attention, scaled_mixer_output, scaled_mlp
 
 _NO_OPS = (nn.Dropout, nn.Identity)
 """Modules without effect in evaluation mode."""
@@ -57,31 +57,25 @@ def describe(model: Any) -> Description:
     Raises:
         DescriptionError: the native step does not support some part of the model.
     """
-    for name, module in model.named_modules():
+    for name, module in text_modules(model):
         check_module(name or "the model", module)
     return _ModelReader(model).read()
 
 
-def _check_flags(name: str, get: Callable[[str], Any]) -> None:
-    """Check that flags that change the computation have their neutral values."""
-    for flag, neutral in layouts.NEUTRAL_FLAGS.items():
-        value = get(flag)
-        if value is not None and value not in neutral:
-            raise DescriptionError(f"{name} has {flag} = {value}")
+def text_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """The modules that tokens of text may go through, by name."""
+    for name, module in model.named_modules():
+        if not layouts.OTHER_SENSES.intersection(name.split(".")):
+            yield name, module
 
 
-class _ModelReader:
+class _ModelReader(AttentionReader):
     """Reads a model top down and records which modules it has read."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._config = model.config.get_text_config()
-        self._read: set[int] = set()
 
     def read(self) -> Description:
         config = self._config
-        _check_flags("the config", lambda flag: getattr(config, flag, None))
-        _check_flags("RoPE", (getattr(config, "rope_parameters", None) or {}).get)
+        check_flags("the config", lambda flag: getattr(config, flag, None))
+        check_flags("RoPE", (getattr(config, "rope_parameters", None) or {}).get)
         backbone = self._find_backbone()
         layers = list(backbone.layers)
         if len(layers) != config.num_hidden_layers:
@@ -93,45 +87,99 @@ class _ModelReader:
             raise DescriptionError(f"{type(backbone).__name__} has no final norm")
         dtype = embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype
         final = self._norm(backbone, norm, self._hidden, "the model")
-        described = [self._layer(layer, index) for index, layer in enumerate(layers)]
-        if positions is None and self._rotary is None and not any(layer.mixer for layer in described):
+        own = self._layer_embeddings(backbone)
+        output = self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden)
+        if output.rows > rows.rows:
+            raise DescriptionError(f"there are {output.rows} logits and {rows.rows} embeddings")
+        described = self._layers(layers, own)
+        with_positions = positions is not None or self._rotary is not None or self._rotary_within
+        if not with_positions and not any(layer.mixer for layer in described):
             raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")
         description = Description(
             layers=described,
             embedding=rows,
-            embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._factor("embedding_multiplier"),
+            embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._embedding_factor(),
             learned_positions=None if positions is None else as_float32(positions.weight, "the learned positions"),
             learned_offset=int(getattr(positions, "offset", 0)),
-            embedding_norm=final if type(backbone).__name__ in layouts.NORMED_EMBEDDINGS else Norm(),
+            embedding_norm=self._embedding_norm(backbone, final),
             norm=final,
-            output=self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden),
+            output=output,
             logit_scale=self._factor("logit_scale")
             * self._factor("lm_head_multiplier")
             / self._factor("logits_scaling"),
             logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
-            residual_scale=self._factor("residual_multiplier"),
+            residual_scale=self._residual_scale(layers),
             dtype=dtype_name(dtype),
             logits_dtype=dtype_name(getattr(head, "out_dtype", None) or dtype),
+            layer_embeddings=own,
+            placeholders=_placeholders(self._model.config),
         )
         self._check_nothing_left()
         return description
+
+    def _embedding_factor(self) -> float:
+        factor = self._factor("embedding_multiplier")
+        return factor * self._hidden**0.5 if getattr(self._config, "mup_enabled", None) else factor
+
+    def _residual_scale(self, layers: list[Any]) -> float:
+        """The factor on what layers add; they may say it themselves."""
+        own = {layer.residual_scale for layer in layers if hasattr(layer, "residual_scale")}
+        if len(own) > 1:
+            raise DescriptionError("its layers have several residual scales")
+        return float(own.pop()) if own else self._factor("residual_multiplier")
+
+    def _embedding_norm(self, backbone: Any, final: Norm) -> Norm:
+        """The norm of what goes into the first layer."""
+        around = getattr(backbone, "embeddings", None)
+        if around is not None and has_modules(around, ("tok_embeddings", "norm")):
+            self._mark_container(around, "the embeddings")
+            return self._norm(around, "norm", self._hidden, "the embeddings")
+        return final if type(backbone).__name__ in layouts.NORMED_EMBEDDINGS else Norm()
+
+    def _layers(self, layers: list[Any], own: LayerEmbeddings | None) -> list[Layer]:
+        described = [self._layer(layer, index, own) for index, layer in enumerate(layers)]
+        attentions = with_lent_columns([layer.attention for layer in described])
+        return [replace(layer, attention=found) for layer, found in zip(described, attentions, strict=True)]
 
     def _read_embeddings(self) -> tuple[Any, Matrix, Any]:
         """Return the embedding module, its matrix, and the output layer."""
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         if head is None:
             raise DescriptionError(f"{type(self._model).__name__} has no output layer")
-        rows, self._hidden = embedding_of(embedding, "the embedding"), self._config.hidden_size
+        rows = embedding_of(embedding, "the embedding")
         if rows.columns != self._hidden:
             raise DescriptionError(f"the embedding has {rows.columns} columns, layers {self._hidden}")
         self._mark_read(*embedding.modules(), *head.modules())
         return embedding, rows, head
+
+    def _layer_embeddings(self, backbone: Any) -> LayerEmbeddings | None:
+        """The embeddings for each layer, if the model has some."""
+        layout, name = layouts.OWN_EMBEDDING, "the embeddings of layers"
+        embedding = getattr(backbone, layout.embedding, None)
+        if embedding is None:
+            return None
+        self._mark_read(*embedding.modules())
+        rows = embedding_of(embedding, name)
+        projection = self._matrix(backbone, layout.projection, name, self._hidden)
+        size, rest = divmod(rows.columns, self._config.num_hidden_layers)
+        if rest or projection.rows != rows.columns or projection.bias is not None:
+            raise DescriptionError(f"{name} have {rows.columns} columns, their projection {projection.rows} rows")
+        return LayerEmbeddings(
+            embedding=rows,
+            projection=projection,
+            norm=self._norm(backbone, layout.projection_norm, size, name),
+            scale=embedding_scale(embedding, rows, name),
+            projection_scale=float(getattr(backbone, layout.projection_scale)),
+            output_scale=float(getattr(backbone, layout.output_scale)),
+        )
 
     def _read_positions(self, backbone: Any) -> Any:
         """Return the learned position embedding, or None if positions are rotary."""
         self._rotary = next(filter(None, (getattr(backbone, name, None) for name in layouts.ROTARY)), None)
         by_theta = list(getattr(backbone, "rotary_embs", ()))
         self._rotary_by_theta = {rotary.config.rope_parameters["rope_theta"]: rotary for rotary in by_theta}
+        attentions = [getattr(layer, "self_attn", None) for layer in backbone.layers]
+        self._rotary_within = all(hasattr(attention, "rotary_emb") for attention in attentions)
         positions = getattr(backbone, "embed_positions", None)
         if not isinstance(positions, nn.Embedding | None) or (positions is not None and self._rotary is not None):
             raise DescriptionError(f"{type(backbone).__name__} has learned positions of an unknown kind")
@@ -146,7 +194,7 @@ class _ModelReader:
     def _find_backbone(self) -> Any:
         """Find the module that holds the layers, under the model or its base model."""
         path = [self._model]
-        for name in (self._model.base_model_prefix, "decoder"):
+        for name in (self._model.base_model_prefix, *layouts.WITHIN):
             if not hasattr(path[-1], "layers") and isinstance(getattr(path[-1], name, None), nn.Module):
                 path.append(getattr(path[-1], name))
         layers = getattr(path[-1], "layers", None)
@@ -157,178 +205,118 @@ class _ModelReader:
         self._mark_read(layers)
         return path[-1]
 
-    def _mark_read(self, *modules: Any) -> None:
-        self._read.update(map(id, modules))
-
     def _check_nothing_left(self) -> None:
-        for name, module in self._model.named_modules():
+        for name, module in text_modules(self._model):
             if id(module) not in self._read and not isinstance(module, _NO_OPS):
                 raise DescriptionError(f"{name} is an unsupported {type(module).__name__}")
 
-    def _factor(self, name: str) -> float:
-        value = getattr(self._config, name, None)
-        return 1.0 if value is None else float(value)
-
-    def _layer(self, layer: Any, index: int) -> Layer:
+    def _layer(self, layer: Any, index: int, embeddings: LayerEmbeddings | None) -> Layer:
         name = f"layer {index}"
         layout = _match_layout(layer, name, layouts.LAYERS)
-        self._mark_container(layer, name)
-        _check_flags(name, lambda flag: getattr(layer, flag, None))
+        self._mark_container(layer, name, layouts.OUTPUT_SCALE)
+        check_flags(name, lambda flag: getattr(layer, flag, None))
         mlp = layer if layout.owns_mlp else getattr(layer, layout.mlp or "", None)
         norms = {role: self._norm(layer, key, self._hidden, name) for role, key in layout.norms.items()}
         parallel = layout.parallel if layout.parallel is not None else getattr(layer, "use_parallel_residual", False)
+        if has_experts(mlp) and has_modules(mlp, (layouts.AFTER_EXPERTS,)):
+            norms["after_mlp"] = self._norm(mlp, layouts.AFTER_EXPERTS, self._hidden, name)
         shared = getattr(layer, layout.shared) if layout.shared else None
+        described = None if mlp is None else self._feed_forward(layer, mlp, shared, name)
+        scale = getattr(layer, layouts.OUTPUT_SCALE, None)
         return Layer(
-            attention=self._attention(getattr(layer, layout.attention), layer, index) if layout.attention else None,
+            attention=self._scaled_attention(layer, layout.attention, index) if layout.attention else None,
             mixer=self._mixer(getattr(layer, layout.mixer), layer, name) if layout.mixer else None,
-            mlp=None if mlp is None else self._feed_forward(mlp, shared, name),
+            mlp=described,
             **{role: norms.get(role, Norm()) for role in layouts.NORM_ROLES},
             parallel=bool(parallel),
+            own_embedding=self._own_embedding(layer, name, described, embeddings) if embeddings else None,
+            output_scale=1.0 if scale is None else float(scale),
         )
+
+    def _scaled_attention(self, layer: Any, key: str, index: int) -> Attention:
+        module = getattr(layer, key)
+        return scaled_attention(self._attention(module, index), module, layer, f"the attention of layer {index}")
 
     def _mixer(self, module: Any, layer: Any, name: str) -> Mixer:
         self._mark_read(*module.modules())
-        mixer = mixer_of(module, self._hidden, name)
-        return replace(mixer, out=scaled_mixer_output(mixer.out, layer))
+        mixer: Any = mixer_of(module, self._hidden, name)
+        scaled: Mixer = replace(mixer, out=scaled_mixer_output(mixer.out, layer))
+        return scaled
 
-    def _feed_forward(self, module: Any, shared: Any, name: str) -> Mlp | Experts:
-        if not has_experts(module):
-            return self._mlp(module, name)
-        experts = self._experts(module, name)
-        return experts if shared is None else replace(experts, shared=self._mlp(shared, f"the shared expert of {name}"))
+    def _feed_forward(self, layer: Any, module: Any, shared: Any, name: str) -> Mlp | Experts:
+        if has_experts(module):
+            return self._experts(module, shared, name)
+        mlp = self._mlp(module, name)
+        return self._experts_beside(layer, name, mlp) if has_modules(layer, layouts.BESIDE.modules) else mlp
 
-    def _mark_container(self, module: Any, name: str, *known: str) -> None:
-        """Record a module of which only the children and the parameters `known` are read."""
-        if parameter := next((key for key in (*module._parameters, *module._buffers) if key not in known), None):
-            raise DescriptionError(f"{name} has the parameter {parameter} in its {type(module).__name__}")
-        self._mark_read(module)
-
-    def _norm(self, parent: Any, key: str, size: int, name: str) -> Norm:
-        module = getattr(parent, key)
-        self._mark_read(module)
-        return norm_of(module, size, f"{key} of {name}")
-
-    def _matrix(self, parent: Any, key: str, name: str, columns: int = 0) -> Matrix:
-        module = getattr(parent, key)
-        self._mark_read(*module.modules())
-        return self._check_columns(matrix_of(module, f"{key} of {name}"), f"{key} of {name}", columns)
-
-    @staticmethod
-    def _check_columns(matrix: Matrix, name: str, columns: int) -> Matrix:
-        if columns and matrix.columns != columns:
-            raise DescriptionError(f"{name} takes {matrix.columns} inputs instead of {columns}")
-        return matrix
-
-    def _check_rows(self, matrix: Matrix, name: str) -> None:
-        if matrix.rows != self._hidden:
-            raise DescriptionError(f"{name} gives {matrix.rows} outputs instead of {self._hidden}")
-
-    def _attention(self, module: Any, layer: Any, index: int) -> Attention:
-        name = f"the attention of layer {index}"
-        known = (layout for layout in layouts.ATTENTIONS if _has_modules(module, (*layout.qkv, layout.out)))
-        layout = max(known, key=lambda layout: _has_modules(module, layout.norms), default=None)
-        if layout is None:
-            raise DescriptionError(f"layer {index} has a {type(module).__name__} where an attention is expected")
-        self._mark_container(module, name, layouts.SINKS)
-        _check_flags(name, lambda flag: getattr(module, flag, None))
-        size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
-        if size is None or not isinstance(getattr(module, "scaling", None), float):
-            raise DescriptionError(f"{name} has no head size or no scaling")
-        qkv = [self._matrix(module, key, name, self._hidden) for key in layout.qkv]
-        out = self._matrix(module, layout.out, name)
+    def _own_embedding(self, layer: Any, name: str, mlp: Any, embeddings: LayerEmbeddings) -> OwnEmbedding:
+        layout = layouts.OWN_EMBEDDING
+        gate = self._matrix(layer, layout.gate, name, self._hidden)
+        out = self._matrix(layer, layout.out, name, gate.rows)
         self._check_rows(out, f"{layout.out} of {name}")
-        heads, kv_heads, value_size, offsets = _head_layout(qkv, layout, size, out.columns, name)
-        gated = _is_gated(qkv, out.columns)
-        normed = [key for key in layout.norms if _has_modules(module, (key,))]
-        whole = any(_weight_count(getattr(module, key)) > size for key in normed)
-        sizes = dict(zip(layout.norms, (heads * size, kv_heads * size) if whole else (size, size), strict=True))
-        norms = [self._norm(module, key, sizes[key], name) if key in normed else Norm() for key in layout.norms]
-        attention = Attention(
-            query_heads=heads,
-            kv_heads=kv_heads,
-            head_size=size,
-            value_size=value_size,
-            scaling=module.scaling,
-            softcap=float(getattr(module, "attn_logit_softcapping", None) or 0.0),
-            qkv=qkv,
-            heads=offsets,
-            query_norm=norms[0],
-            key_norm=norms[1],
-            rope=self._rope(module, size, index, name),
-            out=out,
-            norms_all_heads=whole,
-            norms_after_rope=layout.norms_after_rope and bool(normed),
-            sink_logits=self._sinks(module, heads, name),
-            gate=OutputGate(size, 2 * size) if gated else None,
-        )
-        return scaled_attention(attention, module, layer, name)
+        if gate.rows * self._config.num_hidden_layers != embeddings.embedding.columns:
+            raise DescriptionError(f"{layout.gate} of {name} gives {gate.rows} outputs")
+        self._mark_read(layer.act_fn)
+        if activation_of(layer.act_fn, f"act_fn of {name}") != (mlp.activation, mlp.parameters):
+            raise DescriptionError(f"{name} has another activation than its MLP")
+        return OwnEmbedding(gate, out, self._norm(layer, layout.norm, self._hidden, name))
 
-    def _experts(self, module: Any, name: str) -> Experts:
+    def _experts(self, module: Any, shared: Any, name: str) -> Experts:
         self._mark_read(*module.modules())
-        return experts_of(module, name, lambda shared: self._mlp(shared, f"the shared expert of {name}"))
+        return experts_of(module, name, lambda part: self._mlp(part, f"the shared expert of {name}"), shared)
 
-    def _rope(self, module: Any, size: int, index: int, name: str) -> Rope | None:
-        """The rotations of an attention, None if it rotates nothing."""
-        kinds = getattr(self._config, "layer_types", None)
-        rotary = self._rotary
-        if self._rotary_by_theta:
-            theta = self._config.layer_rope_theta[index]
-            rotary = self._rotary_by_theta[theta] if theta else None
-        if rotary is None or not layouts.rotates(module):
-            return None
-        rope = rope_of(rotary, kinds[index] if kinds else None, module, size, name)
-        scales_queries = (getattr(self._config, "rope_parameters", None) or {}).get("llama_4_scaling_beta")
-        return replace(rope, fixed=False) if scales_queries else rope
-
-    def _sinks(self, module: Any, heads: int, name: str) -> Tensor | None:
-        """The learned sinks [Hq] of an attention."""
-        sinks = getattr(module, layouts.SINKS, None)
-        if sinks is not None and sinks.shape != (heads,):
-            raise DescriptionError(f"{name} has other learned sinks than one for each of {heads} heads")
-        return as_float32(sinks, name)
+    def _experts_beside(self, layer: Any, name: str, mlp: Mlp) -> Experts:
+        layout, hidden = layouts.BESIDE, self._hidden
+        inputs, output, own = (
+            self._norm(layer, key, hidden, name) for key in (layout.inputs, layout.output, layout.mlp)
+        )
+        router = self._norm(layer.router, layout.norm, hidden, f"the router of {name}")
+        self._mark_read(*layer.router.modules(), *layer.experts.modules())
+        return experts_beside(layer, name, BesideMlp(router, inputs, output, own), mlp)
 
     def _mlp(self, module: Any, name: str) -> Mlp:
-        candidates = (mlp for mlp in layouts.MLPS if _has_modules(module, filter(None, (mlp.gate, mlp.up, mlp.down))))
-        layout = next(candidates, None)
-        key = next((key for key in layouts.ACTIVATIONS if hasattr(module, key)), None)
-        if layout is None or (key is None) == (layout.activation is None):
+        layouts_found = (x for x in layouts.MLPS if has_modules(module, filter(None, (x.gate, x.up, x.down))))
+        layout = next(layouts_found, None)
+        if layout is None:
             raise DescriptionError(f"{name} has a {type(module).__name__} where an MLP is expected")
         self._mark_container(module, name)
-        if layout.activation is not None:
-            activation = layout.activation
-        else:
-            assert key is not None
-            function = getattr(module, key)
-            self._mark_read(function)
-            activation = activation_of(function, f"{key} of {name}")
         up, down = self._matrix(module, layout.up, name, self._hidden), self._matrix(module, layout.down, name)
         gate = self._matrix(module, layout.gate, name, self._hidden) if layout.gate else None
-        if layout.fused:
-            half = up.rows // 2
-            gate, up = up.row_range(0, half), up.row_range(half, half)
+        if layout.gate is None and up.rows == 2 * down.columns:
+            gate, up = up.row_range(0, down.columns), up.row_range(down.columns, down.columns)
+        elif layout.fused:
+            raise DescriptionError(f"{name} has a {type(module).__name__} whose gates do not fit")
         self._check_columns(down, f"{layout.down} of {name}", up.rows)
         self._check_rows(down, f"{layout.down} of {name}")
-        return scaled_mlp(Mlp(gate, up, down, activation), module)
+        activation, parameters = self._activation(module, layout, name)
+        has_norm = has_modules(module, (layouts.INNER_NORM,))
+        inner = self._norm(module, layouts.INNER_NORM, up.rows, name) if has_norm else Norm()
+        return scaled_mlp(Mlp(gate, up, down, activation, parameters, inner), module)
 
-
-def _weight_count(module: Any) -> int:
-    """How many weights a norm has; 0 without any."""
-    weight = getattr(module, "weight", None)
-    return 0 if weight is None else int(weight.numel())
-
-
-def _has_modules(module: Any, names: Iterable[str]) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
+    def _activation(self, module: Any, layout: MlpLayout, name: str) -> tuple[Activation, tuple[float, ...]]:
+        key = next((key for key in layouts.ACTIVATIONS if hasattr(module, key)), None)
+        if layout.activation is not None and key is None:
+            return layout.activation, ()
+        if layout.activation is not None or key is None:
+            raise DescriptionError(f"{name} has a {type(module).__name__} where an MLP is expected")
+        function = getattr(module, key)
+        if isinstance(function, nn.Module):
+            self._mark_read(*function.modules())
+        return activation_of(function, f"{key} of {name}")
 
 
 def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) -> LayerLayout:
     """Find the layout whose modules match those of a layer exactly."""
-    kinds = {key: child for key, child in layer.named_children() if not isinstance(child, _NO_OPS)}
+    children = dict(layer.named_children())
+    kinds = {key for key, child in children.items() if not isinstance(child, _NO_OPS)}
+    own = layouts.OWN_EMBEDDING
+    optional = {own.gate, own.out, own.norm, *layouts.ACTIVATIONS} if own.gate in kinds else set()
+    optional |= layouts.BESIDE.modules if layouts.BESIDE.modules <= kinds else set()
     inner = {"fc1", "fc2", *layouts.ACTIVATIONS}
     named = [
         layout
         for layout in candidates
-        if layout.names <= kinds.keys() and kinds.keys() - layout.names <= (inner if layout.owns_mlp else set())
+        if layout.names <= children.keys() and kinds - layout.names - optional <= (inner if layout.owns_mlp else set())
     ]
     for layout in named:
         if len(named) == 1 or _is_as_named(layer, layout):
@@ -350,39 +338,13 @@ def _is_as_named(layer: Any, layout: LayerLayout) -> bool:
 
 def _has_projections(module: Any) -> bool:
     """Whether a module has those of an attention."""
-    return any(_has_modules(module, (*layout.qkv, layout.out)) for layout in layouts.ATTENTIONS)
+    latent = has_modules(module, layouts.LATENT.needed)
+    return latent or any(has_modules(module, (*layout.needed(module), layout.out)) for layout in layouts.ATTENTIONS)
 
 
-def _is_gated(qkv: list[Matrix], columns: int) -> bool:
-    """Whether the first of three projections gives each head a query and a gate of its output [columns]."""
-    return len(qkv) == 3 and qkv[0].rows == 2 * columns
-
-
-def _head_layout(
-    qkv: list[Matrix], layout: AttentionLayout, size: int, columns: int, name: str
-) -> tuple[int, int, int, HeadOffsets]:
-    """Derive query heads, KV heads, value size and offsets from the sizes of the matrices."""
-    if layout.order == "interleaved":
-        heads = qkv[0].rows // (3 * size)
-        offsets = HeadOffsets(0, 3 * size, size, 3 * size, 2 * size, 3 * size)
-        counts = heads, heads, size
-        total = 3 * heads * size
-    elif len(qkv) == 1:
-        heads = columns // size
-        kv_heads = (qkv[0].rows - columns) // (2 * size)
-        offsets = HeadOffsets(0, size, columns, size, columns + kv_heads * size, size)
-        counts = heads, kv_heads, size
-        total = (heads + 2 * kv_heads) * size
-    else:
-        q, k, v = (matrix.rows for matrix in qkv)
-        stride = 2 * size if _is_gated(qkv, columns) else size
-        heads, kv_heads = q // stride, k // size
-        value_size = v // max(1, kv_heads)
-        offsets = HeadOffsets(0, stride, q, size, q + k, value_size)
-        counts = heads, kv_heads, value_size
-        total = heads * stride + kv_heads * (size + value_size)
-    heads, kv_heads, value_size = counts
-    fits = sum(matrix.rows for matrix in qkv) == total and columns == heads * value_size
-    if not fits or kv_heads < 1 or heads % kv_heads:
-        raise DescriptionError(f"{name} has matrices that are not a whole number of heads of size {size}")
-    return heads, kv_heads, value_size, offsets
+def _placeholders(config: Any) -> tuple[int, ...]:
+    """Tokens that stand for images or sounds, in a model that also takes those."""
+    if config is config.get_text_config():
+        return ()
+    named = [value for key, value in config.to_dict().items() if re.fullmatch(layouts.PLACEHOLDERS, key)]
+    return tuple(sorted({value for value in named if isinstance(value, int)}))

@@ -8,119 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Activation, Array, pointer
-from h2o_stream.native.matrix import DescriptionError, Matrix, Norm
+from h2o_stream.native.attention import Attention
+from h2o_stream.native.matrix import DENSE as DENSE
+from h2o_stream.native.matrix import NO_NORM
+from h2o_stream.native.matrix import DescriptionError as DescriptionError
+from h2o_stream.native.matrix import Matrix as Matrix
+from h2o_stream.native.matrix import Norm as Norm
 from h2o_stream.native.mixers import Mixer, fill_mixer
-
-__all__ = [
-    "Attention",
-    "Description",
-    "DescriptionError",
-    "HeadOffsets",
-    "Layer",
-    "Matrix",
-    "Mlp",
-    "NativeModel",
-    "Norm",
-]
-
-
-@dataclass(frozen=True)
-class HeadOffsets:
-    """Where queries, keys and values are in the output of `qkv`: head h starts at offset + h * stride."""
-
-    query_offset: int
-    query_stride: int
-    key_offset: int
-    key_stride: int
-    value_offset: int
-    value_stride: int
-
-
-@dataclass(frozen=True)
-class OutputGate:
-    """Where the gates of heads are in the output of `qkv`: those of head h start at offset + h * stride."""
-
-    offset: int
-    stride: int
-
-
-@dataclass(frozen=True, eq=False)
-class Rope:
-    """The rotary embedding of a layer, in the rotate-half form.
-
-    Attributes:
-        frequencies: [rotary_dims / 2] float32, angles per position.
-        scale: factor on rotated queries and keys (YaRN, LongRoPE), at every position.
-        fixed: whether nothing but the angles depends on positions, and the frequencies not on the sequence length.
-        order: [head_size] int32, the order of the elements of a head in which halves are rotated, see
-            `cache.rope.dimension_orders`; None for as they are.
-    """
-
-    frequencies: Array
-    scale: float
-    fixed: bool
-    order: Array | None = None
-
-    @property
-    def rotary_dims(self) -> int:
-        """Number of rotated elements of each head, the first ones in `order`."""
-        return 2 * len(self.frequencies)
-
-
-@dataclass(frozen=True, eq=False)
-class Attention:
-    """The attention of a layer; the outputs of one to three `qkv` matrices are concatenated.
-
-    Attributes:
-        norms_all_heads: whether the norms are of all heads as one vector.
-        norms_after_rope: whether they come after RoPE.
-        sink_logits: [query_heads] float32, a logit of each head that stands for no token (learned sinks), or None.
-        gate: of the heads' outputs, whose factors are its sigmoids; or None.
-    """
-
-    query_heads: int
-    kv_heads: int
-    head_size: int
-    value_size: int
-    scaling: float
-    softcap: float
-    qkv: Sequence[Matrix]
-    heads: HeadOffsets
-    query_norm: Norm
-    key_norm: Norm
-    rope: Rope | None
-    out: Matrix
-    norms_all_heads: bool = False
-    norms_after_rope: bool = False
-    sink_logits: Array | None = None
-    gate: OutputGate | None = None
-
-    def fill(self, struct: abi.Layer) -> None:
-        """Fill the structure of a layer, except for the fields that depend on a cache."""
-        for name in ("query_heads", "kv_heads", "head_size", "value_size", "scaling", "softcap"):
-            setattr(struct.attention, name, getattr(self, name))
-        normed = (self.query_heads, self.kv_heads) if self.norms_all_heads else (1, 1)
-        struct.query_norm = self.query_norm.to_struct(normed[0] * self.head_size)
-        struct.key_norm = self.key_norm.to_struct(normed[1] * self.head_size)
-        struct.norms_all_heads, struct.norms_after_rope = self.norms_all_heads, self.norms_after_rope
-        struct.attention.sink_logits = pointer(self.sink_logits, "float32", self.query_heads)
-        for index, matrix in enumerate(self.qkv):
-            struct.qkv[index] = matrix.to_struct()
-        struct.qkv_count, struct.out = len(self.qkv), self.out.to_struct()
-        for offset in fields(self.heads):
-            setattr(struct, offset.name, getattr(self.heads, offset.name))
-        if self.gate:
-            struct.gate_offset, struct.gate_stride = self.gate.offset, self.gate.stride
-        if rope := self.rope:
-            struct.frequencies = pointer(rope.frequencies, "float32", rope.rotary_dims // 2)
-            struct.absolute_rotary_dims = rope.rotary_dims
-            struct.order = pointer(rope.order, "int32", self.head_size)
-            struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
 
 
 class FeedForward(Protocol):
@@ -140,12 +39,19 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+
+    Attributes:
+        parameters: of the activation, see `abi.h`.
+        inner_norm: of what goes into `down`.
+    """
 
     gate: Matrix | None
     up: Matrix
     down: Matrix
     activation: Activation
+    parameters: tuple[float, ...] = ()
+    inner_norm: Norm = NO_NORM
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -160,8 +66,25 @@ class Mlp:
     def fill(self, struct: abi.Layer) -> None:
         """See `FeedForward`."""
         struct.up, struct.down, struct.activation = self.up.to_struct(), self.down.to_struct(), self.activation
+        struct.activation_parameters[: len(self.parameters)] = self.parameters
+        struct.inner_norm = self.inner_norm.to_struct(self.down.columns)
         if self.gate:
             struct.gate = self.gate.to_struct()
+
+
+@dataclass(frozen=True, eq=False)
+class OwnEmbedding:
+    """What a layer adds for the token's embedding for it, see `LayerEmbeddings`: out(activation(gate(x)) * embedding).
+
+    Attributes:
+        gate: [size, hidden]; its activation is that of the MLP.
+        out: [hidden, size].
+        norm: of what is added.
+    """
+
+    gate: Matrix
+    out: Matrix
+    norm: Norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +92,10 @@ class Layer:
     """A decoder layer: attention or a recurrent mixer, or both, whose outputs are added; then an MLP.
 
     Any of them may be missing. With `parallel` the MLP reads the attention's input.
+
+    Attributes:
+        own_embedding: what is added after the MLP.
+        output_scale: factor on what the layer gives.
 
     Raises:
         DescriptionError: nothing is left.
@@ -182,6 +109,8 @@ class Layer:
     after_mlp: Norm
     parallel: bool
     mixer: Mixer | None = None
+    own_embedding: OwnEmbedding | None = None
+    output_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.attention is None and self.mixer is None and self.mlp is None:
@@ -200,8 +129,10 @@ class Layer:
 
     @property
     def _mixing_matrices(self) -> list[Matrix]:
-        attention = [*self.attention.qkv, self.attention.out] if self.attention else []
-        return attention + ([*self.mixer.projections, self.mixer.out] if self.mixer else [])
+        own, mixer = self.own_embedding, self.mixer
+        attention = self.attention.matrices if self.attention else []
+        mixing = [*mixer.projections, mixer.out] if mixer else []
+        return [*attention, *mixing, *([own.gate, own.out] if own else [])]
 
     def fill(self, struct: abi.Layer, hidden: int, first_state: int) -> None:
         """Fill a structure, except for the fields that depend on a cache.
@@ -213,13 +144,37 @@ class Layer:
         """
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             setattr(struct, name, getattr(self, name).to_struct(hidden))
-        struct.parallel, struct.rope_scale = self.parallel, 1.0
+        struct.parallel, struct.output_scale = self.parallel, self.output_scale
         if self.attention:
             self.attention.fill(struct)
         if self.mixer:
             fill_mixer(self.mixer, struct.mixer, first_state)
         if self.mlp:
             self.mlp.fill(struct)
+        if own := self.own_embedding:
+            struct.embedding_gate, struct.embedding_out = own.gate.to_struct(), own.out.to_struct()
+            struct.after_embedding = own.norm.to_struct(own.out.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEmbeddings:
+    """Embeddings of tokens for each layer, beside those that go into the first one.
+
+    That of a token whose embedding is x is (scale * its row + norm(projection(x) * projection_scale)) * output_scale,
+    normed for each layer.
+
+    Attributes:
+        embedding: [vocabulary, layers * size].
+        projection: [layers * size, hidden].
+        norm: of `size` elements.
+    """
+
+    embedding: Matrix
+    projection: Matrix
+    norm: Norm
+    scale: float
+    projection_scale: float
+    output_scale: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,6 +195,8 @@ class Description:
         residual_scale: factor on attention and MLP outputs.
         dtype: of the model's activations, such as "bfloat16"; those of a step are float32.
         logits_dtype: of the model's logits.
+        layer_embeddings: those of each layer.
+        placeholders: tokens that stand for something else than text, which the model itself has to take.
     """
 
     layers: Sequence[Layer]
@@ -254,7 +211,9 @@ class Description:
     residual_scale: float
     dtype: str
     logits_dtype: str
-    embedding_norm: Norm = field(default_factory=Norm)
+    embedding_norm: Norm = NO_NORM
+    layer_embeddings: LayerEmbeddings | None = None
+    placeholders: tuple[int, ...] = ()
 
     @property
     def supports_absolute(self) -> bool:
@@ -265,7 +224,8 @@ class Description:
     @property
     def matrices(self) -> list[Matrix]:
         """All matrices that a decode step multiplies, or of which it multiplies some experts; without routers."""
-        return [self.output, *(matrix for layer in self.layers for matrix in layer.matrices)]
+        embeddings = [self.layer_embeddings.projection] if self.layer_embeddings else []
+        return [self.output, *embeddings, *(matrix for layer in self.layers for matrix in layer.matrices)]
 
     @property
     def nbytes(self) -> int:
@@ -288,14 +248,16 @@ class NativeModel:
         self.description = description
         self.layers = (abi.Layer * len(description.layers))()
         states = 0
-        for layer, struct in zip(description.layers, self.layers, strict=True):
+        for number, (layer, struct) in enumerate(zip(description.layers, self.layers, strict=True)):
             layer.fill(struct, description.embedding.columns, states)
             states += len(layer.mixer.states) if layer.mixer else 0
+            source = layer.attention.source if layer.attention else None
+            struct.kv_source = number if source is None else source
         self.struct = abi.Model(
             layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
             layer_count=len(self.layers),
             hidden_size=description.embedding.columns,
-            vocab_size=description.embedding.rows,
+            vocab_size=description.output.rows,
             embedding=description.embedding.to_struct(),
             embedding_scale=description.embedding_scale,
             learned_positions=pointer(description.learned_positions, "float32", description.embedding.columns),
@@ -307,3 +269,12 @@ class NativeModel:
             logit_softcap=description.logit_softcap,
             residual_scale=description.residual_scale,
         )
+        if embeddings := description.layer_embeddings:
+            struct, size = self.struct, embeddings.embedding.columns // len(self.layers)
+            struct.layer_embedding, struct.layer_projection = (
+                embeddings.embedding.to_struct(),
+                embeddings.projection.to_struct(),
+            )
+            struct.layer_projection_norm = embeddings.norm.to_struct(size)
+            struct.layer_embedding_scale, struct.layer_input_scale = embeddings.scale, embeddings.output_scale
+            struct.layer_projection_scale = embeddings.projection_scale

@@ -15,34 +15,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from h2o_stream.native.abi import Scoring
+from h2o_stream.native import layouts
+from h2o_stream.native.abi import Activation, GateLayout, MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix, Mlp
-from h2o_stream.native.experts import Experts, Router
+from h2o_stream.native.experts import BesideMlp, Experts, Router
 from h2o_stream.native.modules import (
-    ACTIVATIONS,
     activation_of,
     as_float32,
     dense_matrix,
+    gated,
+    gated_activation_of,
     matrix_of,
+    raw_tensor,
     relative_error,
 )
+from h2o_stream.native.router_modules import (
+    RouterModule,
+    expert_weights,
+    first_output,
+    inputs_of,
+    router_of,
+    tolerance_of,
+)
 
-_ROUTERS = ("gate", "router")
-_SHARED = ("shared_expert", "shared_experts")
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 _SPLIT = ("gate_proj", "up_proj", "down_proj")
 _STACKED = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 _SHARED_GATE = "shared_expert_gate"
-_CHOICE_BIAS = "e_score_correction_bias"
 
-_SAMPLED, _ROUTED, _FED = 512, 8, 2
-"""Random inputs, how many of them a router is evaluated on, and how many all of a block."""
+_FED = 2
+"""How many random inputs are fed to a whole block."""
+
+_COLUMNS = {
+    MatrixKind.FLOAT32: MatrixKind.FLOAT32_COLUMNS,
+    MatrixKind.BFLOAT16: MatrixKind.BFLOAT16_COLUMNS,
+}
 
 
 def has_experts(module: Any) -> bool:
     """Whether a module is a block of experts, of a kind that `experts_of` may know."""
     experts = getattr(module, "experts", None)
     stacked = any(all(isinstance(getattr(experts, key, None), nn.Parameter) for key in names) for names in _STACKED)
-    return (stacked or _is_split(experts)) and hasattr(experts, "act_fn")
+    return stacked or _is_split(experts)
 
 
 def _is_split(experts: Any) -> bool:
@@ -51,47 +65,139 @@ def _is_split(experts: Any) -> bool:
 
 
 @torch.no_grad()
-def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp]) -> Experts:
+def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp], beside: Any = None) -> Experts:
     """Determine what a block of experts computes; weights are not copied.
 
     Args:
         module: of which `has_experts` holds.
         name: for the message.
         mlp_of: describes a shared expert.
+        beside: a shared expert that is not in the module, whose output is added to its.
 
     Raises:
         DescriptionError: it computes something else, or has other weights.
     """
-    experts, router = module.experts, _part(module, _ROUTERS)
-    weight = getattr(router, "weight", None)
-    chosen = getattr(router, "top_k", getattr(module, "top_k", None))
-    if not isinstance(weight, Tensor) or not isinstance(chosen, int):
-        raise DescriptionError(f"{name} has a {type(module).__name__} with no known router")
+    experts, router = module.experts, RouterModule(module, f"the router of {name}")
     shared = _part(module, _SHARED)
     shared_gate = getattr(module, _SHARED_GATE, None)
-    gate, up, down, stride = _matrices(experts, len(weight), name)
-    dtype = weight.dtype if _is_split(experts) else experts.down_proj.dtype
-    described = Experts(
-        router=_router_of(router, chosen, dtype, f"the router of {name}"),
-        gate=gate,
-        up=up,
-        down=down,
-        inner_size=down.columns,
-        stride=stride,
-        activation=activation_of(experts.act_fn, f"act_fn of {name}"),
-        shared=None if shared is None else mlp_of(shared),
+    dtype = router.weight.dtype if _is_split(experts) else experts.down_proj.dtype
+    described = _described(experts, router_of(router, dtype), name)
+    described = replace(
+        described,
+        shared=None if shared is None and beside is None else mlp_of(beside if shared is None else shared),
         shared_gate=None if shared_gate is None else matrix_of(shared_gate, f"{_SHARED_GATE} of {name}"),
     )
-    within = (shared, shared_gate, experts)
+    within = (shared, shared_gate, experts, getattr(module, layouts.AFTER_EXPERTS, None))
     read = {id(tensor) for part in within if part is not None for _, tensor in _tensors(part)}
-    read |= {id(tensor) for tensor in (weight, getattr(router, "bias", None), _choice_bias(router))}
+    read |= {id(tensor) for tensor in (router.weight, router.bias, router.choice_bias)}
     if unknown := next((key for key, tensor in _tensors(module) if id(tensor) not in read), None):
         raise DescriptionError(f"{name} has the parameter {unknown} in its {type(module).__name__}")
-    x = _inputs(described.router, dtype)[:_FED]
-    expected = _first_output(module, x, name)
-    if not relative_error(_apply(described, module, x), expected) < _tolerance(x.dtype):
-        raise DescriptionError(f"{name} has a {type(module).__name__} that computes something else than known experts")
-    return described
+    x = inputs_of(described.router, dtype)[:_FED]
+    expected = first_output(module, x, name)
+    scale = float(getattr(module, "routed_scaling_factor", None) or 1.0)
+    for factor, weighed in itertools.product(dict.fromkeys((1.0, scale)), (False, True)):
+        # the block may apply the factor, and not the router
+        own = replace(described.router, scale=described.router.scale * factor, weighs_inputs=weighed)
+        if weighed and (described.gate is None or described.gate.bias is not None):
+            continue
+        scaled = replace(described, router=own)
+        y = _apply(scaled, module, x, shared)
+        if (norm := getattr(module, layouts.AFTER_EXPERTS, None)) is not None:
+            y = norm(y.to(dtype)).float()
+        if relative_error(y, expected) < tolerance_of(x.dtype):
+            return scaled
+    raise DescriptionError(f"{name} has a {type(module).__name__} that computes something else than known experts")
+
+
+@torch.no_grad()
+def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts:
+    """The same for the experts of a layer that are beside its MLP, see `layouts.BESIDE`.
+
+    Args:
+        layer: has router and experts.
+        name: for the message.
+        norms: around them; that of the router without its scale.
+        mlp: beside them.
+    """
+    layout, experts = layouts.BESIDE, layer.experts
+    router = RouterModule(layer, f"the router of {name}")
+    scale = as_float32(getattr(layer.router, layout.scale), name)
+    assert scale is not None
+    assert norms.router.weight is not None
+    weight = norms.router.weight * scale * float(getattr(layer.router, layout.factor))
+    norms = replace(norms, router=replace(norms.router, weight=weight.contiguous()))
+    dtype = router.weight.dtype if _is_split(experts) else experts.down_proj.dtype
+    described = _described(experts, router_of(router, dtype, norms.router), name)
+    known = {f"{layout.matrix}.weight", layout.scale, layout.factors, f"{layout.norm}.weight"}
+    if unknown := next((key for key, _ in _tensors(layer.router) if key not in known), None):
+        raise DescriptionError(f"{name} has the parameter {unknown} in its {type(layer.router).__name__}")
+    x = inputs_of(described.router, dtype)[:_FED]
+    weights, indices = router(x).topk(router.chosen, -1)
+    expected = experts(x, indices, weights.to(dtype)).float()
+    y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
+    for token, place in torch.ones_like(indices).nonzero().tolist():
+        index = int(indices[token, place])
+        y[token] += weights[token, place] * _apply_expert(described, experts, index, x[token]).float()
+    if not relative_error(y, expected) < tolerance_of(dtype):
+        raise DescriptionError(f"{name} has {type(experts).__name__} that compute something else than known experts")
+    return replace(described, shared=mlp, beside=norms)
+
+
+def _described(experts: Any, router: Router, name: str) -> Experts:
+    """Experts without shared ones."""
+    count = router.matrix.rows
+    if hasattr(experts, "act_fn"):
+        activation, parameters = activation_of(experts.act_fn, f"act_fn of {name}")
+    else:
+        activation, parameters = gated_activation_of(_gates_of(experts), experts, name)
+    if _is_split(experts):
+        gate, up, down = (matrix_of(getattr(experts, key), f"{key} of {name}") for key in _SPLIT)
+        inner = down.columns
+        return Experts(router, gate, up, down, inner, inner, activation, parameters=parameters)
+    if not hasattr(experts, "gate_up_proj"):
+        up, down = (dense_matrix(getattr(experts, key).flatten(0, 1), None, f"{key} of {name}") for key in _STACKED[1])
+        return Experts(router, None, up, down, down.columns, down.columns, activation, parameters=parameters)
+    biases = [getattr(experts, f"{key}_bias", None) for key in ("gate_up_proj", "down_proj")]
+    flat = [None if bias is None else as_float32(bias.flatten(), name) for bias in biases]
+    hidden, transposed = router.matrix.columns, getattr(experts, "is_transposed", False)
+    if transposed or experts.down_proj.shape[1:] != (hidden, experts.gate_up_proj.shape[1] // 2):
+        both = _columns(experts.gate_up_proj, flat[0], f"gate_up_proj of {name}")
+        down = _columns(experts.down_proj, flat[1], f"down_proj of {name}")
+        inner = down.columns
+        layout = GateLayout.HALVES if _concatenated(experts) else GateLayout.IN_TURNS
+        return Experts(
+            router, both, None, down, inner, 2 * inner, activation, parameters=parameters, gate_layout=layout
+        )
+    both = dense_matrix(experts.gate_up_proj.flatten(0, 1), flat[0], f"gate_up_proj of {name}")
+    down = dense_matrix(experts.down_proj.flatten(0, 1), flat[1], f"down_proj of {name}")
+    inner, rows = down.columns, both.rows - down.columns
+    if both.rows != 2 * inner * count:
+        raise DescriptionError(f"{name} has {count} experts with {both.rows} rows for {inner} columns")
+    gate, up = both.row_range(0, rows), both.row_range(inner, rows)
+    return Experts(router, gate, up, down, inner, 2 * inner, activation, parameters=parameters)
+
+
+def _columns(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
+    """Stacked matrices [experts, columns, rows] as one whose columns follow one another within each expert."""
+    count, columns, rows = weights.shape
+    matrix = dense_matrix(raw_tensor(weights, name).view(count * rows, columns), bias, name)
+    return replace(matrix, kind=_COLUMNS[matrix.kind])
+
+
+def _concatenated(experts: Any) -> bool:
+    """Whether gates come before what they are for, rather than in turns."""
+    return bool(getattr(experts, "is_concatenated", True))
+
+
+def _gates_of(experts: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of gates and what they are for."""
+
+    def gates(gate: Tensor, up: Tensor) -> Tensor:
+        stacked = (gate, up) if _concatenated(experts) else (torch.stack((gate, up), -1).flatten(),)
+        applied: Tensor = experts._apply_gate(torch.cat(stacked))
+        return applied
+
+    return gates
 
 
 def _part(module: Any, names: Iterable[str]) -> Any:
@@ -99,131 +205,38 @@ def _part(module: Any, names: Iterable[str]) -> Any:
     return next(filter(None, (getattr(module, name, None) for name in names)), None)
 
 
-def _matrices(experts: Any, count: int, name: str) -> tuple[Matrix | None, Matrix, Matrix, int]:
-    """Gate, if there is one, up and down of all experts, and the rows from one to the next of the former."""
-    if _is_split(experts):
-        gate, up, down = (matrix_of(getattr(experts, key), f"{key} of {name}") for key in _SPLIT)
-        return gate, up, down, down.columns
-    down = dense_matrix(experts.down_proj.flatten(0, 1), None, f"down_proj of {name}")
-    if not hasattr(experts, "gate_up_proj"):
-        return None, dense_matrix(experts.up_proj.flatten(0, 1), None, f"up_proj of {name}"), down, down.columns
-    both = dense_matrix(experts.gate_up_proj.flatten(0, 1), None, f"gate_up_proj of {name}")
-    inner, rows = down.columns, both.rows - down.columns
-    if both.rows != 2 * inner * count:
-        raise DescriptionError(f"{name} has {count} experts with {both.rows} rows for {inner} columns")
-    return both.row_range(0, rows), both.row_range(inner, rows), down, 2 * inner
-
-
 def _tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
     yield from itertools.chain(module.named_parameters(), module.named_buffers())
 
 
-def _choice_bias(router: Any) -> Tensor | None:
-    return next((value for key, value in _tensors(router) if key.endswith(_CHOICE_BIAS)), None)
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return 1e-4 if dtype == torch.float32 else 3e-2
-
-
-def _router_of(module: Any, chosen: int, dtype: torch.dtype, name: str) -> Router:
-    """Determine how a module chooses among experts, for inputs of `dtype`."""
-    bias, scales = _choice_bias(module), {1.0, float(getattr(module, "routed_scaling_factor", None) or 1.0)}
-    described = Router(
-        matrix=dense_matrix(module.weight, getattr(module, "bias", None), name),
-        chosen=chosen,
-        scoring=Scoring.SOFTMAX,
-        normalized=True,
-        choice_bias=None if bias is None else as_float32(bias.reshape(-1), name),
-    )
-    best, smallest_error = described, torch.inf
-    for scoring in Scoring:
-        x = _inputs(replace(described, scoring=scoring), dtype)
-        expected = _expert_weights(module, x, chosen, name)
-        for normalized, scale in itertools.product((True, False), scales):
-            candidate = replace(described, scoring=scoring, normalized=normalized, scale=scale)
-            error = relative_error(_weights(candidate, x), expected)
-            if error < smallest_error:
-                best, smallest_error = candidate, error
-    if not smallest_error < _tolerance(dtype):
-        raise DescriptionError(f"{name} is a {type(module).__name__} that chooses in an unknown way")
-    return best
-
-
-def _expert_weights(module: Any, x: Tensor, chosen: int, name: str) -> Tensor:
-    """[n, experts] float32: the weights that a router gives to the experts for inputs [n, hidden]."""
-    outputs = _evaluate(module, x, name)
-    found = [y for y in outputs if isinstance(y, Tensor) and y.shape == (len(x), chosen)]
-    indices, weights = ([y for y in found if y.is_floating_point() == kind] for kind in (False, True))
-    if len(indices) != 1 or len(weights) != 1:
-        raise DescriptionError(f"{name} is a {type(module).__name__} that does not return experts and their weights")
-    none = torch.zeros(len(x), len(module.weight), dtype=torch.float32, device="cpu")
-    return none.scatter(-1, indices[0], weights[0].float())
-
-
-def _weights(router: Router, x: Tensor) -> Tensor:
-    """The same for a description."""
-    scores = _scores(router, x)
-    worths = scores if router.choice_bias is None else scores + router.choice_bias
-    weights = torch.zeros_like(scores)
-    indices = worths.topk(router.chosen, -1).indices
-    weights.scatter_(-1, indices, scores.gather(-1, indices))
-    return weights * router.scale / (weights.sum(-1, keepdim=True) if router.normalized else 1.0)
-
-
-def _inputs(router: Router, dtype: torch.dtype) -> Tensor:
-    """[n, hidden] inputs for which rounding does not change the choice."""
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn((_SAMPLED, router.matrix.columns), generator=random, device="cpu").to(dtype)
-    scores = _scores(router, x)
-    if router.choice_bias is not None:
-        scores = scores + router.choice_bias
-    ordered = scores.sort(-1, descending=True).values
-    last, next_best = ordered[:, router.chosen - 1], ordered[:, router.chosen : router.chosen + 1].sum(-1)
-    gaps = (last - next_best) / (last.abs() + next_best.abs())
-    return x[gaps.argsort(descending=True)[:_ROUTED]]
-
-
-def _scores(router: Router, x: Tensor) -> Tensor:
-    """[n, experts] of inputs [n, hidden], in float32."""
-    logits = functional.linear(x.float(), router.matrix.weights.float(), router.matrix.bias)
-    return logits.sigmoid() if router.scoring == Scoring.SIGMOID else logits.softmax(-1)
-
-
-def _apply(experts: Experts, module: Any, x: Tensor) -> Tensor:
+def _apply(experts: Experts, module: Any, x: Tensor, shared: Any) -> Tensor:
     """What a description computes of inputs [n, hidden], in float32."""
     y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
-    weights = _weights(experts.router, x)
+    weights, weighed = expert_weights(experts.router, x), experts.router.weighs_inputs
     for token, index in weights.nonzero().tolist():
-        y[token] += weights[token, index] * _apply_expert(experts, module.experts, index, x[token]).float()
-    if (shared := _part(module, _SHARED)) is not None:
+        weight = weights[token, index]
+        read = (x[token] * weight).to(x.dtype) if weighed else x[token]
+        y[token] += (1.0 if weighed else weight) * _apply_expert(experts, module.experts, index, read).float()
+    if shared is not None:
         gate = getattr(module, _SHARED_GATE, None)
         y += shared(x).float() * (1.0 if gate is None else gate(x).float().sigmoid())
     return y
 
 
 def _apply_expert(experts: Experts, module: Any, index: int, x: Tensor) -> Tensor:
-    activate = ACTIVATIONS[experts.activation]
+    activation: tuple[Activation, tuple[float, ...]] = experts.activation, experts.parameters
     if _is_split(module):
         gate, up, down = module.expert(index)
-        outputs: Tensor = down(activate(gate(x[None])) * up(x[None]))[0]
+        outputs: Tensor = down(gated(*activation, gate(x[None]), up(x[None])))[0]
         return outputs
     if experts.gate is None:
-        return functional.linear(activate(functional.linear(x, module.up_proj[index])), module.down_proj[index])
-    first, second = functional.linear(x, module.gate_up_proj[index]).chunk(2, -1)
-    return functional.linear(activate(first) * second, module.down_proj[index])
-
-
-def _first_output(module: Any, x: Tensor, name: str) -> Tensor:
-    """[n, hidden] float32, the output of a block that may have others."""
-    first: Tensor = next(iter(_evaluate(module, x[None], name))).float()
-    return first.reshape(x.shape)
-
-
-def _evaluate(module: Any, x: Tensor, name: str) -> tuple[Any, ...]:
-    """The outputs of a module."""
-    try:
-        y = module(x)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise DescriptionError(f"{name}, a {type(module).__name__}, cannot be evaluated: {error}") from error
-    return y if isinstance(y, tuple) else (y,)
+        inner = gated(*activation, functional.linear(x, module.up_proj[index]), torch.ones((), device="cpu"))
+        return functional.linear(inner.to(x.dtype), module.down_proj[index])
+    weights = [module.gate_up_proj[index], module.down_proj[index]]
+    if experts.gate_layout != GateLayout.APART:
+        weights = [weight.T for weight in weights]
+    biases = [getattr(module, f"{key}_bias", None) for key in ("gate_up_proj", "down_proj")]
+    first, second = (None if bias is None else bias[index] for bias in biases)
+    both = functional.linear(x, weights[0], first)
+    halves = both.unflatten(-1, (-1, 2)).unbind(-1) if experts.gate_layout == GateLayout.IN_TURNS else both.chunk(2, -1)
+    return functional.linear(gated(*activation, *halves).to(x.dtype), weights[1], second)

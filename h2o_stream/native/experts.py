@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from h2o_stream.native import abi
-from h2o_stream.native.abi import Activation, Array, Scoring, pointer
+from h2o_stream.native.abi import Activation, Array, GateLayout, GroupWorth, Scoring, pointer
 from h2o_stream.native.description import DescriptionError, Matrix, Mlp
+from h2o_stream.native.matrix import Norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +21,12 @@ class Router:
         normalized: whether the scores of a token's experts are divided by their sum.
         scale: factor on weights.
         choice_bias: [experts] float32, added to scores for the choice only; or None.
+        groups: the experts are in so many groups of equal size; 0 if they are in none.
+        chosen_groups: how many of them experts are chosen from.
+        group_worth: which groups those are.
+        jitter: see `Scoring`.
+        weighs_inputs: whether weights are factors on what goes into an expert, not on its output.
+        factors: [experts] float32, on weights; or None.
     """
 
     matrix: Matrix
@@ -28,6 +35,29 @@ class Router:
     normalized: bool
     scale: float = 1.0
     choice_bias: Array | None = None
+    groups: int = 0
+    chosen_groups: int = 0
+    group_worth: GroupWorth = GroupWorth.BEST_ONE
+    jitter: float = 0.0
+    weighs_inputs: bool = False
+    factors: Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BesideMlp:
+    """Norms of experts that read what goes into the norm before the MLP, which is their `shared` one (Gemma 4).
+
+    Attributes:
+        router: of what the router reads.
+        inputs: of what the experts read.
+        output: of the sum of their outputs.
+        mlp: of the MLP's output.
+    """
+
+    router: Norm
+    inputs: Norm
+    output: Norm
+    mlp: Norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +69,15 @@ class Experts:
 
     Attributes:
         router: chooses among them.
-        gate: of all experts, or None.
-        up: of all experts.
+        gate: of all experts, with the rows of `up` unless gates are apart; or None.
+        up: of all experts; None if its rows are in `gate`.
         down: of all experts.
         inner_size: rows of one expert's `gate` and `up`.
         stride: rows from one expert's `gate` to the next; more than `inner_size` if `up` is between them.
         activation: of all experts, and of the shared one.
+        parameters: of the activation, see `abi.h`.
+        gate_layout: where the gates are.
+        beside: norms of experts beside the MLP, or None.
         shared: an expert that all tokens go through, or None.
         shared_gate: [1, hidden]: the sigmoid of its output is a factor on the shared expert's; or None.
 
@@ -54,28 +87,40 @@ class Experts:
 
     router: Router
     gate: Matrix | None
-    up: Matrix
+    up: Matrix | None
     down: Matrix
     inner_size: int
     stride: int
     activation: Activation
     shared: Mlp | None = None
     shared_gate: Matrix | None = None
+    parameters: tuple[float, ...] = ()
+    gate_layout: GateLayout = GateLayout.APART
+    beside: BesideMlp | None = None
 
     def __post_init__(self) -> None:
         count, hidden, inner, stride = self.count, self.router.matrix.columns, self.inner_size, self.stride
-        rows = (count - 1) * stride + inner
-        needed = {"gate": (rows, hidden, stride), "up": (rows, hidden, stride), "down": (count * hidden, inner, hidden)}
-        for name, (rows, columns, stride) in needed.items():
-            matrix: Matrix | None = getattr(self, name)
+        apart = self.gate_layout == GateLayout.APART
+        rows = (count - 1) * stride + (inner if apart else 2 * inner)
+        needed = [("gate", self.gate, rows, hidden, stride), ("up", self.up, rows, hidden, stride)]
+        needed += [("down", self.down, count * hidden, inner, hidden)]
+        for name, matrix, rows, columns, step in needed:
             if matrix is None:
                 continue
             if (matrix.rows, matrix.columns) != (rows, columns):
                 raise DescriptionError(f"{name} of {count} experts has {matrix.rows} rows of {matrix.columns}")
-            matrix.row_range(stride, 0)
+            matrix.row_range(step, 0)
+        if apart == (self.up is None) or (self.gate is None and not apart):
+            raise DescriptionError(f"the gates of {count} experts are neither apart nor with other rows")
+        if self.router.weighs_inputs and any(m is not None and m.bias is not None for m in (self.gate, self.up)):
+            raise DescriptionError("the inputs of experts with biases are weighed")
+        groups = self.router.groups
+        if groups and (count % groups or self.router.chosen > self.router.chosen_groups * (count // groups)):
+            raise DescriptionError(f"tokens go through {self.router.chosen} experts of too few or unequal groups")
         if not 0 < self.router.chosen <= count:
             raise DescriptionError(f"tokens go through {self.router.chosen} of {count} experts")
-        if self.shared and self.shared.activation != self.activation:
+        own = self.activation, self.parameters
+        if self.shared and (self.shared.activation, self.shared.parameters) != own:
             raise DescriptionError("the shared expert has another activation than the others")
 
     @property
@@ -84,15 +129,12 @@ class Experts:
         return self.router.matrix.rows
 
     def expert(self, index: int) -> Mlp:
-        """One of the experts, in the same memory."""
+        """One of the experts, in the same memory; gates must be apart."""
+        assert self.up is not None
         first, hidden = index * self.stride, self.router.matrix.columns
         gate = self.gate.row_range(first, self.inner_size) if self.gate else None
-        return Mlp(
-            gate,
-            self.up.row_range(first, self.inner_size),
-            self.down.row_range(index * hidden, hidden),
-            self.activation,
-        )
+        up, down = self.up.row_range(first, self.inner_size), self.down.row_range(index * hidden, hidden)
+        return Mlp(gate, up, down, self.activation, self.parameters)
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -107,18 +149,19 @@ class Experts:
 
     @property
     def _own(self) -> list[Matrix]:
-        return [*([self.gate] if self.gate else []), self.up, self.down]
+        return [matrix for matrix in (self.gate, self.up, self.down) if matrix]
 
     def fill(self, struct: abi.Layer) -> None:
         """See `FeedForward`."""
         if self.shared:
             self.shared.fill(struct)
         router, struct.activation = self.router, self.activation
+        struct.activation_parameters[: len(self.parameters)] = self.parameters
         struct.experts = abi.Experts(
             router=router.matrix.to_struct(),
             choice_bias=pointer(router.choice_bias, "float32", self.count),
             gate=self.gate.to_struct() if self.gate else abi.Matrix(),
-            up=self.up.to_struct(),
+            up=self.up.to_struct() if self.up else abi.Matrix(),
             down=self.down.to_struct(),
             shared_gate=self.shared_gate.to_struct() if self.shared_gate else abi.Matrix(),
             chosen=router.chosen,
@@ -127,4 +170,17 @@ class Experts:
             scoring=router.scoring,
             normalized=router.normalized,
             scale=router.scale,
+            groups=router.groups,
+            chosen_groups=router.chosen_groups,
+            group_worth=router.group_worth,
+            jitter=router.jitter,
+            gate_layout=self.gate_layout,
+            weighs_inputs=router.weighs_inputs,
+            factors=pointer(router.factors, "float32", self.count),
         )
+        if norms := self.beside:
+            hidden = router.matrix.columns
+            struct.experts.router_norm = norms.router.to_struct(hidden)
+            struct.experts.input_norm = norms.inputs.to_struct(hidden)
+            struct.experts.output_norm = norms.output.to_struct(hidden)
+            struct.experts.mlp_norm = norms.mlp.to_struct(hidden)

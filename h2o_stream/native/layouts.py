@@ -10,10 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from h2o_stream.native.abi import Activation
+from h2o_stream.native.abi import Activation, GateKind
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm", "norm_f")
 """Names of the final norm."""
+
+WITHIN = ("model", "decoder", "language_model")
+"""Where the module that holds the layers may be, beside the base model, one in another."""
+
+OTHER_SENSES = {
+    "vision_tower", "audio_tower", "multi_modal_projector", "vision_embed_tokens", "embed_tokens_extend",
+    "embed_vision", "embed_audio", "vision_model", "vision_embedder", "audio_embedder",
+}  # fmt: skip
+"""Modules that tokens of text do not go through."""
+
+PLACEHOLDERS = r".*(image|video|audio|vision|speech).*_token_(id|index)"
+"""Settings that name tokens for something else than text."""
 
 ROTARY = ("rotary_emb", "pos_emb")
 """Names of the rotary embedding."""
@@ -62,6 +74,18 @@ LAYERS = (
     LayerLayout("self_attn", "mlp", _TWO_NORMS),
     LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS),
     LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS, shared="shared_mlp"),
+    LayerLayout("self_attn", "feed_forward", _TWO_NORMS),
+    LayerLayout("attn", "mlp", {"before_attention": "attn_norm", "before_mlp": "mlp_norm"}),
+    LayerLayout(
+        "self_attn",
+        "mlp",
+        {
+            "before_attention": "input_layernorm",
+            "after_attention": "post_attention_layernorm",
+            "before_mlp": "pre_mlp_layernorm",
+            "after_mlp": "post_mlp_layernorm",
+        },
+    ),
     LayerLayout(None, "block_sparse_moe", _TWO_NORMS, mixer="mamba", shared="shared_mlp"),
     LayerLayout("self_attn", "shared_mlp", _TWO_NORMS),
     LayerLayout(None, "shared_mlp", _TWO_NORMS, mixer="mamba"),
@@ -106,9 +130,9 @@ LAYERS = (
     LayerLayout(None, None, {"before_attention": "norm"}, mixer="mixer"),
     LayerLayout(None, "mixer", {"before_mlp": "norm"}),
 )
-"""Llama and most others; Granite MoE; Granite MoE with a shared expert, Granite 4; Gemma 2 and 3; EXAONE 4, OLMo 2;
-VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2; Qwen 3.5; Bamba;
-Falcon-H1; Nemotron-H, whose mixer may be anything."""
+"""Llama and most others; Granite MoE; Granite MoE with a shared expert, Llama 4, ModernBERT, AFMoE, Granite 4; Gemma 2
+and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus;
+LFM2; Qwen 3.5; Bamba; Falcon-H1; Nemotron-H, whose mixer may be anything."""
 
 
 @dataclass(frozen=True)
@@ -129,19 +153,91 @@ class AttentionLayout:
     norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rope: bool = False
 
+    def needed(self, module: Any) -> tuple[str, ...]:
+        """The projections that an attention must have: none for keys of another layer, or for values that are keys."""
+        if getattr(module, BORROWS, False):
+            return self.qkv[:1]
+        return self.qkv[:2] if getattr(module, self.qkv[-1], self) is None else self.qkv
+
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 ATTENTIONS = (
     AttentionLayout(_QKV, "o_proj"),
     AttentionLayout(_QKV, "o_proj", norms=("query_layernorm", "key_layernorm"), norms_after_rope=True),
+    AttentionLayout(_QKV, "o_proj", norms=("qk_norm", "qk_norm"), norms_after_rope=True),
+    AttentionLayout(_QKV, "Wo"),
     AttentionLayout(_QKV, "out_proj"),
     AttentionLayout(_QKV, "out_proj", norms=("q_layernorm", "k_layernorm")),
     AttentionLayout(_QKV, "dense", norms=("q_layernorm", "k_layernorm")),
     AttentionLayout(("qkv_proj",), "o_proj"),
     AttentionLayout(("query_key_value",), "dense", order="interleaved", norms=("q_layernorm", "k_layernorm")),
 )
-"""Llama and most others; HunYuan; OPT; LFM2; Phi; Phi-3; GPT-NeoX, Persimmon. Of those that match, one with norms."""
+"""Llama and most others; HunYuan; Llama 4; ModernBERT; OPT; LFM2; Phi; Phi-3; GPT-NeoX, Persimmon. Of those that match,
+one with norms."""
+
+
+@dataclass(frozen=True)
+class LatentLayout:
+    """Module names in an attention with latent keys and values, and perhaps queries.
+
+    Attributes:
+        query: the projection to queries.
+        query_down: that to latent queries, in place of `query`.
+        query_norm: of latent queries.
+        query_up: from them to queries.
+        down: the projection to the latent vector and the last part of all keys.
+        norm: of the latent vector.
+        up: from it to keys and values.
+        out: the output projection.
+    """
+
+    query: str = "q_proj"
+    query_down: str = "q_a_proj"
+    query_norm: str = "q_a_layernorm"
+    query_up: str = "q_b_proj"
+    down: str = "kv_a_proj_with_mqa"
+    norm: str = "kv_a_layernorm"
+    up: str = "kv_b_proj"
+    out: str = "o_proj"
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Those by which such an attention is known."""
+        return self.down, self.norm, self.up, self.out
+
+
+LATENT = LatentLayout()
+
+GATES = {"gate_proj": GateKind.SIGMOID_GATE, "g_proj": GateKind.SOFTPLUS_GATE}
+"""Projections to factors on the output of an attention, before its output projection; and what they go through."""
+
+VALUE_NORM, OUTPUT_NORM = "v_norm", "attn_sub_norm"
+"""Norms of each head's value, and of the output before the output projection."""
+
+BORROWS = "is_kv_shared_layer"
+"""Attribute of an attention: whether it uses the keys and values of an earlier layer of its kind, the last one with its
+own."""
+
+
+@dataclass(frozen=True)
+class OwnEmbeddingLayout:
+    """Module names in a layer that adds something for the token's embedding for it, and in its model."""
+
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
+    embedding: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    projection_norm: str = "per_layer_projection_norm"
+    projection_scale: str = "per_layer_model_projection_scale"
+    output_scale: str = "per_layer_input_scale"
+
+
+OWN_EMBEDDING = OwnEmbeddingLayout()
+
+OUTPUT_SCALE = "layer_scalar"
+"""Buffer of a layer: a factor on what it gives."""
 
 
 @dataclass(frozen=True)
@@ -163,22 +259,53 @@ MLPS = (
     MlpLayout(None, "gate_up_proj", "down_proj", fused=True),
     MlpLayout(None, "dense_h_to_4h", "dense_4h_to_h"),
     MlpLayout(None, "input_linear", "output_linear", fused=True),
+    MlpLayout(None, "Wi", "Wo", fused=True),
     MlpLayout(None, "fc1", "fc2"),
     MlpLayout(None, "c_fc", "c_proj"),
     MlpLayout(None, "up_proj", "down_proj"),
     MlpLayout("w1", "w3", "w2", activation=Activation.SILU),
 )
-"""Llama and most others; Phi-3; GPT-NeoX; Granite's shared expert; OPT, Phi; StarCoder 2; Nemotron; LFM2."""
+"""Llama and most others; Phi-3; GPT-NeoX; Granite's shared expert; ModernBERT; OPT, Phi; StarCoder 2; Nemotron;
+LFM2."""
+
+
+@dataclass(frozen=True)
+class BesideLayout:
+    """Module names in a layer whose experts are beside its MLP (Gemma 4), and in their router."""
+
+    router: str = "router"
+    experts: str = "experts"
+    inputs: str = "pre_feedforward_layernorm_2"
+    output: str = "post_feedforward_layernorm_2"
+    mlp: str = "post_feedforward_layernorm_1"
+    norm: str = "norm"
+    matrix: str = "proj"
+    scale: str = "scale"
+    factor: str = "scalar_root_size"
+    factors: str = "per_expert_scale"
+
+    @property
+    def modules(self) -> set[str]:
+        """Those in the layer."""
+        return {self.router, self.experts, self.inputs, self.output, self.mlp}
+
+
+BESIDE = BesideLayout()
+
+INNER_NORM = "ffn_sub_norm"
+"""Norm of what goes into the last matrix of an MLP."""
+
+AFTER_EXPERTS = "post_mlp_layernorm"
+"""Norm of the output, in a block of experts."""
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
 NEUTRAL_FLAGS: Mapping[str, tuple[object, ...]] = {
     "do_layer_norm_before": (True,),
-    "use_bidirectional_attention": (None, False),
+    "use_bidirectional_attention": (None, False, "vision"),
     "is_causal": (True,),
-    "clip_qkv": (None,),
     "alibi": (None, False),
-    "attn_temperature_tuning": (None, False, 0),
+    "moe_router_logit_softcapping": (None, 0),
 }
 """Supported values of attributes of configs, RoPE parameters, layers and attentions that change the computation."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from h2o_stream.native import abi, packing
 from h2o_stream.native.abi import Array, MatrixKind, NormKind, pointer
@@ -12,12 +13,22 @@ class DescriptionError(Exception):
     """The model cannot be described; the message gives the reason in one line."""
 
 
+DENSE = {
+    MatrixKind.FLOAT32: "float32",
+    MatrixKind.BFLOAT16: "bfloat16",
+    MatrixKind.FLOAT32_COLUMNS: "float32",
+    MatrixKind.BFLOAT16_COLUMNS: "bfloat16",
+}
+"""Matrices that are not packed, with the dtype of their numbers."""
+
+
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """Weights of a linear layer or an embedding.
 
     Attributes:
-        weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; shared with the model.
+        weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; shared with the model. Where
+            columns follow one another, as many numbers.
         bias: [rows] float32, or None.
         rows: output features.
         columns: input features.
@@ -38,7 +49,7 @@ class Matrix:
         Raises:
             DescriptionError: the rows of a packed matrix do not start at a tile.
         """
-        tile = 1 if self.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16) else packing.ROWS
+        tile = 1 if self.kind in DENSE else packing.ROWS
         if first % tile:
             raise DescriptionError(f"rows {first} of a packed matrix do not start at a multiple of {tile}")
         weights = self.weights[first // tile : -(-(first + count) // tile)]
@@ -52,7 +63,7 @@ class Matrix:
 
     def to_struct(self) -> abi.Matrix:
         """As a C structure."""
-        dense = {MatrixKind.FLOAT32: "float32", MatrixKind.BFLOAT16: "bfloat16"}.get(self.kind)
+        dense = DENSE.get(self.kind)
         size = self.rows * self.columns if dense else packing.packed_bytes(self.kind, self.rows, self.columns)
         weights = pointer(self.weights, dense or "uint8", size)
         bias = pointer(self.bias, "float32", self.rows)
@@ -79,3 +90,7 @@ class Norm:
         """As a C structure, of a norm whose weights are `size` numbers."""
         weight, bias = (pointer(x, "float32", size) for x in (self.weight, self.bias))
         return abi.Norm(weight, bias, self.epsilon, self.kind)
+
+
+NO_NORM: Final = Norm()
+"""In place of a norm."""

@@ -166,7 +166,9 @@ def _mamba2(module: Any, hidden: int, name: str) -> Mamba2:
     if len(limits := tuple(getattr(module, "time_step_limit", None) or ())) != 2:
         raise DescriptionError(f"{name} has no limits of its steps")
     rate, bias, skip = (as_float32(getattr(module, key), name) for key in ("A_log", "dt_bias", "D"))
-    assert rate is not None and bias is not None and skip is not None
+    assert rate is not None
+    assert bias is not None
+    assert skip is not None
     norm, weight = module.norm, as_float32(getattr(module.norm, "weight", None), name)
     normed = Norm() if weight is None else Norm(NormKind.RMS, weight, None, float(norm.variance_epsilon))
     mixer = Mamba2(
@@ -218,7 +220,8 @@ def _normed(mixer: Mamba2, x: Tensor) -> Tensor:
         return x
     parts = x.view(len(x), mixer.norm_groups, -1)
     scaled = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + mixer.norm.epsilon)
-    return scaled.flatten(1) * mixer.norm.weight
+    weighted: Tensor = scaled.flatten(1) * mixer.norm.weight
+    return weighted
 
 
 def convolved(convolution: Convolution, x: Tensor) -> Tensor:

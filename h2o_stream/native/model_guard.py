@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from h2o_stream.native.abi import BYTES, dtype_name, pointer
+from h2o_stream.native.describe import text_modules
 from h2o_stream.native.description import Description
 from h2o_stream.native.modules import has_active_hooks, raw_tensor, uses_dropout
 
@@ -42,7 +43,7 @@ class ModelGuard:
 
     def __init__(self, native: CDLL, model: nn.Module, description: Description) -> None:
         self._native = native
-        modules = list(model.modules())
+        modules = [module for _, module in text_modules(model)]
         children = modules[1:]
         # The buffers of a rotary embedding change with the sequence length.
         static_modules = [module for module in modules if not hasattr(module, "rope_type")]

@@ -1,4 +1,4 @@
-"""What individual modules compute: linear layers, norms, activations, embeddings, rotary embeddings.
+"""What individual modules compute: linear layers, norms, activations, embeddings.
 
 Modules are evaluated on test inputs rather than recognized by class: that distinguishes layer norm from RMS norm, w
 from 1 + w, and one GELU from another.
@@ -7,17 +7,15 @@ from 1 + w, and one GELU from another.
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from h2o_stream.cache.rope import dimension_orders, rotate_back
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind, dtype_name
-from h2o_stream.native.description import DescriptionError, Matrix, Norm, Rope
+from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.packing import gather
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
@@ -33,12 +31,6 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 _EPSILONS = (1e-5, 1e-6)
 """For norms that have no such attribute."""
-
-_FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
-"""RoPE types whose frequencies do not depend on the sequence length."""
-
-_TEST_POSITIONS = (0, 1, 5)
-
 
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
 """Hooks that do nothing unless hidden states are requested; transformers never removes them."""
@@ -90,9 +82,22 @@ def matrix_of(module: Any, name: str) -> Matrix:
     if hasattr(module, "tiles"):
         tiles = raw_tensor(module.tiles, name)
         return Matrix(tiles, as_float32(module.bias, name), module.out_features, module.in_features, module.kind)
-    if type(module) is nn.Linear:
-        return dense_matrix(module.weight, module.bias, name)
+    linear = _linear_in(module)
+    if linear is not None:
+        return dense_matrix(linear.weight, linear.bias, name)
     raise DescriptionError(f"{name} is a {type(module).__name__} where a linear layer is expected")
+
+
+def _linear_in(module: Any) -> nn.Linear | None:
+    """A plain linear layer, or that in a module that does nothing else."""
+    if type(module) is nn.Linear:
+        return module
+    children = [*module.children()]
+    if len(children) != 1 or type(children[0]) is not nn.Linear or any(module.parameters(recurse=False)):
+        return None
+    linear = children[0]
+    x = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device="cpu")[None]
+    return linear if evaluate(module, x, "a linear layer").equal(evaluate(linear, x, "a linear layer")) else None
 
 
 def embedding_of(module: Any, name: str) -> Matrix:
@@ -149,7 +154,7 @@ def norm_of(module: Any, size: int, name: str) -> Norm:
     dtype = getattr(module, "weight", one).dtype if weight is not None else torch.float32
     values = (torch.arange(size, dtype=torch.float32, device="cpu") * 1.7).cos() + 0.3
     x = torch.stack((values, values * 1e-3)).to(dtype)
-    expected = _evaluate(module, x, name)
+    expected = evaluate(module, x, name)
     best, smallest_error = Norm(), torch.inf
     for kind, epsilon in itertools.product((NormKind.RMS, NormKind.LAYER), epsilons):
         for factor in (one,) if weight is None else (weight, 1 + weight):
@@ -173,18 +178,61 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
     return shifted
 
 
-def activation_of(function: Any, name: str) -> Activation:
-    """Determine which of the known activations a module or function is.
+def activation_of(function: Any, name: str) -> tuple[Activation, tuple[float, ...]]:
+    """Determine which of the known activations a module or function is, and its parameters.
 
     Raises:
         DescriptionError: none of them.
     """
     x = torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu")
-    y = _evaluate(function, x, name)
+    y = evaluate(function, x, name)
     for activation, known in ACTIVATIONS.items():
         if relative_error(known(x), y) < 1e-6:
-            return activation
+            return activation, ()
+    if all(hasattr(function, key) for key in ("alpha_p", "alpha_n", "beta", "eps")):
+        alphas = [functional.softplus(x.detach().float()) for x in (function.alpha_p, function.alpha_n)]
+        beta, most = float(function.beta), float(function.eps)
+        parameters = float(alphas[0]), float(alphas[1]) + beta, beta, most
+        if relative_error(xielu(parameters, x), y) < 1e-2:
+            return Activation.XIELU, parameters
     raise DescriptionError(f"{name} is {type(function).__name__}, not a supported activation")
+
+
+def xielu(parameters: Sequence[float], x: Tensor) -> Tensor:
+    """See `Activation` in `abi.h`."""
+    positive, negative, slope, most = parameters
+    below = (torch.expm1(x.clamp_max(most)) - x) * negative
+    return torch.where(x > 0, positive * x * x, below) + slope * x
+
+
+def gated(activation: Activation, parameters: Sequence[float], gate: Tensor, up: Tensor) -> Tensor:
+    """The input of an MLP's `down`."""
+    if activation == Activation.CLAMPED_SWIGLU:
+        slope, limit, offset = parameters
+        gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
+        return gate * (gate * slope).sigmoid() * (up + offset)
+    return (xielu(parameters, gate) if activation == Activation.XIELU else ACTIVATIONS[activation](gate)) * up
+
+
+def gated_activation_of(function: Any, module: Any, name: str) -> tuple[Activation, tuple[float, ...]]:
+    """The same as `activation_of` for a function of gates and what they are for [n], where it is one of both.
+
+    Args:
+        function: gives [n].
+        module: says its parameters.
+        name: for the message.
+    """
+    slope, limit = (
+        next((float(getattr(module, key)) for key in keys if isinstance(getattr(module, key, None), int | float)), 0.0)
+        for keys in (("alpha", "swiglu_alpha"), ("limit", "swiglu_limit"))
+    )
+    if slope and limit:
+        x = torch.linspace(-3 * limit, 3 * limit, 97, dtype=torch.float32, device="cpu")
+        gate, up = (pair.flatten() for pair in torch.meshgrid(x, x, indexing="ij"))
+        parameters = slope, limit, 1.0
+        if relative_error(gated(Activation.CLAMPED_SWIGLU, parameters, gate, up), function(gate, up)) < 1e-6:
+            return Activation.CLAMPED_SWIGLU, parameters
+    raise DescriptionError(f"{name} has gates of an unknown kind in its {type(module).__name__}")
 
 
 def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
@@ -202,89 +250,13 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
         rows = matrix.weights[ids].float()
     else:
         rows = gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
-    if not relative_error(_evaluate(module, ids, name), rows * scale) < 1e-2:
+    if not relative_error(evaluate(module, ids, name), rows * scale) < 1e-2:
         raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale
 
 
-def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name: str) -> Rope:
-    """Frequencies, scale and form of a rotary embedding.
-
-    Args:
-        rotary: a rotary embedding of transformers.
-        layer_type: type of the layer, if the embedding distinguishes several.
-        attention: the module that applies it.
-        size: of a head.
-        name: of `attention`, for the message.
-
-    Raises:
-        DescriptionError: it does not rotate in a known form by fixed angles per position.
-    """
-    prefix, kind = "", rotary.rope_type
-    layer_args: tuple[str, ...] = ()
-    if isinstance(kind, dict):
-        if layer_type is None or layer_type not in kind:
-            raise DescriptionError(f"{name} is in a layer without rotary positions")
-        prefix, kind, layer_args = f"{layer_type}_", kind[layer_type], (layer_type,)
-    # "original" frequencies stay the same while a long text is processed
-    angles = getattr(rotary, f"{prefix}original_inv_freq", getattr(rotary, f"{prefix}inv_freq", None))
-    if angles is None or angles.device.type != "cpu":
-        raise DescriptionError(f"{type(rotary).__name__} has no angles per position on the CPU")
-    scale = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
-    frequencies = angles.detach().float().contiguous()
-    if getattr(attention, "rotary_ndims", 2 * len(frequencies)) != 2 * len(frequencies):
-        raise DescriptionError(
-            f"{name} rotates {attention.rotary_ndims} elements, its table has {2 * len(frequencies)}"
-        )
-    if 2 * len(frequencies) > size:
-        raise DescriptionError(f"{name} rotates {2 * len(frequencies)} of {size} elements")
-    positions = torch.tensor([_TEST_POSITIONS], device="cpu")
-    cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
-    table = torch.outer(positions[0].float(), frequencies)
-    rotations = torch.cat((table.cos(), table.sin()), -1)
-    if not any(
-        pairs(rotations).shape == torch.cat((cos, sin), -1)[0].shape
-        and relative_error(pairs(rotations) * scale, torch.cat((cos, sin), -1)[0]) < 1e-5
-        for pairs in (_as_halves, _as_neighbours)
-    ):
-        raise DescriptionError(f"{type(rotary).__name__} computes angles that differ from its frequencies")
-    order = _rotated_order(attention, cos, sin, rotations * scale, size)
-    if order is None:
-        raise DescriptionError(f"{name} does not rotate in a known form")
-    return Rope(frequencies, scale, kind in _FIXED_ROPE_TYPES, None if order.diff().eq(1).all() else order.int())
-
-
-def _as_halves(rotations: Tensor) -> Tensor:
-    """Cosines and sines [n, Drot], one for each pair of elements, as a table that repeats them for the second half."""
-    return torch.cat([half.repeat(1, 2) for half in rotations.chunk(2, -1)], -1)
-
-
-def _as_neighbours(rotations: Tensor) -> Tensor:
-    """The same as a table that repeats each number at once."""
-    return rotations.repeat_interleave(2, -1)
-
-
-def _rotated_order(attention: Any, cos: Tensor, sin: Tensor, rotations: Tensor, size: int) -> Tensor | None:
-    """The order [size] int64 in which `apply_rotary_pos_emb` in an attention's module rotates halves, None for none."""
-    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if apply is None:
-        return None
-    inverse = rotations * torch.tensor([1.0, -1.0]).repeat_interleave(rotations.shape[-1] // 2)
-    for count in dict.fromkeys((size, rotations.shape[-1])):  # attentions may cut heads before
-        x = (torch.arange(len(rotations) * count, dtype=torch.float32, device="cpu") * 0.9).sin().view(1, 1, -1, count)
-        try:
-            query, key = apply(x, x, cos, sin)
-        except (TypeError, ValueError, RuntimeError, IndexError):
-            continue
-        for order in dimension_orders(count, rotations.shape[-1]):
-            expected = rotate_back(x[..., order], inverse)
-            if all(relative_error(y[..., order], expected) < 1e-5 for y in (query, key) if y.shape == x.shape):
-                return torch.cat((order, torch.arange(count, size)))
-    return None
-
-
 @torch.no_grad()
-def _evaluate(function: Any, x: Tensor, name: str) -> Tensor:
+def evaluate(function: Any, x: Tensor, name: str) -> Tensor:
     """Evaluate a module on a test input, in float32."""
     try:
         y = function(x)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from h2o_stream.native.description import Attention, Mlp
+from h2o_stream.native.attention import Attention
+from h2o_stream.native.description import Mlp
 from h2o_stream.native.matrix import DescriptionError, Matrix
 
 
@@ -16,10 +17,9 @@ def scaled_attention(attention: Attention, module: Any, layer: Any, name: str) -
         DescriptionError: keys have a factor, but no matrix of their own.
     """
     inputs, keys, outputs = _factor(layer, "attention_in"), _factor(module, "key"), _factor(layer, "attn_out")
-    if keys != 1.0 and len(attention.qkv) != 3:
+    if keys != 1.0 and (len(attention.qkv) < 3 or attention.latent):
         raise DescriptionError(f"{name} scales keys by {keys}, which are in one matrix with others")
-    factors = (1.0, keys, 1.0)
-    qkv = [matrix.scaled(factor, inputs) for matrix, factor in zip(attention.qkv, factors, strict=False)]
+    qkv = [matrix.scaled(keys if place == 1 else 1.0, inputs) for place, matrix in enumerate(attention.qkv)]
     return replace(attention, qkv=qkv, out=attention.out.scaled(outputs))
 
 

@@ -85,7 +85,8 @@ def packed_bytes(kind: MatrixKind, rows: int, columns: int) -> int:
 
 def _block_bytes(kind: MatrixKind, groups: int) -> int:
     bits, scales = _FORMATS[kind]
-    return -(-ROWS * scales(groups) // _ALIGNMENT) * _ALIGNMENT + ROWS * groups * GROUP * bits // 8
+    size: int = -(-ROWS * scales(groups) // _ALIGNMENT) * _ALIGNMENT + ROWS * groups * GROUP * bits // 8
+    return size
 
 
 def pack(weights: Array, kind: MatrixKind, out: Array | None = None) -> Array:

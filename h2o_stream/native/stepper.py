@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
-from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS, Array, MatrixKind, pointer
-from h2o_stream.native.description import NativeModel
+from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS, Array, pointer
+from h2o_stream.native.description import DENSE, NativeModel
 from h2o_stream.native.slots import BoundLayer, why_not
 from h2o_stream.native.threads import num_threads
 
@@ -26,7 +26,7 @@ MAX_ROWS = 64
 _BYTES_PER_THREAD = 2**20
 """Weights that a thread should have to read in a step, to be worth waiting for."""
 
-_DENSE = {MatrixKind.FLOAT32, MatrixKind.BFLOAT16}
+_DENSE = set(DENSE)
 """Weights whose products with many vectors are faster in torch."""
 
 
@@ -73,8 +73,11 @@ class Stepper:
         attention = [layer.attention for layer in model.layers]
         self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in attention]
         if cache.plan.positions != "absolute":
-            for layer in model.layers:
+            for layer, described in zip(model.layers, model.description.layers, strict=True):
                 layer.frequencies = None  # keys are rotated when they are attended to
+                temperature = described.attention.temperature if described.attention else None
+                if temperature and temperature.of_positions:
+                    layer.temperature = 0.0
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
         self.takes_prompts = dense_prompts or not any(x.kind in _DENSE for x in model.description.matrices)
@@ -184,7 +187,10 @@ class Stepper:
         return logits
 
     def _are_tokens(self, ids: NDArray[numpy.int64]) -> bool:
-        """Whether all are in the vocabulary; the model's own forward refuses others."""
+        """Whether all are in the vocabulary and stand for text; the model's own forward takes or refuses others."""
+        placeholders = self.model.description.placeholders
+        if placeholders and bool(numpy.isin(ids, placeholders).any()):
+            return False
         return bool(ids.min() >= 0 and ids.max() < self.model.struct.vocab_size)
 
     def _limits(self, lengths: list[list[int]]) -> NDArray[numpy.int64]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.attention import Attention, HeadOffsets, Rope
 from h2o_stream.native.description import (
-    Attention,
     Description,
     DescriptionError,
-    HeadOffsets,
     Layer,
     Matrix,
     Mlp,
     Norm,
-    Rope,
 )
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.layouts import NORM_ROLES
@@ -82,12 +82,13 @@ class _FileReader:
         experts, inner = self._parameters.experts, self._parameters.inner_size
         has_experts = self._weights.has("ffn_gate_inp", number)
         norms = {role: self._norm(name, number) for role, name in self._architecture.norms.items()}
+        by_role: dict[str, Any] = {role: norms.get(role, Norm()) for role in NORM_ROLES}
         convolves = self._weights.has(f"{_CONVOLUTION}.in_proj", number)
         return Layer(
             attention=None if convolves else self._attention(number),
             mixer=self._convolution(number) if convolves else None,
             mlp=self._experts(number, experts) if experts and has_experts else self._mlp(number, inner),
-            **{role: norms.get(role, Norm()) for role in NORM_ROLES},
+            **by_role,
             parallel=self._architecture.parallel,
         )
 

@@ -56,6 +56,8 @@ extern "C" {
 // They store the GGUF types of their names losslessly; kInt8 stores Q8_0, kInt4 Q4_0 and Q4_1, kInt5 Q5_0 and Q5_1.
 // Those named K, and kIq4Xs, have n = 8. kMxFp4 is lossless if its scales, which are powers of two, are numbers of 16
 // bits.
+//
+// In kFloat32Columns and kBFloat16Columns columns follow one another: [columns][rows].
 enum MatrixKind : int64_t {
   kFloat32 = 0,
   kBFloat16 = 1,
@@ -64,12 +66,14 @@ enum MatrixKind : int64_t {
   kQ4K = 4,
   kQ6K = 5,
   kMxFp4 = 6,
+  kFloat32Columns = 7,
+  kBFloat16Columns = 8,
   kInt5 = 9,
   kQ5K = 10,
   kQ2K = 11,
   kQ3K = 12,
   kIq4Nl = 13,
-  kIq4Xs = 14,
+  kIq4Xs = 14
 };
 
 struct Matrix {
@@ -146,10 +150,28 @@ struct Norm {
   int64_t kind;
 };
 
-enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3, kReluSquared = 4 };
+// With parameters p:
+//   kXielu          p[0] x^2 + p[2] x for x > 0, otherwise p[1] (expm1(min(x, p[3])) - x) + p[2] x
+//   kClampedSwiglu  g sigmoid(p[0] g) (u + p[2]) for the gate g = min(gate, p[1]) and u = up, at most p[1] either way
+enum Activation : int64_t {
+  kSilu = 0,
+  kGeluTanh = 1,
+  kGeluErf = 2,
+  kRelu = 3,
+  kReluSquared = 4,
+  kXielu = 5,
+  kClampedSwiglu = 6
+};
 
-// How a router's logits become the scores of experts.
-enum Scoring : int64_t { kSoftmax = 0, kSigmoid = 1 };
+// How a router's logits become the scores of experts. With kSparseMixer experts are chosen one after another: the score
+// of each is its share of those that are left and as high, up to `jitter`, relative to the larger magnitude of the two.
+enum Scoring : int64_t { kSoftmax = 0, kSigmoid = 1, kSparseMixer = 2 };
+
+// What makes a group of experts worth more than another one: its best expert, or its best two.
+enum GroupWorth : int64_t { kBestOne = 0, kBestTwo = 1 };
+
+// Where gates are: in a matrix of their own; or in `gate` with an expert's rows of `up`, before them or in turns.
+enum GateLayout : int64_t { kApart = 0, kHalves = 1, kInTurns = 2 };
 
 // A mixture of experts, which are MLPs, without gates if `gate` is null: a token goes through those with the highest scores. Their outputs are added with
 // their scores as weights, times `scale`. The rows of expert e start at e * stride in `gate` and `up`, and at
@@ -163,7 +185,26 @@ struct Experts {
   int64_t inner_size, stride;
   int64_t scoring, normalized;  // whether the weights of a token's experts are divided by their sum
   double scale;
+  int64_t groups, chosen_groups;  // experts of the best groups only; as many in each; 0 groups for no such limit
+  int64_t group_worth;
+  double jitter;          // with kSparseMixer
+  int64_t gate_layout;    // `up` is null unless gates are apart; `gate` is null without gates
+  int64_t weighs_inputs;  // whether weights are factors on what goes into an expert, not on its output
+  const float* factors;   // [experts], on the weights, or null
+  // Experts beside the MLP, if `output_norm` is one: router and experts read x with norms of their own, and
+  //   m = mlp_norm(mlp(before_mlp(x))) + output_norm(their sum)
+  Norm router_norm, input_norm, output_norm, mlp_norm;
 };
+
+// Takes a part of a vector, normed, through a matrix, to a later part of the same vector.
+struct Projection {
+  Matrix matrix;
+  Norm norm;
+  int64_t from, to;
+};
+
+// What a gate's values go through before the attention's output is multiplied by them.
+enum GateKind : int64_t { kNoGate = 0, kSigmoidGate = 1, kSoftplusGate = 2 };
 
 // How a recurrent mixer carries earlier tokens on.
 enum MixerKind : int64_t { kNoMixer = 0, kShortConvolution = 1, kGatedDelta = 2, kMamba2 = 3 };
@@ -218,23 +259,41 @@ struct Mixer {
 // A decoder layer:
 //   a = attention(before_attention(x)) + mixer(before_attention(x));  x += after_attention(a)
 //   m = mlp(before_mlp(x));                                           x += after_mlp(m)
+//   e = embedding_out(act(embedding_gate(x)) * embedding of the token for this layer);  x += after_embedding(e)
+//   x *= output_scale
 // What is missing is left out: attention if qkv_count is 0, the mixer if its kind is kNoMixer, the MLP if neither `down`
-// nor the router has weights. With `parallel` the MLP reads x before `a` is added. The output of experts is added to that
-// of the MLP, which may be missing then.
+// nor the router has weights, e if `embedding_gate` has none. With `parallel` the MLP reads x before `a` is added. The
+// output of experts is added to that of the MLP, which may be missing then.
 struct Layer {
   AttentionLayer attention;
-  Norm before_attention, after_attention, before_mlp, after_mlp;
-  Norm query_norm, key_norm;
-  // Norms are of all heads as one vector instead of each head; they come after RoPE.
+  Norm before_attention, after_attention, before_mlp, after_mlp, after_embedding;
+  Norm query_norm, key_norm, value_norm;
+  // Norms of queries and keys are of all heads as one vector instead of each head; they come after RoPE.
   int64_t norms_all_heads, norms_after_rope;
-  // One to three matrices whose outputs are concatenated to one vector [q_size + k_size + v_size].
-  Matrix qkv[3];
+  // The outputs of one to four matrices are written to one vector, each from its column on. What other layers have
+  // written to it stays. Values are at most `qkv_clip` either way; 0 disables that.
+  Matrix qkv[4];
+  int64_t qkv_columns[4];
   int64_t qkv_count;
-  // Head h of each starts at offset + h * stride in that vector.
+  double qkv_clip;
+  // Latent queries, keys and values: what is then computed from that vector.
+  Projection latent[2];
+  int64_t latent_count;
+  // Head h of each starts at offset + h * stride in that vector. The last `key_tail_size` elements of all keys are those
+  // from key_tail_offset on.
   int64_t query_offset, query_stride, key_offset, key_stride, value_offset, value_stride;
-  // The sigmoid of head h's gate, which starts at offset + h * stride in that vector, is a factor on its output; stride 0
-  // for none.
-  int64_t gate_offset, gate_stride;
+  int64_t key_tail_offset, key_tail_size;
+  // [head_size] or null: where in its part of that vector each element of a query or key is, before anything else.
+  const int32_t* elements;
+  // The attention's output is multiplied by a gate: of head h, `gate_size` values (the value size or 1) from
+  // gate_offset + h * gate_stride on in that vector.
+  int64_t gate_kind, gate_offset, gate_stride, gate_size;
+  double value_scale;
+  Norm attended_norm;  // of the attention's output [query_heads * value_size], before `out`
+  int64_t kv_source;   // the layer whose keys and values these are, in the same places of the vector: this or an earlier
+  // Queries are multiplied by 1 + temperature * log(1 + floor((token index + temperature_start) / temperature_length)).
+  double temperature, temperature_length;
+  int64_t temperature_start;
   // [head_size] or null: the order of the elements of a head in which RoPE rotates halves; keys are stored in it, except
   // with kAbsolute.
   const int32_t* order;
@@ -247,8 +306,13 @@ struct Layer {
   int64_t absolute_rotary_dims;
   Mixer mixer;
   Matrix out, gate, up, down;  // gate.weights null: down(act(up(x)))
+  Norm inner_norm;             // of the input of `down`
   Experts experts;
-  int64_t activation, parallel;
+  int64_t activation;
+  double activation_parameters[4];
+  Matrix embedding_gate, embedding_out;  // see `Model`; null without
+  double output_scale;
+  int64_t parallel;
   int64_t first_group, group_count;  // range of the stream's `Slots`
 };
 
@@ -260,6 +324,12 @@ struct Model {
   const float* learned_positions;  // [n][hidden_size] or null
   int64_t learned_offset;          // row for token index 0
   Norm embedding_norm;             // before the first layer
+  // Embeddings of the token for each layer, [layers * size], or null:
+  //   (layer_embedding_scale * its row + norm(layer_projection(x) * layer_projection_scale)) * layer_input_scale,
+  // with x before the first layer, normed for each layer.
+  Matrix layer_embedding, layer_projection;
+  Norm layer_projection_norm;
+  double layer_embedding_scale, layer_projection_scale, layer_input_scale;
   Norm norm;                       // final norm, before the output layer
   Matrix output;
   double logit_scale, logit_softcap;  // softcap 0 disables it

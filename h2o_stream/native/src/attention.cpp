@@ -8,7 +8,7 @@ using namespace slot_kernels;
 
 void DecodeAttention::reserve(int64_t streams, int64_t query_heads, int64_t value_size, int64_t slots,
                               int64_t threads) {
-  query_heads_ = query_heads, value_size_ = value_size;
+  query_heads_ = query_heads;
   max_slots_ = simd::padded(slots, 16), blocks_ = simd::padded(slots, kBlockSlots) / kBlockSlots;
   const int64_t heads = streams * query_heads;
   probs_.reserve(heads * max_slots_);
@@ -160,14 +160,15 @@ void DecodeAttention::merge(int64_t stream, float* output, float* factors) const
     for (int64_t local_head = 0; local_head < slots.head_count; ++local_head) {
       for (int64_t q = slots.heads[local_head] * heads; q < (slots.heads[local_head] + 1) * heads; ++q) {
         const float sink = layer_->sink_logits ? layer_->sink_logits[q] : kMinusInfinity;
-        merge_head(block_number(stream, q, 0), blocks, sink, output + q * value_size_, factors + q * blocks_);
+        merge_head(block_number(stream, q, 0), blocks, sink, output + q * layer_->value_size, factors + q * blocks_);
       }
     }
   }
 }
 
 void DecodeAttention::merge_head(int64_t first, int64_t blocks, float sink, float* output, float* factors) const {
-  const float *maxima = maxima_.at(first), *sums = sums_.at(first), *accum = outputs_.at(first * value_size_);
+  const int64_t size = layer_->value_size;
+  const float *maxima = maxima_.at(first), *sums = sums_.at(first), *accum = outputs_.at(first * size);
   float maximum = sink;
   for (int64_t b = 0; b < blocks; ++b) maximum = std::max(maximum, maxima[b]);
   float sum = std::exp(sink - maximum);
@@ -175,11 +176,11 @@ void DecodeAttention::merge_head(int64_t first, int64_t blocks, float sink, floa
     factors[b] = maxima[b] == kMinusInfinity ? 0 : std::exp(maxima[b] - maximum);
     sum += factors[b] * sums[b];
   }
-  std::fill_n(output, value_size_, 0.f);
+  std::fill_n(output, size, 0.f);
   for (int64_t b = 0; b < blocks; ++b) {
     const float factor = factors[b] /= sum;
-    const float* row = accum + b * value_size_;
-    for (int64_t i = 0; i < value_size_; ++i) output[i] += factor * row[i];
+    const float* row = accum + b * size;
+    for (int64_t i = 0; i < size; ++i) output[i] += factor * row[i];
   }
 }
 

@@ -136,7 +136,7 @@ class DecodeAttention {
   int64_t groups_ = 0, streams_ = 0;
   const int32_t* token_indices_ = nullptr;
 
-  int64_t query_heads_ = 0, value_size_ = 0, max_slots_ = 0, blocks_ = 0;
+  int64_t query_heads_ = 0, max_slots_ = 0, blocks_ = 0;
   Buffer<float> probs_, maxima_, sums_, outputs_;
   std::vector<Scratch> scratch_;
 };

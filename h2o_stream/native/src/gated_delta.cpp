@@ -99,7 +99,7 @@ void convolve_part(const Mixer& mixer, const MixerTokens& tokens, int64_t first,
   }
   for (int64_t token = 0; token < tokens.count; ++token) {
     float* row = x + token * tokens.stride;
-    activate(kSilu, nullptr, row, {0, channels}, row);
+    activate(kSilu, nullptr, nullptr, row, {0, channels}, row);
   }
 }
 
@@ -144,7 +144,7 @@ void mix(const Mixer& mixer, const MixerTokens& tokens, float* scratch, const Wo
       for (int64_t token = 0; token < tokens.count; ++token) {
         float* row = out + token * inner;
         apply_norm(mixer.norm, row, size, row);
-        activate(kSilu, part(mixer.gate) + token * tokens.stride + i * size, row, {0, size}, row);
+        activate(kSilu, nullptr, part(mixer.gate) + token * tokens.stride + i * size, row, {0, size}, row);
       }
     }
   }

@@ -144,7 +144,7 @@ void convolve_all(const Mixer& mixer, const MixerTokens& tokens, const Worker& w
     const int64_t channels = std::min(kChannels, share.end - first);
     float* x = tokens.projected + mixer.value.offset + first;
     convolve(mixer.convolution, first, channels, x, tokens.count, tokens.stride, tokens.states[0]);
-    for (int64_t token = 0; token < tokens.count; ++token, x += tokens.stride) activate(kSilu, nullptr, x, {0, channels}, x);
+    for (int64_t token = 0; token < tokens.count; ++token, x += tokens.stride) activate(kSilu, nullptr, nullptr, x, {0, channels}, x);
   }
 }
 
@@ -188,7 +188,7 @@ void finish(const Mixer& mixer, const MixerTokens& tokens, int64_t token, int64_
   const float* gate = tokens.projected + token * tokens.stride + mixer.gate.offset + first;
   const auto normalize = [&] { apply_norm(mixer.norm, moments(mixer.norm, out, size), first, out, size, out); };
   if (mixer.norm_before_gate) normalize();
-  activate(kSilu, gate, out, {0, size}, out);
+  activate(kSilu, nullptr, gate, out, {0, size}, out);
   if (!mixer.norm_before_gate) normalize();
 }
 

@@ -68,8 +68,8 @@ void Vectors::quantize(int64_t vector, Range numbers) const {
 }
 
 int64_t stride_bytes(const Matrix& matrix) {
-  if (matrix.kind == kFloat32) return 4 * matrix.columns;
-  if (matrix.kind == kBFloat16) return 2 * matrix.columns;
+  if (matrix.kind == kFloat32 || matrix.kind == kFloat32Columns) return 4 * matrix.columns;
+  if (matrix.kind == kBFloat16 || matrix.kind == kBFloat16Columns) return 2 * matrix.columns;
   return packed::tile_bytes(matrix.kind, matrix.columns);
 }
 
@@ -80,6 +80,8 @@ void prefetch(const Matrix& matrix, Range rows) {
 void skinny_gemm(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out, int64_t stride) {
   if (packed::is_packed(matrix.kind)) {
     skinny_gemm_packed(matrix, vectors, range, rows, out, stride);
+  } else if (packed::has_columns(matrix.kind)) {
+    skinny_gemm_columns(matrix, vectors, range, rows, out, stride);
   } else {
     skinny_gemm_dense(matrix, vectors, range, rows, out, stride);
   }

@@ -83,5 +83,5 @@ void prefetch(const Matrix& matrix, Range rows);
 // Bytes between rows, or between tiles.
 int64_t stride_bytes(const Matrix& matrix);
 
-// Dequantizes a row.
+// Dequantizes a row of a matrix whose rows follow one another.
 void read_row(const Matrix& matrix, int64_t row, float* out);

@@ -34,3 +34,10 @@ inline int64_t projected_size(const Mixer& mixer) {
 inline bool attends(const Layer& layer) { return layer.qkv_count > 0; }
 inline bool has_mixer(const Layer& layer) { return layer.mixer.kind != kNoMixer; }
 inline bool has_mlp(const Layer& layer) { return layer.down.weights || layer.experts.router.weights; }
+
+// The first matrix that a layer reads.
+inline const Matrix& first_matrix(const Layer& layer) {
+  if (attends(layer)) return layer.qkv[0];
+  if (has_mixer(layer)) return layer.mixer.in[0];
+  return layer.gate.weights ? layer.gate : layer.up;
+}

@@ -102,20 +102,39 @@ inline void rotate(const Layer& layer, const float* cos_sin, float* x) {
   }
 }
 
-// The queries or the keys of a token: head h starts at `first` + h * `stride`.
+// The queries or the keys of a token: head h starts at `first` + h * `stride`. The last elements of all heads may be the
+// same. At last they are multiplied by `factor`.
 struct Heads {
   const Norm& norm;
   const float* first;
   int64_t stride, count;
+  const float* tail;
+  int64_t tail_size;
+  float factor;
 };
 
-// Multiplies the outputs of heads [query_heads][value_size] by their gates, if they have some.
-inline void gate_heads(const Layer& layer, const float* qkv, float* outputs) {
-  const int64_t size = layer.attention.value_size;
-  for (int64_t head = 0; layer.gate_stride && head < layer.attention.query_heads; ++head) {
-    const float* gates = qkv + layer.gate_offset + head * layer.gate_stride;
-    for (int64_t i = 0; i < size; ++i) outputs[head * size + i] /= 1 + std::exp(-gates[i]);
+// The heads of a token at this index whose vector is `qkv`.
+inline Heads queries_of(const Layer& layer, const float* qkv, int32_t index) {
+  float factor = 1;
+  if (layer.temperature != 0) {
+    const float pieces = std::floor((float(index) + float(layer.temperature_start)) / float(layer.temperature_length));
+    factor += float(layer.temperature) * std::log1p(pieces);
   }
+  return {layer.query_norm, qkv + layer.query_offset, layer.query_stride, layer.attention.query_heads, nullptr, 0,
+          factor};
+}
+
+inline Heads keys_of(const Layer& layer, const float* qkv) {
+  return {layer.key_norm,         qkv + layer.key_offset,      layer.key_stride,
+          layer.attention.kv_heads, qkv + layer.key_tail_offset, layer.key_tail_size, 1};
+}
+
+// Writes a head's value, normed and scaled.
+inline void prepare_value(const Layer& layer, const float* qkv, int64_t head, float* out) {
+  const int64_t size = layer.attention.value_size;
+  apply_norm(layer.value_norm, qkv + layer.value_offset + head * layer.value_stride, size, out);
+  if (layer.value_scale == 1) return;
+  for (int64_t i = 0; i < size; ++i) out[i] *= float(layer.value_scale);
 }
 
 // Norms and scales a query or key, and rotates it if the cache stores rotated keys, or else puts it in the order of its
@@ -124,8 +143,16 @@ inline void prepare_head(const Layer& layer, const Heads& heads, int64_t head, i
                          float* out) {
   const int64_t size = layer.attention.head_size;
   const float* from = heads.first + head * heads.stride;
+  if (heads.tail_size || layer.elements) {
+    const int64_t own = size - heads.tail_size;
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t element = layer.elements ? layer.elements[i] : i;
+      out[i] = element < own ? from[element] : heads.tail[element - own];
+    }
+    from = out;
+  }
   if (layer.norms_after_rope) {
-    std::copy_n(from, size, out);
+    if (from != out) std::copy_n(from, size, out);
   } else if (layer.norms_all_heads) {
     apply_norm(heads.norm, moments(heads.norm, heads.first, heads.count * size), head * size, from, size, out);
   } else {
@@ -136,5 +163,8 @@ inline void prepare_head(const Layer& layer, const Heads& heads, int64_t head, i
   }
   if (layer.frequencies) rotate(layer, angles.at(layer.frequencies, layer.absolute_rotary_dims, index), out);
   if (layer.norms_after_rope) apply_norm(heads.norm, out, size, out);
+  if (heads.factor != 1) {
+    for (int64_t i = 0; i < size; ++i) out[i] *= heads.factor;
+  }
   if (layer.order && layer.attention.position_mode != kAbsolute) angles.reorder(layer.order, size, out);
 }

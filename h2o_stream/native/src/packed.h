@@ -15,6 +15,7 @@ constexpr int64_t kBlock = 256;  // columns per block
 constexpr int64_t kLine = 64;    // bytes; alignment of every part of a block
 
 constexpr bool is_packed(int64_t kind) { return (kind >= kInt8 && kind <= kMxFp4) || kind >= kInt5; }
+constexpr bool has_columns(int64_t kind) { return kind == kFloat32Columns || kind == kBFloat16Columns; }
 
 // Bits of the lower and the upper part of a code.
 constexpr int64_t lower_bits(int64_t kind) { return kind == kInt8 ? 8 : kind == kQ2K || kind == kQ3K ? 2 : 4; }

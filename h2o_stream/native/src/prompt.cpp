@@ -5,6 +5,7 @@
 
 #include "activation.h"
 #include "copied.h"
+#include "layer_parts.h"
 #include "threads.h"
 
 Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t new_tokens, int64_t chunk,
@@ -21,6 +22,13 @@ Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t
       counts_(count, new_tokens) {
   const Layer& last = model.layers[model.layer_count - 1];
   groups_ = last.first_group + last.group_count;
+  buffers_.resize(model.layer_count);
+  int64_t shared = 0;
+  for (int64_t index = 0; index < model.layer_count; ++index) {
+    const int64_t source = model.layers[index].kv_source;
+    if (source != index && !buffers_[source]) buffers_[source] = ++shared;
+  }
+  keys_.resize(shared + 1), values_.resize(shared + 1);
   for (int64_t i = 0; i < model.layer_count; ++i) in_bfloat16_ |= model.layers[i].attention.in_bfloat16 != 0;
 }
 
@@ -31,30 +39,35 @@ bool Prompt::fits() {
 }
 
 void Prompt::reserve() {
-  const int64_t hidden = model_.hidden_size, block = std::min(count_, kPromptBlock);
+  const int64_t hidden = model_.hidden_size, block = std::min(count_, kBlock);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     const AttentionLayer& shape = layer.attention;
-    int64_t rows = 0;
-    for (int64_t i = 0; i < layer.qkv_count; ++i) rows += layer.qkv[i].rows;
-    qkv_size_ = std::max({qkv_size_, rows, projected_size(layer.mixer)});
+    qkv_size_ = std::max({qkv_size_, qkv_size(layer), projected_size(layer.mixer)});
     mixer_scratch_size_ = std::max(mixer_scratch_size_, scratch_size(layer.mixer, block));
-    inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size});
-    experts_ = std::max(experts_, layer.experts.router.rows), chosen_ = std::max(chosen_, layer.experts.chosen);
-    query_.reserve(count_ * shape.query_heads * shape.head_size);
-    key_.reserve(count_ * shape.kv_heads * shape.head_size);
-    value_.reserve(count_ * shape.kv_heads * shape.value_size);
-    attended_.reserve(count_ * shape.query_heads * shape.value_size);
-    gates_.reserve(layer.gate_stride ? count_ * layer.out.columns : 0);
     mixed_.reserve(count_ * layer.mixer.out.columns);
     mixed_delta_.reserve(attends(layer) && has_mixer(layer) ? block * hidden : 0);
+    inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size, layer.embedding_gate.rows});
+    gate_inner_ = std::max({gate_inner_, inner_, 2 * layer.experts.inner_size});
+    if (layer.experts.output_norm.kind != kNoNorm) expert_sums_.reserve(block * hidden);
+    for (int64_t i = 0; i < layer.latent_count; ++i) latent_ = std::max(latent_, layer.latent[i].matrix.columns);
+    if (layer.gate_kind != kNoGate) gate_width_ = std::max(gate_width_, shape.query_heads * layer.gate_size);
+    experts_ = std::max(experts_, layer.experts.router.rows), chosen_ = std::max(chosen_, layer.experts.chosen);
+    query_.reserve(count_ * shape.query_heads * shape.head_size);
+    keys_of_layer(layer).reserve(count_ * shape.kv_heads * shape.head_size);
+    values_of_layer(layer).reserve(count_ * shape.kv_heads * shape.value_size);
+    attended_.reserve(count_ * shape.query_heads * shape.value_size);
   }
   x_.reserve(count_ * hidden);
   indices_.reserve(count_);
   qkv_.reserve(block * qkv_size_);
   attention_delta_.reserve(block * hidden);
   mlp_delta_.reserve(block * hidden);
-  gate_.reserve(block * inner_);
+  gate_.reserve(block * gate_inner_);
+  latents_.reserve(block * latent_);
+  gates_.reserve(count_ * gate_width_);
+  layer_embeddings_.reserve(count_ * model_.layer_embedding.columns);
+  layer_projections_.reserve(layer_embeddings_.size());
   up_.reserve(block * inner_);
   scratch_.reserve(threads_ * hidden);
   mixer_scratch_.reserve(threads_ * mixer_scratch_size_);
@@ -75,10 +88,14 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copi
     const Layer& layer = model_.layers[index];
     if (attends(layer) || has_mixer(layer)) mix_tokens(layer);
     if (copied && attends(layer)) {
-      measure_copied(layer.attention, query_.data(), key_.data(), new_tokens_, copied, threads_);
+      measure_copied(layer.attention, query_.data(), keys_of_layer(layer).data(), new_tokens_, copied,
+                     threads_);
       copied += layer.attention.kv_heads;
     }
-    if (attends(layer)) attend(layer);
+    if (attends(layer)) {
+      prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+      gate(layer);
+    }
     if (index + 1 == model_.layer_count) drop_all_but(keep);
     finish(layer);
   }
@@ -101,6 +118,18 @@ void Prompt::embed(const int64_t* tokens) {
     }
     apply_norm(model_.embedding_norm, x, hidden, x);
   });
+  if (model_.layer_embedding.weights) embed_for_layers(tokens);
+}
+
+void Prompt::embed_for_layers(const int64_t* tokens) {
+  const int64_t size = model_.layer_embedding.columns;
+  for_each_token(count_, [&](int64_t token, const Worker&) {
+    read_row(model_.layer_embedding, tokens[token], layer_embeddings_.at(token * size));
+  });
+  for_each_block([&](int64_t first, int64_t count) {
+    multiply(model_.layer_projection, x_.at(first * model_.hidden_size), count, layer_projections_.at(first * size),
+             size, false, threads_);
+  });
 }
 
 // Moves the last `keep` tokens of each stream to the front: after the last layer has mixed tokens no others are needed.
@@ -115,6 +144,10 @@ void Prompt::drop_all_but(int64_t keep) {
     keep_rows(x_, hidden, from, to, keep);
     if (attends(last)) keep_rows(attended_, last.out.columns, from, to, keep);
     if (has_mixer(last)) keep_rows(mixed_, last.mixer.out.columns, from, to, keep);
+    if (const int64_t size = model_.layer_embedding.columns) {
+      keep_rows(layer_embeddings_, size, from, to, keep);
+      keep_rows(layer_projections_, size, from, to, keep);
+    }
   }
   count_ = stream_count_ * keep;
 }
@@ -135,76 +168,15 @@ void Prompt::finish(const Layer& layer) {
     });
     if (!has_mlp(layer)) return;
     feed_mlp(layer, size);
-    if (layer.experts.router.weights) feed_experts(layer, size);
+    if (layer.experts.router.weights) feed_experts(layer, first, size);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
       add_normed(layer.after_mlp, mlp_delta_.at(i * hidden), hidden, scale, x_.at((first + i) * hidden),
                  scratch_.at(worker.index * hidden));
     });
+    if (layer.embedding_gate.weights) add_embedding(layer, first, size);
+    if (layer.output_scale == 1) return;
+    for_each_token(size, [&](int64_t i, const Worker&) { ::scale(layer.output_scale, hidden, x_.at((first + i) * hidden)); });
   });
-}
-
-// Writes the MLP's outputs for a block of tokens, zeros if there is none.
-void Prompt::feed_mlp(const Layer& layer, int64_t size) {
-  const int64_t hidden = model_.hidden_size, inner = layer.down.columns;
-  if (!layer.down.weights) {
-    std::fill_n(mlp_delta_.data(), size * hidden, 0.f);
-    return;
-  }
-  const bool gated = layer.gate.weights;
-  if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, in_bfloat16_, threads_);
-  multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16_, threads_);
-  for_each_token(size, [&](int64_t i, const Worker&) {
-    float* up = up_.at(i * inner);
-    activate(layer.activation, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
-  });
-  multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16_, threads_);
-  const Matrix& gate = layer.experts.shared_gate;
-  if (!gate.weights) return;
-  multiply(gate, normed_.data(), size, gate_.data(), 1, false, threads_);
-  for_each_token(size, [&](int64_t i, const Worker&) {
-    float* delta = mlp_delta_.at(i * hidden);
-    for (int64_t k = 0; k < hidden; ++k) delta[k] *= sigmoid(gate_[i]);
-  });
-}
-
-// Adds the outputs of the experts for a block of tokens.
-void Prompt::feed_experts(const Layer& layer, int64_t size) {
-  const Experts& experts = layer.experts;
-  const int64_t hidden = model_.hidden_size, inner = experts.inner_size;
-  group_by_expert(experts, size);
-  for (int64_t index = 0; index < experts.router.rows; ++index) {
-    const std::vector<int64_t>& choices = tokens_by_expert_[index];
-    const int64_t count = int64_t(choices.size());
-    if (!count) continue;
-    const Expert expert(experts, index, hidden);
-    for_each_token(count, [&](int64_t i, const Worker&) {
-      std::copy_n(normed_.at(choices[i] / experts.chosen * hidden), hidden, gathered_.at(i * hidden));
-    });
-    const bool gated = expert.gate.weights;
-    if (gated) multiply(expert.gate, gathered_.data(), count, gate_.data(), inner, in_bfloat16_, threads_);
-    multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16_, threads_);
-    for_each_token(count, [&](int64_t i, const Worker&) {
-      float* up = up_.at(i * inner);
-      activate(layer.activation, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
-    });
-    multiply(expert.down, up_.data(), count, expert_delta_.data(), hidden, in_bfloat16_, threads_);
-    for_each_token(count, [&](int64_t i, const Worker&) {
-      float* delta = mlp_delta_.at(choices[i] / experts.chosen * hidden);
-      const float *output = expert_delta_.at(i * hidden), weight = choices_[choices[i]].weight;
-      for (int64_t k = 0; k < hidden; ++k) delta[k] += weight * output[k];
-    });
-  }
-}
-
-// Chooses experts for a block of tokens.
-void Prompt::group_by_expert(const Experts& experts, int64_t size) {
-  multiply(experts.router, normed_.data(), size, router_logits_.data(), experts_, false, threads_);
-  for_each_token(size, [&](int64_t i, const Worker& worker) {
-    choose(experts, router_logits_.at(i * experts_), scores_.at(worker.index * 2 * experts_),
-           choices_.at(i * experts.chosen));
-  });
-  for (std::vector<int64_t>& choices : tokens_by_expert_) choices.clear();
-  for (int64_t i = 0; i < size * experts.chosen; ++i) tokens_by_expert_[choices_[i].expert].push_back(i);
 }
 
 void Prompt::output(float* logits) {

@@ -1,12 +1,11 @@
 // Several new tokens of each stream, from token ids to logits.
 //
-// The layers follow one another: queries, keys and values of all tokens, attention and eviction (prefill.h), what goes
-// through a recurrent mixer (mixer.h), then the rest of the layer. Every matrix is read once for a block of tokens. Experts follow one another, each with the tokens
+// The layers follow one another: queries, keys and values of all tokens, attention and eviction (prefill.h), then the
+// rest of the layer. Every matrix is read once for a block of tokens. Experts follow one another, each with the tokens
 // of a block that go through it.
 
 #pragma once
 
-#include <algorithm>
 #include <vector>
 
 #include "experts.h"
@@ -15,9 +14,6 @@
 #include "norm_rope.h"
 #include "prefill.h"
 #include "threads.h"
-
-// Tokens that go through the MLP or a projection at a time, so that activations do not grow with the prompt.
-constexpr int64_t kPromptBlock = 512;
 
 class Prompt {
  public:
@@ -36,29 +32,49 @@ class Prompt {
  private:
   void reserve();
   void embed(const int64_t* tokens);
+  void embed_for_layers(const int64_t* tokens);
   void mix_tokens(const Layer& layer);
-  void attend(const Layer& layer);
-  void multiply_all(const Matrix* matrices, int64_t count, int64_t size);
   void project(const Layer& layer, int64_t first, int64_t size);
   void run_mixer(const Mixer& mixer, int64_t first, int64_t size);
   void multiply_out(const Layer& layer, int64_t first, int64_t size);
+  void project_latent(const Layer& layer, int64_t size);
+  void gate(const Layer& layer);
   void drop_all_but(int64_t keep);
   void finish(const Layer& layer);
   void feed_mlp(const Layer& layer, int64_t size);
-  void feed_experts(const Layer& layer, int64_t size);
+  void feed_experts(const Layer& layer, int64_t first, int64_t size);
+  void feed_experts_beside(const Layer& layer, int64_t first, int64_t size);
+  void feed_expert(const Layer& layer, const Expert& expert, int64_t count);
+  void add_experts(const Layer& layer, float* sums);
   void group_by_expert(const Experts& experts, int64_t size);
+  void add_embedding(const Layer& layer, int64_t first, int64_t size);
   void output(float* logits);
   void advance();
+
+  int64_t index_of(const Layer& layer) const { return &layer - model_.layers; }
+  // Keys and values [tokens][heads][size] of a layer, which other layers may share.
+  Buffer<float>& keys_of_layer(const Layer& layer) { return keys_[buffers_[layer.kv_source]]; }
+  Buffer<float>& values_of_layer(const Layer& layer) { return values_[buffers_[layer.kv_source]]; }
 
   prefill::LayerSlots slots_of(const Layer& layer);
   prefill::NewTokens tokens_of(const Layer& layer);
 
   // Calls `body(first, size)` for every block of tokens.
   template <class Body>
-  void for_each_block(Body body) const;
+  void for_each_block(Body body) const {
+    for (int64_t first = 0; first < count_; first += kBlock) body(first, std::min(kBlock, count_ - first));
+  }
   // Calls `body(index, worker)` for every token of a block.
   template <class Body>
-  void for_each_token(int64_t size, Body body) const;
+  void for_each_token(int64_t size, Body body) const {
+    parallel(std::min(threads_, size), [&](const Worker& worker) {
+      const Range tokens = worker.partition(size);
+      for (int64_t i = tokens.begin; i < tokens.end; ++i) body(i, worker);
+    });
+  }
+
+  // Tokens that go through the MLP or a projection at a time, so that activations do not grow with the prompt.
+  static constexpr int64_t kBlock = 512;
 
   const Model& model_;
   const Stream* streams_;
@@ -71,16 +87,22 @@ class Prompt {
   std::vector<int64_t> counts_;                 // new tokens, by stream
   int64_t strides_[9];                          // of the current layer's query, key and value
   int64_t groups_, qkv_size_ = 0, inner_ = 0;   // groups of all layers; maxima over layers
-  int64_t experts_ = 0, chosen_ = 0;            // the same
+  int64_t latent_ = 0, gate_width_ = 0;         // the same
   int64_t mixer_scratch_size_ = 0;              // the same
+  int64_t gate_inner_ = 0;                      // the same, with what experts have beside gates
+  int64_t experts_ = 0, chosen_ = 0;            // the same
 
   Buffer<float> x_;                                                       // the residual stream [tokens][hidden_size]
-  Buffer<float> query_, key_, value_, attended_;                          // [tokens][heads][size]
-  Buffer<float> gates_;                                                   // [tokens][columns of the output projection]
-  Buffer<float> mixed_;                                                   // [tokens][columns of the mixer's output]
+  Buffer<float> query_, attended_;                                        // [tokens][heads][size]
+  Buffer<float> gates_;                                                   // [tokens][gate_width_]: as in `qkv_`
+  Buffer<float> layer_embeddings_, layer_projections_;                    // [tokens][layers][size]
+  std::vector<int64_t> buffers_;                                          // of the keys of each layer: 0 is for those
+  std::vector<Buffer<float>> keys_, values_;                              // that no other layer shares
   Buffer<int32_t> indices_;                                               // [tokens]: token indices
   Buffer<float> normed_, qkv_, attention_delta_, gate_, up_, mlp_delta_;  // of a block
-  Buffer<float> mixed_delta_;                                             // the same
+  Buffer<float> latents_, expert_sums_;                                   // of a block
+  Buffer<float> mixed_;                                                   // [tokens][columns of the mixer's output]
+  Buffer<float> mixed_delta_;                                             // of a block
   Buffer<float> scratch_, mixer_scratch_;                                 // [threads][size]
   Buffer<float> gathered_, expert_delta_;                                 // [tokens of an expert][hidden_size]
   Buffer<float> router_logits_, scores_;                                  // [tokens][experts], [threads][2][experts]
@@ -88,16 +110,3 @@ class Prompt {
   std::vector<std::vector<int64_t>> tokens_by_expert_;                    // places in `choices_`
   std::vector<Angles> angles_;                                            // [threads]
 };
-
-template <class Body>
-void Prompt::for_each_block(Body body) const {
-  for (int64_t first = 0; first < count_; first += kPromptBlock) body(first, std::min(kPromptBlock, count_ - first));
-}
-
-template <class Body>
-void Prompt::for_each_token(int64_t size, Body body) const {
-  parallel(std::min(threads_, size), [&](const Worker& worker) {
-    const Range tokens = worker.partition(size);
-    for (int64_t i = tokens.begin; i < tokens.end; ++i) body(i, worker);
-  });
-}

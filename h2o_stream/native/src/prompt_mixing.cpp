@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "activation.h"
+#include "layer_parts.h"
 #include "prompt.h"
 
 // Selects the slots of a layer.
@@ -23,8 +25,9 @@ prefill::NewTokens Prompt::tokens_of(const Layer& layer) {
     strides_[3 * i + 2] = heads[i] * sizes[i];
   }
   const bool in_bfloat16 = false;
-  return {query_.data(),  key_.data(),   value_.data(), strides_, attended_.data(),
-          counts_.data(), stream_count_, new_tokens_,   chunk_,   in_bfloat16};
+  return {query_.data(),    keys_of_layer(layer).data(), values_of_layer(layer).data(), strides_,
+          attended_.data(), counts_.data(),              stream_count_,                 new_tokens_,
+          chunk_,           in_bfloat16};
 }
 
 // Writes the queries, keys and values of a layer, and takes the tokens through its recurrent mixer.
@@ -39,46 +42,43 @@ void Prompt::mix_tokens(const Layer& layer) {
   });
 }
 
-// Multiplies a block of normed tokens with several matrices, whose outputs are concatenated in `qkv_`.
-void Prompt::multiply_all(const Matrix* matrices, int64_t count, int64_t size) {
-  int64_t column = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    multiply(matrices[i], normed_.data(), size, qkv_.at(column), qkv_size_, in_bfloat16_, threads_);
-    column += matrices[i].rows;
-  }
-}
-
 // Writes the queries, keys and values of a block of tokens.
 void Prompt::project(const Layer& layer, int64_t first, int64_t size) {
   const AttentionLayer& shape = layer.attention;
-  multiply_all(layer.qkv, layer.qkv_count, size);
+  for (int64_t i = 0; i < layer.qkv_count; ++i) {
+    multiply(layer.qkv[i], normed_.data(), size, qkv_.at(layer.qkv_columns[i]), qkv_size_, in_bfloat16_, threads_);
+  }
+  if (layer.latent_count) project_latent(layer, size);
   for_each_token(size, [&](int64_t i, const Worker& worker) {
     const int64_t token = first + i;
-    const float* qkv = qkv_.at(i * qkv_size_);
+    float* qkv = qkv_.at(i * qkv_size_);
+    clip(layer, {0, qkv_size(layer)}, qkv);
     Angles& angles = angles_[worker.index];
-    const Heads queries{layer.query_norm, qkv + layer.query_offset, layer.query_stride, shape.query_heads};
+    for (int64_t head = 0; layer.gate_kind != kNoGate && head < shape.query_heads; ++head) {
+      std::copy_n(qkv + layer.gate_offset + head * layer.gate_stride, layer.gate_size,
+                  gates_.at(token * gate_width_ + head * layer.gate_size));
+    }
+    const Heads queries = queries_of(layer, qkv, indices_[token]);
     for (int64_t head = 0; head < shape.query_heads; ++head) {
       prepare_head(layer, queries, head, indices_[token], angles,
                    query_.at((token * shape.query_heads + head) * shape.head_size));
     }
-    const Heads keys{layer.key_norm, qkv + layer.key_offset, layer.key_stride, shape.kv_heads};
+    if (layer.kv_source != index_of(layer)) return;
+    const Heads keys = keys_of(layer, qkv);
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
-      prepare_head(layer, keys, head, indices_[token], angles,
-                   key_.at((token * shape.kv_heads + head) * shape.head_size));
-      std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size,
-                  value_.at((token * shape.kv_heads + head) * shape.value_size));
-    }
-    if (layer.gate_stride) {
-      float* gates = gates_.at(token * layer.out.columns);
-      std::fill_n(gates, layer.out.columns, 1.f);
-      gate_heads(layer, qkv, gates);
+      const int64_t place = token * shape.kv_heads + head;
+      prepare_head(layer, keys, head, indices_[token], angles, keys_of_layer(layer).at(place * shape.head_size));
+      prepare_value(layer, qkv, head, values_of_layer(layer).at(place * shape.value_size));
     }
   });
 }
 
 // Takes a block of tokens, which may be of several streams, through a recurrent mixer.
 void Prompt::run_mixer(const Mixer& mixer, int64_t first, int64_t size) {
-  multiply_all(mixer.in, mixer.in_count, size);
+  int64_t column = 0;
+  for (int64_t i = 0; i < mixer.in_count; column += mixer.in[i++].rows) {
+    multiply(mixer.in[i], normed_.data(), size, qkv_.at(column), qkv_size_, in_bfloat16_, threads_);
+  }
   for (int64_t begin = first; begin < first + size;) {
     const int64_t stream = begin / new_tokens_, end = std::min(first + size, (stream + 1) * new_tokens_);
     const MixerTokens tokens{qkv_.at((begin - first) * qkv_size_), end - begin, qkv_size_,
@@ -91,13 +91,28 @@ void Prompt::run_mixer(const Mixer& mixer, int64_t first, int64_t size) {
   }
 }
 
-// Attends, and multiplies the outputs of heads by their gates.
-void Prompt::attend(const Layer& layer) {
+// Computes for a block what comes from latent vectors.
+void Prompt::project_latent(const Layer& layer, int64_t size) {
+  for (int64_t i = 0; i < layer.latent_count; ++i) {
+    const Projection& latent = layer.latent[i];
+    const int64_t columns = latent.matrix.columns;
+    for_each_token(size, [&](int64_t token, const Worker&) {
+      apply_norm(latent.norm, qkv_.at(token * qkv_size_ + latent.from), columns, latents_.at(token * columns));
+    });
+    multiply(latent.matrix, latents_.data(), size, qkv_.at(latent.to), qkv_size_, in_bfloat16_, threads_);
+  }
+}
+
+// Applies the gate and the norm of the attention's output.
+void Prompt::gate(const Layer& layer) {
+  if (layer.gate_kind == kNoGate && layer.attended_norm.kind == kNoNorm) return;
   const int64_t size = layer.out.columns;
-  prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
-  if (!layer.gate_stride) return;
+  Layer gated = layer;  // the gate's values follow one another here
+  gated.gate_offset = 0, gated.gate_stride = layer.gate_size;
   for_each_token(count_, [&](int64_t token, const Worker&) {
-    for (int64_t i = token * size; i < (token + 1) * size; ++i) attended_[i] *= gates_[i];
+    float* attended = attended_.at(token * size);
+    apply_gate(gated, gates_.at(token * gate_width_), attended);
+    apply_norm(layer.attended_norm, attended, size, attended);
   });
 }
 

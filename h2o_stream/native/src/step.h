@@ -7,7 +7,8 @@
 //
 // A recurrent mixer (mixer.h) goes through the same phases, alone or beside attention.
 //
-// Experts are multiplied with the MLP, after another barrier behind the router. The rows of all that were chosen are
+// There is another one behind latent vectors, two around the norm of an MLP's inner vector, and two more for embeddings
+// of layers. Experts are multiplied with the MLP, after another barrier behind the router. The rows of all that were chosen are
 // divided among the threads as if they were one matrix.
 //
 // With one stream every thread repeats the small operations (norms, quantization, merging), because that is faster than
@@ -35,19 +36,24 @@ class Step {
   struct State {
     Buffer<float> x, factors;
     Vectors normed, attended, mixed;
+    Vectors latent[2];
+    Vectors router_input, expert_input;  // of experts beside the MLP
   };
 
   void reserve(int64_t threads);
   void run_worker(const Worker& worker);
   void embed(const Worker& worker);
-  void mix_tokens(const Worker& worker, const Layer& layer);
+  void embed_for_layers(const Worker& worker);
   void project(const Worker& worker, const Layer& layer);
+  void mix_tokens(const Worker& worker, const Layer& layer);
   void select_slots(const Layer& layer);
   void multiply_out(const Worker& worker, const Layer& layer);
   void prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,
                Angles& angles);
   void mlp(const Worker& worker, const Layer& layer);
   void multiply_up(const Worker& worker, const Layer& layer);
+  void norm_inner(const Worker& worker, const Layer& layer, Range columns);
+  void add_embedding(const Worker& worker, const Layer& layer);
   void choose_experts(const Worker& worker, const Experts& experts);
   void multiply_experts_up(const Worker& worker, const Layer& layer);
   void multiply_down(const Worker& worker, const Layer& layer);
@@ -56,11 +62,18 @@ class Step {
   void write_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const;
   void add(const Norm& norm, const float* delta, float* x, const Worker& worker);  // x += norm(delta)
   void add_layer(const Layer& layer, float* x, int64_t stream, const Worker& worker);
+  void add_mlp(const Layer& layer, float* x, int64_t stream, const Worker& worker);
 
   // Calls `body(state, stream)` for this thread's streams; returns when all streams are done.
   template <class Body>
-  void for_each_stream(const Worker& worker, Body body);
+  void for_each_stream(const Worker& worker, Body body) {
+    if (count_ == 1) return body(state(worker), int64_t(0));
+    const Range range = worker.partition(count_);
+    for (int64_t stream = range.begin; stream < range.end; ++stream) body(states_[0], stream);
+    worker.barrier();
+  }
   State& state(const Worker& worker) { return states_[count_ == 1 ? worker.index : 0]; }
+  static bool beside(const Experts& experts) { return experts.output_norm.kind != kNoNorm; }
   // The experts [streams][chosen] of a layer; every thread chooses for itself.
   Choice* choices(const Worker& worker) { return choices_.at(worker.index * reserved_streams_ * chosen_); }
 
@@ -80,17 +93,12 @@ class Step {
   int64_t projected_ = 0, mixed_size_ = 0, mixer_scratch_size_ = 0;  // the same
   int64_t experts_ = 0, chosen_ = 0;    // the same
   Buffer<float> qkv_, attention_delta_, mlp_delta_, gate_, up_, scratch_;
-  Buffer<float> mixer_projected_, mixed_;  // [streams][size]
-  Buffer<float> mixer_scratch_;            // [threads][size]
+  Buffer<float> expert_delta_, sums_;                   // [streams][hidden_size], [threads][hidden_size]
+  Buffer<float> layer_embeddings_, layer_projections_;  // [streams][layers][size]
+  Buffer<float> mixer_projected_, mixed_;               // [streams][size]
+  Buffer<float> mixer_scratch_;                         // [threads][size]
   Buffer<float> router_logits_, scores_;  // [streams][experts], [threads][2][experts]
   Buffer<Choice> choices_;                // [threads][streams][chosen]
+  std::vector<Moments> moments_;          // [threads][streams]
   Vectors activated_, expert_activated_;  // of the MLP, and of [streams][chosen]
 };
-
-template <class Body>
-void Step::for_each_stream(const Worker& worker, Body body) {
-  if (count_ == 1) return body(state(worker), int64_t(0));
-  const Range range = worker.partition(count_);
-  for (int64_t stream = range.begin; stream < range.end; ++stream) body(states_[0], stream);
-  worker.barrier();
-}

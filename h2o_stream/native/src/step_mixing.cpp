@@ -1,9 +1,15 @@
 // What mixes tokens in a decode step: attention and recurrent mixers.
 
+#include "activation.h"
+#include "layer_parts.h"
 #include "step.h"
+
+namespace {
 
 using packed::kGroup;
 using packed::kRows;
+
+}  // namespace
 
 // Attention and the recurrent mixer of a layer.
 void Step::mix_tokens(const Worker& worker, const Layer& layer) {
@@ -35,21 +41,6 @@ void Step::mix_tokens(const Worker& worker, const Layer& layer) {
   if (!has_mlp(layer)) worker.barrier();
 }
 
-// Multiplies this thread's rows of the layer's first matrices.
-void Step::project(const Worker& worker, const Layer& layer) {
-  const Vectors& normed = state(worker).normed;
-  const auto multiply = [&](const Matrix* matrices, int64_t count, float* out, int64_t stride) {
-    for (int64_t i = 0; i < count; out += matrices[i++].rows) {
-      skinny_gemm(matrices[i], normed, count_, worker.partition(matrices[i].rows, kRows), out, stride);
-    }
-  };
-  multiply(layer.qkv, layer.qkv_count, qkv_.data(), qkv_size_);
-  multiply(layer.mixer.in, layer.mixer.in_count, mixer_projected_.data(), projected_);
-  for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
-    prefetch_slots(streams_->slots[layer.first_group + group], worker);
-  }
-}
-
 void Step::select_slots(const Layer& layer) {
   for (int64_t stream = 0; stream < count_; ++stream) slots_[stream] = streams_[stream].slots + layer.first_group;
   attention_.set_layer(layer.attention, slots_.data(), layer.group_count, count_, token_indices_.data());
@@ -63,7 +54,9 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
   for_each_stream(worker, [&](State& state, int64_t stream) {
     if (attends(layer)) {
       attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
-      gate_heads(layer, qkv_.at(stream * qkv_size_), state.attended.at(stream));
+      float* attended = state.attended.at(stream);
+      apply_gate(layer, qkv_.at(stream * qkv_size_), attended);
+      apply_norm(layer.attended_norm, attended, layer.out.columns, attended);
       quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
     }
     if (has_mixer(layer)) {
@@ -87,18 +80,50 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
   }
 }
 
+// Writes this thread's share of the queries, keys and values of a layer, and of what its mixer takes. Of latent ones it
+// waits for all that they are made from.
+void Step::project(const Worker& worker, const Layer& layer) {
+  const auto multiply = [&](const Matrix& matrix, const Vectors& vectors, int64_t column) {
+    const Range rows = worker.partition(matrix.rows, kRows);
+    skinny_gemm(matrix, vectors, count_, rows, qkv_.at(column), qkv_size_);
+    for (int64_t stream = 0; stream < count_; ++stream) clip(layer, rows, qkv_.at(stream * qkv_size_ + column));
+  };
+  for (int64_t i = 0; i < layer.qkv_count; ++i) multiply(layer.qkv[i], state(worker).normed, layer.qkv_columns[i]);
+  int64_t column = 0;
+  for (int64_t i = 0; i < layer.mixer.in_count; column += layer.mixer.in[i++].rows) {
+    const Matrix& matrix = layer.mixer.in[i];
+    skinny_gemm(matrix, state(worker).normed, count_, worker.partition(matrix.rows, kRows),
+                mixer_projected_.at(column), projected_);
+  }
+  for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
+    prefetch_slots(streams_->slots[layer.first_group + group], worker);
+  }
+  if (!layer.latent_count) return;
+  worker.barrier();
+  for_each_stream(worker, [&](State& state, int64_t stream) {
+    for (int64_t i = 0; i < layer.latent_count; ++i) {
+      const Projection& latent = layer.latent[i];
+      const int64_t size = latent.matrix.columns;
+      apply_norm(latent.norm, qkv_.at(stream * qkv_size_ + latent.from), size, state.latent[i].at(stream));
+      quantize_for({&latent.matrix}, state.latent[i], stream, {0, size});
+    }
+  });
+  for (int64_t i = 0; i < layer.latent_count; ++i) {
+    multiply(layer.latent[i].matrix, state(worker).latent[i], layer.latent[i].to);
+  }
+}
+
 // Writes the queries of a KV head's group and, unless null, its key and value.
 void Step::prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,
                    Angles& angles) {
   const AttentionLayer& shape = layer.attention;
   const int64_t heads = shape.query_heads / shape.kv_heads, size = simd::padded(shape.head_size);
   const float* qkv = qkv_.at(stream * qkv_size_);
-  const Heads all{layer.query_norm, qkv + layer.query_offset, layer.query_stride, shape.query_heads};
+  const Heads all = queries_of(layer, qkv, token_indices_[stream]);
   for (int64_t q = 0; q < heads; ++q) {
     prepare_head(layer, all, head * heads + q, token_indices_[stream], angles, queries + q * size);
   }
   if (!key) return;
-  const Heads keys{layer.key_norm, qkv + layer.key_offset, layer.key_stride, shape.kv_heads};
-  prepare_head(layer, keys, head, token_indices_[stream], angles, key);
-  std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size, value);
+  prepare_head(layer, keys_of(layer, qkv), head, token_indices_[stream], angles, key);
+  prepare_value(layer, qkv, head, value);
 }

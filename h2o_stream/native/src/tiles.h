@@ -6,7 +6,8 @@
 #include "matrix.h"
 #include "simd.h"
 
-// Address of a row, or of the packed tile that contains it.
+// Address of a row, or of the packed tile that contains it. Where columns follow one another, `row` is the first of a
+// matrix in a sequence of matrices.
 inline const uint8_t* tile_address(const Matrix& matrix, int64_t row) {
   return static_cast<const uint8_t*>(matrix.weights) +
          (packed::is_packed(matrix.kind) ? row / packed::kRows : row) * stride_bytes(matrix);
@@ -46,8 +47,10 @@ void gemm_tiles(const Matrix& matrix, const Vectors& vectors, Range range, Range
   }
 }
 
-// The two implementations of `skinny_gemm`.
+// The implementations of `skinny_gemm`.
 void skinny_gemm_dense(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out,
                        int64_t stride);
+void skinny_gemm_columns(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out,
+                         int64_t stride);
 void skinny_gemm_packed(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out,
                         int64_t stride);

@@ -1,0 +1,196 @@
+"""The attention of a layer, as part of a model's description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from h2o_stream.native import abi
+from h2o_stream.native.abi import Array, GateKind, pointer
+from h2o_stream.native.matrix import NO_NORM, Matrix, Norm
+
+
+@dataclass(frozen=True)
+class HeadOffsets:
+    """Where queries, keys and values are in the vector of `Attention.qkv`: head h starts at offset + h * stride."""
+
+    query_offset: int
+    query_stride: int
+    key_offset: int
+    key_stride: int
+    value_offset: int
+    value_stride: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """The rotary embedding of a layer, in the rotate-half form.
+
+    Attributes:
+        frequencies: [rotary_dims / 2] float32, angles per position.
+        scale: factor on rotated queries and keys (YaRN, LongRoPE), at every position.
+        fixed: whether nothing but the angles depends on positions, and the frequencies not on the sequence length.
+        order: [head_size] int32, the order of the elements of a head in which halves are rotated, see
+            `cache.rope.dimension_orders`; None for as they are.
+    """
+
+    frequencies: Array
+    scale: float
+    fixed: bool
+    order: Array | None = None
+
+    @property
+    def rotary_dims(self) -> int:
+        """Number of rotated elements of each head, the first ones in `order`."""
+        return 2 * len(self.frequencies)
+
+
+@dataclass(frozen=True, eq=False)
+class Latent:
+    """Takes a part of the vector of `Attention.qkv`, from element `start` on, through a norm and a matrix.
+
+    The result is written from element `end` on.
+    """
+
+    matrix: Matrix
+    norm: Norm
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The last `size` elements of all keys: those of the vector of `Attention.qkv` from `offset` on."""
+
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Factors on an attention's output, in the vector of `Attention.qkv`: of head h from offset + h * stride on.
+
+    Attributes:
+        kind: what they go through before.
+        offset: of the first head's.
+        stride: from one head's to the next.
+        size: of each head: `value_size`, or 1 for all of its output.
+    """
+
+    kind: GateKind
+    offset: int
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Queries are multiplied by 1 + scale * log(1 + floor((token index + start) / length)).
+
+    With `of_positions` it is the position, which is the token index with ``absolute`` positions and otherwise 0.
+    """
+
+    scale: float
+    length: float
+    start: int
+    of_positions: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """The attention of a layer; the outputs of one to four `qkv` matrices are parts of one vector.
+
+    Attributes:
+        columns: where in that vector the output of each matrix starts; None for one after another.
+        norms_all_heads: whether the norms are of all heads as one vector.
+        norms_after_rope: whether they come after RoPE.
+        sink_logits: [query_heads] float32, a logit of each head that stands for no token (learned sinks), or None.
+        latent: what is then computed from the vector: latent queries, keys and values.
+        elements: [head_size] int32, where the elements of a query or key are in its part of the vector; None for as
+            they are. Everything else is said of the elements in this order.
+        key_tail: what all keys end with.
+        gate: on the output.
+        value_norm: of each head's value.
+        output_norm: of the output of all heads as one vector.
+        source: the layer whose keys and values these are, which are in the same places of its vector; None for the
+            layer itself.
+        temperature: of queries.
+        clip: largest magnitude in the vector; 0 for any.
+        value_scale: factor on values.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    scaling: float
+    softcap: float
+    qkv: Sequence[Matrix]
+    heads: HeadOffsets
+    query_norm: Norm
+    key_norm: Norm
+    rope: Rope | None
+    out: Matrix
+    norms_all_heads: bool = False
+    norms_after_rope: bool = False
+    sink_logits: Array | None = None
+    columns: Sequence[int] | None = None
+    latent: Sequence[Latent] = ()
+    elements: Array | None = None
+    key_tail: Tail | None = None
+    gate: Gate | None = None
+    value_norm: Norm = NO_NORM
+    output_norm: Norm = NO_NORM
+    source: int | None = None
+    temperature: Temperature | None = None
+    clip: float = 0.0
+    value_scale: float = 1.0
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """See `FeedForward`."""
+        return [*self.qkv, *(latent.matrix for latent in self.latent), self.out]
+
+    def fill(self, struct: abi.Layer) -> None:
+        """Fill the structure of a layer."""
+        for name in ("query_heads", "kv_heads", "head_size", "value_size", "scaling", "softcap"):
+            setattr(struct.attention, name, getattr(self, name))
+        normed = (self.query_heads, self.kv_heads) if self.norms_all_heads else (1, 1)
+        struct.query_norm = self.query_norm.to_struct(normed[0] * self.head_size)
+        struct.key_norm = self.key_norm.to_struct(normed[1] * self.head_size)
+        struct.norms_all_heads, struct.norms_after_rope = self.norms_all_heads, self.norms_after_rope
+        struct.attention.sink_logits = pointer(self.sink_logits, "float32", self.query_heads)
+        column = 0
+        for index, matrix in enumerate(self.qkv):
+            struct.qkv[index] = matrix.to_struct()
+            struct.qkv_columns[index] = self.columns[index] if self.columns else column
+            column += matrix.rows
+        struct.qkv_count, struct.qkv_clip = len(self.qkv), self.clip
+        for index, latent in enumerate(self.latent):
+            norm = latent.norm.to_struct(latent.matrix.columns)
+            struct.latent[index] = abi.Projection(latent.matrix.to_struct(), norm, latent.start, latent.end)
+        struct.latent_count = len(self.latent)
+        for field in fields(self.heads):
+            setattr(struct, field.name, getattr(self.heads, field.name))
+        struct.elements = pointer(self.elements, "int32", self.head_size)
+        if self.key_tail:
+            struct.key_tail_offset, struct.key_tail_size = self.key_tail.offset, self.key_tail.size
+        if self.gate:
+            struct.gate_kind, struct.gate_offset = self.gate.kind, self.gate.offset
+            struct.gate_stride, struct.gate_size = self.gate.stride, self.gate.size
+        struct.value_scale = self.value_scale
+        struct.value_norm = self.value_norm.to_struct(self.value_size)
+        struct.attended_norm = self.output_norm.to_struct(self.out.columns)
+        if self.temperature:
+            struct.temperature, struct.temperature_length = self.temperature.scale, self.temperature.length
+            struct.temperature_start = self.temperature.start
+        self._fill_rope(struct)
+        struct.out = self.out.to_struct()
+
+    def _fill_rope(self, struct: abi.Layer) -> None:
+        struct.rope_scale, rope = 1.0, self.rope
+        if rope:
+            struct.frequencies = pointer(rope.frequencies, "float32", rope.rotary_dims // 2)
+            struct.absolute_rotary_dims = rope.rotary_dims
+            struct.order = pointer(rope.order, "int32", self.head_size)
+            struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0

@@ -1,0 +1,61 @@
+"""Families whose layers have further parts: latent vectors, gates, groups of experts, embeddings of their own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from h2o_stream import CacheConfig
+from h2o_stream.native import library, stepper
+from tests.interpreter import error, nudged
+from tests.more_families import MORE
+from tests.test_native_prompt import streamed
+from tests.test_native_step import EXACT, tokens_of
+from tests.tolerance import relative_error
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return nudged(MORE[name]())
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_descriptions(name: str) -> None:
+    """The description computes what the model does."""
+    assert error(model_of(name)) < 2e-5
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", MORE)
+def test_prompts_and_steps(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native library computes what the model does, with evictions, and keeps the same tokens."""
+    monkeypatch.setattr(stepper, "_DENSE", set())
+    taken: list[tuple[str, tuple[int, ...]]] = []
+    for kind in ("step", "prompt"):
+        monkeypatch.setattr(stepper.Stepper, kind, recorded(getattr(stepper.Stepper, kind), kind, taken))
+    model, tokens = model_of(name), tokens_of(rows, 40)
+    fixed = name in ("HunYuan MoE", "Ministral 3")  # more than RoPE depends on positions
+    modes: Any = ("absolute",) if fixed else ("gap", "absolute")
+    for positions in modes:
+        config = CacheConfig("h2o", window=12, chunk=8, span=18, positions=positions)
+        ours, kept = streamed(model, config, tokens, "auto", parts=(17, 1, 9, 1, 1, 1, 1, 1))
+        assert taken[-9:] == [*(("prompt", 17), ("step", 1), ("prompt", 9)), *[("step", 1)] * 5, ("prompt", 8)]
+        theirs, wanted = streamed(model, config, tokens, "eager", parts=(17, 1, 9, 1, 1, 1, 1, 1))
+        assert relative_error(ours, theirs) < EXACT
+        assert kept == wanted
+
+
+def recorded(method: Any, kind: str, taken: list[Any]) -> Any:
+    """A method of the stepper that notes what it takes."""
+
+    def wrapped(self: Any, ids: Any, *args: Any) -> Any:
+        logits = method(self, ids, *args)
+        if logits is not None:
+            taken.append((kind, ids.shape[1] if ids.ndim == 2 else 1))
+        return logits
+
+    return wrapped
