@@ -7,7 +7,7 @@ from torch import Tensor
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, tiles_shape
 
-KINDS = tuple(kind for kind in MatrixKind if kind not in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16))
+KINDS = tuple(kind for kind in MatrixKind if not kind.name.startswith(("FLOAT32", "BFLOAT16")))
 
 FP4 = numpy.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
 

@@ -22,7 +22,7 @@ from h2o_stream.models import load as models_load
 from h2o_stream.models.load import load
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import loading
+from h2o_stream.runtime import sources
 from h2o_stream.runtime.architectures import ARCHITECTURES
 from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.loading import ModelFile
@@ -235,6 +235,7 @@ def served_logits(path: Path, positions: Positions | None = None) -> numpy.ndarr
         source.describe(print),
         (),
         "",
+        str,
         parameters.context,
         parameters.max_distance,
         parameters.windows,
@@ -267,7 +268,7 @@ def test_described_from_weights_that_were_packed_before(
     for module in (packed_folder, user_cache):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
-    for module in (loading, models_load):
+    for module in (sources, models_load):
         monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
     path = write(name)
     loaded = load(ModelConfig(str(path), dtype="float32")).model

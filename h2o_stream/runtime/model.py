@@ -14,6 +14,7 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan, prefill_step
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, packing
+from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Description, NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
@@ -161,6 +162,11 @@ class ServedRuntime:
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
         """See `Served`."""
         matrix, ids = self._embedding, numpy.ascontiguousarray(ids, numpy.int64)
+        if matrix.kind == MatrixKind.FLOAT32:
+            chosen: Floats = matrix.weights[ids]
+            return chosen
+        if matrix.kind == MatrixKind.BFLOAT16:
+            return (matrix.weights[ids].astype(numpy.uint32) << 16).view(numpy.float32)
         rows: Floats = packing.gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
         return rows
 

@@ -101,7 +101,7 @@ void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, i
     gemm_packed(matrix, x, count, out, stride, threads);
     return apply_scale(matrix, count, out, stride, threads);
   }
-  if (!packed::is_packed(matrix.kind) && count >= kMinGemmVectors) {
+  if (!packed::is_packed(matrix.kind) && !packed::has_columns(matrix.kind) && count >= kMinGemmVectors) {
     gemm_dense(matrix, x, count, out, stride, in_bfloat16, threads);
     return apply_scale(matrix, count, out, stride, threads);
   }
