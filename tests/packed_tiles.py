@@ -72,7 +72,8 @@ def random_tiles(kind: MatrixKind, rows: int, columns: int, seed: int = 0) -> Te
         for field in grid.dtype.names:
             shape, dtype = grid[field].shape, grid[field].dtype
             if dtype == numpy.float16:
-                grid[field] = random.uniform(0.001, 0.01, shape) / (30 if "d" in grid.dtype.names else 1)
+                larger = 4 if kind in (MatrixKind.INT5, MatrixKind.Q5_K) else 1  # codes than of most kinds
+                grid[field] = random.uniform(0.001, 0.01, shape) / (30 if "d" in grid.dtype.names else 1) / larger
                 if field == "halves":
                     grid[field][:, :, 1] -= 0.02
             else:
