@@ -215,13 +215,14 @@ def _sliding(architecture: Architecture, layers: int, get: Callable[[str], Any])
     return tuple(int(window) if window and slides[number] else None for number in range(layers))
 
 
-_SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID}
+_SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID, 3: Scoring.SOFTMAX}
 """By llama.cpp's number, ``expert_gating_func``."""
 
 
 def _experts(file: GgufFile, architecture: Architecture, get: Callable[[str], Any]) -> ExpertParameters:
     normalized, scoring = get("expert_weights_norm"), get("expert_gating_func")
-    sizes = {name.split(".")[2]: tensor.shape[-2] for name, tensor in file.tensors.items() if "ffn_up_" in name}
+    matrices = {name: tensor for name, tensor in file.tensors.items() if re.search(r"ffn_up_\w+\.weight", name)}
+    sizes = {name.split(".")[2]: tensor.shape[-2] for name, tensor in matrices.items()}
     return ExpertParameters(
         count=int(get("expert_count")),
         chosen=int(get("expert_used_count")),
