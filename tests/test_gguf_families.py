@@ -76,7 +76,6 @@ class Case:
         rounding: of our logits, relative to the largest.
         llama_rounding: of llama.cpp's, which has a table of GELU.
         positions: where RoPE sees the kept tokens.
-        described: whether the runtime serves it.
     """
 
     architecture: str
@@ -87,7 +86,6 @@ class Case:
     rounding: float = 2e-3
     llama_rounding: float = 1e-4
     positions: Positions | None = None
-    described: bool = True
 
 
 def model(kind: str, config_kind: str = "", **settings: Any) -> Callable[[], PreTrainedModel]:
@@ -142,7 +140,7 @@ CASES = {
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}),
         {**COMMON, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "attention.temperature_scale": 0.1}
         | {"rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 1.0},
-        described=False,
+        positions="absolute",
     ),
     "OLMo 2": Case("olmo2", model("Olmo2", **THETA, rms_norm_eps=1e-6), COMMON),
     "OLMo 3": Case(
@@ -250,7 +248,7 @@ def test_as_transformers_reads_them(name: str, write: Callable[..., Path]) -> No
     assert difference_of(logits_of(loaded.model), logits_of(CASES[name].make())) < 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.described])
+@each_family
 def test_described_from_the_file(name: str, write: Callable[..., Path]) -> None:
     """The same matrices and numbers as of the model, and the same logits: of a prompt, and of single tokens."""
     path = write(name)
@@ -308,13 +306,6 @@ def test_files_of_its_quantizer(kind: str, write: Callable[..., Path], tmp_path:
     assert not llama_cpp.llama_model_quantize(bytes(whole), bytes(path), ctypes.byref(parameters))
     unpacked = load(ModelConfig(str(path), dtype="float32", quantize="none")).model
     assert difference_of(served_logits(path), logits_of(unpacked)[PROMPT - 1 :]) < 5e-3
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.described])
-def test_what_is_left_to_transformers(name: str, write: Callable[..., Path]) -> None:
-    path = write(name)
-    with pytest.raises(DescriptionError, match="temperature_scale is 0.1"):
-        ModelFile(str(path), path, "float32")
 
 
 class TestRefused:

@@ -8,7 +8,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.attention import Attention, HeadOffsets, Rope
+from h2o_stream.native.attention import Attention, HeadOffsets, Rope, Temperature
 from h2o_stream.native.description import (
     Description,
     DescriptionError,
@@ -173,7 +173,13 @@ class _FileReader:
             norms_all_heads=any(norm.weight is not None and norm.weight.size > size for norm in norms),
             norms_after_rope=parameters.norms_after_rope,
             sink_logits=weights.vector("attn_sinks", number),
+            temperature=self._temperature,
         )
+
+    @property
+    def _temperature(self) -> Temperature | None:
+        found = self._parameters.temperature
+        return Temperature(found[0], float(found[1]), 0, of_positions=True) if found else None
 
     def _rope(self, number: int) -> Rope | None:
         rope, size = self._parameters.ropes[number], self._parameters.head_size
