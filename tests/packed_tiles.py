@@ -7,8 +7,6 @@ from torch import Tensor
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, tiles_shape
 
-KINDS = tuple(kind for kind in MatrixKind if kind not in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16))
-
 FP4 = numpy.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
 
 IQ4 = numpy.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
@@ -38,6 +36,8 @@ GRID = {
     MatrixKind.Q3_K: lambda n: {**_HALVES, "scale": ("i1", (2 * n, 16))},
 }
 """Names, dtypes and shapes of the fields at the start of a block of n groups."""
+
+KINDS = tuple(GRID)
 
 
 def block_dtype(kind: MatrixKind, groups: int) -> numpy.dtype:

@@ -17,12 +17,10 @@ from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
 from h2o_stream.config import CacheConfig, ModelConfig, Positions
-from h2o_stream.models import gguf_export, packed_folder, packed_weights, user_cache
-from h2o_stream.models import load as models_load
+from h2o_stream.models import gguf_export
 from h2o_stream.models.load import load
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import loading
 from h2o_stream.runtime.architectures import ARCHITECTURES
 from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.loading import ModelFile
@@ -30,7 +28,7 @@ from h2o_stream.runtime.model import RuntimeModel
 from tests.families import tiny
 from tests.gguf_files import write_model
 from tests.test_gguf_names import BASE, NORM, PARTIAL, THETA
-from tests.test_runtime import MODELS
+from tests.test_runtime import MODELS, keep_all
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -225,19 +223,25 @@ def difference_of(found: numpy.ndarray, expected: numpy.ndarray) -> float:
     return float(numpy.abs(found - expected).max() / numpy.abs(expected).max())
 
 
-def served_logits(path: Path, positions: Positions | None = None) -> numpy.ndarray:
-    """The runtime's logits [n, V] after `PROMPT` tokens of `TEXT`, and after every later one."""
+def runtime_model(path: Path) -> RuntimeModel:
+    """The model of a file, described without transformers."""
     source = ModelFile(str(path), path, "float32")
     parameters = source.parameters
-    runtime = RuntimeModel(
+    return RuntimeModel(
         source.describe(print),
-        (),
-        "",
-        parameters.context,
-        parameters.max_distance,
-        parameters.windows,
-        source.generation,
+        windows=(),
+        digest="",
+        other_digest=str,
+        context=parameters.context,
+        max_distance=parameters.max_distance,
+        sliding=parameters.windows,
+        generation=source.generation,
     )
+
+
+def served_logits(path: Path, positions: Positions | None = None) -> numpy.ndarray:
+    """The runtime's logits [n, V] after `PROMPT` tokens of `TEXT`, and after every later one."""
+    runtime = runtime_model(path)
     served = runtime.serve(CacheConfig("recent", window=64, chunk=16, positions=positions))
     return numpy.stack([served.forward(TEXT[:PROMPT]), *(served.forward([token]) for token in TEXT[PROMPT:])])
 
@@ -262,11 +266,7 @@ def test_described_from_the_file(name: str, write: Callable[..., Path]) -> None:
 def test_described_from_weights_that_were_packed_before(
     name: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (packed_folder, user_cache):
-        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
-    for module in (loading, models_load):
-        monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
+    keep_all(tmp_path, monkeypatch)
     path = write(name)
     loaded = load(ModelConfig(str(path), dtype="float32")).model
     assert difference(ModelFile(str(path), path, "float32").describe(print), describe(loaded)) == ""

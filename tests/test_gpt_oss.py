@@ -19,10 +19,10 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.experts import Experts
 from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.loading import ModelFile
-from h2o_stream.runtime.model import RuntimeModel
 from tests.families import EXPERTS, GROUPED, SLIDING, rope, tiny
 from tests.gguf_files import write_model
 from tests.interpreter import nudged
+from tests.test_gguf_families import runtime_model
 from tests.test_native_prompt import streamed
 from tests.test_native_step import tokens_of
 from tests.tolerance import relative_error
@@ -115,12 +115,8 @@ def test_described_from_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, model_of(), KEYS)
     loaded = load(ModelConfig(str(path), dtype="float32")).model
     assert difference(ModelFile(str(path), path, "float32").describe(print), describe(loaded)) == ""
-    source, ids = ModelFile(str(path), path, "float32"), tokens_of(1, 30)
-    parameters = source.parameters
-    assert (parameters.windows, parameters.max_distance) == ([10, None], 128)
-    model = RuntimeModel(
-        source.describe(print), (), "", parameters.context, parameters.max_distance, parameters.windows, None
-    )
+    model, ids = runtime_model(path), tokens_of(1, 30)
+    assert (model.sliding, model.max_distance) == ([10, None], 128)
     served, tokens = model.serve(CacheConfig("recent", window=48, chunk=8)), ids[0].tolist()
     found = [served.forward(tokens[:20]), *(served.forward([token]) for token in tokens[20:])]
     assert relative_error(torch.from_numpy(numpy.stack(found)), loaded(ids).logits[0, 19:]) < 5e-3
