@@ -7,8 +7,6 @@ from torch import Tensor
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, tiles_shape
 
-KINDS = tuple(kind for kind in MatrixKind if not kind.name.startswith(("FLOAT32", "BFLOAT16")))
-
 FP4 = numpy.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
 
 IQ4 = numpy.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
@@ -38,6 +36,8 @@ GRID = {
     MatrixKind.Q3_K: lambda n: {**_HALVES, "scale": ("i1", (2 * n, 16))},
 }
 """Names, dtypes and shapes of the fields at the start of a block of n groups."""
+
+KINDS = tuple(GRID)
 
 
 def block_dtype(kind: MatrixKind, groups: int) -> numpy.dtype:
@@ -72,7 +72,8 @@ def random_tiles(kind: MatrixKind, rows: int, columns: int, seed: int = 0) -> Te
         for field in grid.dtype.names:
             shape, dtype = grid[field].shape, grid[field].dtype
             if dtype == numpy.float16:
-                grid[field] = random.uniform(0.001, 0.01, shape) / (30 if "d" in grid.dtype.names else 1)
+                larger = 4 if kind in (MatrixKind.INT5, MatrixKind.Q5_K) else 1  # codes than of most kinds
+                grid[field] = random.uniform(0.001, 0.01, shape) / (30 if "d" in grid.dtype.names else 1) / larger
                 if field == "halves":
                     grid[field][:, :, 1] -= 0.02
             else:

@@ -17,12 +17,10 @@ from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
 from h2o_stream.config import CacheConfig, ModelConfig, Positions
-from h2o_stream.models import gguf_export, packed_folder, packed_weights, user_cache
-from h2o_stream.models import load as models_load
+from h2o_stream.models import gguf_export
 from h2o_stream.models.load import load
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import sources
 from h2o_stream.runtime.architectures import ARCHITECTURES
 from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.loading import ModelFile
@@ -30,7 +28,7 @@ from h2o_stream.runtime.model import RuntimeModel
 from tests.families import tiny
 from tests.gguf_files import write_model
 from tests.test_gguf_names import BASE, NORM, PARTIAL, THETA
-from tests.test_runtime import MODELS
+from tests.test_runtime import MODELS, keep_all
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -76,7 +74,6 @@ class Case:
         rounding: of our logits, relative to the largest.
         llama_rounding: of llama.cpp's, which has a table of GELU.
         positions: where RoPE sees the kept tokens.
-        described: whether the runtime serves it.
     """
 
     architecture: str
@@ -87,7 +84,6 @@ class Case:
     rounding: float = 2e-3
     llama_rounding: float = 1e-4
     positions: Positions | None = None
-    described: bool = True
 
 
 def model(kind: str, config_kind: str = "", **settings: Any) -> Callable[[], PreTrainedModel]:
@@ -142,7 +138,7 @@ CASES = {
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}),
         {**COMMON, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "attention.temperature_scale": 0.1}
         | {"rope.scaling.original_context_length": 32, "rope.scaling.yarn_log_multiplier": 1.0},
-        described=False,
+        positions="absolute",
     ),
     "OLMo 2": Case("olmo2", model("Olmo2", **THETA, rms_norm_eps=1e-6), COMMON),
     "OLMo 3": Case(
@@ -227,20 +223,25 @@ def difference_of(found: numpy.ndarray, expected: numpy.ndarray) -> float:
     return float(numpy.abs(found - expected).max() / numpy.abs(expected).max())
 
 
-def served_logits(path: Path, positions: Positions | None = None) -> numpy.ndarray:
-    """The runtime's logits [n, V] after `PROMPT` tokens of `TEXT`, and after every later one."""
+def runtime_model(path: Path) -> RuntimeModel:
+    """The model of a file, described without transformers."""
     source = ModelFile(str(path), path, "float32")
     parameters = source.parameters
-    runtime = RuntimeModel(
+    return RuntimeModel(
         source.describe(print),
-        (),
-        "",
-        str,
-        parameters.context,
-        parameters.max_distance,
-        parameters.windows,
-        source.generation,
+        windows=(),
+        digest="",
+        other_digest=str,
+        context=parameters.context,
+        max_distance=parameters.max_distance,
+        sliding=parameters.windows,
+        generation=source.generation,
     )
+
+
+def served_logits(path: Path, positions: Positions | None = None) -> numpy.ndarray:
+    """The runtime's logits [n, V] after `PROMPT` tokens of `TEXT`, and after every later one."""
+    runtime = runtime_model(path)
     served = runtime.serve(CacheConfig("recent", window=64, chunk=16, positions=positions))
     return numpy.stack([served.forward(TEXT[:PROMPT]), *(served.forward([token]) for token in TEXT[PROMPT:])])
 
@@ -251,7 +252,7 @@ def test_as_transformers_reads_them(name: str, write: Callable[..., Path]) -> No
     assert difference_of(logits_of(loaded.model), logits_of(CASES[name].make())) < 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.described])
+@each_family
 def test_described_from_the_file(name: str, write: Callable[..., Path]) -> None:
     """The same matrices and numbers as of the model, and the same logits: of a prompt, and of single tokens."""
     path = write(name)
@@ -265,11 +266,7 @@ def test_described_from_the_file(name: str, write: Callable[..., Path]) -> None:
 def test_described_from_weights_that_were_packed_before(
     name: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (packed_folder, user_cache):
-        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
-    for module in (sources, models_load):
-        monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
+    keep_all(tmp_path, monkeypatch)
     path = write(name)
     loaded = load(ModelConfig(str(path), dtype="float32")).model
     assert difference(ModelFile(str(path), path, "float32").describe(print), describe(loaded)) == ""
@@ -311,13 +308,6 @@ def test_files_of_its_quantizer(kind: str, write: Callable[..., Path], tmp_path:
     assert difference_of(served_logits(path), logits_of(unpacked)[PROMPT - 1 :]) < 5e-3
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.described])
-def test_what_is_left_to_transformers(name: str, write: Callable[..., Path]) -> None:
-    path = write(name)
-    with pytest.raises(DescriptionError, match="temperature_scale is 0.1"):
-        ModelFile(str(path), path, "float32")
-
-
 class TestRefused:
     """What the table does not know is not computed without it."""
 
@@ -347,5 +337,5 @@ def test_the_distance_of_longrope(write: Callable[..., Path]) -> None:
 
 
 def test_every_row_is_tested() -> None:
-    others = {MODELS[name][0] for name in MODELS}
+    others = {MODELS[name][0] for name in MODELS} | {"gpt-oss"}
     assert others | {case.architecture for case in CASES.values()} == ARCHITECTURES.keys()

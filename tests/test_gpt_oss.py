@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -16,9 +17,12 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.experts import Experts
+from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.loading import ModelFile
 from tests.families import EXPERTS, GROUPED, SLIDING, rope, tiny
 from tests.gguf_files import write_model
 from tests.interpreter import nudged
+from tests.test_gguf_families import runtime_model
 from tests.test_native_prompt import streamed
 from tests.test_native_step import tokens_of
 from tests.tolerance import relative_error
@@ -103,3 +107,16 @@ def mxfp4(values: Any, kind: int) -> Any:
     blocks = random.integers(0, 256, (rows, columns // 32, 17), np.uint8)
     blocks[..., 0] = random.integers(124, 127, blocks.shape[:2])
     return blocks.reshape(*values.shape[:-1], -1)
+
+
+@torch.no_grad()
+def test_described_from_the_file(tmp_path: Path) -> None:
+    """The runtime's description equals that of the model, and so do logits of a prompt and of single tokens."""
+    path = written(tmp_path, model_of(), KEYS)
+    loaded = load(ModelConfig(str(path), dtype="float32")).model
+    assert difference(ModelFile(str(path), path, "float32").describe(print), describe(loaded)) == ""
+    model, ids = runtime_model(path), tokens_of(1, 30)
+    assert (model.sliding, model.max_distance) == ([10, None], 128)
+    served, tokens = model.serve(CacheConfig("recent", window=48, chunk=8)), ids[0].tolist()
+    found = [served.forward(tokens[:20]), *(served.forward([token]) for token in tokens[20:])]
+    assert relative_error(torch.from_numpy(numpy.stack(found)), loaded(ids).logits[0, 19:]) < 5e-3

@@ -92,6 +92,8 @@ _LFM2 = {
     "shortconv.out_proj": f"{_LAYER}conv.out_proj",
 }
 
+_GPT_OSS = {"attn_sinks": f"{_LAYER}self_attn.sinks", "ffn_gate_inp": f"{_LAYER}mlp.router"}
+
 BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
 _AFTER = {"after_attention": "post_attention_norm", "after_mlp": "post_ffw_norm"}
 """llama.cpp's names of a layer's norms, by role."""
@@ -109,12 +111,14 @@ class Architecture:
         norms_after_rope: norms of queries and keys come after RoPE.
         parallel: the MLP reads the attention's input.
         activation: of the MLP.
+        activation_parameters: of it, see `abi.h`.
         fused_mlp: ``ffn_up`` has the gate's rows, then its own.
         scales_embeddings: by the root of the hidden size.
         divides_logits: the file's factor on logits is a divisor.
         norm_offset: added to the weights of norms in transformers' checkpoints; GGUF files have them added.
         full_every: every so many layers one sees everything, and the others have the sliding window; 0 for all alike.
         local_theta: base of RoPE in layers with a sliding window, where it is another one, if the file does not say.
+        whole_ramp: YaRN mixes frequencies between whole numbers of dimensions.
         local_plain: RoPE in layers with a sliding window is not scaled.
         unrotated_every: every so many layers one has no positions; 0 for none.
         rotates_sliding: where some layers slide, the others have no positions.
@@ -131,12 +135,14 @@ class Architecture:
     norms_after_rope: bool = False
     parallel: bool = False
     activation: Activation = Activation.SILU
+    activation_parameters: tuple[float, ...] = ()
     fused_mlp: bool = False
     scales_embeddings: bool = False
     divides_logits: bool = False
     norm_offset: float = 0.0
     full_every: int = 0
     local_theta: float = 0.0
+    whole_ramp: bool = True
     local_plain: bool = False
     unrotated_every: int = 0
     rotates_sliding: bool = False
@@ -191,6 +197,15 @@ ARCHITECTURES = {
     "hunyuan-dense": Architecture(norms_after_rope=True, checkpoint_names=_CHECKPOINT_NAMES | _HUNYUAN),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, checkpoint_names=_CHECKPOINT_NAMES | _GRANITE_EXPERTS),
+    "gpt-oss": replace(
+        _LATE_NORM,
+        activation=Activation.CLAMPED_SWIGLU,
+        activation_parameters=(1.702, 7.0, 1.0),
+        full_every=2,
+        whole_ramp=False,
+        normalizes_experts=True,
+        checkpoint_names=_CHECKPOINT_NAMES | _LATE | _GPT_OSS,
+    ),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, full_every=4, rotates_sliding=True),
     "gemma": _GEMMA,

@@ -8,7 +8,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.attention import Attention, HeadOffsets, Rope
+from h2o_stream.native.attention import Attention, HeadOffsets, Rope, Temperature
 from h2o_stream.native.description import (
     Description,
     DescriptionError,
@@ -114,7 +114,8 @@ class _FileReader:
             up = weights.matrix(f"ffn_up{kind}", number, inner, hidden)
             if weights.has(f"ffn_gate{kind}", number):
                 gate = weights.matrix(f"ffn_gate{kind}", number, inner, hidden)
-        return Mlp(gate, up, weights.matrix(f"ffn_down{kind}", number, hidden, inner), self._architecture.activation)
+        down, family = weights.matrix(f"ffn_down{kind}", number, hidden, inner), self._architecture
+        return Mlp(gate, up, down, family.activation, family.activation_parameters)
 
     def _experts(self, number: int, experts: ExpertParameters) -> Experts:
         weights, hidden, inner = self._weights, self._parameters.hidden_size, experts.inner_size
@@ -134,6 +135,7 @@ class _FileReader:
             inner_size=inner,
             stride=inner,
             activation=self._architecture.activation,
+            parameters=self._architecture.activation_parameters,
             shared=self._mlp(number, experts.shared_size, "_shexp") if experts.shared_size else None,
             shared_gate=self._dense("ffn_gate_inp_shexp", number, 1) if gated else None,
         )
@@ -170,7 +172,14 @@ class _FileReader:
             out=weights.matrix("attn_output", number, parameters.hidden_size, query_rows),
             norms_all_heads=any(norm.weight is not None and norm.weight.size > size for norm in norms),
             norms_after_rope=parameters.norms_after_rope,
+            sink_logits=weights.vector("attn_sinks", number),
+            temperature=self._temperature,
         )
+
+    @property
+    def _temperature(self) -> Temperature | None:
+        found = self._parameters.temperature
+        return Temperature(found[0], float(found[1]), 0, of_positions=True) if found else None
 
     def _rope(self, number: int) -> Rope | None:
         rope, size = self._parameters.ropes[number], self._parameters.head_size

@@ -54,7 +54,8 @@ def ropes_of(
         return file.metadata.get(f"{file.architecture}.rope.{key}")
 
     dims, theta = int(get("dimension_count") or head_size), float(get("freq_base") or 10_000.0)
-    whole = _scaled(file, get, theta, dims)
+    has_temperature = f"{file.architecture}.attention.temperature_scale" in file.metadata
+    whole = _scaled(file, get, theta, dims, architecture.whole_ramp, has_temperature)
     local_theta = float(get("freq_base_swa") or architecture.local_theta or theta)
     local = RopeParameters(rope_frequencies(local_theta, dims)) if architecture.local_plain else whole
     slides, every = any(sliding), architecture.unrotated_every
@@ -66,7 +67,9 @@ def ropes_of(
     )
 
 
-def _scaled(file: GgufFile, get: Callable[[str], Any], theta: float, dims: int) -> RopeParameters:
+def _scaled(
+    file: GgufFile, get: Callable[[str], Any], theta: float, dims: int, whole_ramp: bool, has_temperature: bool
+) -> RopeParameters:
     """RoPE with the scaling that the file states."""
     plain = rope_frequencies(theta, dims)
     kind, factor, attention = get("scaling.type"), get("scaling.factor"), float(get("scaling.attn_factor") or 1.0)
@@ -80,19 +83,28 @@ def _scaled(file: GgufFile, get: Callable[[str], Any], theta: float, dims: int) 
     elif kind == "linear":
         scaled = RopeParameters(plain / numpy.float32(factor), attention)
     elif kind == "yarn":
-        scaled = _yarn(file, get, theta, dims, attention)
+        scaled = _yarn(get, theta, dims, attention, whole_ramp, has_temperature)
     else:
         raise DescriptionError(f"it has RoPE scaling of type {kind}")
     return scaled
 
 
-def _yarn(file: GgufFile, get: Callable[[str], Any], theta: float, dims: int, attention: float) -> RopeParameters:
+def _yarn(
+    get: Callable[[str], Any], theta: float, dims: int, attention: float, whole_ramp: bool, has_temperature: bool
+) -> RopeParameters:
     if (value := get("scaling.yarn_ext_factor")) not in (None, 1):
         raise DescriptionError(f"rope.scaling.yarn_ext_factor is {value}")
+    share = float(get("scaling.yarn_log_multiplier") or 0)
+    if share and not has_temperature:
+        raise DescriptionError(f"rope.scaling.yarn_log_multiplier is {share}")
     factor, context = float(get("scaling.factor")), int(get("scaling.original_context_length"))
     betas = float(get("scaling.yarn_beta_fast") or 32), float(get("scaling.yarn_beta_slow") or 1)
-    frequencies = yarn_frequencies(theta, dims, factor, context, betas)
-    return RopeParameters(frequencies, attention * (0.1 * math.log(factor) + 1))
+    frequencies = yarn_frequencies(theta, dims, factor, context, betas, whole_ramp)
+    return RopeParameters(frequencies, attention * _magnitude(factor) / _magnitude(factor, share))
+
+
+def _magnitude(factor: float, share: float = 1.0) -> float:
+    return 0.1 * share * math.log(factor) + 1
 
 
 def _factors(file: GgufFile, name: str) -> Floats:

@@ -61,6 +61,7 @@ class Parameters:
         embedding_scale: factor on embeddings.
         residual_scale: factor on what layers add.
         logit_scale: factor on logits.
+        temperature: of queries, and the positions of the original model; None for none.
         norms_after_rope: norms of queries and keys come after RoPE, so that it cannot be changed later.
         experts: of layers that have experts.
     """
@@ -84,6 +85,7 @@ class Parameters:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    temperature: tuple[float, int] | None = None
     norms_after_rope: bool = False
     experts: ExpertParameters | None = None
 
@@ -109,6 +111,7 @@ class Parameters:
 _READ = """
 attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_epsilon
 attention.layer_norm_rms_epsilon attention.scale attention.sliding_window attention.sliding_window_pattern
+attention.temperature_scale rope.scaling.yarn_log_multiplier
 attention.value_length attn_logit_softcapping block_count context_length embedding_length embedding_scale
 expert_count expert_feed_forward_length expert_gating_func expert_group_used_count expert_shared_count
 expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_weights_scale feed_forward_length
@@ -125,7 +128,6 @@ _NEUTRAL = {
     "expert_group_count": (0, 1),
     "rope.scaling.finetuned": (True, False),
     "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_log_multiplier": (0,),
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
@@ -183,6 +185,9 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             embedding_scale=float(get("embedding_scale") or (hidden**0.5 if architecture.scales_embeddings else 1.0)),
             residual_scale=float(get("residual_scale") or 1.0),
             logit_scale=1 / logit_scale if architecture.divides_logits else logit_scale,
+            temperature=(float(scale), int(get("rope.scaling.original_context_length")))
+            if (scale := get("attention.temperature_scale"))
+            else None,
             norms_after_rope=architecture.norms_after_rope and "blk.0.attn_q_norm.weight" in file.tensors,
             experts=_experts(file, architecture, get) if get("expert_count") else None,
         )
@@ -215,13 +220,14 @@ def _sliding(architecture: Architecture, layers: int, get: Callable[[str], Any])
     return tuple(int(window) if window and slides[number] else None for number in range(layers))
 
 
-_SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID}
+_SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID, 3: Scoring.SOFTMAX}
 """By llama.cpp's number, ``expert_gating_func``."""
 
 
 def _experts(file: GgufFile, architecture: Architecture, get: Callable[[str], Any]) -> ExpertParameters:
     normalized, scoring = get("expert_weights_norm"), get("expert_gating_func")
-    sizes = {name.split(".")[2]: tensor.shape[-2] for name, tensor in file.tensors.items() if "ffn_up_" in name}
+    matrices = {name: tensor for name, tensor in file.tensors.items() if re.search(r"ffn_up_\w+\.weight", name)}
+    sizes = {name.split(".")[2]: tensor.shape[-2] for name, tensor in matrices.items()}
     return ExpertParameters(
         count=int(get("expert_count")),
         chosen=int(get("expert_used_count")),

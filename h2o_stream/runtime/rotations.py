@@ -42,7 +42,9 @@ def rope_frequencies(theta: float, rotary_dims: int) -> Floats:
     return numpy.float32(1) / numpy.float32(theta) ** exponents
 
 
-def yarn_frequencies(theta: float, rotary_dims: int, factor: float, context: int, betas: tuple[float, float]) -> Floats:
+def yarn_frequencies(
+    theta: float, rotary_dims: int, factor: float, context: int, betas: tuple[float, float], whole_ramp: bool = True
+) -> Floats:
     """[rotary_dims / 2] float32, angles per position of YaRN (arXiv 2309.00071).
 
     Args:
@@ -51,11 +53,15 @@ def yarn_frequencies(theta: float, rotary_dims: int, factor: float, context: int
         factor: by which slow rotations are stretched.
         context: positions of the original model.
         betas: rotations within `context`: from the first on none are stretched, up to the second all.
+        whole_ramp: between these, frequencies are mixed from one whole dimension to another.
     """
     plain = rope_frequencies(theta, rotary_dims)
     low, high = (rotary_dims * math.log(context / (beta * 2 * math.pi)) / (2 * math.log(theta)) for beta in betas)
-    low, high = max(math.floor(low), 0), min(math.ceil(high), rotary_dims - 1)
-    ramp = (numpy.arange(rotary_dims // 2, dtype=numpy.float32) - low) / numpy.float32((high - low) or 0.001)
+    if whole_ramp:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dims - 1)
+    dims = numpy.arange(rotary_dims // 2, dtype=numpy.float32)
+    ramp = (dims - numpy.float32(low)) / numpy.float32((high - low) or 0.001)
     stretched = ramp.clip(0, 1)
     mixed: Floats = plain / numpy.float32(factor) * stretched + plain * (1 - stretched)
     return mixed
