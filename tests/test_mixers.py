@@ -179,7 +179,7 @@ def runtime_of(description: Description, config: CacheConfig, digest: str) -> Se
     """The same model without torch."""
     windows = [(HeadWindow(),)] * len(description.layers)
     sliding = [None] * len(description.layers)
-    return RuntimeModel(description, windows, digest, str, CONTEXT, CONTEXT, sliding, None).serve(config)
+    return RuntimeModel(description, windows, digest, lambda: "", CONTEXT, CONTEXT, sliding, None).serve(config)
 
 
 @mixers
