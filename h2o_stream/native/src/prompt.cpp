@@ -93,7 +93,7 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copi
       copied += layer.attention.kv_heads;
     }
     if (attends(layer)) {
-      prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+      attend_slots(layer);
       gate(layer);
     }
     if (index + 1 == model_.layer_count) drop_all_but(keep);
