@@ -16,9 +16,7 @@ app = run.app("H2O")
 
 
 def _serve_config(disk: str = "8GiB", max_body: str = "4MiB", **values: Any) -> ServeConfig:
-    return ServeConfig(
-        disk=parse_bytes(disk, "--disk"), max_body=parse_bytes(max_body, "--max-body"), **values
-    )
+    return ServeConfig(disk=parse_bytes(disk, "--disk"), max_body=parse_bytes(max_body, "--max-body"), **values)
 
 
 SERVER = Group(

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from h2o_stream.cache.state import State
-from h2o_stream.config import ServeConfig, model_sampling
+from h2o_stream.config import CacheConfig, ServeConfig, model_sampling
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.recall.passage import Recalled
+from h2o_stream.recall.terms import TermWeights
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Dialogue, Exchange, chain, first_hash, next_hash
 from h2o_stream.serve.requests import Options
@@ -212,9 +214,13 @@ class Conversations:
         engine = WaitingEngine(self._model, options.cache, model_sampling(self._model.name))
         return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking)
 
-    @staticmethod
-    def _prepare_recall(live: Live) -> None:
+    def _prepare_recall(self, live: Live) -> None:
         live.conversation.recall.source = live.said
+        live.conversation.recall.terms = self._terms
+
+    @cached_property
+    def _terms(self) -> TermWeights:
+        return TermWeights(self._model.tokenizer, self._model.model.serve(CacheConfig()).read_embeddings)
 
     def _make_room(self) -> None:
         """Put the least recently used ones to sleep, which are on disk as they are."""
