@@ -12,11 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
-
-pytest.importorskip("uvicorn")
-openai = pytest.importorskip("openai")
-
 import uvicorn
 
 from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig

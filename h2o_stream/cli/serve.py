@@ -75,10 +75,16 @@ def serve(
             from h2o_stream.serve.requests import Options
             from h2o_stream.serve.service import Service, load_served
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
-        limits = {"timeout_graceful_shutdown": 5, "log_level": "warning", "access_log": False}
-        server = uvicorn.Server(uvicorn.Config(make_app(service), config.host, config.port, **limits))
+        served = uvicorn.Config(
+            make_app(service),
+            config.host,
+            config.port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
         terminal.note(f"Serving {service.name} on http://{config.host}:{config.port}/v1", style="dim")
-        server.run()
+        uvicorn.Server(served).run()
 
 
 def main() -> None:

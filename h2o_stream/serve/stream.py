@@ -120,4 +120,4 @@ class WaitingEngine(Engine):
             return
         self._logits, self.waiting = None, tokens[0]
         self.tokens.extend(tokens)
-        self.cache.prepare(1)  # type: ignore[union-attr]
+        self.cache.prepare(1)
