@@ -78,7 +78,7 @@ def with_arrays(value: Any) -> Any:
 def served(description: Description, threads: int = 1) -> ServedRuntime:
     model = RuntimeModel(with_arrays(description), (), "x", str, 128, 128, [None] * len(description.layers), None)
     served = model.serve(CacheConfig("recent", window=64))
-    served._stepper._most_threads = threads
+    served.stepper._most_threads = threads
     return served
 
 

@@ -21,6 +21,7 @@ LAYERS = (
     "engine",
     "recall",
     "session",
+    "serve",
     "compare",
     "ui",
     "plugins",
@@ -81,7 +82,16 @@ def test_layers() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["cache.cache_state", "cache.audit", "cache.holders", "recall.recall", "session.history", "ui.chat", "ui.stream"],
+    [
+        "cache.cache_state",
+        "cache.audit",
+        "cache.holders",
+        "recall.recall",
+        "session.history",
+        "ui.chat",
+        "ui.stream",
+        "serve.app",
+    ],
 )
 def test_without_torch(module: str) -> None:
     """What a chat with a model of the runtime takes."""

@@ -150,8 +150,6 @@ class Native:
             case.query_heads, case.kv_heads, case.size, case.size, case.size**-0.5, case.softcap or 0.0,
             POLICIES[plan.policy] if plan.heavy else PolicyKind.RECENCY, POSITIONS[plan.positions],
             plan.decay, plan.long_term, LONG_TERM_DECAY, LONG_TERM_DISTANCE, plan.sinks,
-            *(number for ranges in (case.pins, case.transient) for number in (
-                self.address(torch.tensor([(tokens.start, tokens.stop) for tokens in ranges]).long()), len(ranges))),
             case.sliding or 0, plan.seed, 3,
             self.address(Table(case.rotary).values), 4096, case.rotary, bfloat16, plan.kv_bits, *exact,
         )  # fmt: skip
@@ -187,9 +185,13 @@ class Native:
     def slots(self, tensors: dict[str, Tensor], heads: tuple[int, ...], slots: int) -> Slots:
         numbers = self.address(torch.tensor(heads, dtype=torch.int32))
         plan, addresses = self.case.plan, {name: self.address(tensor) for name, tensor in tensors.items()}
+        ranges = {"pins": self.case.pins, "transient": self.case.transient}
+        bounds = {name: torch.tensor([(x.start, x.stop) for x in found]).long() for name, found in ranges.items()}
         return Slots(
-            **addresses, heads=numbers, head_count=len(heads), slot_count=slots, recent=plan.recent, span=plan.span
-        )
+            **addresses, **{name: self.address(tensor) for name, tensor in bounds.items()},
+            heads=numbers, head_count=len(heads), slot_count=slots, recent=plan.recent, span=plan.span,
+            pin_count=len(self.case.pins), transient_count=len(self.case.transient),
+        )  # fmt: skip
 
     def attend(self, call: int, status: int = 0) -> Tensor:
         case, counts = self.case, self.case.prompts[call]

@@ -51,3 +51,4 @@ from h2o_stream.config.sampling import (
     SamplingConfig,
     model_sampling,
 )
+from h2o_stream.config.serve import ServeConfig

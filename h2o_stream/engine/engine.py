@@ -25,6 +25,7 @@ from h2o_stream.config import (
     SamplingConfig,
 )
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.engine.grammar import Grammar
 from h2o_stream.engine.sampling import Sampler, Scores, check_rng_state
 from h2o_stream.engine.served import StreamCache, serve
 from h2o_stream.engine.text import TextStream
@@ -44,6 +45,7 @@ class Engine:
         tokens: ids of all tokens fed since the start, 4 bytes each.
         pinned_prefix: how many tokens at the start of the stream `pin` protects.
         prefill_step: prompt tokens per forward, see the function `prefill_step`.
+        grammar: what replies must follow; None for any text.
 
     Args:
         model: a causal language model of transformers.
@@ -81,6 +83,7 @@ class Engine:
         self.at_context = at_context
         self.should_stop = should_stop
         self.pinned_prefix = 0
+        self.grammar: Grammar | None = None
         self.prefill_step = self.served.prefill_step
         self.tokens = array("i")
         self.end_tokens = _end_tokens(self.served.generation, tokenizer)
@@ -248,6 +251,7 @@ class Engine:
             H2OStreamError: nothing was fed yet.
         """
         text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
+        matcher = self.grammar.matcher() if self.grammar else None
         for _ in range(self.sampling.max_tokens):
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
@@ -260,7 +264,10 @@ class Engine:
                 raise H2OStreamError("there is nothing to continue: prefill a prompt first")
             started = time.perf_counter()
             try:
-                token = self.sampler.sample(self._logits, self._turn_tokens)
+                scores = matcher.masked(self._logits) if matcher else self._logits
+                token = self.sampler.sample(scores, self._turn_tokens)
+                if matcher:
+                    matcher.accept(token)
                 self._forward([token])
             except OutOfMemoryError as error:
                 yield Finished("oom", text.flush(), str(error))

@@ -142,14 +142,11 @@ class AttentionLayer(Structure):
         int2="policy position_mode",
         float2="decay long_term long_term_decay",
         int3="long_term_distance sinks",
-        pointer1="pins",
-        int4="pin_count",
-        pointer2="transient",
-        int5="transient_count sliding_window seed layer_index",
-        pointer3="rope",
-        int6="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
-        pointer4="sink_logits",
-        int7="chunked",
+        int4="sliding_window seed layer_index",
+        pointer1="rope",
+        int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
+        pointer2="sink_logits",
+        int6="chunked",
     )
 
 
@@ -157,8 +154,9 @@ class Slots(Structure):
     """The slots of some KV heads of one stream in one layer."""
 
     _fields_ = _fields(
-        pointer="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads",
-        int="head_count slot_count recent span evictions",
+        pointer="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads "
+        "pins transient",
+        int="head_count slot_count recent span evictions pin_count transient_count",
     )
 
 

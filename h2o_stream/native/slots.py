@@ -79,10 +79,6 @@ class BoundLayer:
         attention.long_term_decay = config.LONG_TERM_DECAY
         attention.long_term_distance = config.LONG_TERM_DISTANCE
         attention.sinks = int(protection.sinks)
-        attention.pins = pointer(pins, "int64", 2 * len(pins))
-        attention.pin_count = len(pins)
-        attention.transient = pointer(transient, "int64", 2 * len(transient))
-        attention.transient_count = len(transient)
         attention.sliding_window = first.sliding or 0
         attention.chunked = first.chunked
         attention.seed = plan.seed
@@ -94,6 +90,8 @@ class BoundLayer:
         attention.exact_sinks = first.exact_sinks
         attention.residual = first.residual
         self.slots = numpy.zeros((len(first.tensors()["seen"]), len(head_groups)), dtype=SLOTS)
+        for name, count, ranges in (("pins", "pin_count", pins), ("transient", "transient_count", transient)):
+            self.slots[name], self.slots[count] = pointer(ranges, "int64", 2 * len(ranges)), len(ranges)
         for number, (group, heads) in enumerate(zip(head_groups, self._heads, strict=True)):
             self._fill(self.slots[:, number], attention, group, heads)
 

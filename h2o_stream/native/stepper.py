@@ -53,6 +53,8 @@ class Stepper:
     Attributes:
         takes_prompts: whether `prompt` serves the model.
         why_not: why the cache as it is now cannot be served, or nothing.
+        revision: of the cache, for which the addresses of its slots are bound.
+        streams: [B] `abi.STREAM`, the rows of the next step.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Stepper:
         self.cache, self.model, self._unchanged = cache, model, unchanged
         self._native = native
         self._layers: list[BoundLayer] = []
-        self._revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
+        self.revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
         self._bound_tokens = 0
         mixers = enumerate(layer.mixer for layer in model.description.layers)
         self._state_shapes = {number: mixer.states for number, mixer in mixers if mixer}
@@ -99,27 +101,16 @@ class Stepper:
         Raises:
             OutOfMemoryError: there is none for so many rows.
         """
-        rows, cache, model = len(ids), self.cache, self.model
-        if rows > MAX_ROWS or len(cache.tokens.lengths) != rows:
+        rows, model = len(ids), self.model
+        if rows > MAX_ROWS or not self.begin_step(ids):
             return None
-        cache.make_room()
-        if cache.tokens.columns != self._columns:  # something else has used the model
-            self._unchanged.invalidate()
-        if not (self._bind(cache.plan.chunk) and self._unchanged and self._are_tokens(ids)):
-            return None
-        if not (self._steady and cache.steady):
-            for layer in self._layers:
-                for number, group in enumerate(layer.head_groups):
-                    layer.slots["evictions"][:, number] = group.num_evictions
-            self._steady = cache.steady
-        self._streams["token"] = ids
         vocabulary = model.struct.vocab_size
         logits = numpy.empty((rows, 1, vocabulary), numpy.float32)
         traced = (len(model.layers) + 1) * rows * model.struct.hidden_size
-        cache.begin_token()
+        self.cache.begin_token()
         failed = self._native.h2o_step(
             self._step,
-            self._streams.ctypes.data,
+            self.streams.ctypes.data,
             rows,
             pointer(logits, "float32", rows * vocabulary),
             pointer(trace, "float32", traced),
@@ -127,9 +118,31 @@ class Stepper:
         )
         if failed:
             raise OutOfMemoryError(f"out of memory for a step of {rows} rows")
-        cache.count_token()
-        self._columns = cache.tokens.columns
+        self.end_step()
         return logits
+
+    def begin_step(self, ids: NDArray[numpy.int64]) -> bool:
+        """Fill `streams` for a token of each row [B]; whether they can be stepped."""
+        cache = self.cache
+        if len(cache.tokens.lengths) != len(ids):
+            return False
+        cache.make_room()
+        if cache.tokens.columns != self._columns:  # something else has used the model
+            self._unchanged.invalidate()
+        if not (self._bind(cache.plan.chunk) and self._unchanged and self._are_tokens(ids)):
+            return False
+        if not (self._steady and cache.steady):
+            for layer in self._layers:
+                for number, group in enumerate(layer.head_groups):
+                    layer.slots["evictions"][:, number] = group.num_evictions
+            self._steady = cache.steady
+        self.streams["token"] = ids
+        return True
+
+    def end_step(self) -> None:
+        """Count a token of each row, which a step has taken."""
+        self.cache.count_token()
+        self._columns = self.cache.tokens.columns
 
     def prompt(
         self, ids: NDArray[numpy.int64], keep: int = 0, copied: NDArray[numpy.float32] | None = None
@@ -167,7 +180,7 @@ class Stepper:
         cache.begin_token()
         failed = self._native.h2o_forward(
             ctypes.addressof(model.struct),
-            self._streams.ctypes.data,
+            self.streams.ctypes.data,
             rows,
             pointer(ids, "int64", rows * new),
             new,
@@ -201,9 +214,9 @@ class Stepper:
 
     def _bind(self, new_tokens: int) -> bool:
         """Bind the addresses of all slots if they changed, for so many tokens at once; whether they are supported."""
-        changed = self._revision != self.cache.revision or new_tokens > self._bound_tokens
+        changed = self.revision != self.cache.revision or new_tokens > self._bound_tokens
         if changed:
-            self._revision, self._bound_tokens = self.cache.revision, new_tokens
+            self.revision, self._bound_tokens = self.cache.revision, new_tokens
             self.why_not = next(filter(None, map(why_not, self.cache.head_groups)), "")
             if not self.why_not:
                 self._bind_slots()
@@ -229,13 +242,13 @@ class Stepper:
             bound_layer.slots = whole
             first += len(bound_layer.head_groups)
         rows = len(self._slots)
-        self._streams = numpy.zeros(rows, dtype=STREAM)
-        self._streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)
+        self.streams = numpy.zeros(rows, dtype=STREAM)
+        self.streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)
         self._layers, self._steady = bound, False
 
     def _bind_states(self) -> None:
         """Bind the addresses of all recurrent states, which whoever else uses the model may replace."""
-        rows = len(self._streams)
+        rows = len(self.streams)
         self._states = [
             state
             for number, shapes in self._state_shapes.items()
@@ -245,4 +258,4 @@ class Stepper:
         first = [pointer(state, "float32", rows * size) for state, size in zip(self._states, sizes, strict=True)]
         bytes_per_row = 4 * numpy.array(sizes, numpy.int64)
         self._addresses = numpy.array(first, numpy.int64) + bytes_per_row * numpy.arange(rows)[:, None]
-        self._streams["states"] = self._addresses.ctypes.data + self._addresses.strides[0] * numpy.arange(rows)
+        self.streams["states"] = self._addresses.ctypes.data + self._addresses.strides[0] * numpy.arange(rows)

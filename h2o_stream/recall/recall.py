@@ -77,7 +77,7 @@ class Recall:
             return []
         self.synchronize()
         held = retrieval_holders(self._engine.cache)
-        return decide(message, self._index, self._terms, held.share, self.budget, self._count_tokens)
+        return decide(message, self._index, self.terms, held.share, self.budget, self._count_tokens)
 
     def add(self, turn: int, prompt: str, reply: str) -> None:
         """Index a turn that is in the stream."""
@@ -124,7 +124,8 @@ class Recall:
         return self._opened
 
     @cached_property
-    def _terms(self) -> TermWeights:
+    def terms(self) -> TermWeights:
+        """Weights of words. They depend on the model only: conversations on one model can share them."""
         return TermWeights(self._engine.tokenizer, self._engine.served.read_embeddings)
 
     def _count_tokens(self, text: str) -> int:

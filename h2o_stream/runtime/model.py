@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -56,8 +57,7 @@ class RuntimeModel:
             ConfigError: windows do not fit the model.
         """
         described = self.description.layers
-        ropes = {id(x.rope.frequencies): x.rope.frequencies for layer in described if (x := layer.attention) and x.rope}
-        tables = {key: Rotations(frequencies) for key, frequencies in ropes.items()}  # layers share them
+        tables = self._rotations
         layers = [
             RuntimeLayer(
                 shape,
@@ -76,6 +76,12 @@ class RuntimeModel:
                 config, self.max_distance, lambda sized: self._cache(sized, layers).allocated_bytes()
             )
         return ServedRuntime(self, self._cache(config, layers))
+
+    @cached_property
+    def _rotations(self) -> dict[int, Rotations]:
+        """By `id` of the frequencies: layers and caches share them."""
+        attentions = [layer.attention for layer in self.description.layers if layer.attention]
+        return {id(x.rope.frequencies): Rotations(x.rope.frequencies) for x in attentions if x.rope}
 
     def _windows(self, config: CacheConfig) -> Sequence[tuple[HeadWindow, ...]]:
         return (
@@ -115,11 +121,16 @@ def _plan(config: CacheConfig, max_distance: int) -> CachePlan:
 
 
 class ServedRuntime:
-    """A model of the runtime with a cache; see `engine.served.Served`."""
+    """A model of the runtime with a cache; see `engine.served.Served`.
+
+    Attributes:
+        stepper: steps the stream, alone or, by `native.batch`, with others.
+    """
 
     context: int | None
     learned_positions: int | None = None
     device = "cpu"
+    stepper: Stepper
 
     def __init__(self, model: RuntimeModel, cache: RuntimeCache) -> None:
         native = library.loaded()
@@ -128,7 +139,7 @@ class ServedRuntime:
         self.cache, self.context, self.generation = cache, model.context, model.generation
         self.dtype, self._embedding = description.dtype, description.embedding
         self.prefill_step = prefill_step(num_weights(description))
-        self._stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
+        self.stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
         cache.engine_note = f"native, {library.name()}, without torch"
 
     def forward(self, tokens: Sequence[int]) -> Floats:
@@ -151,11 +162,9 @@ class ServedRuntime:
         """[V] logits after the last of tokens [1, Q]."""
         self.cache.prepare(tokens.shape[1])
         is_step = tokens.shape[1] == 1 and bool(self.cache.tokens.lengths)
-        logits = self._stepper.step(tokens[:, 0]) if is_step else self._stepper.prompt(tokens, keep=1)
+        logits = self.stepper.step(tokens[:, 0]) if is_step else self.stepper.prompt(tokens, keep=1)
         if logits is None:
-            raise H2OStreamError(
-                f"these tokens cannot be fed: {self._stepper.why_not or 'the model has no such token'}"
-            )
+            raise H2OStreamError(f"these tokens cannot be fed: {self.stepper.why_not or 'the model has no such token'}")
         last: Floats = logits[0, 0]
         return last
 

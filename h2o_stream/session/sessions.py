@@ -90,6 +90,7 @@ class Session:
         name: of the session: letters, digits, ``_``, ``-`` and ``.``, at most 64 characters and 255 bytes.
         folder: where sessions are; the default is the user's data folder.
         create: start it if it does not exist.
+        max_states: how many of the last states are kept.
 
     Raises:
         ConfigError: the name is not allowed.
@@ -97,9 +98,12 @@ class Session:
             it does not exist and `create` is False.
     """
 
-    def __init__(self, name: str, folder: Path | None = None, create: bool = True) -> None:
+    def __init__(
+        self, name: str, folder: Path | None = None, create: bool = True, max_states: int = MAX_STATES
+    ) -> None:
         from filelock import FileLock, Timeout
 
+        self._max_states = max_states
         self.name, self._folder = name, _session_folder(name, folder)
         path = self._folder / "transcript.jsonl"
         try:
@@ -159,7 +163,7 @@ class Session:
 
     def _prune(self) -> None:
         """Delete the states of turns that are too old or were undone."""
-        recent = list(self.transcript.line_numbers.values())[-MAX_STATES:]
+        recent = list(self.transcript.line_numbers.values())[-self._max_states :]
         self._states.keep(lambda line: line in recent)
 
     def begin(self, header: Header) -> None:
@@ -220,7 +224,9 @@ class Session:
         records = [turn_record(entry) for entry in entries]
         first, before = self.transcript.line_count + 2, self.transcript.line_count
         try:
-            for line, (entry, record) in list(enumerate(zip(entries, records, strict=True), first))[-MAX_STATES:]:
+            for line, (entry, record) in list(enumerate(zip(entries, records, strict=True), first))[
+                -self._max_states :
+            ]:
                 if (arrays := state(entry.turn)) is not None:
                     self._states.write(line, arrays, record)
             self.transcript.append_all([header_record(header), *records])

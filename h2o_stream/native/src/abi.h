@@ -101,13 +101,9 @@ struct AttentionLayer {
   double long_term_decay;      // per token
   int64_t long_term_distance;  // minimum distance from key to query to count in the long-term score
   int64_t sinks;               // number of first tokens that are never evicted
-  const int64_t* pins;         // [pin_count][2] token index ranges [first, end) that are never evicted
-  int64_t pin_count;
-  const int64_t* transient;  // [transient_count][2] token index ranges [first, end) that are evicted first
-  int64_t transient_count;
-  int64_t sliding_window;     // keys this old or older are masked; 0 disables it
-  int64_t seed, layer_index;  // seed of the random policy
-  const float* rope;          // [rope_rows][rotary_dims]: cosines, then sines, per distance; null with kAbsolute
+  int64_t sliding_window;      // keys this old or older are masked; 0 disables it
+  int64_t seed, layer_index;   // seed of the random policy
+  const float* rope;           // [rope_rows][rotary_dims]: cosines, then sines, per distance; null with kAbsolute
   int64_t rope_rows, rotary_dims;
   int64_t in_bfloat16;  // dtype of keys and values; otherwise float32
   int64_t kv_bits;      // 16, or 8, 6, 4, 2: slots from exact_sinks + residual on are quantized
@@ -135,9 +131,12 @@ struct Slots {
   int64_t* free;                     // [heads]: an empty slot for the next token
   int64_t* seen;                     // number of tokens of the stream so far; updated by each call
   const int32_t* heads;              // [head_count] KV head indices
+  const int64_t* pins;               // [pin_count][2] token index ranges [first, end) that are never evicted
+  const int64_t* transient;          // [transient_count][2] token index ranges [first, end) that are evicted first
   int64_t head_count, slot_count;
   int64_t recent, span;  // protected newest tokens; largest distance kept as is (kGap)
   int64_t evictions;     // number of evictions caused by the next token; 0 while slots are empty
+  int64_t pin_count, transient_count;
 };
 
 // ---- the model ------------------------------------------------------------------------------------------------------

@@ -51,15 +51,15 @@ void compute_worth(const AttentionLayer& layer, const Slots& slots, int64_t head
     for (int64_t i = 0; i < count; ++i) worth[i] = tokens.scores[i];
   }
   constexpr float kProtected = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
-  for (int64_t range = 0; range < layer.transient_count; ++range) {
-    const int32_t first = int32_t(layer.transient[2 * range]), end = int32_t(layer.transient[2 * range + 1]);
+  for (int64_t range = 0; range < slots.transient_count; ++range) {
+    const int32_t first = int32_t(slots.transient[2 * range]), end = int32_t(slots.transient[2 * range + 1]);
     for (int64_t i = 0; i < count; ++i) {
       const float lowest = -0x1p127f - 0x1p104f * float(rank[i]);
       worth[i] = (tokens.index[i] >= first) & (tokens.index[i] < end) ? lowest : worth[i];
     }
   }
-  for (int64_t pin = 0; pin < layer.pin_count; ++pin) {
-    const int32_t first = int32_t(layer.pins[2 * pin]), end = int32_t(layer.pins[2 * pin + 1]);
+  for (int64_t pin = 0; pin < slots.pin_count; ++pin) {
+    const int32_t first = int32_t(slots.pins[2 * pin]), end = int32_t(slots.pins[2 * pin + 1]);
     for (int64_t i = 0; i < count; ++i) {
       worth[i] = (tokens.index[i] >= first) & (tokens.index[i] < end) ? kProtected : worth[i];
     }

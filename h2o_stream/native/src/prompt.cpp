@@ -93,7 +93,7 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copi
       copied += layer.attention.kv_heads;
     }
     if (attends(layer)) {
-      prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+      attend_slots(layer);
       gate(layer);
     }
     if (index + 1 == model_.layer_count) drop_all_but(keep);
@@ -186,7 +186,7 @@ void Prompt::output(float* logits) {
     for_each_token(size, [&](int64_t i, const Worker&) {
       apply_norm(model_.norm, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
     });
-    multiply(model_.output, normed_.data(), size, block, vocabulary, false, threads_);
+    multiply(model_.output, normed_.data(), size, block, vocabulary, in_bfloat16_, threads_);
     for_each_token(size, [&](int64_t i, const Worker&) {
       scale_logits(model_, {0, vocabulary}, block + i * vocabulary);
     });

@@ -22,6 +22,8 @@ class Prompt {
   Prompt(const Model& model, const Stream* streams, int64_t count, int64_t new_tokens, int64_t chunk,
          const int64_t* limits, int64_t threads);
 
+  virtual ~Prompt() = default;
+
   // Whether there are slots for all tokens to keep.
   bool fits();
 
@@ -29,7 +31,11 @@ class Prompt {
   // `keep` tokens of each stream. `copied`, if not null, gets what `measure_copied` does for each layer.
   void run(const int64_t* tokens, int64_t keep, float* logits, float* copied);
 
- private:
+ protected:
+  // Attends to the slots of a layer and evicts.
+  virtual void attend_slots(const Layer& layer);
+
+  void select_slots(const Layer& layer);
   void reserve();
   void embed(const int64_t* tokens);
   void embed_for_layers(const int64_t* tokens);

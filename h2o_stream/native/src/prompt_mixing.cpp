@@ -7,11 +7,19 @@
 #include "prompt.h"
 
 // Selects the slots of a layer.
-prefill::LayerSlots Prompt::slots_of(const Layer& layer) {
-  const int64_t chunks = tokens_of(layer).chunks(new_tokens_);
+void Prompt::select_slots(const Layer& layer) {
   for (int64_t stream = 0; stream < stream_count_; ++stream) {
     slots_[stream] = streams_[stream].slots + layer.first_group;
   }
+}
+
+void Prompt::attend_slots(const Layer& layer) {
+  prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+}
+
+prefill::LayerSlots Prompt::slots_of(const Layer& layer) {
+  const int64_t chunks = tokens_of(layer).chunks(new_tokens_);
+  select_slots(layer);
   return {slots_.data(), layer.group_count, limits_ + layer.first_group * chunks, groups_ * chunks, chunks};
 }
 

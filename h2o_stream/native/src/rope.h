@@ -16,8 +16,8 @@ void distances(const AttentionLayer& layer, const Slots& slots, int32_t newest, 
     for (int64_t i = 0; i < count; ++i) out[i] = rank[i];
   } else {
     for (int64_t i = 0; i < count; ++i) out[i] = std::min(newest - index[i], span + int32_t(rank[i]));
-    for (int64_t pin = 0; pin < layer.pin_count; ++pin) {  // pinned tokens have no gap in front of them
-      const int32_t first = int32_t(layer.pins[2 * pin]), end = int32_t(layer.pins[2 * pin + 1]);
+    for (int64_t pin = 0; pin < slots.pin_count; ++pin) {  // pinned tokens have no gap in front of them
+      const int32_t first = int32_t(slots.pins[2 * pin]), end = int32_t(slots.pins[2 * pin + 1]);
       for (int64_t i = 0; i < count; ++i) {
         const bool pinned = (index[i] >= first) & (index[i] < end);
         out[i] = pinned ? std::min(out[i], int32_t(rank[i])) : out[i];

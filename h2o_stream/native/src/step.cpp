@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "activation.h"
+#include "batch_step.h"
 #include "layer_parts.h"
 
 namespace {
@@ -14,6 +15,7 @@ using packed::kRows;  // units of work per thread: the results of 16 rows share 
 }  // namespace
 
 void Step::run(const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
+  if (count >= BatchStep::kMinStreams && !trace) return BatchStep(model_, streams, count, threads).run(logits);
   streams_ = streams, count_ = count, logits_ = logits, trace_ = trace;
   slots_.resize(count), token_indices_.resize(count);
   for (int64_t stream = 0; stream < count; ++stream) token_indices_[stream] = int32_t(*streams[stream].slots->seen);

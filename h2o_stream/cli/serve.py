@@ -1,0 +1,92 @@
+"""``h2o-serve``: endless conversations behind the interface of OpenAI."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from h2o_stream.cli import run
+from h2o_stream.cli.groups import Group
+from h2o_stream.cli.options import CACHE, MODEL, OUTPUT, OutputOptions
+from h2o_stream.config import CHAT_RECALL, CacheConfig, ModelConfig, RecallMode, ServeConfig
+from h2o_stream.errors import ConfigError
+from h2o_stream.options import Option, parse_bytes
+
+app = run.app("H2O")
+
+
+def _serve_config(disk: str = "8GiB", max_body: str = "4MiB", **values: Any) -> ServeConfig:
+    return ServeConfig(disk=parse_bytes(disk, "--disk"), max_body=parse_bytes(max_body, "--max-body"), **values)
+
+
+SERVER = Group(
+    _serve_config,
+    "Server",
+    like=ServeConfig,
+    host=Option("Address to listen on; 0.0.0.0 lets other machines in."),
+    port=Option("Port to listen on; 0 takes a free one."),
+    api_key=Option("Clients must send this key."),
+    folder=Option("Where conversations are kept. (default: the user's data folder)"),
+    awake=Option("Conversations in memory; the others sleep on disk."),
+    running=Option("Replies made at once."),
+    waiting=Option("Requests that may wait; beyond them the answer is 429."),
+    states=Option("Turns of a conversation that can be gone back to."),
+    disk=Option("Bytes of all conversations; the least recently used go first."),
+    expiry_days=Option("Forget what was not used for so many days."),
+    max_body=Option("Bytes of a request."),
+    max_reply=Option("Tokens of a reply at most."),
+    timeout_s=Option("Seconds of a reply at most."),
+)
+
+
+def _conversation(recall: RecallMode = CHAT_RECALL, think: bool | None = None) -> tuple[RecallMode, bool | None]:
+    return recall, think
+
+
+CONVERSATION = Group(
+    _conversation,
+    "Conversation",
+    recall=Option("Read evicted passages again when a message asks for them."),
+    think=Option("Let the model think or not. (default: the template's)", "--think/--no-think"),
+)
+
+
+@run.command(app, "h2o-serve", SERVER, MODEL, CACHE, CONVERSATION, OUTPUT)
+def serve(
+    config: ServeConfig,
+    model: ModelConfig,
+    cache: CacheConfig,
+    conversation: tuple[RecallMode, bool | None],
+    output: OutputOptions,
+) -> None:
+    """Serve a model to any client of OpenAI's API, with endless conversations in constant memory."""
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError("h2o-serve needs more packages; pip install 'h2o-stream[serve]'") from error
+    level = logging.WARNING if output.quiet else logging.INFO
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("h2o_stream").setLevel(logging.DEBUG if output.verbose else level)
+    with run.outputs(output) as (terminal, _):
+        with run.loading(model, terminal):
+            from h2o_stream.serve.app import make_app
+            from h2o_stream.serve.requests import Options
+            from h2o_stream.serve.service import Service, load_served
+        service = Service(load_served(model, cache), config, Options(cache, *conversation))
+        served = uvicorn.Config(
+            make_app(service),
+            config.host,
+            config.port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
+        terminal.note(f"Serving {service.name} on http://{config.host}:{config.port}/v1", style="dim")
+        uvicorn.Server(served).run()
+
+
+def main() -> None:
+    """Entry point."""
+    run.main("h2o-serve", app)

@@ -1,0 +1,72 @@
+"""JSON schemas as grammars: which tokens may come next in a reply. The grammars are those of llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from h2o_stream.errors import ConfigError, DataError
+
+
+class Grammar:
+    """A JSON schema for one model's replies.
+
+    Args:
+        tokenizer: of the model.
+        end_tokens: that end a turn; they are allowed where the text may end.
+        vocabulary: number of logits.
+        schema: the JSON schema.
+
+    Raises:
+        ConfigError: llguidance is not installed.
+        DataError: it is no schema, or has something that is not supported.
+    """
+
+    def __init__(self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int, schema: Mapping[str, Any]) -> None:
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise ConfigError("JSON schemas need llguidance; pip install 'h2o-stream[json]'") from error
+        self._tokenizer = _guided(tokenizer.backend_tokenizer.to_str(), vocabulary, tuple(sorted(end_tokens)))
+        try:
+            self._grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        except ValueError as error:
+            raise DataError(f"the JSON schema is not supported: {error}") from error
+        if problem := LLMatcher.validate_grammar(self._grammar, self._tokenizer):
+            raise DataError(f"the JSON schema is not supported: {problem.splitlines()[0]}")
+
+    def matcher(self) -> Matcher:
+        """For a reply that begins."""
+        return Matcher(self._tokenizer, self._grammar)
+
+
+class Matcher:
+    """A reply that follows a grammar, token by token. See `Grammar`."""
+
+    def __init__(self, tokenizer: Any, grammar: str) -> None:
+        from llguidance import LLMatcher
+
+        self._matcher = LLMatcher(tokenizer, grammar)
+
+    def masked(self, logits: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
+        """A copy of logits [V], in which tokens that must not come next are -inf."""
+        mask = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
+        allowed = numpy.unpackbits(mask, bitorder="little")[: len(logits)].astype(bool)
+        return numpy.where(allowed, logits, numpy.float32(-numpy.inf))
+
+    def accept(self, token: int) -> None:
+        """Append the sampled token."""
+        self._matcher.consume_token(token)
+
+
+@lru_cache(maxsize=2)
+def _guided(serialized: str, vocabulary: int, end_tokens: tuple[int, ...]) -> Any:
+    """Llguidance's tokenizer; making it takes a second for large vocabularies."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(serialized, vocabulary, list(end_tokens))

@@ -1,0 +1,220 @@
+"""The ASGI application: routes, authorization, limits, and how answers travel."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
+from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
+from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.responses import answer_response, parse_response, stream_response
+from h2o_stream.serve.service import Service
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PAGE = Path(__file__).with_name("page.html")
+_DONE = b"data: [DONE]\n\n"
+
+
+def make_app(service: Service) -> Starlette:
+    """The application of a service, which it starts and closes."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        service.worker.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.close)
+
+    posts: dict[str, Callable[[Service, Request, dict[str, Any]], Awaitable[Response]]] = {
+        "/v1/chat/completions": _chat,
+        "/v1/completions": _completion,
+        "/v1/responses": _response,
+    }
+    gets: dict[str, Callable[[Service, Request], Response]] = {
+        "/v1/models": _models,
+        "/v1/models/{name:path}": _model,
+        "/health": _health,
+        "/metrics": _metrics,
+    }
+    routes = [
+        Route("/", lambda request: HTMLResponse(_PAGE.read_text(encoding="utf-8"))),
+        *(Route(path, partial(_answer_get, service, handler)) for path, handler in gets.items()),
+        *(Route(path, partial(_answer_post, service, handler), methods=["POST"]) for path, handler in posts.items()),
+    ]
+    handlers = {HTTPException: _http_error, Exception: _unexpected}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+
+
+async def _answer_get(service: Service, handler: Callable[[Service, Request], Response], request: Request) -> Response:
+    try:
+        if not request.url.path.startswith("/health"):
+            _authorize(service, request)
+        return handler(service, request)
+    except ApiError as error:
+        return _refusal(error)
+
+
+async def _answer_post(
+    service: Service,
+    handler: Callable[[Service, Request, dict[str, Any]], Awaitable[Response]],
+    request: Request,
+) -> Response:
+    try:
+        _authorize(service, request)
+        response = await handler(service, request, await _body(service, request))
+    except ApiError as error:
+        response = _refusal(error)
+    except ClientDisconnect:
+        response = Response(status_code=499)
+    service.metrics.answered(request.url.path, response.status_code)
+    return response
+
+
+def _authorize(service: Service, request: Request) -> None:
+    key = service.config.api_key
+    sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if key is not None and not hmac.compare_digest(sent.encode(), key.encode()):
+        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+async def _body(service: Service, request: Request) -> dict[str, Any]:
+    size, parts = 0, list[bytes]()
+    async for part in request.stream():
+        size += len(part)
+        if size > service.config.max_body:
+            raise ApiError(413, f"the request is larger than {service.config.max_body} bytes", code="too_large")
+        parts.append(part)
+    try:
+        body = json.loads(b"".join(parts))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the request is not JSON: {str(error)[:100]}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the request is not a JSON object", code="invalid_json")
+    model = body.get("model")
+    if model is not None and model not in (service.name, "h2o"):
+        raise ApiError(404, f"there is no model {str(model)[:60]}; this server has {service.name}", "model",
+                       "model_not_found")  # fmt: skip
+    return body
+
+
+async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
+    asked = parse_chat(body, service)
+    if not asked[2].stream:
+        return JSONResponse(await _while_connected(request, answer_chat(service, asked)))
+    opened = service.replies(*asked)
+    return await _streamed(opened, lambda queues: stream_chat(service, asked[2], queues))
+
+
+async def _completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
+    asked = parse_completion(body, service)
+    if not asked[2].stream:
+        return JSONResponse(await _while_connected(request, answer_completion(service, asked)))
+    opened = service.replies(*asked, raw=True)
+    return await _streamed(opened, lambda queues: stream_completion(service, asked[2], queues))
+
+
+async def _response(service: Service, request: Request, body: dict[str, Any]) -> Response:
+    asked = parse_response(body, service)
+    if not asked.sampled.stream:
+        return JSONResponse(await _while_connected(request, answer_response(service, asked)))
+    opened = service.replies(asked.dialogue, asked.options, asked.sampled, asked.after, asked.keep)
+    return await _streamed(opened, lambda queues: stream_response(service, asked, queues), named=True)
+
+
+async def _while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:
+    """An answer; if the client leaves, it is not made any more."""
+    making, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((making, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if making.done():
+            return making.result()
+        raise ClientDisconnect
+    finally:
+        making.cancel()
+        leaving.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _streamed(
+    opened: Any, chunks: Callable[[Any], AsyncIterator[Mapping[str, Any]]], named: bool = False
+) -> Response:
+    """Server-sent events. Refusals that are known before the first one have a status of their own."""
+    queues = await opened.__aenter__()
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            async for chunk in chunks(queues):
+                name = f"event: {chunk['type']}\n" if named else ""
+                yield f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
+            if not named:
+                yield _DONE
+        finally:
+            await opened.__aexit__(None, None, None)
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+
+def _models(service: Service, request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_described(service)]})
+
+
+def _model(service: Service, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name != service.name:
+        raise ApiError(404, f"there is no model {name[:60]}", "model", "model_not_found")
+    return JSONResponse(_described(service))
+
+
+def _described(service: Service) -> dict[str, Any]:
+    cache = service.options.cache
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "h2o_stream",
+        "h2o": {"policy": cache.policy, "window": cache.window, "context": service.model.model.context},
+    }
+
+
+def _health(service: Service, request: Request) -> Response:
+    return JSONResponse({"status": "ok", "active": service.active})
+
+
+def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
+
+
+def _refusal(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _http_error(_: Request, error: HTTPException) -> Response:
+    return _refusal(ApiError(error.status_code, error.detail))
+
+
+async def _unexpected(_: Request, error: Exception) -> Response:
+    _log.error("a request failed", exc_info=error)
+    return _refusal(ApiError(500, f"unexpected {type(error).__name__}"))

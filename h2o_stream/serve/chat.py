@@ -1,0 +1,112 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from h2o_stream.serve.errors import wrong
+from h2o_stream.serve.messages import Dialogue, parse_dialogue
+from h2o_stream.serve.replies import Done, Failed, Message, Started
+from h2o_stream.serve.requests import Options, Sampled, field, parse_format, parse_sampled
+from h2o_stream.serve.service import Service, finished
+from h2o_stream.serve.usage import chat_logprobs, logprobs_of, report, usage
+
+
+def parse_chat(body: Mapping[str, Any], service: Service) -> tuple[Dialogue, Options, Sampled]:
+    """What is asked.
+
+    Raises:
+        ApiError: a field is wrong.
+    """
+    dialogue = parse_dialogue(body.get("messages"))
+    top = field(body, "top_logprobs", int)
+    if top is not None and not body.get("logprobs"):
+        raise wrong("top_logprobs", top, "nothing without logprobs")
+    logprobs = (top or 0) if field(body, "logprobs", bool) else None
+    limits = ("max_completion_tokens", "max_tokens")
+    sampled = parse_sampled(body, service.config.max_reply, limits, logprobs)
+    schema = parse_format(body.get("response_format"), "response_format")
+    options = service.options.parse(body)
+    return dialogue, options, Sampled(**{**sampled.__dict__, "schema": schema})
+
+
+def _head(kind: str, service: Service, name: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": service.name}
+
+
+async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled]) -> dict[str, Any]:
+    """The whole answer."""
+    dialogue, options, sampled = asked
+    async with service.replies(dialogue, options, sampled) as queues:
+        replies = await asyncio.gather(*map(finished, queues))
+    choices = []
+    for number, (end, pieces) in enumerate(replies):
+        thinking = {"reasoning_content": end.thinking} if end.thinking else {}
+        told = None
+        if sampled.logprobs is not None:
+            told = chat_logprobs(service.model.tokenizer, logprobs_of(pieces))
+        choices.append({
+            "index": number, "message": {"role": "assistant", "content": end.text, **thinking},
+            "finish_reason": end.finish, "logprobs": told,
+        })  # fmt: skip
+    ends = [end for end, _ in replies]
+    head = _head("chat.completion", service, f"chatcmpl-{secrets.token_hex(12)}")
+    return {**head, "choices": choices, "usage": usage(ends), "h2o": report(ends[0])}
+
+
+async def stream_chat(
+    service: Service, sampled: Sampled, queues: Sequence[asyncio.Queue[Message]]
+) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a streamed answer; an error ends it."""
+    head = _head("chat.completion.chunk", service, f"chatcmpl-{secrets.token_hex(12)}")
+    for number in range(len(queues)):
+        yield {**head, "choices": [_chunk(number, {"role": "assistant", "content": ""})]}
+    ends: list[Done] = []
+    async for number, message in merged(queues):
+        if isinstance(message, Failed):
+            yield message.error.body()
+            return
+        if isinstance(message, Done):
+            ends.append(message)
+            last = {"h2o": report(message)} if number == 0 else {}
+            yield {**head, "choices": [_chunk(number, {}, message.finish)], **last}
+            continue
+        if isinstance(message, Started):
+            continue
+        delta = {"content": message.text} if message.text else {}
+        if message.thinking:
+            delta["reasoning_content"] = message.thinking
+        told = chat_logprobs(service.model.tokenizer, message.logprobs) if sampled.logprobs is not None else None
+        yield {**head, "choices": [_chunk(number, delta, None, told)]}
+    if sampled.usage:
+        yield {**head, "choices": [], "usage": usage(ends)}
+
+
+def _chunk(number: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+
+
+async def merged(queues: Sequence[asyncio.Queue[Message]]) -> AsyncIterator[tuple[int, Message]]:
+    """What all replies tell, with their numbers, until all have ended or one fails."""
+    if len(queues) == 1:
+        while True:
+            message = await queues[0].get()
+            yield 0, message
+            if isinstance(message, Done | Failed):
+                return
+    waits = {asyncio.ensure_future(waiting.get()): number for number, waiting in enumerate(queues)}
+    try:
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number, message = waits.pop(task), task.result()
+                yield number, message
+                if not isinstance(message, Done | Failed):
+                    waits[asyncio.ensure_future(queues[number].get())] = number
+    finally:
+        for task in waits:
+            task.cancel()

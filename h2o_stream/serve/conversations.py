@@ -1,0 +1,301 @@
+"""Which conversation answers a request: one that is awake or asleep, a branch of one, or a new one.
+
+Everything here runs in the thread that owns the model, except `Conversations.commit`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from h2o_stream.cache.state import State
+from h2o_stream.config import CacheConfig, ServeConfig, model_sampling
+from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.recall.passage import Recalled
+from h2o_stream.recall.terms import TermWeights
+from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.messages import Dialogue, Exchange, chain, first_hash, next_hash
+from h2o_stream.serve.requests import Options
+from h2o_stream.serve.store import Kept, Store
+from h2o_stream.serve.stream import WaitingEngine
+from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.reply import GrowingReply
+from h2o_stream.session.transcript import Entry, Header
+from h2o_stream.session.turn import Turn
+
+_log = logging.getLogger(__name__)
+
+Origin = Literal["new", "continued", "branched", "read"]
+
+
+@dataclass
+class Live:
+    """A conversation that is awake.
+
+    Attributes:
+        conversation: of a `WaitingEngine`.
+        kept: what is known of it; None for one that is never saved.
+        options: of it.
+        told: entries of the turns that are in the cache and not on disk, and the hashes after them.
+        before: entries of the turns of a branch that is not on disk yet.
+        past: hash after the last turn.
+    """
+
+    conversation: Conversation
+    kept: Kept | None
+    options: Options
+    past: str
+    entries: list[Entry] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
+    before: list[Entry] = field(default_factory=list)
+
+    @property
+    def engine(self) -> WaitingEngine:
+        """Its engine."""
+        engine = self.conversation.engine
+        assert isinstance(engine, WaitingEngine)
+        return engine
+
+    def said(self) -> list[tuple[int, str, str]]:
+        """The turns, for recall."""
+        return [(entry.turn, entry.prompt, entry.text) for entry in (*self.before, *self.entries)]
+
+    def add(self, entry: Entry) -> None:
+        """Note a turn that is in the cache."""
+        self.entries.append(entry)
+        if entry.kind != "pinned":
+            self.past = next_hash(self.past, entry.prompt, entry.text)
+            self.hashes.append(self.past)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A conversation for a request.
+
+    Attributes:
+        live: the conversation.
+        unread: past turns that have to be read first.
+        origin: where it comes from.
+        known: past turns that were recognised.
+    """
+
+    live: Live
+    unread: tuple[Exchange, ...]
+    origin: Origin
+    known: int
+
+
+class Conversations:
+    """The conversations of a server.
+
+    Args:
+        model: of the runtime.
+        config: of the server.
+        store: the conversations on disk.
+
+    Attributes:
+        awake: those in memory by id, least recently used first.
+        busy: ids of those that answer or are being saved.
+    """
+
+    def __init__(self, model: LoadedModel, config: ServeConfig, store: Store) -> None:
+        self._model, self._config, self._store = model, config, store
+        self.awake: dict[str, Live] = {}
+        self.busy: set[str] = set()
+
+    def open(self, dialogue: Dialogue, options: Options, keep: bool) -> Opened:
+        """The conversation that continues a dialogue; with `keep` it is saved after each turn.
+
+        Raises:
+            ApiError: there is no room in the window.
+        """
+        past = chain(first_hash(options.key, dialogue.system), dialogue.past)
+        for known in range(len(dialogue.past), 0, -1):
+            for kept, turn in self._store.with_hash(past[known]):
+                if opened := self._known(kept, turn, options, keep):
+                    return Opened(opened[0], dialogue.past[known:], opened[1], known)
+        live = self._start(options, dialogue.system, past[0], keep)
+        return Opened(live, dialogue.past, "read" if dialogue.past else "new", 0)
+
+    def open_after(self, name: str, turn: int, options: Options) -> Opened:
+        """The conversation of this id, as it was after a turn.
+
+        Raises:
+            ApiError: it is not kept any more.
+        """
+        kept = self._store.conversations.get(name)
+        fits = kept is not None and 0 < turn < len(kept.hashes) and kept.key == options.key
+        if kept is not None and fits and (opened := self._known(kept, turn, options, keep=True)):
+            return Opened(opened[0], (), opened[1], turn)
+        raise ApiError(404, f"the response of turn {turn} is not kept any more", "previous_response_id", "not_found")
+
+    def open_raw(self, options: Options) -> Opened:
+        """An empty stream for a text that is continued as it is, which is not kept."""
+        live = self._start(options, None, "", keep=False)
+        live.engine.unpin()
+        return Opened(live, (), "new", 0)
+
+    def system_of(self, name: str) -> str | None:
+        """The system prompt of a conversation."""
+        kept = self._store.conversations.get(name)
+        return kept.system if kept else None
+
+    def _known(self, kept: Kept, turn: int, options: Options, keep: bool) -> tuple[Live, Origin] | None:
+        """Continue a conversation after a turn, or branch there; None if the state is not available."""
+        newest = turn == len(kept.hashes) - 1
+        if keep and newest and kept.id not in self.busy:
+            if live := self.awake.pop(kept.id, None):
+                self.awake[kept.id] = live
+                return live, "continued"
+            if state := self._store.state(kept, turn):
+                live = self._load(kept, options, kept.system, state, turn)
+                if live:
+                    self._make_room()
+                    self.awake[kept.id] = live
+                    return live, "continued"
+            return None
+        state = self._store.state(kept, turn)
+        if state is None:
+            return None
+        branch = None
+        if keep:
+            branch = self._store.create(kept.key, kept.system, kept.hashes[0])
+            branch.hashes, branch.turns = kept.hashes[: turn + 1], kept.turns[: turn + 1]
+        live = self._load(branch, options, kept.system, state, turn, kept)
+        if live is None:
+            return None
+        if branch:
+            self._make_room()
+            self.awake[branch.id] = live
+        return live, "branched"
+
+    def _load(
+        self,
+        kept: Kept | None,
+        options: Options,
+        system: str | None,
+        state: State,
+        turn: int,
+        source: Kept | None = None,
+    ) -> Live | None:
+        origin = source or kept
+        assert origin is not None
+        conversation = self._converse(options, system)
+        try:
+            conversation.load_state_dict(state)
+        except H2OStreamError as error:
+            _log.warning("the state of conversation %s is not used: %s", origin.id, error)
+            return None
+        live = Live(conversation, kept, options, origin.hashes[turn])
+        if source or options.recall != "off":
+            live.before = self._store.entries(origin, turn)
+        self._prepare_recall(live)
+        return live
+
+    def _start(self, options: Options, system: str | None, first: str, keep: bool) -> Live:
+        try:
+            conversation = self._converse(options, system)
+        except H2OStreamError as error:
+            raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
+        kept = self._store.create(options.key, system, first) if keep else None
+        live = Live(conversation, kept, options, first)
+        self._prepare_recall(live)
+        if kept:
+            self._make_room()
+            self.awake[kept.id] = live
+        return live
+
+    def _converse(self, options: Options, system: str | None) -> Conversation:
+        engine = WaitingEngine(self._model, options.cache, model_sampling(self._model.name))
+        return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking)
+
+    def _prepare_recall(self, live: Live) -> None:
+        live.conversation.recall.source = live.said
+        live.conversation.recall.terms = self._terms
+
+    @cached_property
+    def _terms(self) -> TermWeights:
+        return TermWeights(self._model.tokenizer, self._model.model.serve(CacheConfig()).read_embeddings)
+
+    def _make_room(self) -> None:
+        """Put the least recently used ones to sleep, which are on disk as they are."""
+        idle = [name for name in self.awake if name not in self.busy]
+        for name in idle[: max(len(self.awake) + 1 - self._config.awake, 0)]:
+            self.drop(self.awake[name])
+
+    def drop(self, live: Live) -> None:
+        """Forget what is in memory of a conversation."""
+        live.conversation.recall.close()
+        live.engine.close()
+        if live.kept is not None:
+            self.awake.pop(live.kept.id, None)
+            if not live.kept.nbytes:
+                self._store.forget(live.kept)
+
+    def commit(self, live: Live) -> None:
+        """Save the turns that are not on disk yet. The conversation is busy; any thread may do it.
+
+        Raises:
+            H2OStreamError: it cannot be saved.
+        """
+        if live.kept is None or not live.entries:
+            return
+        plan = live.engine.cache.plan
+        header = Header(self._model.name, plan.policy, plan.window, live.conversation.system)
+        state = live.conversation.state_dict()
+        before = live.before if not live.kept.nbytes else []
+        self._store.save(live.kept, header, live.entries, live.hashes, state, before)
+
+    def committed(self, live: Live) -> None:
+        """Recognise the conversation by its saved turns, and forget those that there is no room for."""
+        if live.kept is not None:
+            self._store.index(live.kept, live.kept.hashes[1:])
+        live.before = [*live.before, *live.entries] if live.options.recall != "off" else []
+        live.entries, live.hashes = [], []
+        for kept in self._store.to_forget(self.awake):
+            self._store.forget(kept)
+
+
+Event = Recalled | PrefillProgress | Token | Turn | Finished
+
+
+def turn_events(opened: Opened, user: str) -> Iterator[Event]:
+    """Read what is new of a dialogue, then reply. Notes the turns that were read.
+
+    Yields:
+        The events of `Conversation.say`; `Finished` if something could not be read.
+    """
+    live, conversation = opened.live, opened.live.conversation
+    if not conversation.engine.tokens:
+        for pin in live.options.pins:
+            yield from _read(conversation.pin(pin))
+            live.add(Entry(conversation.metadata.turns, pin, "", "pinned"))
+    for exchange in opened.unread:
+        yield from _read(conversation.feed_turn(exchange.user, exchange.reply))
+        live.add(Entry(conversation.metadata.turns, exchange.user, exchange.reply, "told"))
+    yield from conversation.say(user)
+
+
+def raw_events(opened: Opened, text: str) -> Iterator[Event]:
+    """Read a text, then continue it. Yields the same events."""
+    engine, reply = opened.live.engine, GrowingReply(text, None, thinking=False)
+    for event in engine.prefill(engine.tokenizer(text)["input_ids"]):
+        if isinstance(event, Finished):
+            yield reply.finish(1, event, engine)
+            return
+        reply.add_progress(event)
+        yield event
+    for generated in engine.decode():
+        yield reply.finish(1, generated, engine) if isinstance(generated, Finished) else reply.add_token(generated)
+
+
+def _read(events: Iterator[PrefillProgress | Finished]) -> Iterator[Event]:
+    for event in events:
+        if isinstance(event, Finished):
+            raise ApiError(400, f"the conversation cannot be read: {event.detail or event.reason}", "messages")
+        yield event

@@ -1,0 +1,41 @@
+"""Errors in the form that clients of the API expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from h2o_stream.errors import H2OStreamError
+
+
+class ApiError(H2OStreamError):
+    """A request that is refused.
+
+    Attributes:
+        status: of HTTP.
+        param: the field of the request that is wrong, if it is one.
+        code: a word for programs.
+        retry_after_s: when to come back, if that would help.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after_s: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        return {"Retry-After": str(self.retry_after_s)} if self.retry_after_s else {}
+
+
+def wrong(param: str, value: Any, accepted: str) -> ApiError:
+    """The error for a field that has a wrong value."""
+    shown = repr(value)
+    return ApiError(400, f"{param} is {shown if len(shown) <= 60 else shown[:57] + '...'}; accepted: {accepted}", param)

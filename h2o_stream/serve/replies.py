@@ -1,0 +1,103 @@
+"""What the threads of a server tell each other: what is asked, and the pieces of replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from h2o_stream.config import SamplingConfig
+from h2o_stream.engine.grammar import Grammar
+from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.messages import Dialogue
+from h2o_stream.serve.requests import Options
+from h2o_stream.serve.stream import Logprob
+
+
+@dataclass(frozen=True)
+class Started:
+    """The conversation is open: its id, nothing if it is not kept, and the number that its turn will have."""
+
+    conversation: str
+    turn: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text of a reply and of its thinking, and how likely its tokens were if that was asked."""
+
+    text: str
+    thinking: str
+    logprobs: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Tokens: in the cache before, read for this reply, and replied; seen by the conversation, kept and evicted."""
+
+    before: int
+    read: int
+    replied: int
+    seen: int
+    kept: float
+    evicted: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a reply, which is on disk.
+
+    Attributes:
+        finish: ``stop``, ``length`` or ``interrupted``.
+        text: all of it.
+        thinking: all of it.
+        conversation: its id; nothing if it is not kept.
+        turn: its number among the turns that a client can go back to.
+        origin: see `conversations.Opened`, as the others.
+    """
+
+    finish: str
+    text: str
+    thinking: str
+    seen: Seen
+    conversation: str
+    turn: int
+    origin: str
+    known: int
+    read: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There will be no reply, or no more of it."""
+
+    error: ApiError
+
+
+Message = Started | Piece | Done | Failed
+
+
+@dataclass(eq=False)
+class Ask:
+    """A reply that is asked for.
+
+    Attributes:
+        dialogue: what it replies to; its system prompt and past turns do not count with `after`.
+        options: of the conversation.
+        config: how it is sampled.
+        send: gets what happens, in the worker's thread.
+        keep: whether the conversation is saved.
+        logprobs: see `requests.Sampled`.
+        grammar: what it must follow.
+        after: continue the conversation of this id after this turn.
+        raw: the user's text is continued as it is, without a chat template; it is not kept.
+    """
+
+    dialogue: Dialogue
+    options: Options
+    config: SamplingConfig
+    send: Callable[[Message], None]
+    keep: bool = True
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    after: tuple[str, int] | None = None
+    raw: bool = False

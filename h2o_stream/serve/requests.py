@@ -1,0 +1,162 @@
+"""Requests of the API, checked: what is to be answered, in which conversation, and how it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from h2o_stream.config import POLICIES, CacheConfig, RecallConfig, RecallMode, SamplingConfig
+from h2o_stream.errors import ConfigError
+from h2o_stream.serve.errors import ApiError, wrong
+
+_UNSUPPORTED = {"tools": [], "functions": [], "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0}
+"""Fields that would change a reply and are not served, and their value that changes nothing."""
+
+MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS = 8, 20, 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a conversation is kept, for all of its turns.
+
+    Attributes:
+        cache: windows and rules.
+        recall: whether evicted passages are read again.
+        thinking: whether the model thinks before it answers; None leaves it to the template.
+        pins: texts that are never evicted, fed before the first turn.
+    """
+
+    cache: CacheConfig
+    recall: RecallMode = "off"
+    thinking: bool | None = None
+    pins: tuple[str, ...] = ()
+
+    @property
+    def recall_config(self) -> RecallConfig:
+        """The same for a conversation."""
+        return RecallConfig(self.recall)
+
+    @property
+    def key(self) -> list[Any]:
+        """What tells conversations with other options apart, as JSON."""
+        return [self.cache.policy, self.cache.window, self.recall, self.thinking, list(self.pins)]
+
+    def parse(self, body: Mapping[str, Any]) -> Options:
+        """The options of a request, with these as defaults.
+
+        Raises:
+            ApiError: one is wrong.
+        """
+        found = self
+        try:
+            if (policy := field(body, "policy", str)) is not None:
+                if policy not in POLICIES or policy == "full":
+                    raise wrong("policy", policy, ", ".join(name for name in POLICIES if name != "full"))
+                found = replace(found, cache=replace(found.cache, policy=policy))
+            if (window := field(body, "window", int)) is not None:
+                found = replace(found, cache=replace(found.cache, window=window, cache_size=None))
+            found.cache.plan()
+        except ConfigError as error:
+            raise ApiError(400, str(error), "window") from error
+        if (recall := field(body, "recall", str)) is not None:
+            if recall not in get_args(RecallMode):
+                raise wrong("recall", recall, " or ".join(get_args(RecallMode)))
+            found = replace(found, recall=recall)
+        if (think := field(body, "think", bool)) is not None:
+            found = replace(found, thinking=think)
+        if (pins := field(body, "pins", list)) is not None:
+            if not all(isinstance(pin, str) and pin.strip() for pin in pins):
+                raise wrong("pins", pins, "a list of texts")
+            found = replace(found, pins=tuple(pins))
+        return found
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How replies are sampled and sent.
+
+    Attributes:
+        config: of one reply.
+        choices: how many replies.
+        stream: whether they are sent token by token.
+        usage: whether a stream ends with the usage.
+        logprobs: how many likely tokens are told for each; None for none of them, 0 for the sampled one only.
+        schema: what the reply must be, a JSON schema; None for any text.
+    """
+
+    config: SamplingConfig
+    choices: int = 1
+    stream: bool = False
+    usage: bool = False
+    logprobs: int | None = None
+    schema: Mapping[str, Any] | None = None
+
+
+def field(body: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """A field of a request, None if it is missing.
+
+    Raises:
+        ApiError: it is of another type.
+    """
+    value = body.get(name)
+    if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+        return value
+    raise wrong(name, value, " or ".join({"str": "text", "dict": "object"}.get(x.__name__, x.__name__) for x in kinds))
+
+
+def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ...], logprobs: int | None) -> Sampled:
+    """What a request says about sampling; `limits` are the names of the field with the most tokens of a reply.
+
+    Raises:
+        ApiError: a field is wrong.
+    """
+    for name, neutral in _UNSUPPORTED.items():
+        if body.get(name) not in (None, neutral):
+            raise wrong(name, body[name], "nothing; this server does not support it")
+    stop = field(body, "stop", str, list)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
+        raise wrong("stop", stop, f"a text, or at most {MAX_STOPS}")
+    wanted = next((value for name in limits if (value := field(body, name, int)) is not None), max_reply)
+    choices = field(body, "n", int)
+    choices = 1 if choices is None else choices
+    if not 1 <= choices <= MAX_CHOICES:
+        raise wrong("n", choices, f"1 to {MAX_CHOICES}")
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise wrong("top_logprobs", logprobs, f"0 to {MAX_LOGPROBS}")
+    try:
+        config = SamplingConfig(
+            temperature=field(body, "temperature", int, float),
+            top_p=field(body, "top_p", int, float),
+            top_k=field(body, "top_k", int),
+            min_p=field(body, "min_p", int, float),
+            repetition_penalty=field(body, "repetition_penalty", int, float),
+            seed=field(body, "seed", int),
+            max_tokens=min(wanted, max_reply),
+            stop=stops,
+        )
+    except ConfigError as error:
+        raise ApiError(400, str(error)) from error
+    stream_options = field(body, "stream_options", dict) or {}
+    return Sampled(
+        config, choices, bool(field(body, "stream", bool)), bool(stream_options.get("include_usage")), logprobs
+    )
+
+
+def parse_format(value: Any, place: str) -> Mapping[str, Any] | None:
+    """The JSON schema that a ``response_format`` asks for; None for any text.
+
+    Raises:
+        ApiError: it is neither.
+    """
+    kind = value.get("type") if isinstance(value, dict) else value
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    schema = value.get("json_schema", value) if isinstance(value, dict) and kind == "json_schema" else None
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict):
+        raise wrong(place, value, "text, json_object, or json_schema with a schema")
+    return schema

@@ -1,0 +1,163 @@
+"""What the endpoints of a server use: one model, its worker, and limits. Between asyncio and the worker's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.engine.grammar import Grammar
+from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.progress import ignore
+from h2o_stream.resources import private_data_folder
+from h2o_stream.runtime.loading import load_model, remember
+from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.serve.conversations import Conversations
+from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.messages import Dialogue
+from h2o_stream.serve.metrics import Metrics
+from h2o_stream.serve.replies import Ask, Done, Failed, Message
+from h2o_stream.serve.requests import Options, Sampled
+from h2o_stream.serve.store import Store
+from h2o_stream.serve.worker import Worker
+
+_DAY_S = 86_400.0
+_RETRY_S = 2
+"""When a client that is told to come back should do so."""
+
+
+def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
+    """Load a model that the runtime serves; one that transformers has to load first is compared and loaded again.
+
+    Raises:
+        ConfigError: the runtime does not serve it.
+    """
+    for _ in range(2):
+        loaded = load_model(config, cache, "auto", ignore, ignore)
+        if isinstance(loaded.model, RuntimeModel):
+            return loaded
+        with Engine(loaded.model, loaded.tokenizer, cache) as engine:
+            remember(loaded, engine.served)
+    raise ConfigError(f"h2o-serve serves what runs without torch, which {config.model} does not: "
+                      f"{loaded.why_transformers}")  # fmt: skip
+
+
+class Service:
+    """A model that is served.
+
+    Args:
+        model: of the runtime.
+        config: limits.
+        options: of conversations whose requests say nothing else.
+
+    Attributes:
+        started: seconds since 1970.
+
+    Raises:
+        DataError: see `Store`.
+    """
+
+    def __init__(self, model: LoadedModel, config: ServeConfig, options: Options) -> None:
+        self.model, self.config, self.options, self.started = model, config, options, int(time.time())
+        folder = config.folder or private_data_folder("served")
+        self.store = Store(folder, model.model.digest, config.states, config.disk, config.expiry_days * _DAY_S)
+        self.metrics = Metrics()
+        self.conversations = Conversations(model, config, self.store)
+        self.worker = Worker(model, self.conversations, config.running, config.timeout_s, self.metrics)
+        self.active = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.model.name
+
+    def grammar(self, schema: Mapping[str, Any] | None) -> Grammar | None:
+        """The grammar of a JSON schema; None without one.
+
+        Raises:
+            ApiError: it is not supported.
+        """
+        if schema is None:
+            return None
+        ends = self.model.model.generation.eos_token_id
+        ends = {*(ends if isinstance(ends, list) else [ends]), self.model.tokenizer.eos_token_id} - {None}
+        try:
+            return Grammar(self.model.tokenizer, ends, self.model.model.description.embedding.rows, schema)
+        except ConfigError as error:
+            raise ApiError(501, str(error), "response_format") from error
+        except H2OStreamError as error:
+            raise ApiError(400, str(error), "response_format") from error
+
+    @asynccontextmanager
+    async def replies(
+        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: tuple[str, int] | None = None,
+        keep: bool = True, raw: bool = False,
+    ) -> AsyncIterator[Sequence[asyncio.Queue[Message]]]:  # fmt: skip
+        """Ask for replies; a queue for each choice, of which only the first is kept. Leaving the block ends them.
+
+        Raises:
+            ApiError: too many are asked for already.
+        """
+        if self.active + sampled.choices > self.config.running + self.config.waiting:
+            raise ApiError(429, "too many requests wait already", code="queue_full", retry_after_s=_RETRY_S)
+        grammar = self.grammar(sampled.schema)
+        loop = asyncio.get_running_loop()
+        queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(sampled.choices)]
+        asks = []
+        for number, waiting in enumerate(queues):
+            seed = sampled.config.seed
+            config = sampled.config if seed is None else replace(sampled.config, seed=seed + number)
+
+            def send(message: Message, waiting: asyncio.Queue[Message] = waiting) -> None:
+                loop.call_soon_threadsafe(waiting.put_nowait, message)
+
+            asks.append(
+                Ask(
+                    dialogue, options, config, send, keep and not (raw or number), sampled.logprobs, grammar, after, raw
+                )
+            )
+        self.active += len(asks)
+        try:
+            for ask in reversed(asks):  # branches are opened before the conversation goes on
+                self.worker.submit(ask)
+            yield queues
+        finally:
+            self.active -= len(asks)
+            for ask in asks:
+                self.worker.cancel(ask)
+
+    def metrics_text(self) -> bytes:
+        """See `Metrics.text`."""
+        return self.metrics.text(
+            awake_conversations=len(self.conversations.awake),
+            kept_conversations=len(self.store.conversations),
+            disk_bytes=self.store.nbytes,
+            active_requests=self.active,
+        )
+
+    def close(self) -> None:
+        """Save and stop."""
+        self.worker.stop()
+        self.store.close()
+
+
+async def finished(waiting: asyncio.Queue[Message]) -> tuple[Done, list[Message]]:
+    """The end of a reply, and its pieces.
+
+    Raises:
+        ApiError: there is none.
+    """
+    pieces: list[Message] = []
+    while True:
+        message = await waiting.get()
+        if isinstance(message, Failed):
+            raise message.error
+        if isinstance(message, Done):
+            return message, pieces
+        pieces.append(message)

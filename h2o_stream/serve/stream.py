@@ -1,0 +1,123 @@
+"""The engine of one conversation among many: single tokens wait for a step that takes those of all conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from h2o_stream.config import CacheConfig, SamplingConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.engine.sampling import Sampler, Scores
+from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.native.batch import rules
+from h2o_stream.native.stepper import Stepper
+
+PREFILL_STEP = 256
+"""Prompt tokens at a time, between steps of other conversations."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A sampled token, how likely it was, and the likeliest ones: ids and natural logarithms of probabilities."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class TellingSampler(Sampler):
+    """A sampler that tells how likely its tokens were, before temperature and all else.
+
+    Attributes:
+        logprobs: how many likely tokens are told beside the sampled one; None tells nothing.
+        told: what was sampled since `take`.
+    """
+
+    logprobs: int | None = None
+
+    def __init__(
+        self, config: SamplingConfig, recommended: Any, model_defaults: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        super().__init__(config, recommended, model_defaults)
+        self.told: list[Logprob] = []
+
+    def sample(self, logits: Scores, tokens: Sequence[int]) -> int:
+        """See `Sampler`."""
+        token = super().sample(logits, tokens)
+        if self.logprobs is not None:
+            self.told.append(_logprob(logits, token, self.logprobs))
+        return token
+
+    def take(self) -> tuple[Logprob, ...]:
+        """What was told since the last call."""
+        told, self.told = tuple(self.told), []
+        return told
+
+
+def _logprob(logits: Scores, token: int, count: int) -> Logprob:
+    top = logits.max()
+    total = float(top) + float(numpy.log(numpy.exp(logits - top, dtype=numpy.float64).sum()))
+    best = numpy.argpartition(logits, -count)[-count:] if count else numpy.empty(0, numpy.int64)
+    best = best[(-logits[best]).argsort(kind="stable")]
+    likely = tuple((int(number), float(logits[number]) - total) for number in best)
+    return Logprob(token, float(logits[token]) - total, likely)
+
+
+class WaitingEngine(Engine):
+    """An engine that leaves single tokens to a step of several streams.
+
+    Between the event of a token and `finish_step` the token is not in the cache yet, so nothing else may be done.
+
+    Attributes:
+        waiting: the token for the next step, or None.
+    """
+
+    def __init__(self, model: LoadedModel, cache: CacheConfig, sampling_defaults: Mapping[str, float]) -> None:
+        super().__init__(model.model, model.tokenizer, cache, sampling_defaults=sampling_defaults)
+        self.waiting: int | None = None
+        self.prefill_step = min(self.prefill_step, PREFILL_STEP)
+        self._rules: tuple[int, bytes] = (-1, b"")
+
+    @property
+    def stepper(self) -> Stepper:
+        """Steps its stream."""
+        stepper: Stepper = self.served.stepper  # type: ignore[attr-defined]
+        return stepper
+
+    @property
+    def rules(self) -> bytes:
+        """Streams with the same can be stepped together."""
+        revision = self.stepper.revision
+        if self._rules[0] != revision:
+            self._rules = revision, rules(self.stepper)
+        return self._rules[1]
+
+    def sample_by(self, config: SamplingConfig, logprobs: int | None) -> TellingSampler:
+        """Sample the next reply by these settings."""
+        sampler = TellingSampler(config, self.served.generation, self._sampling_defaults)
+        sampler.logprobs = logprobs
+        self.sampling, self.sampler = config, sampler
+        return sampler
+
+    def finish_step(self, logits: NDArray[numpy.float32]) -> None:
+        """The waiting token is in the cache; logits [V] are valid until the next step."""
+        self.waiting, self._logits = None, logits
+
+    def step_alone(self) -> None:
+        """Take the waiting token, if there is one, through the model without others."""
+        if self.waiting is not None:
+            token, self.waiting = self.waiting, None
+            self._logits = self.served.forward([token])
+
+    def _forward(self, tokens: list[int]) -> None:
+        if len(tokens) > 1 or not self.cache.tokens.lengths:
+            super()._forward(tokens)
+            return
+        self._logits, self.waiting = None, tokens[0]
+        self.tokens.extend(tokens)
+        self.cache.prepare(1)

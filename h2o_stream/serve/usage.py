@@ -1,0 +1,62 @@
+"""What replies took, and how likely their tokens were, in the forms of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from h2o_stream.serve.replies import Done, Message, Piece
+from h2o_stream.serve.stream import Logprob
+
+
+def usage(ends: Sequence[Done]) -> dict[str, Any]:
+    """The usage of all choices: the tokens of the whole prompt, of which those in the cache were not read again."""
+    before, read = ends[0].seen.before, ends[0].seen.read
+    replied = sum(end.seen.replied for end in ends)
+    return {
+        "prompt_tokens": before + read,
+        "completion_tokens": replied,
+        "total_tokens": before + read + replied,
+        "prompt_tokens_details": {"cached_tokens": before},
+    }
+
+
+def report(end: Done) -> dict[str, Any]:
+    """What only this server tells: where the reply comes from, and what its conversation has seen and kept."""
+    return {
+        "conversation": end.conversation or None,
+        "turn": end.turn,
+        "origin": end.origin,
+        "turns_known": end.known,
+        "turns_read": end.read,
+        "seen_tokens": end.seen.seen,
+        "kept_tokens": end.seen.kept,
+        "evicted_tokens": end.seen.evicted,
+    }
+
+
+def logprobs_of(messages: Iterable[Message]) -> list[Logprob]:
+    """Those of pieces, in order."""
+    return [logprob for message in messages if isinstance(message, Piece) for logprob in message.logprobs]
+
+
+def chat_logprobs(tokenizer: Any, logprobs: Iterable[Logprob]) -> dict[str, Any]:
+    """In the form of chat completions."""
+    return {"content": [{**_told(tokenizer, x.token, x.logprob), "top_logprobs": [
+        _told(tokenizer, *likely) for likely in x.top]} for x in logprobs]}  # fmt: skip
+
+
+def text_logprobs(tokenizer: Any, logprobs: Sequence[Logprob]) -> dict[str, Any]:
+    """In the form of completions."""
+    texts = [tokenizer.decode([x.token]) for x in logprobs]
+    return {
+        "tokens": texts,
+        "token_logprobs": [x.logprob for x in logprobs],
+        "top_logprobs": [{tokenizer.decode([token]): value for token, value in x.top} for x in logprobs],
+        "text_offset": [sum(map(len, texts[:number])) for number in range(len(texts))],
+    }
+
+
+def _told(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
+    text = tokenizer.decode([token])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

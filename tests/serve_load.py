@@ -1,0 +1,84 @@
+"""A bounded load on an h2o-serve on this machine: conversations of some turns, all at once and one after another.
+
+python -m tests.serve_load http://127.0.0.1:8000 --conversations 64 --turns 4
+"""
+
+import argparse
+import http.client
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+QUESTIONS = ("Tell me about {}.", "What else do you know?", "Why does that matter?", "Give an example.", "Sum it up.")
+TOPICS = ("rivers", "trains", "bread", "moons", "birds", "glass", "tea", "maps")
+
+
+def post(url: str, path: str, body: Any, key: str = "") -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
+    try:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        connection.request("POST", path, data, headers)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+def converse(url: str, number: int, turns: int, tokens: int, history: Sequence[dict[str, str]] = ()) -> list[Any]:
+    """The answers of a conversation, whose messages differ by its number; it begins after the history."""
+    messages, answers = list(history), []
+    for turn in range(turns):
+        topic = f"{TOPICS[number % len(TOPICS)]} number {number}"
+        messages.append({"role": "user", "content": QUESTIONS[turn % len(QUESTIONS)].format(topic)})
+        status, answer = post(
+            url, "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": tokens}
+        )
+        assert status == 200, answer
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        answers.append(answer)
+    return answers
+
+
+def texts(answers: Sequence[Any]) -> list[str]:
+    """What was replied."""
+    return [answer["choices"][0]["message"]["content"] for answer in answers]
+
+
+def together(url: str, numbers: Sequence[int], turns: int, tokens: int) -> tuple[list[list[Any]], float]:
+    """The answers of several conversations at once, and tokens per second."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor(len(numbers)) as executor:
+        answers = list(executor.map(lambda number: converse(url, number, turns, tokens), numbers))
+    replied = sum(answer["usage"]["completion_tokens"] for talk in answers for answer in talk)
+    return answers, replied / (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--conversations", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--alone", type=int, default=4)
+    given = parser.parse_args()
+    alone = {}
+    speeds = []
+    for number in range(given.alone):
+        (answers,), speed = together(given.url, [number], given.turns, given.tokens)
+        alone[number] = texts(answers)
+        speeds.append(speed)
+    print(f"alone: {sum(speeds) / len(speeds):.0f} tokens/s")
+    answers, speed = together(given.url, range(given.conversations), given.turns, given.tokens)
+    wrong = [number for number, replies in alone.items() if texts(answers[number]) != replies]
+    print(f"{given.conversations} at once: {speed:.0f} tokens/s; other replies than alone: {wrong or 'none'}")
+    origins = {answer["h2o"]["origin"] for talk in answers for answer in talk[1:]}
+    print(f"later turns were {origins}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Steps of several caches at once: each stream as if it were alone, whatever the others hold and protect."""
+
+import numpy
+import pytest
+
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.native import library
+from h2o_stream.native.batch import BatchStepper, rules
+from h2o_stream.runtime.loading import load_model
+from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+
+@pytest.fixture(scope="module")
+def model() -> RuntimeModel:
+    loaded = load_model(ModelConfig(dtype="float32"), CacheConfig(), "auto", print, print).model
+    assert isinstance(loaded, RuntimeModel)
+    return loaded
+
+
+def opened(model: RuntimeModel, number: int) -> ServedRuntime:
+    """A stream of its own length, window, pins and tokens that go first."""
+    served = model.serve(CacheConfig(window=(48, 64)[number % 2]))
+    served.cache.pin(number, 2 * number)
+    served.cache.evict_first(20, 20 + number)
+    served.forward([5 + 11 * number + 7 * i for i in range(30 + 9 * number)])
+    return served
+
+
+@pytest.mark.parametrize("count", [2, 9])
+def test_together_as_alone(model: RuntimeModel, count: int) -> None:
+    alone, together = ([opened(model, number) for number in range(count)] for _ in range(2))
+    assert len({rules(served.stepper) for served in together}) == 1
+    native = library.loaded()
+    assert native is not None
+    batch = BatchStepper(native, model.description)
+    for step in range(24):
+        tokens = [100 + step + 3 * number for number in range(count)]
+        wanted = [served.forward([token]) for served, token in zip(alone, tokens, strict=True)]
+        for served in together:
+            served.cache.prepare(1)
+        logits = batch.step([served.stepper for served in together], tokens)
+        assert numpy.array_equal(logits, wanted)
+    for one, other in zip(alone, together, strict=True):
+        first, second = one.state_dict(), other.state_dict()
+        assert all(numpy.array_equal(first[name], second[name]) for name in first)
+
+
+def test_other_rules_are_told_apart(model: RuntimeModel) -> None:
+    config = CacheConfig(window=48)
+    served = [model.serve(config), model.serve(CacheConfig("sink", window=48)), model.serve(CacheConfig(kv_bits=8))]
+    for each in served:
+        each.forward([5, 6, 7])
+    assert len({rules(each.stepper) for each in served}) == 3

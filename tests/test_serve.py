@@ -1,0 +1,314 @@
+"""The server on the embedded model: the real client package, histories, branches, sleep, errors, disconnects."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+
+from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
+from h2o_stream.native import library
+from h2o_stream.serve.app import make_app
+from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.messages import chain, first_hash, parse_dialogue
+from h2o_stream.serve.requests import Options
+from h2o_stream.serve.service import Service, load_served
+from tests.serve_load import converse, post, texts, together
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+CACHE, MODEL = CacheConfig(window=64), ModelConfig(dtype="float32")
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.service = Service(load_served(MODEL, CACHE), ServeConfig(folder=folder, **config), Options(CACHE))
+        self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), port=0, log_level="warning"))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    def say(self, *messages: str, **more: Any) -> Any:
+        """The answer to messages of user and assistant in turn."""
+        roles = ("user", "assistant")
+        listed = [{"role": roles[number % 2], "content": text} for number, text in enumerate(messages)]
+        body = {"messages": listed, "temperature": 0, "max_tokens": 8, **more}
+        status, answer = post(self.url, "/v1/chat/completions", body)
+        assert status == 200, answer
+        return answer
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("served"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def reply(answer: Any) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+class TestMessages:
+    def test_turns(self) -> None:
+        roles = ("system", "developer", "user", "user", "assistant", "user")
+        dialogue = parse_dialogue([{"role": role, "content": f"{n}"} for n, role in enumerate(roles)])
+        assert (dialogue.system, dialogue.user) == ("0\n\n1", "5")
+        assert [(exchange.user, exchange.reply) for exchange in dialogue.past] == [("2\n\n3", "4")]
+
+    @pytest.mark.parametrize(
+        ("messages", "place"),
+        [
+            ([], "messages"),
+            ([{"role": "robot", "content": "x"}], "messages[0].role"),
+            ([{"role": "assistant", "content": "x"}], "messages[0].role"),
+            ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "messages"),
+            ([{"role": "user", "content": " "}], "messages[0].content"),
+            ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+        ],
+    )
+    def test_wrong(self, messages: Any, place: str) -> None:
+        with pytest.raises(ApiError) as refused:
+            parse_dialogue(messages)
+        assert (refused.value.status, refused.value.param) == (400, place)
+
+    def test_hashes(self) -> None:
+        def hashes(system: str | None, *texts: str) -> list[str]:
+            roles = ("user", "assistant")
+            dialogue = parse_dialogue([{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)])
+            return chain(first_hash([], system), dialogue.past)
+
+        one, two = hashes(None, "a", "b", "c", "d", "e"), hashes(None, "a", "b ", "c", "x", "e")
+        assert one[:2] == two[:2]
+        assert one[2] != two[2]
+        assert not {*one} & {*hashes("s", "a", "b", "c", "d", "e")}
+
+
+class TestConversations:
+    def test_a_history_that_is_sent_again_is_continued(self, server: Running) -> None:
+        first = server.say("Name a river.")
+        second = server.say("Name a river.", reply(first), "And a lake.")
+        told = second["h2o"]
+        assert (told["origin"], told["conversation"], told["turn"]) == ("continued", first["h2o"]["conversation"], 2)
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["h2o"]["seen_tokens"]
+
+    def test_another_end_is_a_branch_that_leaves_the_first_as_it_is(self, server: Running) -> None:
+        first = reply(server.say("Name a tree."))
+        one = server.say("Name a tree.", first, "Is it tall?")
+        other = server.say("Name a tree.", first, "Is it old?")
+        again = server.say("Name a tree.", first, "Is it tall?")
+        assert [answer["h2o"]["origin"] for answer in (one, other, again)] == ["continued", "branched", "branched"]
+        assert reply(again) == reply(one)
+        assert server.say("Name a tree.", first, "Is it tall?", reply(one), "Sure?")["h2o"]["origin"] == "continued"
+
+    def test_an_unknown_history_is_read_from_where_it_is_unknown(self, server: Running) -> None:
+        first = reply(server.say("Name a bird."))
+        told = server.say("Name a bird.", first, "Another.", "A duck, I said.", "One more.")["h2o"]
+        assert (told["origin"], told["turns_known"], told["turns_read"]) == ("continued", 1, 1)
+        told = server.say("Never said.", "Nor this.", "Hello.")["h2o"]
+        assert (told["origin"], told["turns_known"], told["turns_read"]) == ("read", 0, 1)
+
+    def test_together_as_alone(self, server: Running) -> None:
+        alone = [texts(converse(server.url, number, 2, 24)) for number in range(3)]
+        answers, _ = together(server.url, range(12), 2, 24)
+        assert [texts(talk) for talk in answers[:3]] == alone
+        assert len({json.dumps(texts(talk)) for talk in answers}) == 12
+
+    def test_choices(self, server: Running) -> None:
+        answer = server.say("Say something.", n=3, temperature=1.5, seed=1)
+        said = [choice["message"]["content"] for choice in answer["choices"]]
+        assert len({*said}) == 3
+        again = server.say("Say something.", n=3, temperature=1.5, seed=1)
+        assert [choice["message"]["content"] for choice in again["choices"]] == said
+
+    def test_options(self, server: Running) -> None:
+        pinned = server.say("Which code?", pins=["The code is 4711."], window=48, policy="sink", recall="auto")
+        assert pinned["h2o"]["seen_tokens"] > server.say("Which code?")["h2o"]["seen_tokens"] + 8
+
+
+class TestClient:
+    """The openai package."""
+
+    def test_chat(self, client: Any) -> None:
+        answer = client.chat.completions.create(
+            model="smollm2-135m", messages=[{"role": "user", "content": "Count to ten."}], max_tokens=5,
+            temperature=0, logprobs=True, top_logprobs=2,
+        )  # fmt: skip
+        told = answer.choices[0].logprobs.content
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens, len(told)) == ("length", 5, 5)
+        assert all(x.token == x.top_logprobs[0].token and x.logprob <= 0 for x in told)
+
+    def test_stream(self, client: Any) -> None:
+        asked = {"model": "h2o", "messages": [{"role": "user", "content": "Count to six."}], "max_tokens": 12}
+        whole = client.chat.completions.create(**asked, temperature=0).choices[0].message.content
+        chunks = [*client.chat.completions.create(
+            **asked, temperature=0, stream=True, stream_options={"include_usage": True}
+        )]  # fmt: skip
+        pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+        assert "".join(pieces) == whole
+        assert len([piece for piece in pieces if piece]) > 4
+        assert chunks[-1].usage.completion_tokens == 12
+
+    def test_stop(self, client: Any) -> None:
+        asked = {"model": "h2o", "messages": [{"role": "user", "content": "Count to six."}], "temperature": 0}
+        whole = client.chat.completions.create(**asked, max_tokens=12).choices[0].message.content
+        word = whole.split()[2]
+        cut = client.chat.completions.create(**asked, max_tokens=12, stop=[word]).choices[0]
+        assert (cut.message.content, cut.finish_reason) == (whole[: whole.index(word)], "stop")
+
+    def test_responses(self, client: Any) -> None:
+        more = {"model": "h2o", "max_output_tokens": 6, "temperature": 0}
+        first = client.responses.create(input="Name a river.", **more)
+        second = client.responses.create(input="Another.", previous_response_id=first.id, **more)
+        assert second.usage.input_tokens_details.cached_tokens == first.usage.total_tokens
+        branch = client.responses.create(input="Another.", previous_response_id=first.id, **more)
+        assert branch.output_text == second.output_text
+        events = [*client.responses.create(input="Another.", previous_response_id=first.id, stream=True, **more)]
+        assert "".join(x.delta for x in events if x.type == "response.output_text.delta") == second.output_text
+        assert events[0].response.id == events[-1].response.id
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(input="x", previous_response_id=f"resp_{'0' * 32}_1", **more)
+
+    def test_completions(self, client: Any) -> None:
+        answer = client.completions.create(
+            model="h2o", prompt="One, two, three,", max_tokens=4, temperature=0, logprobs=1
+        )
+        assert "".join(answer.choices[0].logprobs.tokens) == answer.choices[0].text
+
+    def test_json_schema(self, client: Any) -> None:
+        schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"],
+                  "additionalProperties": False}  # fmt: skip
+        shape = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+        answer = client.chat.completions.create(
+            model="h2o", messages=[{"role": "user", "content": "Say no."}], temperature=1, seed=3, max_tokens=60,
+            response_format=shape,
+        )  # fmt: skip
+        assert isinstance(json.loads(answer.choices[0].message.content)["age"], int)
+
+    def test_models(self, client: Any) -> None:
+        assert [model.id for model in client.models.list()] == ["smollm2-135m"]
+
+    @pytest.mark.parametrize(
+        "more", [{"temperature": -1}, {"n": 99}, {"tools": [{"type": "function"}]}, {"stop": [""]}]
+    )
+    def test_wrong_requests(self, client: Any, more: dict[str, Any]) -> None:
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="h2o", messages=[{"role": "user", "content": "x"}], **more)
+
+    def test_another_model(self, client: Any) -> None:
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "x"}])
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        ("body", "status"), [(b"{", 400), (b"[]", 400), (b"[" * 100_000, 400), (b"x" * 2**20, 400)]
+    )
+    def test_bad_json(self, server: Running, body: bytes, status: int) -> None:
+        assert post(server.url, "/v1/chat/completions", body)[0] == status
+
+    def test_a_long_paste_is_read(self, server: Running) -> None:
+        assert server.say("word " * 2000)["h2o"]["seen_tokens"] > 2000
+
+    def test_sleep_keys_sizes_and_metrics(self, tmp_path: Path) -> None:
+        running = Running(tmp_path, awake=2, running=2, waiting=0, api_key="secret", max_body=2000)
+        try:
+
+            def ask(body: Any, key: str = "secret") -> tuple[int, Any]:
+                return post(running.url, "/v1/chat/completions", body, key)
+
+            hello = [{"role": "user", "content": "Hello."}]
+            assert ask({"messages": hello}, "wrong")[0] == 401
+            assert ask({"messages": hello, "user": "x" * 3000})[0] == 413
+            assert ask({"messages": hello, "n": 3})[0] == 429
+            for number in range(5):
+                said = [{"role": "user", "content": f"Number {number}."}]
+                assert ask({"messages": said, "max_tokens": 4, "temperature": 0})[0] == 200
+            assert len(running.service.conversations.awake) <= 2
+            said = [{"role": "user", "content": "Number 0."}]
+            first = ask({"messages": said, "max_tokens": 4, "temperature": 0})[1]
+            more = [*said, first["choices"][0]["message"], {"role": "user", "content": "And?"}]
+            assert ask({"messages": more, "max_tokens": 4})[1]["h2o"]["origin"] == "continued"
+            connection = http.client.HTTPConnection(running.url.removeprefix("http://"))
+            connection.request("GET", "/metrics", headers={"Authorization": "Bearer secret"})
+            assert b"h2o_awake_conversations 2.0" in connection.getresponse().read()
+            connection.close()
+        finally:
+            running.close()
+
+    def test_a_client_that_leaves_stops_the_reply(self, server: Running) -> None:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        body = {"messages": [{"role": "user", "content": "Write a long story."}], "stream": True, "max_tokens": 2000}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body | {"temperature": 1.2}))
+        answer = connection.getresponse()
+        answer.read(900)
+        answer.close()
+        connection.close()
+        deadline = time.monotonic() + 5
+        while server.service.active and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not server.service.active
+
+
+COMMAND = "import sys; from h2o_stream.cli.serve import main; sys.argv = ['h2o-serve', *sys.argv[1:]]; main()"
+
+
+def test_a_killed_server_has_every_finished_turn(tmp_path: Path) -> None:
+    def start() -> tuple[subprocess.Popen[bytes], str]:
+        options = ["--port", "8791", "--folder", str(tmp_path), "--window", "64", "--dtype", "float32", "--quiet"]
+        process = subprocess.Popen([sys.executable, "-c", COMMAND, *options])
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1:8791")
+                connection.request("GET", "/health")
+                connection.getresponse()
+                break
+            except OSError:
+                time.sleep(0.1)
+        return process, "http://127.0.0.1:8791"
+
+    process, url = start()
+    try:
+        answers, _ = together(url, range(4), 1, 6)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    process, url = start()
+    try:
+        for number, talk in enumerate(answers):
+            history = [
+                {
+                    "role": "user",
+                    "content": f"Tell me about {('rivers', 'trains', 'bread', 'moons')[number]} number {number}.",
+                },
+                {"role": "assistant", "content": texts(talk)[0]},
+            ]
+            answer = converse(url, number, 1, 4, history)[0]
+            assert answer["h2o"]["origin"] == "continued"
+    finally:
+        process.terminate()
+        assert process.wait(20) in (0, 143)
