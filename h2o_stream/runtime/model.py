@@ -175,7 +175,8 @@ class ServedRuntime:
             chosen: Floats = matrix.weights[ids]
             return chosen
         if matrix.kind == MatrixKind.BFLOAT16:
-            return (matrix.weights[ids].astype(numpy.uint32) << 16).view(numpy.float32)
+            widened: Floats = (matrix.weights[ids].astype(numpy.uint32) << 16).view(numpy.float32)
+            return widened
         rows: Floats = packing.gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
         return rows
 

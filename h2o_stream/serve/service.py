@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
-from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.progress import ignore
 from h2o_stream.resources import private_data_folder
-from h2o_stream.runtime.loading import load_model, remember
+from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
@@ -33,19 +32,21 @@ _RETRY_S = 2
 
 
 def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
-    """Load a model that the runtime serves; one that transformers has to load first is compared and loaded again.
+    """Load a model that the runtime serves, and wait until it was compared with transformers' model.
 
     Raises:
         ConfigError: the runtime does not serve it.
+        H2OStreamError: it differs from transformers' model.
     """
-    for _ in range(2):
-        loaded = load_model(config, cache, "auto", ignore, ignore)
-        if isinstance(loaded.model, RuntimeModel):
-            return loaded
-        with Engine(loaded.model, loaded.tokenizer, cache) as engine:
-            remember(loaded, engine.served)
-    raise ConfigError(f"h2o-serve serves what runs without torch, which {config.model} does not: "
-                      f"{loaded.why_transformers}")  # fmt: skip
+    loaded = load_model(config, cache, "auto", ignore, ignore)
+    if not isinstance(loaded.model, RuntimeModel):
+        reason = loaded.why_transformers
+        raise ConfigError(f"h2o-serve serves what runs without torch, which {config.model} does not: {reason}")
+    if loaded.check:
+        loaded.check.wait()
+        if problem := loaded.check.complaint or loaded.check.failure:
+            raise H2OStreamError(problem)
+    return loaded
 
 
 class Service:
