@@ -120,8 +120,8 @@ class TestKeys:
             pty.until(lambda p: "/set seed 78" in p.text)
 
     def test_a_huge_paste(self, tiny_folder: Path) -> None:
-        """A prompt of 200 kB stops within half a second."""
-        with self.chat(tiny_folder, "--window", "64") as pty:
+        """A prompt of 200 kB stops within half a second; read in torch, which takes long enough."""
+        with self.chat(tiny_folder, "--window", "64", "--engine", "eager") as pty:
             pty.until(lambda p: "seen 0" in p.text)
             pty.send("\x1b[200~" + "word and another. " * 11_500 + "\x1b[201~\r")
             pty.until(lambda p: "reading" in p.text, 60)

@@ -239,7 +239,7 @@ class TestInATerminal:
         assert pty.output.count("Ctrl-D leaves") == 1
 
     def test_leaving_does_not_wait_for_imports(self, tiny_folder: Path) -> None:
-        with Pty("h2o-chat", "-m", str(tiny_folder), started=True) as pty:
+        with Pty("h2o-chat", "-m", str(tiny_folder), "--engine", "eager", started=True) as pty:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
             time.sleep(0.5)
             begun = time.monotonic()
