@@ -111,8 +111,12 @@ class TestConversations:
     def test_a_history_that_is_sent_again_is_continued(self, server: Running) -> None:
         first = server.say("Name a river.")
         second = server.say("Name a river.", reply(first), "And a lake.")
-        told = second["h2o"]
-        assert (told["origin"], told["conversation"], told["turn"]) == ("continued", first["h2o"]["conversation"], 2)
+        report = second["h2o"]
+        assert (report["origin"], report["conversation"], report["turn"]) == (
+            "continued",
+            first["h2o"]["conversation"],
+            2,
+        )
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["h2o"]["seen_tokens"]
 
     def test_another_end_is_a_branch_that_leaves_the_first_as_it_is(self, server: Running) -> None:
@@ -126,10 +130,10 @@ class TestConversations:
 
     def test_an_unknown_history_is_read_from_where_it_is_unknown(self, server: Running) -> None:
         first = reply(server.say("Name a bird."))
-        told = server.say("Name a bird.", first, "Another.", "A duck, I said.", "One more.")["h2o"]
-        assert (told["origin"], told["turns_known"], told["turns_read"]) == ("continued", 1, 1)
-        told = server.say("Never said.", "Nor this.", "Hello.")["h2o"]
-        assert (told["origin"], told["turns_known"], told["turns_read"]) == ("read", 0, 1)
+        report = server.say("Name a bird.", first, "Another.", "A duck, I said.", "One more.")["h2o"]
+        assert (report["origin"], report["turns_known"], report["turns_read"]) == ("continued", 1, 1)
+        report = server.say("Never said.", "Nor this.", "Hello.")["h2o"]
+        assert (report["origin"], report["turns_known"], report["turns_read"]) == ("read", 0, 1)
 
     def test_together_as_alone(self, server: Running) -> None:
         alone = [texts(converse(server.url, number, 2, 24)) for number in range(3)]
@@ -157,9 +161,9 @@ class TestClient:
             model="smollm2-135m", messages=[{"role": "user", "content": "Count to ten."}], max_tokens=5,
             temperature=0, logprobs=True, top_logprobs=2,
         )  # fmt: skip
-        told = answer.choices[0].logprobs.content
-        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens, len(told)) == ("length", 5, 5)
-        assert all(x.token == x.top_logprobs[0].token and x.logprob <= 0 for x in told)
+        report = answer.choices[0].logprobs.content
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens, len(report)) == ("length", 5, 5)
+        assert all(x.token == x.top_logprobs[0].token and x.logprob <= 0 for x in report)
 
     def test_stream(self, client: Any) -> None:
         asked = {"model": "h2o", "messages": [{"role": "user", "content": "Count to six."}], "max_tokens": 12}

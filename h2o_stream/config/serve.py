@@ -19,8 +19,8 @@ class ServeConfig:
         folder: where conversations are kept; None is the user's data folder.
         awake: conversations whose caches are in memory; the others sleep on disk.
         running: replies generated at once.
-        waiting: requests that may wait for that; others are told to come back.
-        states: how many turns of a conversation can be gone back to.
+        waiting: requests that may wait for that; others are refused with status 429.
+        states: last turns of a conversation to which a request can return.
         disk: bytes of all conversations; beyond them the least recently used are forgotten.
         expiry_days: a conversation that was not used for so long is forgotten.
         max_body: bytes of a request.

@@ -107,7 +107,7 @@ FAMILIES = {
     "hunyuan-dense": Family("hunyuan_v1_dense"),
     "granite": Family("granite", _GRANITE, permuted=True),
     "granitemoe": Family("granitemoe", _GRANITE | _LOCAL, permuted=True),
-    "granitehybrid": Family("granitemoehybrid", _GRANITE | _LOCAL, permuted=True, derived=gguf_hybrids.granite_config),
+    "granitehybrid": Family("granitemoehybrid", _GRANITE, permuted=True, derived=gguf_hybrids.granite_config),
     "qwen35": Family("qwen3_5_text", norm_offset=1.0, derived=gguf_hybrids.qwen_config),
     "qwen35moe": Family("qwen3_5_moe_text", _QWEN_EXPERTS, norm_offset=1.0, derived=gguf_hybrids.qwen_config),
     "command-r": Family("cohere", {"logit_scale": "logit_scale"}),
@@ -153,7 +153,7 @@ def config_of(file: GgufFile, family: Family) -> PretrainedConfig:
     def get(key: str) -> Any:
         return file.metadata.get(f"{file.architecture}.{key}")
 
-    layers = int(get("block_count")) - int(get("nextn_predict_layers") or 0)
+    layers = gguf_hybrids.layer_count(get)
     keys = {**_KEYS, **family.keys}
     values = {attribute: get(key) for key, attribute in keys.items() if get(key) is not None}
     if every := family.full_every:

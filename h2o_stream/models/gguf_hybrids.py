@@ -27,6 +27,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """As `gguf_families` lists them."""
 
 
+def layer_count(get: Get) -> int:
+    """Decoder layers, without those that only guess further tokens."""
+    return int(get("block_count")) - int(get("nextn_predict_layers") or 0)
+
+
 def granite_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
     """Attributes of the config of a Granite 4 hybrid."""
     heads, inner = int(get("ssm.time_step_rank")), int(get("ssm.inner_size"))
@@ -51,8 +56,8 @@ def granite_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
 
 def qwen_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
     """Attributes of the config of a Qwen 3.5."""
-    heads, layers = int(get("ssm.time_step_rank")), int(get("block_count")) - int(get("nextn_predict_layers") or 0)
-    attends = [f"blk.{number}.attn_q.weight" in tensors for number in range(layers)]
+    heads = int(get("ssm.time_step_rank"))
+    attends = [f"blk.{number}.attn_q.weight" in tensors for number in range(layer_count(get))]
     return {
         "layer_types": ["full_attention" if attention else "linear_attention" for attention in attends],
         "linear_num_value_heads": heads,

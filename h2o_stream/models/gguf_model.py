@@ -55,7 +55,7 @@ def packed_state_dict(
         else:
             module = weight.name.removesuffix(".weight")
             weights[f"{module}.tiles"], modules[module] = _load_tiles(file, weight, kind, pages), kind.name
-        file.release(weight.tensor)
+        _release(file, weight)
         done += weight.nbytes
     progress(Progress("reading", total, total))
     return weights, PackedConfig(modules=modules)
@@ -77,10 +77,15 @@ def weights_difference(file: GgufFile, model: Any, dtype: torch.dtype) -> str:
         else:
             pages = HugePageBuffer([tiles_shape(kind, *weight.shape)])
             equal = torch.equal(model.get_submodule(module).tiles, _load_tiles(file, weight, kind, pages))
-        file.release(weight.tensor)
+        _release(file, weight)
         if not equal:
             return weight.name
     return ""
+
+
+def _release(file: GgufFile, weight: Weight) -> None:
+    for part in weight.parts:
+        file.release(part)
 
 
 def _has_packed_experts(file: GgufFile) -> bool:
@@ -127,7 +132,7 @@ class _LazyWeight:
 
     def __getitem__(self, index: Any) -> Tensor:
         values = self._weight.values().to(self._dtype, copy=True)
-        self._file.release(self._weight.tensor)
+        _release(self._file, self._weight)
         return values
 
 

@@ -160,7 +160,7 @@ class _Loader:
             return self._load_packed(precision, skeleton)
         model = self._load_dense(precision.dtype, skeleton)
         move_to_huge_pages(model)
-        return self._with_digest(model, f"{dtype_name(precision.dtype)} none")
+        return model if self._file else self._with_digest(model, f"{dtype_name(precision.dtype)} none")
 
     def _load_to_devices(self) -> Any:
         """Load to a GPU, or across several devices or processes."""
@@ -200,8 +200,7 @@ class _Loader:
     def _with_digest(self, model: Any, variant: str) -> Any:
         """The model as `runtime.sources` calls it in states."""
         path = local_path(self._source, self._config.offline) if self._file is None else self._file.path
-        if self._file is None or " " not in variant:
-            setattr(model, FILE_DIGEST, file_digest(path, variant))
+        setattr(model, FILE_DIGEST, file_digest(path, variant))
         return model
 
     def _load_packed(self, precision: Precision, skeleton: Any) -> Any:

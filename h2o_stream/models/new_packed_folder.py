@@ -19,7 +19,7 @@ _RESERVED_BYTES = 2**28
 
 
 class NotCachedError(Exception):
-    """Packed weights are not cached; who has to know why was told."""
+    """Packed weights are not cached; `notify` got the reason, if it concerns the user."""
 
 
 @contextmanager

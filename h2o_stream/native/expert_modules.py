@@ -7,7 +7,7 @@ block.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from h2o_stream.native.router_modules import (
     expert_weights,
     first_output,
     inputs_of,
+    named_tensors,
     router_of,
     tolerance_of,
 )
@@ -88,9 +89,9 @@ def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp], beside: Any
         shared_gate=None if shared_gate is None else matrix_of(shared_gate, f"{_SHARED_GATE} of {name}"),
     )
     within = (shared, shared_gate, experts, getattr(module, layouts.AFTER_EXPERTS, None))
-    read = {id(tensor) for part in within if part is not None for _, tensor in _tensors(part)}
+    read = {id(tensor) for part in within if part is not None for _, tensor in named_tensors(part)}
     read |= {id(tensor) for tensor in (router.weight, router.bias, router.choice_bias)}
-    if unknown := next((key for key, tensor in _tensors(module) if id(tensor) not in read), None):
+    if unknown := next((key for key, tensor in named_tensors(module) if id(tensor) not in read), None):
         raise DescriptionError(f"{name} has the parameter {unknown} in its {type(module).__name__}")
     x = inputs_of(described.router, dtype)[:_FED]
     expected = first_output(module, x, name)
@@ -129,7 +130,7 @@ def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts
     dtype = router.weight.dtype if _is_split(experts) else experts.down_proj.dtype
     described = _described(experts, router_of(router, dtype, norms.router), name)
     known = {f"{layout.matrix}.weight", layout.scale, layout.factors, f"{layout.norm}.weight"}
-    if unknown := next((key for key, _ in _tensors(layer.router) if key not in known), None):
+    if unknown := next((key for key, _ in named_tensors(layer.router) if key not in known), None):
         raise DescriptionError(f"{name} has the parameter {unknown} in its {type(layer.router).__name__}")
     x = inputs_of(described.router, dtype)[:_FED]
     weights, indices = router(x).topk(router.chosen, -1)
@@ -203,10 +204,6 @@ def _gates_of(experts: Any) -> Callable[[Tensor, Tensor], Tensor]:
 def _part(module: Any, names: Iterable[str]) -> Any:
     """The first module of these names, if there is one."""
     return next(filter(None, (getattr(module, name, None) for name in names)), None)
-
-
-def _tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
-    yield from itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 def _apply(experts: Experts, module: Any, x: Tensor, shared: Any) -> Tensor:

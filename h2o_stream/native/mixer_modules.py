@@ -90,10 +90,17 @@ def _float32(tensor: Tensor, name: str) -> Tensor:
     return converted
 
 
-def _gated_delta(module: Any, layout: DeltaLayout, hidden: int, name: str) -> GatedDelta:
-    sizes = tuple(getattr(module, key, 0) for key in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"))
+def _sizes(module: Any, names: tuple[str, str, str, str], name: str) -> tuple[int, int, int, int]:
+    """Key heads, heads, and sizes of their keys and values, by the names of attributes."""
+    sizes = [getattr(module, key, 0) for key in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise DescriptionError(f"{name} has no sizes of heads")
+    key_heads, heads, key_size, value_size = sizes
+    return key_heads, heads, key_size, value_size
+
+
+def _gated_delta(module: Any, layout: DeltaLayout, hidden: int, name: str) -> GatedDelta:
+    sizes = _sizes(module, ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"), name)
     key_heads, heads, key_size, value_size = sizes
     activation = getattr(module, "activation", None)
     if activation != "silu" or heads % key_heads:
@@ -157,18 +164,13 @@ def delta_rule(mixer: GatedDelta, projected: Tensor) -> Tensor:
 
 
 def _mamba2(module: Any, hidden: int, name: str) -> Mamba2:
-    sizes = tuple(getattr(module, key, 0) for key in ("n_groups", "num_heads", "ssm_state_size", "head_dim"))
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise DescriptionError(f"{name} has no sizes of heads")
-    key_heads, heads, key_size, value_size = sizes
+    keys = ("n_groups", "num_heads", "ssm_state_size", "head_dim")
+    key_heads, heads, key_size, value_size = _sizes(module, keys, name)
     if (activation := getattr(module, "activation", None)) != "silu":
         raise DescriptionError(f"{name} has the activation {activation}")
     if len(limits := tuple(getattr(module, "time_step_limit", None) or ())) != 2:
         raise DescriptionError(f"{name} has no limits of its steps")
-    rate, bias, skip = (as_float32(getattr(module, key), name) for key in ("A_log", "dt_bias", "D"))
-    assert rate is not None
-    assert bias is not None
-    assert skip is not None
+    rate, bias, skip = (_float32(getattr(module, key), name) for key in ("A_log", "dt_bias", "D"))
     norm, weight = module.norm, as_float32(getattr(module.norm, "weight", None), name)
     normed = Norm() if weight is None else Norm(NormKind.RMS, weight, None, float(norm.variance_epsilon))
     mixer = Mamba2(

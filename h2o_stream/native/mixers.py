@@ -175,12 +175,7 @@ class GatedDelta:
 
     def __post_init__(self) -> None:
         keys, values = self.key_heads * self.key_size, self.heads * self.value_size
-        rows = sum(matrix.rows for matrix in self.projections)
-        fits = self.convolution.channels == 2 * keys + values and rows == 2 * (keys + values + self.heads)
-        if not fits or self.heads % self.key_heads or self.out.columns != values:
-            raise DescriptionError(f"projections to {rows} do not fit {self.heads} heads of {self.value_size} numbers")
-        if len(self.projections) > abi.MAX_PROJECTIONS:
-            raise DescriptionError(f"{len(self.projections)} projections; at most {abi.MAX_PROJECTIONS} are supported")
+        _check_heads(self, 2 * (keys + values + self.heads))
 
     @property
     def states(self) -> dict[str, tuple[int, ...]]:
@@ -240,12 +235,9 @@ class Mamba2:
     kind = MixerKind.MAMBA2
 
     def __post_init__(self) -> None:
-        inner, rows = self.inner, sum(matrix.rows for matrix in self.projections)
-        fits = self.convolution.channels == inner + 2 * self.keys and rows == 2 * (inner + self.keys) + self.heads
-        if not fits or self.heads % self.key_heads or inner % self.norm_groups or self.out.columns != inner:
-            raise DescriptionError(f"projections to {rows} do not fit {self.heads} heads of {self.value_size} numbers")
-        if len(self.projections) > abi.MAX_PROJECTIONS:
-            raise DescriptionError(f"{len(self.projections)} projections; at most {abi.MAX_PROJECTIONS} are supported")
+        _check_heads(self, 2 * (self.inner + self.keys) + self.heads)
+        if self.inner % self.norm_groups:
+            raise DescriptionError(f"{self.inner} numbers are not normed in {self.norm_groups} equal parts")
 
     @property
     def inner(self) -> int:
@@ -276,3 +268,14 @@ class Mamba2:
             offset += size
         for name in ("rate", "decay_bias", "skip"):
             setattr(struct, name, pointer(getattr(self, name), "float32", self.heads))
+
+
+def _check_heads(mixer: GatedDelta | Mamba2, needed: int) -> None:
+    """Check that matrices and convolution fit the heads of a mixer, which projects to `needed` numbers."""
+    keys, values = mixer.key_heads * mixer.key_size, mixer.heads * mixer.value_size
+    rows = sum(matrix.rows for matrix in mixer.projections)
+    fits = rows == needed and mixer.convolution.channels == 2 * keys + values and mixer.out.columns == values
+    if not fits or mixer.heads % mixer.key_heads:
+        raise DescriptionError(f"projections to {rows} do not fit {mixer.heads} heads of {mixer.value_size} numbers")
+    if len(mixer.projections) > abi.MAX_PROJECTIONS:
+        raise DescriptionError(f"{len(mixer.projections)} projections; at most {abi.MAX_PROJECTIONS} are supported")

@@ -48,7 +48,7 @@ class RouterModule:
         if self.module is None or len(matrices) != 1 or not isinstance(chosen, int):
             raise DescriptionError(f"{name} is of no known kind in a {type(block).__name__}")
         self.weight, self.chosen = matrices[0], chosen
-        tensors = [*_tensors(self.module), *((key, x) for key, x in _tensors(block) if key in _CHOICE_BIASES)]
+        tensors = [*named_tensors(self.module), *((key, x) for key, x in named_tensors(block) if key in _CHOICE_BIASES)]
         self.bias = next((x for key, x in tensors if key.rpartition(".")[2] == "bias"), None)
         self.factors = next((x for key, x in tensors if key == layouts.BESIDE.factors), None)
         self.choice_bias = next((x for key, x in tensors if key.endswith(_CHOICE_BIASES)), None)
@@ -179,7 +179,8 @@ def _scores(router: Router, x: Tensor) -> Tensor:
     return logits.sigmoid() if router.scoring == Scoring.SIGMOID else logits.softmax(-1)
 
 
-def _tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module by name."""
     yield from itertools.chain(module.named_parameters(), module.named_buffers())
 
 

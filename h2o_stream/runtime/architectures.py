@@ -151,6 +151,10 @@ class Architecture:
     large: int = 0
     checkpoint_names: Mapping[str, str] = field(default_factory=lambda: _CHECKPOINT_NAMES)
 
+    def module_name(self, name: str, layer: int | str | None) -> str:
+        """The name in transformers of a module, in a layer or outside of them; nothing if it is not known."""
+        return self.checkpoint_names.get(name, "").format(layer=layer)
+
 
 _GEMMA = Architecture(activation=Activation.GELU_TANH, scales_embeddings=True, norm_offset=1.0)
 _GEMMA_2 = replace(_GEMMA, norms=BEFORE | _AFTER, checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH)

@@ -88,11 +88,7 @@ def _measure(description: Description, sliding: Sequence[int | None], tokens: ND
     heads = [shape.kv_heads for shape in shapes if shape]
     copied = numpy.zeros((len(heads), heads[0]), numpy.float32)
     cache.prepare(count)
-    if (
-        Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True).prompt(
-            tokens, keep=1, copied=copied
-        )
-        is None
-    ):
+    stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
+    if stepper.prompt(tokens, keep=1, copied=copied) is None:
         raise H2OStreamError("the heads of this model cannot be measured; use --engine eager")
     return copied

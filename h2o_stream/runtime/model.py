@@ -15,13 +15,13 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan, prefill_step
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, packing
-from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.description import Description, NativeModel
+from h2o_stream.native.description import DENSE, Description, NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
 from h2o_stream.runtime.heads import Unchanged, head_shapes, num_weights
 from h2o_stream.runtime.rotations import Floats, Rotations
+from h2o_stream.runtime.weights import as_floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +76,14 @@ class RuntimeModel:
                 config, self.max_distance, lambda sized: self._cache(sized, layers).allocated_bytes()
             )
         return ServedRuntime(self, self._cache(config, layers))
+
+    def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
+        """Embeddings of tokens [n], [n, hidden] float32."""
+        matrix, ids = self.description.embedding, numpy.ascontiguousarray(ids, numpy.int64)
+        if matrix.kind in DENSE:
+            return as_floats(matrix.weights[ids], "embedding")
+        rows: Floats = packing.gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
+        return rows
 
     @cached_property
     def _rotations(self) -> dict[int, Rotations]:
@@ -137,7 +145,7 @@ class ServedRuntime:
         assert native is not None, "it has packed the weights"
         description = model.description
         self.cache, self.context, self.generation = cache, model.context, model.generation
-        self.dtype, self._embedding = description.dtype, description.embedding
+        self.dtype, self._model = description.dtype, model
         self.prefill_step = prefill_step(num_weights(description))
         self.stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
         cache.engine_note = f"native, {library.name()}, without torch"
@@ -170,15 +178,7 @@ class ServedRuntime:
 
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
         """See `Served`."""
-        matrix, ids = self._embedding, numpy.ascontiguousarray(ids, numpy.int64)
-        if matrix.kind == MatrixKind.FLOAT32:
-            chosen: Floats = matrix.weights[ids]
-            return chosen
-        if matrix.kind == MatrixKind.BFLOAT16:
-            widened: Floats = (matrix.weights[ids].astype(numpy.uint32) << 16).view(numpy.float32)
-            return widened
-        rows: Floats = packing.gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
-        return rows
+        return self._model.read_embeddings(ids)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """See `Served`."""

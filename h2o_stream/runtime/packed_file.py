@@ -81,7 +81,7 @@ def _entries(source: GgufWeights) -> Iterator[_Entry]:
             _, layer, inner = name.split(".", 2)
             if int(layer) >= source.num_layers:  # it only guesses further tokens
                 continue
-        module = source.architecture.checkpoint_names.get(inner, "").format(layer=layer)
+        module = source.architecture.module_name(inner, layer)
         if not module:
             raise DescriptionError(f"{tensor.name} has no name in transformers")
         if tensor.type.name in GGUF_KINDS:

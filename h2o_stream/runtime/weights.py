@@ -199,7 +199,7 @@ class FolderWeights:
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
-        module = self._module(name, layer)
+        module = self._architecture.module_name(name, layer)
         tiles, kind = self._arrays.get(f"{module}.tiles"), self._kinds.get(module)
         if tiles is None or kind is None or kind not in MatrixKind.__members__:
             raise DescriptionError(f"it has no packed {module}")
@@ -209,17 +209,13 @@ class FolderWeights:
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        numbers = self._floats(f"{self._module(name, layer)}.{kind}")
-        offset = self._architecture.norm_offset if name.endswith("norm") and kind == "weight" else 0
-        return numbers if numbers is None or not offset else numbers + numpy.float32(offset)
+        numbers = self._floats(f"{self._architecture.module_name(name, layer)}.{kind}")
+        return None if numbers is None else _with_offset(numbers, self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
-        module = self._module(name, layer)
+        module = self._architecture.module_name(name, layer)
         return not self._arrays.keys().isdisjoint((f"{module}.tiles", f"{module}.weight"))
-
-    def _module(self, name: str, layer: int | None) -> str:
-        return self._architecture.checkpoint_names.get(name, "").format(layer=layer)
 
     def _floats(self, name: str) -> Floats | None:
         stored = self._arrays.get(name)
@@ -252,7 +248,7 @@ class CheckpointWeights:
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`. Numbers that bfloat16 holds stay so in a model of float32, which multiplies the same."""
-        module = self._module(name, layer)
+        module = self._architecture.module_name(name, layer)
         stored = self._arrays.get(f"{module}.weight")
         if stored is None or stored.shape != (rows, columns) or stored.dtype == numpy.uint8:
             raise DescriptionError(f"its {module}.weight is {stored and stored.shape}, not {(rows, columns)}")
@@ -263,19 +259,20 @@ class CheckpointWeights:
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        stored = self._arrays.get(f"{self._module(name, layer)}.{kind}")
+        stored = self._arrays.get(f"{self._architecture.module_name(name, layer)}.{kind}")
         if stored is None:
             return None
-        offset = self._architecture.norm_offset if name.endswith("norm") and kind == "weight" else 0
-        numbers = rounded(as_floats(stored, name), self._dtype)
-        return numbers + numpy.float32(offset) if offset else numbers
+        return _with_offset(rounded(as_floats(stored, name), self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
-        return f"{self._module(name, layer)}.weight" in self._arrays
+        return f"{self._architecture.module_name(name, layer)}.weight" in self._arrays
 
-    def _module(self, name: str, layer: int | None) -> str:
-        return self._architecture.checkpoint_names.get(name, "").format(layer=layer)
+
+def _with_offset(numbers: Floats, architecture: Architecture, name: str, kind: str) -> Floats:
+    """The numbers of a checkpoint's vector with what the model adds to weights of norms."""
+    offset = architecture.norm_offset if name.endswith("norm") and kind == "weight" else 0
+    return numbers + numpy.float32(offset) if offset else numbers
 
 
 def as_floats(stored: NDArray[Any], name: str) -> Floats:

@@ -46,12 +46,12 @@ async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled]
     choices = []
     for number, (end, pieces) in enumerate(replies):
         thinking = {"reasoning_content": end.thinking} if end.thinking else {}
-        told = None
+        logprobs = None
         if sampled.logprobs is not None:
-            told = chat_logprobs(service.model.tokenizer, logprobs_of(pieces))
+            logprobs = chat_logprobs(service.model.tokenizer, logprobs_of(pieces))
         choices.append({
             "index": number, "message": {"role": "assistant", "content": end.text, **thinking},
-            "finish_reason": end.finish, "logprobs": told,
+            "finish_reason": end.finish, "logprobs": logprobs,
         })  # fmt: skip
     ends = [end for end, _ in replies]
     head = _head("chat.completion", service, f"chatcmpl-{secrets.token_hex(12)}")
@@ -80,8 +80,10 @@ async def stream_chat(
         delta = {"content": message.text} if message.text else {}
         if message.thinking:
             delta["reasoning_content"] = message.thinking
-        told = chat_logprobs(service.model.tokenizer, message.logprobs) if sampled.logprobs is not None else None
-        yield {**head, "choices": [_chunk(number, delta, None, told)]}
+        logprobs = None
+        if sampled.logprobs is not None:
+            logprobs = chat_logprobs(service.model.tokenizer, message.logprobs)
+        yield {**head, "choices": [_chunk(number, delta, None, logprobs)]}
     if sampled.usage:
         yield {**head, "choices": [], "usage": usage(ends)}
 
@@ -91,7 +93,7 @@ def _chunk(number: int, delta: dict[str, Any], finish: str | None = None, logpro
 
 
 async def merged(queues: Sequence[asyncio.Queue[Message]]) -> AsyncIterator[tuple[int, Message]]:
-    """What all replies tell, with their numbers, until all have ended or one fails."""
+    """The messages of all replies, with their numbers, until all have ended or one fails."""
     if len(queues) == 1:
         while True:
             message = await queues[0].get()

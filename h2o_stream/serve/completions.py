@@ -49,10 +49,10 @@ async def answer_completion(service: Service, asked: tuple[Dialogue, Options, Sa
         replies = await asyncio.gather(*map(finished, queues))
     choices = []
     for number, (end, pieces) in enumerate(replies):
-        told = None
+        logprobs = None
         if sampled.logprobs is not None:
-            told = text_logprobs(service.model.tokenizer, logprobs_of(pieces))
-        choices.append({"index": number, "text": end.text, "finish_reason": end.finish, "logprobs": told})
+            logprobs = text_logprobs(service.model.tokenizer, logprobs_of(pieces))
+        choices.append({"index": number, "text": end.text, "finish_reason": end.finish, "logprobs": logprobs})
     ends = [end for end, _ in replies]
     return {**_head(service), "choices": choices, "usage": usage(ends), "h2o": report(ends[0])}
 
@@ -66,14 +66,12 @@ async def stream_completion(
         if isinstance(message, Failed):
             yield message.error.body()
             return
-        told = None
-        if isinstance(message, Piece) and sampled.logprobs is not None:
-            told = text_logprobs(service.model.tokenizer, message.logprobs)
         if isinstance(message, Piece):
-            yield {
-                **head,
-                "choices": [{"index": number, "text": message.text, "finish_reason": None, "logprobs": told}],
-            }
+            logprobs = None
+            if sampled.logprobs is not None:
+                logprobs = text_logprobs(service.model.tokenizer, message.logprobs)
+            choice = {"index": number, "text": message.text, "finish_reason": None, "logprobs": logprobs}
+            yield {**head, "choices": [choice]}
         elif isinstance(message, Done):
             ends.append(message)
             choice = {"index": number, "text": "", "finish_reason": message.finish, "logprobs": None}

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from h2o_stream.cache.state import State
-from h2o_stream.config import CacheConfig, ServeConfig, model_sampling
+from h2o_stream.config import ServeConfig, model_sampling
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
@@ -41,9 +41,10 @@ class Live:
         conversation: of a `WaitingEngine`.
         kept: what is known of it; None for one that is never saved.
         options: of it.
-        told: entries of the turns that are in the cache and not on disk, and the hashes after them.
-        before: entries of the turns of a branch that is not on disk yet.
         past: hash after the last turn.
+        entries: of the turns that are in the cache and not on disk.
+        hashes: after each of these that is no pin.
+        before: entries of the turns of a branch that is not on disk yet.
     """
 
     conversation: Conversation
@@ -220,7 +221,7 @@ class Conversations:
 
     @cached_property
     def _terms(self) -> TermWeights:
-        return TermWeights(self._model.tokenizer, self._model.model.serve(CacheConfig()).read_embeddings)
+        return TermWeights(self._model.tokenizer, self._model.model.read_embeddings)
 
     def _make_room(self) -> None:
         """Put the least recently used ones to sleep, which are on disk as they are."""

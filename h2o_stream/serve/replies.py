@@ -1,4 +1,4 @@
-"""What the threads of a server tell each other: what is asked, and the pieces of replies."""
+"""What the threads of a server send each other: what is asked, and the pieces of replies."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Options:
 
     @property
     def key(self) -> list[Any]:
-        """What tells conversations with other options apart, as JSON."""
+        """What distinguishes conversations with other options, as JSON."""
         return [self.cache.policy, self.cache.window, self.recall, self.thinking, list(self.pins)]
 
     def parse(self, body: Mapping[str, Any]) -> Options:
@@ -81,7 +81,7 @@ class Sampled:
         choices: how many replies.
         stream: whether they are sent token by token.
         usage: whether a stream ends with the usage.
-        logprobs: how many likely tokens are told for each; None for none of them, 0 for the sampled one only.
+        logprobs: how many likely tokens are listed for each; None for none of them, 0 for the sampled one only.
         schema: what the reply must be, a JSON schema; None for any text.
     """
 

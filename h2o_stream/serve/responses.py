@@ -141,7 +141,7 @@ async def stream_response(
 def _events(
     service: Service, asked: AskedResponse, message: Message, texts: list[str], place: tuple[str, int]
 ) -> list[dict[str, Any]]:
-    """The events that tell a message; `texts` are those of the reply so far."""
+    """The events of a message; `texts` are those of the reply so far."""
     if isinstance(message, Failed):
         return [{"type": "error", **message.error.body()["error"]}]
     if isinstance(message, Started):

@@ -28,7 +28,7 @@ from h2o_stream.serve.worker import Worker
 
 _DAY_S = 86_400.0
 _RETRY_S = 2
-"""When a client that is told to come back should do so."""
+"""Seconds after which a refused client should ask again."""
 
 
 def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:

@@ -30,12 +30,12 @@ class Logprob:
     top: tuple[tuple[int, float], ...]
 
 
-class TellingSampler(Sampler):
-    """A sampler that tells how likely its tokens were, before temperature and all else.
+class LogprobSampler(Sampler):
+    """A sampler that notes how likely its tokens were, before temperature and all else.
 
     Attributes:
-        logprobs: how many likely tokens are told beside the sampled one; None tells nothing.
-        told: what was sampled since `take`.
+        logprobs: how many likely tokens are noted beside the sampled one; None notes nothing.
+        sampled: the tokens since `take`.
     """
 
     logprobs: int | None = None
@@ -44,19 +44,19 @@ class TellingSampler(Sampler):
         self, config: SamplingConfig, recommended: Any, model_defaults: Mapping[str, float] = MappingProxyType({})
     ) -> None:
         super().__init__(config, recommended, model_defaults)
-        self.told: list[Logprob] = []
+        self.sampled: list[Logprob] = []
 
     def sample(self, logits: Scores, tokens: Sequence[int]) -> int:
         """See `Sampler`."""
         token = super().sample(logits, tokens)
         if self.logprobs is not None:
-            self.told.append(_logprob(logits, token, self.logprobs))
+            self.sampled.append(_logprob(logits, token, self.logprobs))
         return token
 
     def take(self) -> tuple[Logprob, ...]:
-        """What was told since the last call."""
-        told, self.told = tuple(self.told), []
-        return told
+        """What was sampled since the last call."""
+        sampled, self.sampled = tuple(self.sampled), []
+        return sampled
 
 
 def _logprob(logits: Scores, token: int, count: int) -> Logprob:
@@ -97,9 +97,9 @@ class WaitingEngine(Engine):
             self._rules = revision, rules(self.stepper)
         return self._rules[1]
 
-    def sample_by(self, config: SamplingConfig, logprobs: int | None) -> TellingSampler:
+    def sample_by(self, config: SamplingConfig, logprobs: int | None) -> LogprobSampler:
         """Sample the next reply by these settings."""
-        sampler = TellingSampler(config, self.served.generation, self._sampling_defaults)
+        sampler = LogprobSampler(config, self.served.generation, self._sampling_defaults)
         sampler.logprobs = logprobs
         self.sampling, self.sampler = config, sampler
         return sampler

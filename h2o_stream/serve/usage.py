@@ -22,7 +22,7 @@ def usage(ends: Sequence[Done]) -> dict[str, Any]:
 
 
 def report(end: Done) -> dict[str, Any]:
-    """What only this server tells: where the reply comes from, and what its conversation has seen and kept."""
+    """What only this server reports: where the reply comes from, and what its conversation has seen and kept."""
     return {
         "conversation": end.conversation or None,
         "turn": end.turn,
@@ -42,8 +42,8 @@ def logprobs_of(messages: Iterable[Message]) -> list[Logprob]:
 
 def chat_logprobs(tokenizer: Any, logprobs: Iterable[Logprob]) -> dict[str, Any]:
     """In the form of chat completions."""
-    return {"content": [{**_told(tokenizer, x.token, x.logprob), "top_logprobs": [
-        _told(tokenizer, *likely) for likely in x.top]} for x in logprobs]}  # fmt: skip
+    return {"content": [{**_logprob(tokenizer, x.token, x.logprob), "top_logprobs": [
+        _logprob(tokenizer, *likely) for likely in x.top]} for x in logprobs]}  # fmt: skip
 
 
 def text_logprobs(tokenizer: Any, logprobs: Sequence[Logprob]) -> dict[str, Any]:
@@ -57,6 +57,6 @@ def text_logprobs(tokenizer: Any, logprobs: Sequence[Logprob]) -> dict[str, Any]
     }
 
 
-def _told(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
+def _logprob(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
     text = tokenizer.decode([token])
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -25,7 +25,7 @@ from h2o_stream.serve.conversations import Conversations, Event, Live, Opened, r
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen, Started
-from h2o_stream.serve.stream import TellingSampler
+from h2o_stream.serve.stream import LogprobSampler
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Turn
 
@@ -47,12 +47,12 @@ class Job:
         opened: the conversation.
         events: of it.
         replying: its prompt has been read.
-        event: what happened last and was not told yet.
+        event: what happened last and was not sent yet.
     """
 
     ask: Ask
     opened: Opened
-    sampler: TellingSampler
+    sampler: LogprobSampler
     events: Iterator[Event]
     deadline: float
     replying: bool = False
@@ -126,7 +126,7 @@ class Worker:
             self._read_prompts()
             self._advance([job for job in self._jobs if job.replying and job.event is None])
             self._step()
-            self._tell()
+            self._send()
 
     def _take_actions(self) -> None:
         idle = not self._jobs and not (self._asked and self._saving < self._running)
@@ -229,22 +229,22 @@ class Worker:
                 engine.finish_step(row.copy() if shared else row)
             self._metrics.stepped(len(jobs), time.perf_counter() - started)
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         """Send what happened."""
         for job in list(self._jobs):
             event, job.event = job.event, None
             if isinstance(event, Token):
-                self._tell_token(job, event)
+                self._send_token(job, event)
             elif isinstance(event, Turn):
                 self._end(job, event)
 
-    def _tell_token(self, job: Job, event: Token) -> None:
+    def _send_token(self, job: Job, event: Token) -> None:
         job.tokens += 1
         job.pieces.append(event.text)
         job.thinking.append(event.thinking or "")
-        told = job.sampler.take()
-        if event.text or event.thinking or told:
-            job.ask.send(Piece(event.text, event.thinking or "", told))
+        logprobs = job.sampler.take()
+        if event.text or event.thinking or logprobs:
+            job.ask.send(Piece(event.text, event.thinking or "", logprobs))
 
     def _end(self, job: Job, turn: Turn) -> None:
         """A reply has ended."""
@@ -284,7 +284,7 @@ class Worker:
             job.ask.send(Failed(_as_api_error(error)))
 
     def _save(self, job: Job, entry: Entry, finish: str) -> None:
-        """Save a turn before its end is told."""
+        """Save a turn before its end is sent."""
         self._jobs.remove(job)
         live, counts = job.live, job.live.engine.counts
         live.add(entry)
