@@ -186,7 +186,7 @@ void Prompt::output(float* logits) {
     for_each_token(size, [&](int64_t i, const Worker&) {
       apply_norm(model_.norm, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
     });
-    multiply(model_.output, normed_.data(), size, block, vocabulary, in_bfloat16_, threads_);
+    multiply(model_.output, normed_.data(), size, block, vocabulary, rounds_logits_, threads_);
     for_each_token(size, [&](int64_t i, const Worker&) {
       scale_logits(model_, {0, vocabulary}, block + i * vocabulary);
     });

@@ -88,6 +88,7 @@ class Prompt {
   const int64_t* limits_;
   const int64_t threads_;
   bool in_bfloat16_ = false;                    // whether products may be rounded to bfloat16
+  bool rounds_logits_ = false;                  // whether that of the output layer may, too
   int64_t count_;                               // tokens in the residual stream
   std::vector<const Slots*> slots_;             // of the current layer, by stream
   std::vector<int64_t> counts_;                 // new tokens, by stream
