@@ -17,9 +17,11 @@ from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.load import LoadedModel, load, load_tokenizer
 from h2o_stream.resources import wheel_file
 from tests.gguf_files import write_model
+from tests.kept_checks import keep_checks
 from tests.kept_tokenizers import keep_tokenizers
 
 torch.set_grad_enabled(False)
+keep_checks()
 keep_tokenizers()
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
