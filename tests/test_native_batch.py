@@ -24,7 +24,7 @@ def opened(model: RuntimeModel, number: int) -> ServedRuntime:
     served = model.serve(CacheConfig(window=(48, 64)[number % 2]))
     served.cache.pin(number, 2 * number)
     served.cache.evict_first(20, 20 + number)
-    served.forward([5 + 11 * number + 7 * i for i in range(30 + 9 * number)])
+    served.forward([5 + 11 * number + 7 * i for i in range(30 + 5 * number)])
     return served
 
 
@@ -35,7 +35,7 @@ def test_together_as_alone(model: RuntimeModel, count: int) -> None:
     native = library.loaded()
     assert native is not None
     batch = BatchStepper(native, model.description)
-    for step in range(24):
+    for step in range(12):
         tokens = [100 + step + 3 * number for number in range(count)]
         wanted = [served.forward([token]) for served, token in zip(alone, tokens, strict=True)]
         for served in together:
