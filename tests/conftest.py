@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.config import ModelConfig
+from h2o_stream.engine.check import check
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.load import LoadedModel, load, load_tokenizer
 from h2o_stream.resources import wheel_file
@@ -55,6 +56,13 @@ def saved(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Path:
     """A folder with the model and the tokenizer, as commands take it."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def compared(folder: Path) -> Path:
+    """The same folder, whose model is known to be right: the processes that tests start do not compare it again."""
+    for dtype in ("bfloat16", "float32"):
+        assert not check(str(folder), folder, f"{dtype} none").difference
     return folder
 
 
@@ -116,13 +124,15 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     """A random Llama with the embedded model's tokenizer, small enough for many commands to load."""
-    return saved(make_llama(vocab=len(tokenizer), context=400), tokenizer, tmp_path_factory.mktemp("tiny-model"))
+    folder = tmp_path_factory.mktemp("tiny-model")
+    return compared(saved(make_llama(vocab=len(tokenizer), context=400), tokenizer, folder))
 
 
 @pytest.fixture(scope="session")
 def long_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     """The same with the context length that the documentation assumes."""
-    return saved(make_llama(vocab=len(tokenizer), context=8192), tokenizer, tmp_path_factory.mktemp("long-model"))
+    folder = tmp_path_factory.mktemp("long-model")
+    return compared(saved(make_llama(vocab=len(tokenizer), context=8192), tokenizer, folder))
 
 
 @pytest.fixture

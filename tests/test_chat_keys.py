@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import with_exhaustive
 from tests.terminal import Pty
 
 pytestmark = pytest.mark.usefixtures("own_home")
@@ -19,7 +20,7 @@ class TestKeys:
     def chat(self, model: Path, *options: str, columns: int = 80, lines: int = 24) -> Pty:
         return Pty("h2o-chat", "-m", str(model), "-n", "12", "--temp", "0", *options, columns=columns, lines=lines)
 
-    @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 45), (40, 12)])
+    @pytest.mark.parametrize(("columns", "lines"), with_exhaustive([(80, 24)], [(160, 45), (40, 12)]))
     def test_a_chat(self, tiny_folder: Path, tmp_path: Path, columns: int, lines: int) -> None:
         file = tmp_path / "talk.json"
         with self.chat(tiny_folder, columns=columns, lines=lines) as pty:
@@ -140,7 +141,7 @@ class TestKeys:
                 pty.until(lambda p: "tokens, " in p.text)
                 assert ("\x1b[?25l" in pty.output.partition("hello")[2]) or not shown
 
-    @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
+    @pytest.mark.parametrize("environment", with_exhaustive([{"TERM": "dumb"}], [{"NO_COLOR": "1"}]))
     def test_poor_terminals(self, tiny_folder: Path, environment: dict[str, str]) -> None:
         with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "8", environment=environment) as pty:
             pty.until(lambda p: "Ctrl-D leaves" in p.text.replace("\n", ""))

@@ -113,6 +113,7 @@ class TestCompare:
         assert "lower --facts" in invoke("h2o-compare", *base, "--facts", "31").stderr
         assert "--recall takes some of auto, off" in invoke("h2o-compare", *base, "--recall", "auto,on").stderr
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("no_charts")
     def test_throughput(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"

@@ -280,6 +280,7 @@ class TestGguf:
         with pytest.raises(OutOfMemoryError, match=r"needs .* MiB of memory, 50 MiB are free"):
             load(ModelConfig(device="cpu"))
 
+    @pytest.mark.exhaustive
     def test_without_the_library_it_is_unpacked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(library, "loaded", lambda: None)
         said: list[str] = []

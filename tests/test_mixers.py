@@ -22,6 +22,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.packing import pack
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
+from tests.conftest import with_exhaustive
 from tests.families import CONTEXT, FAMILIES, GROUPED, tiny
 from tests.states import with_checksums
 from tests.test_native_prompt import dense_too, streamed, taken  # noqa: F401
@@ -32,6 +33,9 @@ pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no co
 
 NAMES = ("LFM2", "Qwen3-Next", "Qwen 3.5", "OLMo hybrid", "Bamba", "Falcon-H1", "Granite 4", "Nemotron-H")
 mixers = pytest.mark.parametrize("name", NAMES)
+one_of_each = pytest.mark.parametrize("name", with_exhaustive(NAMES[::2], NAMES[1::2]))
+"""Also has every kind of mixer."""
+
 CONFIG = CacheConfig(window=24, chunk=8)
 
 
@@ -73,7 +77,7 @@ def test_blocks_of_a_prompt_and_threads(name: str, taken: list[tuple[int, int]])
     assert relative_error(results[0], theirs) < 2 * exact(family_of(name))
 
 
-@mixers
+@one_of_each
 def test_packed_weights_and_padding(name: str) -> None:
     """A padded prompt is eager, the turn after it native; both go on with the same states."""
     model, tokens = packed(name), tokens_of(3, 40)
@@ -104,7 +108,7 @@ def test_rows_without_a_token_keep_their_states(name: str) -> None:
         assert not any(state[0].equal(state[1]) for state in states(cache))
 
 
-@mixers
+@one_of_each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_undo_and_forks_are_exact(name: str, dtype: torch.dtype) -> None:
     """Also in bfloat16, whose native states are more exact than transformers'."""
@@ -152,7 +156,7 @@ def test_memory_is_constant(name: str) -> None:
         assert sizes == {held + sum(group.nbytes for group in cache.head_groups)}
 
 
-@mixers
+@one_of_each
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str) -> None:
     exact_model, tokens, config = family_of(name).make(), tokens_of(2, 60), CacheConfig(window=64)
     if "experts" in family_of(name).special:

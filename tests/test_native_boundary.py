@@ -25,7 +25,7 @@ from h2o_stream.cache.tolerance import error_of
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind, pointer
 from h2o_stream.native.packing import gather, pack, repack
-from tests.conftest import make_llama
+from tests.conftest import make_llama, with_exhaustive
 from tests.native_builds import in_use  # noqa: F401
 from tests.test_packed import packed_model
 from tests.tolerance import assert_close
@@ -159,7 +159,7 @@ class TestPointer:
 class TestSettings:
     """Logits are those without the setting."""
 
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("dtype", with_exhaustive([torch.float64], [torch.bfloat16, torch.float16]))
     @pytest.mark.parametrize("engine", ["auto", "eager"])
     def test_the_default_dtype(self, model: PreTrainedModel, dtype: torch.dtype, engine: str) -> None:
         expected, kept = stream(model, engine)

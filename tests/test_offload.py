@@ -151,6 +151,7 @@ class TestOptions:
         with pytest.raises(ConfigError, match="--cache-device takes one of auto, cpu, disk"):
             CacheConfig(device="nvme")  # type: ignore[arg-type]
 
+    @pytest.mark.exhaustive
     def test_in_the_shell(self, tiny_folder: Path) -> None:
         base = ["-m", tiny_folder, "-p", "hello", "-n", "4", "--temp", "0", "-q", "--dtype", "float32"]
         inside = invoke("h2o-chat", *base)

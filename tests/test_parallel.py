@@ -107,6 +107,7 @@ class TestTensorParallel:
             assert shared_said == said
             assert shared_kept == [layer[:2] for layer in kept], "the first process has the first two heads"
 
+    @pytest.mark.exhaustive
     @launchers
     def test_a_stream_in_the_shell(self, launcher: list[str], four_heads: Path, tmp_path: Path) -> None:
         prompt = tmp_path / "prompt.txt"

@@ -161,6 +161,7 @@ class TestRandomFiles:
             next(write_random_gguf(llama(), "int4", tmp_path / "x.gguf"))
         assert not (tmp_path / "x.gguf").exists()
 
+    @pytest.mark.exhaustive
     def test_in_the_shell(self, tmp_path: Path, monkeypatch: Any, tiny_folder: Path, text: Path) -> None:
         """A speed comparison with llama.cpp on random weights, whose file is deleted afterwards."""
         pytest.importorskip("llama_cpp")

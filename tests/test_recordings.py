@@ -119,6 +119,7 @@ class TestRecordings:
 
 
 class TestCliff:
+    @pytest.mark.exhaustive
     def test_both_policies_read_up_to_the_context(self, tiny_folder: Path, questions: Path) -> None:
         pytest.importorskip("pydoc_data.topics")
         config = tiny_folder / "config.json"

@@ -283,6 +283,7 @@ class TestCommand:
         replies = tmp_path / "out" / "replies" / "vt-multi-turn-400-sink-64.jsonl"
         assert [json.loads(line)["question"] for line in replies.read_text().splitlines()] == [0, 1, 2, 3] * 2
 
+    @pytest.mark.exhaustive
     def test_a_needle_by_length_and_depth(self, model: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
         base = ["tasks", "--suite", "ruler", "-m", model, "--items", "2", "--windows", "64", "--out", out]

@@ -16,7 +16,7 @@ from h2o_stream.session.questions import load_questions
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.turn import Turn
 from tests.commands import invoke
-from tests.conftest import make_llama, saved, written
+from tests.conftest import compared, make_llama, saved, written
 
 END = "<|im_end|>"
 HERMES = (
@@ -77,7 +77,8 @@ def hermes(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def calling_folder(tmp_path_factory: pytest.TempPathFactory, hermes: PreTrainedTokenizerBase) -> Path:
     """A tiny random model whose template has tools."""
-    return saved(make_llama(vocab=len(hermes), context=800), hermes, tmp_path_factory.mktemp("calling-model"))
+    folder = tmp_path_factory.mktemp("calling-model")
+    return compared(saved(make_llama(vocab=len(hermes), context=800), hermes, folder))
 
 
 class TestTemplate:

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.engine.sampling import Sampler
-from tests.conftest import make_llama, saved
+from tests.conftest import compared, make_llama, saved
 
 _TURNS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -42,7 +42,7 @@ def thinking_tokenizer(tokenizer: Any, template: str = SWITCHED, special: bool =
 
 def write_thinking_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """A random model with this tokenizer."""
-    return saved(make_llama(vocab=len(tokenizer), context=2000), tokenizer, folder)
+    return compared(saved(make_llama(vocab=len(tokenizer), context=2000), tokenizer, folder))
 
 
 def script(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, *replies: str) -> None:
