@@ -162,6 +162,13 @@ CASES = {
         layer_types=["full_attention"] * 4), COMMON,
     ),
     "HunYuan": Case("hunyuan-dense", model("HunYuanDenseV1", **THETA, rms_norm_eps=1e-6), COMMON, positions="absolute"),
+    "HunYuan MoE": Case(
+        "hunyuan-moe",
+        model("HunYuanMoEV1", **THETA, rms_norm_eps=1e-6, num_experts=4, moe_topk=2),
+        {**COMMON, **EXPERT_KEYS, "expert_feed_forward_length": 96, "expert_shared_count": 1}
+        | {"expert_shared_feed_forward_length": 96},
+        positions="absolute",
+    ),
     "Seed-OSS": Case("seed_oss", model("SeedOss", **THETA), COMMON),
     "Cohere": Case("command-r", model("Cohere", **THETA, logit_scale=0.25), {**LAYERED, "logit_scale": 0.25}),
     "Cohere 2": Case(

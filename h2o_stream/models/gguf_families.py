@@ -105,6 +105,7 @@ FAMILIES = {
     "ernie4_5": Family("ernie4_5"),
     "ernie4_5-moe": Family("ernie4_5_moe", _ERNIE),
     "hunyuan-dense": Family("hunyuan_v1_dense"),
+    "hunyuan-moe": Family("hunyuan_v1_moe", {"expert_count": "num_experts", "expert_used_count": "moe_topk"}),
     "granite": Family("granite", _GRANITE, permuted=True),
     "granitemoe": Family("granitemoe", _GRANITE | _LOCAL, permuted=True),
     "granitehybrid": Family("granitemoehybrid", _GRANITE, permuted=True, derived=gguf_hybrids.granite_config),

@@ -66,6 +66,10 @@ _UNGATED = {"ffn_up": f"{_LAYER}mlp.c_fc", "ffn_down": f"{_LAYER}mlp.c_proj"}
 
 _HUNYUAN = {"attn_q_norm": f"{_LAYER}self_attn.query_layernorm", "attn_k_norm": f"{_LAYER}self_attn.key_layernorm"}
 
+_HUNYUAN_EXPERTS = {f"ffn_{name}_shexp": f"{_LAYER}mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")} | {
+    "ffn_gate_inp": f"{_LAYER}mlp.gate.wg"
+}
+
 _SHARED_EXPERTS = {
     f"ffn_{name}_shexp": f"{_LAYER}mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")
 } | {"exp_probs_b": f"{_LAYER}mlp.gate.e_score_correction_bias"}
@@ -199,6 +203,11 @@ ARCHITECTURES = {
         adjacent=True, normalizes_experts=True, checkpoint_names=_CHECKPOINT_NAMES | _SHARED_EXPERTS | _ERNIE_EXPERTS
     ),
     "hunyuan-dense": Architecture(norms_after_rope=True, checkpoint_names=_CHECKPOINT_NAMES | _HUNYUAN),
+    "hunyuan-moe": Architecture(
+        norms_after_rope=True,
+        normalizes_experts=True,
+        checkpoint_names=_CHECKPOINT_NAMES | _HUNYUAN | _HUNYUAN_EXPERTS,
+    ),
     "granite": _GRANITE,
     "granitemoe": replace(_GRANITE, checkpoint_names=_CHECKPOINT_NAMES | _GRANITE_EXPERTS),
     "gpt-oss": replace(
