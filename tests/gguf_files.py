@@ -174,6 +174,12 @@ def stored(
     if arch in ("granitehybrid", "qwen35", "qwen35moe") and (tensors := recurrent(arch, name, values, config)):
         yield from ((f"blk.{name.split('.')[2]}.{inner}", part) for inner, part in tensors.items())
         return
+    if name.endswith("kv_b_proj.weight"):
+        heads = values.reshape(config.num_attention_heads, -1, values.shape[-1])
+        keys, of_values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+        for kind, part in (("k", keys.swapaxes(1, 2)), ("v", of_values)):
+            yield f"blk.{name.split('.')[2]}.attn_{kind}_b.weight", part
+        return
     if name.endswith("gate_up_proj"):
         block = f"blk.{name.split('.')[2]}"
         for half, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):

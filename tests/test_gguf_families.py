@@ -39,7 +39,8 @@ HEAD = {"attention.key_length": 16, "attention.value_length": 16}
 COMMON = {**BASE, **HEAD, "attention.layer_norm_rms_epsilon": 1e-6}
 LAYERED = {**NORM, **HEAD, **BASE}
 HALF = {"rope.dimension_count": 8}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+EXPERT_NAMES = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = {**dict.fromkeys(EXPERT_NAMES, 4), "num_experts_per_tok": 2}
 EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2}
 SMALL = {"moe_intermediate_size": 32}
 SMALL_KEYS = {"expert_feed_forward_length": 32}
@@ -56,6 +57,22 @@ SHARED = {**EXPERTS, **SMALL, "first_k_dense_replace": 1, "n_shared_experts": 1,
 SHARED_KEYS: dict[str, Any] = {
     **EXPERT_KEYS, **SMALL_KEYS, "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2,
     "expert_weights_scale": 1.7, "expert_group_count": 1, "expert_group_used_count": 1,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+}  # fmt: skip
+LATENT_KEYS: dict[str, Any] = {
+    "attention.head_count_kv": 1, "attention.kv_lora_rank": 32, "attention.key_length": 48,
+    "attention.value_length": 32, "attention.key_length_mla": 48, "attention.value_length_mla": 32,
+    "rope.dimension_count": 16, "vocab_size": 64,
+}  # fmt: skip
+DEEPSEEK_YARN = {"rope_parameters": {
+    "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}}  # fmt: skip
+DEEPSEEK_YARN_KEYS: dict[str, Any] = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128,
+    "rope.scaling.yarn_log_multiplier": 0.07,
 }  # fmt: skip
 TEXT = [number * 7 % 61 + 3 for number in range(60)]
 PROMPT = 40
@@ -92,9 +109,9 @@ def model(kind: str, config_kind: str = "", **settings: Any) -> Callable[[], Pre
 
     def changed() -> PreTrainedModel:
         made, generator = make(), torch.Generator().manual_seed(3)
-        for parameter in made.parameters():
-            if parameter.ndim == 1:
-                parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        for weights in made.state_dict().values():
+            if weights.ndim == 1:
+                weights += 0.1 * torch.randn(weights.shape, generator=generator)
         return made
 
     return functools.cache(changed)
@@ -121,6 +138,19 @@ CASES = {
         model("Dots1", **THETA, num_key_value_heads=4, **SHARED, layer_types=["full_attention"] * 4,
         norm_topk_prob=True),
         {**COMMON, **SHARED_KEYS, "expert_weights_norm": True},
+    ),
+    "DeepSeek V2 Lite": Case(
+        "deepseek2",
+        model("DeepseekV2", **LATENT, **SHARED, **DEEPSEEK_YARN, num_hidden_layers=26, q_lora_rank=None, n_group=1,
+        topk_group=1, topk_method="greedy", initializer_range=0.1),
+        {**COMMON, **LATENT_KEYS, **SHARED_KEYS, **DEEPSEEK_YARN_KEYS, "expert_gating_func": 1},
+    ),
+    "DeepSeek V3": Case(
+        "deepseek2",
+        model("DeepseekV3", **THETA, **LATENT, **{**SHARED, **dict.fromkeys(EXPERT_NAMES, 8)}, q_lora_rank=32,
+        n_group=4, topk_group=2),
+        {**COMMON, **LATENT_KEYS, **SHARED_KEYS, "attention.q_lora_rank": 32, "expert_weights_norm": True}
+        | {"expert_count": 8, "expert_group_count": 4, "expert_group_used_count": 2},
     ),
     "ERNIE 4.5": Case("ernie4_5", model("Ernie4_5", **THETA, rms_norm_eps=1e-6), COMMON),
     "ERNIE 4.5 MoE": Case(
@@ -205,6 +235,9 @@ CASES = {
         "stablelm", model("StableLm", **PARTIAL), {**LAYERED, **HALF, "use_parallel_residual": False}
     ),
 }  # fmt: skip
+ROUNDED = ("GLM-4 MoE", "ERNIE 4.5 MoE", "DeepSeek V3", "Gemma")
+"""Families that are described in bfloat16, too; `make test-all` takes all."""
+
 each_family = pytest.mark.parametrize("name", CASES)
 
 
@@ -269,7 +302,29 @@ def test_described_from_the_file(name: str, write: Callable[..., Path]) -> None:
     assert difference_of(found, logits_of(loaded)[PROMPT - 1 :]) < CASES[name].rounding
 
 
-@pytest.mark.parametrize("name", ["GLM-4", "GLM-4 MoE", "ERNIE 4.5 MoE", "HunYuan", "Cohere", "Granite MoE", "Gemma"])
+@pytest.mark.parametrize(
+    "name", [name if name in ROUNDED else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
+)
+def test_described_in_bfloat16(name: str, write: Callable[..., Path]) -> None:
+    path = write(name)
+    loaded = load(ModelConfig(str(path), dtype="bfloat16")).model
+    assert difference(ModelFile(str(path), path, "bfloat16").describe(print), describe(loaded)) == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GLM-4",
+        "GLM-4 MoE",
+        "DeepSeek V2 Lite",
+        "DeepSeek V3",
+        "ERNIE 4.5 MoE",
+        "HunYuan",
+        "Cohere",
+        "Granite MoE",
+        "Gemma",
+    ],
+)
 def test_described_from_weights_that_were_packed_before(
     name: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

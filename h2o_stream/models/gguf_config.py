@@ -105,7 +105,7 @@ def correct_config(config: Any, file: GgufFile) -> Any:
     embedding = file.tensors.get("token_embd.weight")
     if embedding and len(embedding.shape) == 2:
         config.vocab_size = embedding.shape[0]
-    if hasattr(config, "head_dim") and not hasattr(config, "global_head_dim"):
+    if hasattr(config, "head_dim") and not (hasattr(config, "global_head_dim") or hasattr(config, "kv_lora_rank")):
         config.head_dim = _read_metadata(file, "attention.key_length") or config.head_dim
     if config.model_type in _WITH_SLIDING_WINDOW:
         config.sliding_window = _read_metadata(file, "attention.sliding_window")
@@ -192,8 +192,9 @@ def _factors(file: GgufFile, name: str, dims: int) -> np.ndarray[Any, Any]:
 def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     """Parameters of YaRN. The file's attention factor is on top of what follows from the scaling factor."""
     temperature = _read_metadata(file, "attention.temperature_scale")
+    latent = _read_metadata(file, "attention.kv_lora_rank")
     for name, default in _YARN_DEFAULTS.items():
-        if temperature and name == "yarn_log_multiplier":
+        if (temperature or latent) and name == "yarn_log_multiplier":
             continue
         if (value := _read_metadata(file, f"rope.scaling.{name}")) not in (None, default):
             raise _unsupported(file, f"rope.scaling.{name} {value!r}, not {default}")
@@ -207,6 +208,9 @@ def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     if temperature:  # of Ministral 3
         found["llama_4_scaling_beta"] = temperature
         found["mscale"], found["mscale_all_dim"] = 1.0, _read_metadata(file, "rope.scaling.yarn_log_multiplier")
+    share = _read_metadata(file, "rope.scaling.yarn_log_multiplier")
+    if latent and share:  # its converter multiplies it by 0.1
+        found["mscale"] = found["mscale_all_dim"] = share / 0.1
     return {"rope_type": "yarn", "factor": factor} | {name: value for name, value in found.items() if value}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_gguf_pytorch_utils import GGUFTensor, LlamaTensorProcessor, Qwen2MoeTensorProcessor
 
-from h2o_stream.models import gguf_hybrids
+from h2o_stream.models import gguf_hybrids, gguf_latent
 from h2o_stream.models.gguf import GgufFile
 
 _KEYS = {
@@ -49,6 +49,7 @@ _ERNIE = {
     "interleave_moe_layer_step": "moe_layer_interval",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_LATENT = {"attention.kv_lora_rank": "kv_lora_rank"}
 _GRANITE = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -101,6 +102,10 @@ FAMILIES = {
     "chatglm": Family("glm"),
     "glm4": Family("glm4"),
     "glm4moe": Family("glm4_moe", _SHARED),
+    "deepseek2": Family("deepseek_v2", _SHARED | _LATENT, derived=gguf_latent.config),
+    "deepseek2 by sigmoid": Family(
+        "deepseek_v3", _SHARED | _LATENT, {"norm_topk_prob": False}, derived=gguf_latent.config
+    ),
     "dots1": Family("dots1", _SHARED, {"sliding_window": None}),
     "ernie4_5": Family("ernie4_5"),
     "ernie4_5-moe": Family("ernie4_5_moe", _ERNIE),
@@ -136,6 +141,10 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 """Tensors of a layer in files by weights in transformers, where the gguf package does not know them."""
 
 
+_BY_SIGMOID = 2
+"""llama.cpp's number of the function of a router's logits."""
+
+
 def family_of(file: GgufFile) -> Family | None:
     """The family of a file, if transformers' reader does not know it."""
     name = file.architecture
@@ -144,7 +153,10 @@ def family_of(file: GgufFile) -> Family | None:
         "attention.sliding_window": "with sliding layers",
         "attention.temperature_scale": "with temperatures",
     }
-    found = (FAMILIES.get(f"{name} {what}") for key, what in further.items() if file.metadata.get(f"{name}.{key}"))
+    kinds = [what for key, what in further.items() if file.metadata.get(f"{name}.{key}")]
+    if file.metadata.get(f"{name}.expert_gating_func") == _BY_SIGMOID:
+        kinds.append("by sigmoid")
+    found = (FAMILIES.get(f"{name} {what}") for what in kinds)
     return next(filter(None, found), FAMILIES.get(name))
 
 
@@ -192,6 +204,10 @@ class FamilyProcessor(Qwen2MoeTensorProcessor):
 
     def process(self, weights: np.ndarray[Any, Any], name: str, **kwargs: Any) -> GGUFTensor:
         """Revert what the converter has done to a tensor."""
+        if gguf_latent.is_part(name):
+            tensors, whole = kwargs["parsed_parameters"]["tensors"], kwargs["tensor_key_mapping"][name]
+            gguf_latent.put_part(tensors, whole, weights, name)
+            return GGUFTensor(weights, None, {})
         if self._family.derived:
             weights = gguf_hybrids.as_in_transformers(weights, name, self._config)
         if self._family.norm_offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):

@@ -93,7 +93,7 @@ def _has_packed_experts(file: GgufFile) -> bool:
     kinds = [
         (GGUF_KINDS.get(tensor.type.name), tensor.shape[-1])
         for tensor in file.tensors.values()
-        if len(tensor.shape) == 3
+        if len(tensor.shape) == 3 and "_exps." in tensor.name
     ]
     return bool(kinds) and all(kind is not None and columns_fit(kind, columns) for kind, columns in kinds)
 

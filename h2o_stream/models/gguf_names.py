@@ -23,6 +23,7 @@ from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_families import FamilyProcessor, family_of
 from h2o_stream.models.gguf_header import GgufTensor
+from h2o_stream.models.gguf_latent import parts_by_weight
 
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_\w+\.weight|blk\.\d+\.attn_rot_embd|.*\.rope_freqs\.weight")
 """Tensors that transformers computes from its config; see `gguf_config`."""
@@ -174,7 +175,7 @@ class _Source:
             names = get_gguf_hf_weights_map(_name_source(model), self._processor, model_type=file.architecture)
         except NotImplementedError as error:
             raise UnsupportedModelError(f"{file.path.name} cannot be served: {str(error).splitlines()[0]}") from error
-        self._names: dict[str, str] = names
+        self._names: dict[str, str] = names | parts_by_weight(names)
 
     def name(self, tensor: GgufTensor) -> str | None:
         """The weight that a tensor is, or is part of."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from h2o_stream.native import layouts
 from h2o_stream.native.abi import GateKind
-from h2o_stream.native.attention import Attention, Gate, HeadOffsets, Latent, Rope, Tail, Temperature
+from h2o_stream.native.attention import Attention, Gate, HeadOffsets, Latent, Rope, Temperature
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
+from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import AttentionLayout
 from h2o_stream.native.module_reader import ModuleReader, check_flags, has_modules
 from h2o_stream.native.modules import as_float32
@@ -159,47 +160,32 @@ class AttentionReader(ModuleReader):
         rotated, rest, value_size, rank = (
             getattr(module, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
         )
-        size = rotated + rest
+        sizes = LatentSizes(rank, rotated, rest, value_size)
         first = layout.query_down if has_modules(module, (layout.query_down,)) else layout.query
-        qkv = [self._matrix(module, key, name, self._hidden) for key in (first, layout.down)]
-        start = qkv[0].rows
-        end = start + qkv[1].rows
-        latent = []
-        query_offset, queries = 0, qkv[0]
+        queries, down = (self._matrix(module, key, name, self._hidden) for key in (first, layout.down))
+        query_up = None
         if first == layout.query_down:
-            queries = self._matrix(module, layout.query_up, name, qkv[0].rows)
-            norm = self._norm(module, layout.query_norm, qkv[0].rows, name)
-            latent.append(Latent(queries, norm, 0, end))
-            query_offset, end = end, end + queries.rows
-        both = self._matrix(module, layout.up, name, rank)
-        latent.append(Latent(both, self._norm(module, layout.norm, rank, name), start, end))
+            norm = self._norm(module, layout.query_norm, queries.rows, name)
+            query_up = Latent(self._matrix(module, layout.query_up, name, queries.rows), norm, 0, 0)
         out = self._matrix(module, layout.out, name)
         self._check_rows(out, f"{layout.out} of {name}")
-        heads, stride = queries.rows // size, rest + value_size
-        sizes = (queries.rows, qkv[1].rows, both.rows, out.columns)
-        if sizes != (heads * size, rank + rotated, heads * stride, heads * value_size):
-            raise DescriptionError(f"{name} has matrices that do not fit {heads} heads of {size}")
-        rope = self._rope(module, size, index, name, tail=rotated)
+        rope = self._rope(module, sizes.head_size, index, name, tail=rotated)
         elements = None
         if rope is not None and getattr(self._config, "rope_interleave", False):
             pairs = torch.arange(rotated).view(-1, 2).T.flatten() + rest
             elements = torch.cat((torch.arange(rest), pairs)).int()
-        return Attention(
-            query_heads=heads,
-            kv_heads=heads,
-            head_size=size,
-            value_size=value_size,
-            scaling=module.scaling,
-            softcap=0.0,
-            qkv=qkv,
-            heads=HeadOffsets(query_offset, size, end, stride, end + rest, stride),
-            query_norm=Norm(),
-            key_norm=Norm(),
-            rope=rope,
-            out=out,
-            latent=latent,
-            elements=elements,
-            key_tail=Tail(start + rank, rotated),
+        return latent_attention(
+            sizes,
+            queries,
+            query_up,
+            down,
+            self._matrix(module, layout.up, name, rank),
+            self._norm(module, layout.norm, rank, name),
+            out,
+            module.scaling,
+            rope,
+            elements,
+            name,
         )
 
     def _rope(self, module: Any, size: int, index: int, name: str, tail: int = 0) -> Rope | None:

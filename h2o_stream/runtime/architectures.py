@@ -77,6 +77,16 @@ _SHARED_EXPERTS = {
 
 _ERNIE_EXPERTS = {"exp_probs_b": f"{_LAYER}mlp.gate.moe_statics.e_score_correction_bias"}
 
+_LATENT = {
+    "attn_q_a": f"{_LAYER}self_attn.q_a_proj",
+    "attn_q_a_norm": f"{_LAYER}self_attn.q_a_layernorm",
+    "attn_q_b": f"{_LAYER}self_attn.q_b_proj",
+    "attn_kv_a_mqa": f"{_LAYER}self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": f"{_LAYER}self_attn.kv_a_layernorm",
+    **dict.fromkeys(("attn_kv_b", "attn_k_b", "attn_v_b"), f"{_LAYER}self_attn.kv_b_proj"),
+}
+"""Of latent keys and values; files may have the last one in two parts."""
+
 _GRANITE_EXPERTS = {
     f"ffn_{name}_exps": f"{_LAYER}block_sparse_moe.experts.{name}_proj" for name in ("gate", "up", "down")
 } | {"ffn_gate_inp": f"{_LAYER}block_sparse_moe.router"}
@@ -197,6 +207,7 @@ ARCHITECTURES = {
     "chatglm": Architecture(
         adjacent=True, fused_mlp=True, checkpoint_names=_CHECKPOINT_NAMES | {"ffn_up": _GLM["ffn_up"]}
     ),
+    "deepseek2": Architecture(checkpoint_names=_CHECKPOINT_NAMES | _SHARED_EXPERTS | _LATENT),
     "dots1": Architecture(scoring=Scoring.SIGMOID, checkpoint_names=_CHECKPOINT_NAMES | _SHARED_EXPERTS),
     "ernie4_5": Architecture(adjacent=True),
     "ernie4_5-moe": Architecture(

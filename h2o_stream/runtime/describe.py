@@ -7,8 +7,8 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.attention import Attention, HeadOffsets, Rope, Temperature
+from h2o_stream.native.abi import MatrixKind, Scoring
+from h2o_stream.native.attention import Attention, HeadOffsets, Latent, Rope, Temperature
 from h2o_stream.native.description import (
     Description,
     DescriptionError,
@@ -18,6 +18,7 @@ from h2o_stream.native.description import (
     Norm,
 )
 from h2o_stream.native.experts import Experts, Router
+from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.mixers import Convolution, ShortConvolution
 from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
@@ -83,9 +84,9 @@ class _FileReader:
         has_experts = self._weights.has("ffn_gate_inp", number)
         norms = {role: self._norm(name, number) for role, name in self._architecture.norms.items()}
         by_role: dict[str, Any] = {role: norms.get(role, Norm()) for role in NORM_ROLES}
-        convolves = self._weights.has(f"{_CONVOLUTION}.in_proj", number)
+        convolves, latent = self._weights.has(f"{_CONVOLUTION}.in_proj", number), self._parameters.latent
         return Layer(
-            attention=None if convolves else self._attention(number),
+            attention=None if convolves else self._latent(number, latent) if latent else self._attention(number),
             mixer=self._convolution(number) if convolves else None,
             mlp=self._experts(number, experts) if experts and has_experts else self._mlp(number, inner),
             **by_role,
@@ -128,6 +129,9 @@ class _FileReader:
                 normalized=experts.normalized,
                 scale=experts.scale,
                 choice_bias=weights.vector("exp_probs_b", number, "bias"),
+                groups=experts.groups,
+                chosen_groups=experts.chosen_groups,
+                group_worth=experts.group_worth,
             ),
             gate=weights.matrix("ffn_gate_exps", number, experts.count * inner, hidden),
             up=weights.matrix("ffn_up_exps", number, experts.count * inner, hidden),
@@ -174,6 +178,37 @@ class _FileReader:
             norms_after_rope=parameters.norms_after_rope,
             sink_logits=weights.vector("attn_sinks", number),
             temperature=self._temperature,
+        )
+
+    def _latent(self, number: int, sizes: LatentSizes) -> Attention:
+        """Of layer `number`, with latent keys and values of these sizes."""
+        parameters, weights = self._parameters, self._weights
+        hidden, heads, latent = parameters.hidden_size, parameters.query_heads, parameters.latent_queries
+        rows, query_up = heads * sizes.head_size, None
+        if latent:
+            matrix = weights.matrix("attn_q_b", number, rows, latent)
+            query_up = Latent(matrix, self._norm("attn_q_a_norm", number), 0, 0)
+        rest, rope = numpy.arange(sizes.rest, dtype=numpy.int32), self._parameters.ropes[number]
+        tail, elements = numpy.arange(sizes.rest, sizes.head_size, dtype=numpy.int32), None
+        pairs = tail.reshape(-1, 2).T.ravel()
+        if parameters.experts and parameters.experts.scoring == Scoring.SIGMOID:  # transformers' class takes halves
+            elements = numpy.concatenate((rest, pairs))
+        else:
+            tail = pairs
+        return latent_attention(
+            sizes,
+            weights.matrix("attn_q_a", number, latent, hidden)
+            if latent
+            else weights.matrix("attn_q", number, rows, hidden),
+            query_up,
+            weights.matrix("attn_kv_a_mqa", number, sizes.rank + sizes.rotated, hidden),
+            weights.matrix("attn_kv_b", number, heads * (sizes.rest + sizes.value_size), sizes.rank),
+            self._norm("attn_kv_a_norm", number),
+            weights.matrix("attn_output", number, hidden, heads * sizes.value_size),
+            parameters.scaling,
+            Rope(rope.frequencies, rope.scale, rope.fixed, numpy.concatenate((tail, rest))) if rope else None,
+            elements,
+            f"the attention of layer {number}",
         )
 
     @property

@@ -54,8 +54,7 @@ def ropes_of(
         return file.metadata.get(f"{file.architecture}.rope.{key}")
 
     dims, theta = int(get("dimension_count") or head_size), float(get("freq_base") or 10_000.0)
-    has_temperature = f"{file.architecture}.attention.temperature_scale" in file.metadata
-    whole = _scaled(file, get, theta, dims, architecture.whole_ramp, has_temperature)
+    whole = _scaled(file, get, theta, dims, architecture.whole_ramp)
     local_theta = float(get("freq_base_swa") or architecture.local_theta or theta)
     local = RopeParameters(rope_frequencies(local_theta, dims)) if architecture.local_plain else whole
     slides, every = any(sliding), architecture.unrotated_every
@@ -67,9 +66,7 @@ def ropes_of(
     )
 
 
-def _scaled(
-    file: GgufFile, get: Callable[[str], Any], theta: float, dims: int, whole_ramp: bool, has_temperature: bool
-) -> RopeParameters:
+def _scaled(file: GgufFile, get: Callable[[str], Any], theta: float, dims: int, whole_ramp: bool) -> RopeParameters:
     """RoPE with the scaling that the file states."""
     plain = rope_frequencies(theta, dims)
     kind, factor, attention = get("scaling.type"), get("scaling.factor"), float(get("scaling.attn_factor") or 1.0)
@@ -83,27 +80,39 @@ def _scaled(
     elif kind == "linear":
         scaled = RopeParameters(plain / numpy.float32(factor), attention)
     elif kind == "yarn":
-        scaled = _yarn(get, theta, dims, attention, whole_ramp, has_temperature)
+        scaled = _yarn(file, get, theta, dims, attention, whole_ramp)
     else:
         raise DescriptionError(f"it has RoPE scaling of type {kind}")
     return scaled
 
 
 def _yarn(
-    get: Callable[[str], Any], theta: float, dims: int, attention: float, whole_ramp: bool, has_temperature: bool
+    file: GgufFile, get: Callable[[str], Any], theta: float, dims: int, attention: float, whole_ramp: bool
 ) -> RopeParameters:
     if (value := get("scaling.yarn_ext_factor")) not in (None, 1):
         raise DescriptionError(f"rope.scaling.yarn_ext_factor is {value}")
-    share = float(get("scaling.yarn_log_multiplier") or 0)
-    if share and not has_temperature:
+    share, factor, context = yarn_share(file), float(get("scaling.factor")), int(get("scaling.original_context_length"))
+    if share and not is_latent(file) and f"{file.architecture}.attention.temperature_scale" not in file.metadata:
         raise DescriptionError(f"rope.scaling.yarn_log_multiplier is {share}")
-    factor, context = float(get("scaling.factor")), int(get("scaling.original_context_length"))
     betas = float(get("scaling.yarn_beta_fast") or 32), float(get("scaling.yarn_beta_slow") or 1)
     frequencies = yarn_frequencies(theta, dims, factor, context, betas, whole_ramp)
-    return RopeParameters(frequencies, attention * _magnitude(factor) / _magnitude(factor, share))
+    whole = yarn_magnitude(factor, share) if share and is_latent(file) else yarn_magnitude(factor)
+    return RopeParameters(frequencies, attention * whole / yarn_magnitude(factor, share))
 
 
-def _magnitude(factor: float, share: float = 1.0) -> float:
+def is_latent(file: GgufFile) -> bool:
+    """Whether keys and values are latent."""
+    return f"{file.architecture}.attention.kv_lora_rank" in file.metadata
+
+
+def yarn_share(file: GgufFile) -> float:
+    """The share of YaRN's magnitude that RoPE leaves out; a latent attention has its square in its scaling."""
+    share = float(file.metadata.get(f"{file.architecture}.rope.scaling.yarn_log_multiplier") or 0)
+    return share / 0.1 if is_latent(file) else share  # their converter multiplies it
+
+
+def yarn_magnitude(factor: float, share: float = 1.0) -> float:
+    """What YaRN multiplies queries and keys by, each."""
     return 0.1 * share * math.log(factor) + 1
 
 

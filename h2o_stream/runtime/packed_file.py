@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from h2o_stream.models.gguf_header import GgufTensor
 from h2o_stream.models.packed_folder import FORMAT, WEIGHTS_FILE
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.native.packing import GGUF_KINDS, tiles_shape
+from h2o_stream.native.packing import GGUF_KINDS
+from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.parameters import NOT_WEIGHTS
-from h2o_stream.runtime.weights import GgufWeights, packed_kind
 
 _ALIGNMENT = 64
 """Of the first tensor, in bytes; packed tensors come first, and are multiples of it."""
@@ -66,7 +66,8 @@ def write_packed(source: GgufWeights, metadata: Mapping[str, str], folder: Path,
             _write(source, entry, numpy.frombuffer(data, numpy.uint8, entry.nbytes, start))
             start += entry.nbytes
         packed = [entry for entry in entries if entry.dtype == "U8"]
-        modules = {entry.name.removesuffix(".tiles"): packed_kind(entry.tensor).name for entry in packed}
+        forms = [(entry, source.form(entry.tensor)) for entry in packed]
+        modules = {entry.name.removesuffix(".tiles"): form.kind.name for entry, form in forms if form}
         config = {"quantization_config": {"quant_method": "h2o", "format": FORMAT, "modules": modules}}
         (partial / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
@@ -85,8 +86,8 @@ def _entries(source: GgufWeights) -> Iterator[_Entry]:
         if not module:
             raise DescriptionError(f"{tensor.name} has no name in transformers")
         if tensor.type.name in GGUF_KINDS:
-            tiles = tiles_shape(packed_kind(tensor), math.prod(tensor.shape[:-1]), tensor.shape[-1])
-            yield _Entry(tensor, f"{module}.tiles", "U8", tiles, math.prod(tiles))
+            if form := source.form(tensor):
+                yield _Entry(tensor, f"{module}.tiles", "U8", form.tiles, form.nbytes)
         else:
             shape = (1, *tensor.shape) if inner == "ffn_gate_inp_shexp" else tensor.shape
             name = module if module.endswith("_bias") else f"{module}.{kind}"

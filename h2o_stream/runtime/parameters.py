@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.native.abi import NormKind, Scoring
+from h2o_stream.native.abi import GroupWorth, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
+from h2o_stream.native.latent import LatentSizes
 from h2o_stream.runtime.architectures import ARCHITECTURES, EMBEDDING, OUTPUT, Architecture
-from h2o_stream.runtime.file_ropes import RopeParameters, ropes_of
+from h2o_stream.runtime.file_ropes import RopeParameters, is_latent, ropes_of, yarn_magnitude, yarn_share
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ExpertParameters:
         scoring: how a router's logits become scores.
         normalized: whether the weights of a token's experts are divided by their sum.
         scale: factor on weights.
+        groups: of equal size, 0 if the experts are in none.
+        chosen_groups: how many of them a token's experts are chosen from.
     """
 
     count: int
@@ -35,6 +38,13 @@ class ExpertParameters:
     scoring: Scoring
     normalized: bool
     scale: float
+    groups: int = 0
+    chosen_groups: int = 0
+
+    @property
+    def group_worth(self) -> GroupWorth:
+        """By which groups are chosen: those of sigmoids by the best two experts."""
+        return GroupWorth.BEST_TWO if self.groups and self.scoring == Scoring.SIGMOID else GroupWorth.BEST_ONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +74,8 @@ class Parameters:
         temperature: of queries, and the positions of the original model; None for none.
         norms_after_rope: norms of queries and keys come after RoPE, so that it cannot be changed later.
         experts: of layers that have experts.
+        latent: sizes of latent keys and values, None if there are none.
+        latent_queries: size of latent queries, 0 if there are none.
     """
 
     num_layers: int
@@ -88,6 +100,8 @@ class Parameters:
     temperature: tuple[float, int] | None = None
     norms_after_rope: bool = False
     experts: ExpertParameters | None = None
+    latent: LatentSizes | None = None
+    latent_queries: int = 0
 
     @property
     def windows(self) -> list[int | None]:
@@ -109,12 +123,14 @@ class Parameters:
 
 
 _READ = """
-attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_epsilon
+attention.head_count attention.head_count_kv attention.key_length attention.key_length_mla attention.kv_lora_rank
+attention.layer_norm_epsilon attention.q_lora_rank attention.value_length_mla
 attention.layer_norm_rms_epsilon attention.scale attention.sliding_window attention.sliding_window_pattern
 attention.temperature_scale rope.scaling.yarn_log_multiplier
 attention.value_length attn_logit_softcapping block_count context_length embedding_length embedding_scale
-expert_count expert_feed_forward_length expert_gating_func expert_group_used_count expert_shared_count
-expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_weights_scale feed_forward_length
+expert_count expert_feed_forward_length expert_gating_func expert_group_count expert_group_used_count
+expert_shared_count expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_weights_scale
+feed_forward_length
 final_logit_softcapping interleave_moe_layer_step leading_dense_block_count logit_scale nextn_predict_layers
 residual_scale rope.dimension_count rope.freq_base rope.freq_base_swa rope.scaling.attn_factor rope.scaling.factor
 rope.scaling.original_context_length rope.scaling.type rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
@@ -125,7 +141,6 @@ _KEYS = frozenset(_READ.split())
 
 _NEUTRAL = {
     "attention.causal": (True,),
-    "expert_group_count": (0, 1),
     "rope.scaling.finetuned": (True, False),
     "rope.scaling.yarn_attn_factor": (1,),
     "tensor_data_layout": ("Meta AI original pth",),
@@ -159,8 +174,9 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
         heads, hidden = int(get("attention.head_count")), int(get("embedding_length"))
         count = int(get("block_count")) - int(get("nextn_predict_layers") or 0)
         _check_names(file, architecture, count)
-        head_size = int(get("attention.key_length") or hidden // heads)
-        if int(get("attention.value_length") or head_size) != head_size:
+        latent = _latent(get)
+        head_size = latent.head_size if latent else int(get("attention.key_length") or hidden // heads)
+        if not latent and int(get("attention.value_length") or head_size) != head_size:
             raise DescriptionError("heads of keys and values have different sizes")
         epsilon, sliding = get("attention.layer_norm_rms_epsilon"), _sliding(architecture, count, get)
         plain_scaling = (hidden / heads if architecture.large == count else head_size) ** -0.5
@@ -171,14 +187,14 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             inner_size=int(get("feed_forward_length")),
             vocabulary=file.tensors[f"{EMBEDDING}.weight"].shape[0],
             query_heads=heads,
-            kv_heads=_most(get("attention.head_count_kv")) or heads,
+            kv_heads=heads if latent else _most(get("attention.head_count_kv")) or heads,
             head_size=head_size,
             norm=NormKind.LAYER if epsilon is None else NormKind.RMS,
             epsilon=float(get("attention.layer_norm_epsilon") if epsilon is None else epsilon),
             context=int(get("context_length")),
             ropes=ropes_of(file, architecture, head_size, sliding),
             tied=f"{OUTPUT}.weight" not in file.tensors,
-            scaling=float(get("attention.scale") or plain_scaling),
+            scaling=float(get("attention.scale") or plain_scaling) * _magnitude(file, get),
             sliding=sliding,
             softcap=float(get("attn_logit_softcapping") or 0),
             logit_softcap=float(get("final_logit_softcapping") or 0),
@@ -190,9 +206,30 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             else None,
             norms_after_rope=architecture.norms_after_rope and "blk.0.attn_q_norm.weight" in file.tensors,
             experts=_experts(file, architecture, get) if get("expert_count") else None,
+            latent=latent,
+            latent_queries=int(get("attention.q_lora_rank") or 0),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
+
+
+def _latent(get: Callable[[str], Any]) -> LatentSizes | None:
+    """Sizes of latent keys and values. Newer files have those of all heads together where older ones have a head's."""
+    if not (rank := get("attention.kv_lora_rank")):
+        return None
+    size, value_size = (get(f"attention.{name}_length_mla") or get(f"attention.{name}_length") for name in _KEY_VALUE)
+    rotated = int(get("rope.dimension_count"))
+    return LatentSizes(int(rank), rotated, int(size) - rotated, int(value_size))
+
+
+_KEY_VALUE = ("key", "value")
+
+
+def _magnitude(file: GgufFile, get: Callable[[str], Any]) -> float:
+    """The factor of YaRN on queries times keys that RoPE does not have."""
+    if not is_latent(file) or get("rope.scaling.type") != "yarn":
+        return 1.0
+    return yarn_magnitude(float(get("rope.scaling.factor")), yarn_share(file)) ** 2
 
 
 def _most(heads: Any) -> int:
@@ -226,6 +263,7 @@ _SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID, 3: Scoring.SOFTMAX}
 
 def _experts(file: GgufFile, architecture: Architecture, get: Callable[[str], Any]) -> ExpertParameters:
     normalized, scoring = get("expert_weights_norm"), get("expert_gating_func")
+    groups, chosen_groups = (int(get(f"expert_group_{name}") or 1) for name in ("count", "used_count"))
     matrices = {name: tensor for name, tensor in file.tensors.items() if re.search(r"ffn_up_\w+\.weight", name)}
     sizes = {name.split(".")[2]: tensor.shape[-2] for name, tensor in matrices.items()}
     return ExpertParameters(
@@ -236,4 +274,6 @@ def _experts(file: GgufFile, architecture: Architecture, get: Callable[[str], An
         scoring=_SCORINGS[scoring] if scoring else architecture.scoring,
         normalized=architecture.normalizes_experts if normalized is None else bool(normalized),
         scale=float(get("expert_weights_scale") or 1.0),
+        groups=groups if groups > chosen_groups else 0,
+        chosen_groups=chosen_groups if groups > chosen_groups else 0,
     )

@@ -22,12 +22,13 @@ from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
+from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import measured_windows
 from h2o_stream.runtime.known import Windows, read_windows, save_windows
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.packed_file import write_packed
 from h2o_stream.runtime.parameters import Parameters, parameters_of_gguf
-from h2o_stream.runtime.weights import CheckpointWeights, FolderWeights, GgufWeights, Weights
+from h2o_stream.runtime.weights import CheckpointWeights, FolderWeights, Weights
 
 _SHARE = 0.6
 """Share of the free memory that dense weights may take, as `models.precision` has it where it chooses."""

@@ -1,4 +1,4 @@
-"""Weights by llama.cpp's names, from a GGUF file or from a folder of packed weights; everything stays mapped or packed.
+"""Weights by llama.cpp's names: what all have, and those of checkpoints and of folders of packed weights, mapped.
 
 Vectors are float32 arrays that hold what the model's dtype can hold, as when transformers loads them.
 """
@@ -14,16 +14,12 @@ from typing import Any, Protocol
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_header import GgufTensor
 from h2o_stream.models.packed_folder import WEIGHTS_FILE
-from h2o_stream.models.pages import HugePages, map_weights
+from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
-from h2o_stream.native.packing import GGUF_KINDS, columns_fit, repack, tiles_shape
-from h2o_stream.progress import Progress, ProgressCallback
+from h2o_stream.native.packing import tiles_shape
 from h2o_stream.runtime.architectures import Architecture
-from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
 
 
@@ -56,129 +52,6 @@ def rounded(numbers: Floats, dtype: str) -> Floats:
     bits = numbers.view(numpy.uint32)
     half = ((bits >> 16) & 1) + 0x7FFF  # rounds to nearest, ties to even
     return ((bits + half) & 0xFFFF0000).view(numpy.float32)
-
-
-class GgufWeights:
-    """The weights of a GGUF file, repacked into tiles when asked for.
-
-    Args:
-        file: open for as long as the weights.
-        architecture: of the file.
-        parameters: of the file.
-        dtype: of the model's vectors.
-        progress: gets the bytes read.
-    """
-
-    def __init__(
-        self,
-        file: GgufFile,
-        architecture: Architecture,
-        parameters: Parameters,
-        dtype: str,
-        progress: ProgressCallback,
-    ) -> None:
-        self.file, self.architecture, self.dtype, self._progress = file, architecture, dtype, progress
-        self.num_layers = parameters.num_layers
-        self._orders = _orders(parameters) if architecture.interleaved else {}
-        self._pages: HugePages | None = None
-        self._matrices = [tensor for tensor in file.tensors.values() if tensor.type.name in GGUF_KINDS]
-        self._done, self._total = 0, sum(tensor.nbytes for tensor in self._matrices)
-
-    def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
-        """See `Weights`."""
-        full = _gguf_name(name, layer)
-        tensor = self.file.tensors.get(f"{full}.weight")
-        if tensor is None or (math.prod(tensor.shape[:-1]), tensor.shape[-1]) != (rows, columns):
-            raise DescriptionError(f"its {full}.weight is {tensor and tensor.shape}, not {(rows, columns)}")
-        shape = tiles_shape(packed_kind(tensor), rows, columns)
-        tiles = self._take(math.prod(shape)).reshape(shape)
-        self.repack(tensor, tiles)
-        return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, packed_kind(tensor))
-
-    def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
-        """See `Weights`."""
-        tensor = self.file.tensors.get(f"{_gguf_name(name, layer)}.{kind}")
-        return None if tensor is None else self.numbers(tensor)
-
-    def has(self, name: str, layer: int) -> bool:
-        """See `Weights`."""
-        return f"{_gguf_name(name, layer)}.weight" in self.file.tensors
-
-    def repack(self, tensor: GgufTensor, out: NDArray[numpy.uint8]) -> None:
-        """Repack a matrix into `out`, uint8 of `tiles_shape`, and release it.
-
-        Raises:
-            DescriptionError: it cannot be packed.
-        """
-        rows, columns, kind = math.prod(tensor.shape[:-1]), tensor.shape[-1], packed_kind(tensor)
-        repack(self.file.blocks(tensor), tensor.type, kind, rows, columns, self._orders.get(_inner_name(tensor)), out)
-        self.file.release(tensor)
-        self._done += tensor.nbytes
-        self._progress(Progress("reading", self._done, self._total))
-
-    def numbers(self, tensor: GgufTensor, as_saved: bool = False) -> Floats:
-        """The numbers of a tensor that is not packed, as the model's dtype holds them.
-
-        Args:
-            tensor: of the file.
-            as_saved: as in transformers' checkpoints: without the offset of norms.
-
-        Raises:
-            DescriptionError: it has another type.
-        """
-        if tensor.type.name != "F32":
-            raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
-        name, numbers = _inner_name(tensor), self.file.blocks(tensor).view(numpy.float32)
-        if tensor.name.endswith(".bias") and name in self._orders:
-            numbers = numbers[self._orders[name]]
-        offset = numpy.float32(self.architecture.norm_offset if tensor.name.endswith("norm.weight") else 0)
-        if not offset:
-            return rounded(numbers, self.dtype)
-        saved: Floats = rounded(numbers - offset, self.dtype)
-        return saved if as_saved else saved + offset
-
-    def _take(self, size: int) -> NDArray[numpy.uint8]:
-        if self._pages is None:
-            shapes = [
-                tiles_shape(packed_kind(tensor), math.prod(tensor.shape[:-1]), tensor.shape[-1])
-                for tensor in self._matrices
-            ]
-            self._pages = HugePages(sum(HugePages.aligned(tiles * size) for tiles, size in shapes))
-        return self._pages.take(size)
-
-
-def packed_kind(tensor: GgufTensor) -> MatrixKind:
-    """The packed format of a matrix.
-
-    Raises:
-        DescriptionError: it cannot be packed.
-    """
-    kind = GGUF_KINDS.get(tensor.type.name)
-    if kind is None or not columns_fit(kind, tensor.shape[-1]):
-        raise DescriptionError(
-            f"{tensor.name} is {tensor.type.name} with {tensor.shape[-1]} columns, which is not packed"
-        )
-    return kind
-
-
-def _inner_name(tensor: GgufTensor) -> str:
-    """The name without ``blk.N.`` and ``.weight``."""
-    name = tensor.name.rpartition(".")[0]
-    return name.split(".", 2)[2] if name.startswith("blk.") else name
-
-
-def _gguf_name(name: str, layer: int | None) -> str:
-    return name if layer is None else f"blk.{layer}.{name}"
-
-
-def _orders(parameters: Parameters) -> dict[str, NDArray[numpy.int64]]:
-    """The rows of queries and keys in halves, out of a file that has them in pairs."""
-    size = parameters.head_size
-    head = numpy.arange(size).reshape(-1, 2).T.ravel()
-    return {
-        name: (numpy.arange(heads)[:, None] * size + head).ravel()
-        for name, heads in (("attn_q", parameters.query_heads), ("attn_k", parameters.kv_heads))
-    }
 
 
 class FolderWeights:

@@ -1,0 +1,94 @@
+"""Attention with latent keys and values, as part of a model's description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from h2o_stream.native.abi import Array
+from h2o_stream.native.attention import Attention, HeadOffsets, Latent, Rope, Tail
+from h2o_stream.native.matrix import NO_NORM, DescriptionError, Matrix, Norm
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of an attention with latent keys and values.
+
+    Attributes:
+        rank: of the latent vector that keys and values are computed from.
+        rotated: last elements of queries and keys, which RoPE rotates; all keys have the same ones.
+        rest: elements before these.
+        value_size: of values.
+    """
+
+    rank: int
+    rotated: int
+    rest: int
+    value_size: int
+
+    @property
+    def head_size(self) -> int:
+        """Of queries and keys."""
+        return self.rest + self.rotated
+
+
+def latent_attention(
+    sizes: LatentSizes,
+    first: Matrix,
+    query_up: Latent | None,
+    down: Matrix,
+    up: Matrix,
+    norm: Norm,
+    out: Matrix,
+    scaling: float,
+    rope: Rope | None,
+    elements: Array | None,
+    name: str,
+) -> Attention:
+    """Describe an attention with latent keys and values.
+
+    Args:
+        sizes: of its heads.
+        first: the projection to queries, or to latent queries.
+        query_up: from latent queries to queries; its places are not read. None if queries are not latent.
+        down: the projection to the latent vector and the last elements of all keys.
+        up: from the latent vector to the first elements of keys, and values, head by head.
+        norm: of the latent vector.
+        out: the output projection.
+        scaling: of queries times keys.
+        rope: of the last elements.
+        elements: see `Attention`.
+        name: of the attention, for messages.
+
+    Raises:
+        DescriptionError: the matrices do not fit the sizes.
+    """
+    start = first.rows
+    end = start + down.rows
+    latent, query_offset, queries = [], 0, first
+    if query_up is not None:
+        queries = query_up.matrix
+        latent.append(Latent(queries, query_up.norm, 0, end))
+        query_offset, end = end, end + queries.rows
+    latent.append(Latent(up, norm, start, end))
+    size, stride = sizes.head_size, sizes.rest + sizes.value_size
+    heads = queries.rows // size
+    found = (queries.rows, down.rows, up.rows, up.columns, out.columns)
+    if found != (heads * size, sizes.rank + sizes.rotated, heads * stride, sizes.rank, heads * sizes.value_size):
+        raise DescriptionError(f"{name} has matrices that do not fit {heads} heads of {size}")
+    return Attention(
+        query_heads=heads,
+        kv_heads=heads,
+        head_size=size,
+        value_size=sizes.value_size,
+        scaling=scaling,
+        softcap=0.0,
+        qkv=[first, down],
+        heads=HeadOffsets(query_offset, size, end, stride, end + sizes.rest, stride),
+        query_norm=NO_NORM,
+        key_norm=NO_NORM,
+        rope=rope,
+        out=out,
+        latent=latent,
+        elements=elements,
+        key_tail=Tail(start + sizes.rank, sizes.rotated),
+    )

@@ -1,0 +1,190 @@
+"""The weights of a GGUF file; everything stays mapped, or packed as it is asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_header import GgufTensor
+from h2o_stream.models.pages import HugePages
+from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.description import DescriptionError, Matrix
+from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
+from h2o_stream.progress import Progress, ProgressCallback
+from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.merged import PARTS, WHOLES, merged
+from h2o_stream.runtime.parameters import Parameters
+from h2o_stream.runtime.rotations import Floats
+from h2o_stream.runtime.weights import rounded
+
+
+class GgufWeights:
+    """The weights of a GGUF file, repacked into tiles when asked for.
+
+    Args:
+        file: open for as long as the weights.
+        architecture: of the file.
+        parameters: of the file.
+        dtype: of the model's vectors.
+        progress: gets the bytes read.
+    """
+
+    def __init__(
+        self,
+        file: GgufFile,
+        architecture: Architecture,
+        parameters: Parameters,
+        dtype: str,
+        progress: ProgressCallback,
+    ) -> None:
+        self.file, self.architecture, self.dtype, self._progress = file, architecture, dtype, progress
+        self.num_layers = parameters.num_layers
+        self._orders = _orders(parameters) if architecture.interleaved else {}
+        self._pages: HugePages | None = None
+        self._matrices = [tensor for tensor in file.tensors.values() if tensor.type.name in GGUF_KINDS]
+        self._done, self._total = 0, sum(tensor.nbytes for tensor in self._matrices)
+
+    def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
+        """See `Weights`."""
+        names = (_gguf_name(key, layer) for key in (name, *PARTS.get(name, ())[:1]))
+        tensor = next(filter(None, (self.file.tensors.get(f"{key}.weight") for key in names)), None)
+        form = None if tensor is None else self.form(tensor)
+        if tensor is None or form is None or (form.rows, form.columns) != (rows, columns):
+            raise DescriptionError(f"its {_gguf_name(name, layer)}.weight is {form}, not {(rows, columns)}")
+        tiles = self._take(form.nbytes).reshape(form.tiles)
+        self.repack(tensor, tiles)
+        return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, form.kind)
+
+    def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
+        """See `Weights`."""
+        tensor = self.file.tensors.get(f"{_gguf_name(name, layer)}.{kind}")
+        return None if tensor is None else self.numbers(tensor)
+
+    def has(self, name: str, layer: int) -> bool:
+        """See `Weights`."""
+        return f"{_gguf_name(name, layer)}.weight" in self.file.tensors
+
+    def form(self, tensor: GgufTensor) -> PackedForm | None:
+        """How a matrix is packed; None for one that is packed with another, as the second of its `PARTS`.
+
+        Raises:
+            DescriptionError: it cannot be packed.
+        """
+        kind, rows, columns = packed_kind(tensor), math.prod(tensor.shape[:-1]), tensor.shape[-1]
+        name = _inner_name(tensor)
+        if name not in WHOLES:
+            return PackedForm(kind, rows, columns)
+        first, second = self._parts(tensor)
+        packed_kind(second)
+        whole = PackedForm(MatrixKind.INT8, first.shape[0] * (first.shape[-1] + second.shape[-2]), second.shape[-1])
+        return whole if name == PARTS[WHOLES[name]][0] else None
+
+    def _parts(self, tensor: GgufTensor) -> list[GgufTensor]:
+        """The tensors of a whole matrix that one of them belongs to."""
+        prefix, inner = tensor.name.split(_inner_name(tensor))[0], PARTS[WHOLES[_inner_name(tensor)]]
+        parts = [self.file.tensors.get(f"{prefix}{name}.weight") for name in inner]
+        if not all(part is not None and len(part.shape) == 3 for part in parts):
+            raise DescriptionError(f"it has {tensor.name} without what belongs to it")
+        return [part for part in parts if part is not None]
+
+    def repack(self, tensor: GgufTensor, out: NDArray[numpy.uint8]) -> None:
+        """Repack a matrix into `out`, uint8 of the tiles of its `form`, and release it.
+
+        Raises:
+            DescriptionError: it cannot be packed.
+        """
+        name, parts = _inner_name(tensor), [tensor]
+        if name in WHOLES:
+            parts = self._parts(tensor)
+            pack(merged(self.file, *parts), MatrixKind.INT8, out)
+        else:
+            rows, columns, kind = math.prod(tensor.shape[:-1]), tensor.shape[-1], packed_kind(tensor)
+            repack(self.file.blocks(tensor), tensor.type, kind, rows, columns, self._orders.get(name), out)
+        for part in parts:
+            self.file.release(part)
+            self._done += part.nbytes
+        self._progress(Progress("reading", self._done, self._total))
+
+    def numbers(self, tensor: GgufTensor, as_saved: bool = False) -> Floats:
+        """The numbers of a tensor that is not packed, as the model's dtype holds them.
+
+        Args:
+            tensor: of the file.
+            as_saved: as in transformers' checkpoints: without the offset of norms.
+
+        Raises:
+            DescriptionError: it has another type.
+        """
+        if tensor.type.name != "F32":
+            raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
+        name, numbers = _inner_name(tensor), self.file.blocks(tensor).view(numpy.float32)
+        if tensor.name.endswith(".bias") and name in self._orders:
+            numbers = numbers[self._orders[name]]
+        offset = numpy.float32(self.architecture.norm_offset if tensor.name.endswith("norm.weight") else 0)
+        if not offset:
+            return rounded(numbers, self.dtype)
+        saved: Floats = rounded(numbers - offset, self.dtype)
+        return saved if as_saved else saved + offset
+
+    def _take(self, size: int) -> NDArray[numpy.uint8]:
+        if self._pages is None:
+            forms = filter(None, map(self.form, self._matrices))
+            self._pages = HugePages(sum(HugePages.aligned(form.nbytes) for form in forms))
+        return self._pages.take(size)
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """A packed matrix without its weights."""
+
+    kind: MatrixKind
+    rows: int
+    columns: int
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """See `tiles_shape`."""
+        return tiles_shape(self.kind, self.rows, self.columns)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tiles."""
+        return math.prod(self.tiles)
+
+
+def packed_kind(tensor: GgufTensor) -> MatrixKind:
+    """The packed format of a matrix.
+
+    Raises:
+        DescriptionError: it cannot be packed.
+    """
+    kind = GGUF_KINDS.get(tensor.type.name)
+    if kind is None or not columns_fit(kind, tensor.shape[-1]):
+        raise DescriptionError(
+            f"{tensor.name} is {tensor.type.name} with {tensor.shape[-1]} columns, which is not packed"
+        )
+    return kind
+
+
+def _inner_name(tensor: GgufTensor) -> str:
+    """The name without ``blk.N.`` and ``.weight``."""
+    name = tensor.name.rpartition(".")[0]
+    return name.split(".", 2)[2] if name.startswith("blk.") else name
+
+
+def _gguf_name(name: str, layer: int | None) -> str:
+    return name if layer is None else f"blk.{layer}.{name}"
+
+
+def _orders(parameters: Parameters) -> dict[str, NDArray[numpy.int64]]:
+    """The rows of queries and keys in halves, out of a file that has them in pairs."""
+    size = parameters.head_size
+    head = numpy.arange(size).reshape(-1, 2).T.ravel()
+    return {
+        name: (numpy.arange(heads)[:, None] * size + head).ravel()
+        for name, heads in (("attn_q", parameters.query_heads), ("attn_k", parameters.kv_heads))
+    }
