@@ -98,3 +98,30 @@ def test_without_torch(module: str) -> None:
     code = f"import sys, h2o_stream.{module}; print(*{{'torch', 'transformers'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+_SLOW = {
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "pydantic",
+    "prompt_toolkit",
+    "asyncio",
+    "gguf",
+    "rich.markdown",
+    "h2o_stream.ui.commands",
+    "h2o_stream.ui.tables",
+}
+"""What one reply needs nothing of; each takes a tenth of its time or more, or brings in what does."""
+
+
+def test_one_reply_imports_little() -> None:
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print(*sorted({_SLOW!r} & sys.modules.keys()), file=sys.stderr))
+from h2o_stream.cli.chat import main
+main()"""
+    arguments = ["-p", "Hi.", "-q", "-n", "1", "--temp", "0", "--seed", "1", "--window", "64"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.strip()
+    assert done.stderr.strip() == ""

@@ -12,6 +12,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
 
 _STAGE = 1.25
 """Length of a stream at the end of a stage, relative to its beginning."""
@@ -56,7 +60,7 @@ def windows(
     if max_window is not None and high > 1:
         strength = min(strength, (max_window - window) / (movable * (high - 1)))
     sizes = [pinned + movable * (1 + strength * (share - 1)) for share in shares]
-    return _rounded(sizes, [group.weight for group in groups])
+    return [int(size) for size in _rounded(sizes, [group.weight for group in groups])]
 
 
 @dataclass(frozen=True)
@@ -124,26 +128,29 @@ def schedules(windows: tuple[int, ...], weights: tuple[int, ...], common: int) -
     if set(windows) == {common}:
         return [Schedule.equal(common)] * len(windows)
     growing = [weight * max(window - common, 0) for window, weight in zip(windows, weights, strict=True)]
-    stages, rows = [common], []
+    stages = [common]
+    columns: list[list[int]] = [[] for _ in windows]
     while stages[-1] < max(windows):
         stages.append(min(math.ceil(stages[-1] * _STAGE), max(windows)))
         unfilled = sum(weight * max(window - stages[-1], 0) for window, weight in zip(windows, weights, strict=True))
         left = unfilled / sum(growing)
-        rows += [
-            _rounded([min(seen, window + max(common - window, 0) * left) for window in windows], weights)
-            for seen in range(stages[-2] + 1, min(stages[-1] + 1, max(windows)))
-        ]
-    columns = zip(*rows, strict=True) if rows else [()] * len(windows)
+        seen = numpy.arange(stages[-2] + 1, min(stages[-1] + 1, max(windows)))
+        held = [numpy.minimum(seen, window + max(common - window, 0) * left) for window in windows]
+        for column, numbers in zip(columns, _rounded(held, weights), strict=True):
+            column += numbers.tolist()
     return [
-        Schedule.equal(common) if window == common else Schedule(common, column, window, tuple(stages))
+        Schedule.equal(common) if window == common else Schedule(common, tuple(column), window, tuple(stages))
         for column, window in zip(columns, windows, strict=True)
     ]
 
 
-def _rounded(numbers: Sequence[float], weights: Sequence[int]) -> list[int]:
-    """Integers less than 1 away with the same sum, as far as possible; each number weights `weights` times."""
-    whole, owed = [], 0.0
+def _rounded(numbers: Sequence[Any], weights: Sequence[int]) -> list[NDArray[numpy.int64]]:
+    """Integers less than 1 away with the same sum, as far as possible; each number weights `weights` times.
+
+    The numbers may be arrays of equal shape, whose elements are rounded independently.
+    """
+    whole, owed = list[NDArray[numpy.int64]](), numpy.float64(0)
     for number, weight in zip(numbers, weights, strict=True):
-        whole.append(math.floor(number + min(owed / weight, 0.999) + 1e-6))
-        owed += weight * (number - whole[-1])
+        whole.append(numpy.floor(number + numpy.minimum(owed / weight, 0.999) + 1e-6).astype(numpy.int64))
+        owed = owed + weight * (number - whole[-1])
     return whole

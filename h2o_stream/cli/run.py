@@ -10,15 +10,16 @@ import textwrap
 import threading
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 from typer.core import TyperCommand
 
+from h2o_stream.cli.conversion import convert_plainly
 from h2o_stream.cli.seeds import hint, with_dashes
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import limit_kernel_caches
@@ -49,9 +50,14 @@ def app(prefix: str | None = None, **settings: Any) -> typer.Typer:
 
 
 class _Command(TyperCommand):
+    annotations: ClassVar[Mapping[str, Any]]
+    """Of the parameters of the function that is the command, by name."""
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take underscores for dashes, and say what to use in place of other projects' options."""
         ctx.token_normalize_func = with_dashes
+        for parameter in self.get_params(ctx):
+            convert_plainly(parameter, self.annotations.get(parameter.name))
         if advice := hint(args, (name for parameter in self.params for name in parameter.opts)):
             with reporting(ctx.find_root().info_name or "", debug=False):
                 raise ConfigError(advice)
@@ -81,7 +87,11 @@ def command(app: typer.Typer, program: str, *groups: Group[Any], **settings: Any
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(cls=_Command, **settings)(run)
+
+        class Command(_Command):
+            annotations = run.__annotations__
+
+        app.command(cls=Command, **settings)(run)
         return function
 
     return decorate

@@ -18,7 +18,7 @@ _NUM_SPREAD = 256
 _CONFIGS, _WEIGHTS = (".json",), (".safetensors", ".bin")
 
 _digests: dict[tuple[int, ...], bytes] = {}
-"""Digests of this process by device, inode, size, and times of the last changes of content and inode."""
+"""Digests of this process by what they cover, device, inode, size, times of the last changes of content and inode."""
 
 
 def model_identity(model: Path | GgufFile) -> str:
@@ -33,12 +33,15 @@ def model_identity(model: Path | GgufFile) -> str:
         ModelNotFoundError: a GGUF file is damaged.
         OSError: a file cannot be read.
     """
-    path = model.path if isinstance(model, GgufFile) else model
-    if not path.is_dir():
-        gguf = model if isinstance(model, GgufFile) else None
-        first, *others = (_digest(part, gguf) for part in gguf_parts(path))
-        return (hashlib.sha256(b"".join((first, *others))).digest() if others else first).hex()[:16]
-    return hashlib.sha256(b"".join(file.name.encode() + _digest(file) for file in _model_files(path))).hexdigest()[:16]
+    return _identity(model.path, model) if isinstance(model, GgufFile) else _identity(model, None)
+
+
+def _identity(path: Path, gguf: GgufFile | None, timeless: bool = False) -> str:
+    if path.is_dir():
+        named = (file.name.encode() + _digest(file, None, timeless) for file in _model_files(path))
+        return hashlib.sha256(b"".join(named)).hexdigest()[:16]
+    first, *others = (_digest(part, gguf, timeless) for part in gguf_parts(path))
+    return (hashlib.sha256(b"".join((first, *others))).digest() if others else first).hex()[:16]
 
 
 def _model_files(folder: Path) -> list[Path]:
@@ -47,12 +50,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 def content_identity(path: Path) -> str:
     """The same, whenever files were last changed."""
-    if path.is_dir():
-        files = _model_files(path)
-        hashed = (file.name.encode() + _hashed(file, None, f"{file.stat().st_size}") for file in files)
-        return hashlib.sha256(b"".join(hashed)).hexdigest()[:16]
-    first, *others = (_hashed(part, None, f"{part.stat().st_size}") for part in gguf_parts(path))
-    return (hashlib.sha256(b"".join((first, *others))).digest() if others else first).hex()[:16]
+    return _identity(path, None, timeless=True)
 
 
 def file_digest(path: Path, variant: str) -> str:
@@ -62,12 +60,12 @@ def file_digest(path: Path, variant: str) -> str:
     return f"file {content_identity(path)} {variant}"
 
 
-def _digest(path: Path, gguf: GgufFile | None = None) -> bytes:
-    """The digest of a file, computed once unless the file changes."""
+def _digest(path: Path, gguf: GgufFile | None, timeless: bool) -> bytes:
+    """The digest of a file, with the time of its last change or `timeless`; computed once unless the file changes."""
     stat = path.stat()
-    key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    key = (timeless, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     if key not in _digests:
-        _digests[key] = _hashed(path, gguf, f"{stat.st_size} {stat.st_mtime_ns}")
+        _digests[key] = _hashed(path, gguf, f"{stat.st_size}" if timeless else f"{stat.st_size} {stat.st_mtime_ns}")
     return _digests[key]
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import mmap
 import re
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf_header import (
@@ -25,11 +25,15 @@ from h2o_stream.models.gguf_header import (
     architecture_of,
     read_array,
 )
+from h2o_stream.native.gguf_types import TensorType
 
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 """How llama.cpp names the files of a split model."""
 
-FLOAT_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
+_MAX_HEADERS = 8
+"""Headers that are kept: loading opens a file several times."""
+
+FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 """Types that store plain floating-point numbers, without blocks."""
 
 
@@ -66,10 +70,9 @@ class GgufFile:
     def _open(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
         """Map a file and add its tensors. Returns its metadata and where they are."""
         try:
-            data, size = _map_file(path)
-            header = Header(data, size)
-            metadata, spans = header.metadata()
-            tensors = header.tensors(alignment_of(metadata))
+            data, _ = _map_file(path)
+            stat = path.stat()
+            metadata, spans, tensors = _header(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
             if twice := tensors.keys() & self.tensors.keys():
                 raise DamagedError(f"tensor {min(twice)} is in another part, too")
         except DamagedError as error:
@@ -82,7 +85,7 @@ class GgufFile:
         part = len(self._maps)
         self._maps.append(data)
         self.tensors |= {name: replace(tensor, part=part) for name, tensor in tensors.items()}
-        return metadata, spans
+        return dict(metadata), spans
 
     def damaged(self, reason: str) -> ModelNotFoundError:
         """The exception for a file that does not make sense."""
@@ -139,6 +142,14 @@ def gguf_parts(path: Path) -> list[Path]:
 
 def _damaged(path: Path, reason: str) -> ModelNotFoundError:
     return ModelNotFoundError(f"{path} is damaged or not readable as GGUF: {reason}")
+
+
+@lru_cache(maxsize=_MAX_HEADERS)
+def _header(path: Path, *state: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]], dict[str, GgufTensor]]:
+    """Metadata, their byte ranges, and tensors of a file, parsed again only if its state changes."""
+    header = Header(*_map_file(path))
+    metadata, spans = header.metadata()
+    return metadata, spans, header.tensors(alignment_of(metadata))
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, int]:

@@ -9,10 +9,10 @@ import math
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
+from h2o_stream.native.gguf_types import TensorType
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Llama 3.1, 3.2 and 3.3 share these; only their factor differs (8 or 32)."""
@@ -184,7 +184,7 @@ def _longrope(file: GgufFile, dims: int) -> dict[str, Any]:
 def _factors(file: GgufFile, name: str, dims: int) -> np.ndarray[Any, Any]:
     """A table of factors on RoPE, [dims // 2]."""
     tensor = file.tensors.get(name)
-    if tensor is None or tensor.type != GGMLQuantizationType.F32 or tensor.shape != (dims // 2,):
+    if tensor is None or tensor.type != TensorType.F32 or tensor.shape != (dims // 2,):
         raise _unsupported(file, f"RoPE factors of shape {tensor and tensor.shape}, not ({dims // 2},)")
     return file.blocks(tensor).view(np.float32)
 

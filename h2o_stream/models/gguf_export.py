@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from gguf import GGMLQuantizationType, GGUFValueType
 
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import SkippedArray
+from h2o_stream.native.gguf_types import TensorType, ValueType
 from h2o_stream.processes import python_command
 from h2o_stream.progress import ignore
 from h2o_stream.resources import atomic_folder, cache_folder
@@ -181,8 +181,8 @@ def _header(file: GgufFile, short: bool) -> bytes:
     entries = [file.raw_bytes(key) for key in keys if key != "general.alignment"]
     size, tokens = f"{file.architecture}.vocab_size", file.metadata.get(_TOKENS)
     if short and size not in file.metadata and isinstance(tokens, SkippedArray):
-        entries.append(_string(size) + struct.pack("<II", GGUFValueType.UINT32, tokens.count))
-    tensor_infos = [_string(name) + struct.pack("<IQIQ", 1, 1, GGMLQuantizationType.F32, 0) for name in file.tensors]
+        entries.append(_string(size) + struct.pack("<II", ValueType.UINT32, tokens.count))
+    tensor_infos = [_string(name) + struct.pack("<IQIQ", 1, 1, TensorType.F32, 0) for name in file.tensors]
     head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(tensor_infos), len(entries)), *entries, *tensor_infos])
     return head + bytes(-len(head) % 32 + 32)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from typing import Any
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from h2o_stream.native.gguf_types import BLOCKS, TensorType, ValueType
 
 VERSIONS = (2, 3)
 _ALIGNMENT = 32  # default of general.alignment
@@ -29,17 +29,17 @@ _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 _LENGTH = struct.Struct("<Q")
 _FORMATS = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
+    ValueType.UINT8: "B",
+    ValueType.INT8: "b",
+    ValueType.UINT16: "H",
+    ValueType.INT16: "h",
+    ValueType.UINT32: "I",
+    ValueType.INT32: "i",
+    ValueType.FLOAT32: "f",
+    ValueType.BOOL: "?",
+    ValueType.UINT64: "Q",
+    ValueType.INT64: "q",
+    ValueType.FLOAT64: "d",
 }
 
 
@@ -48,7 +48,7 @@ class GgufTensor:
     """A tensor's location: shape in torch's order, rows first, bytes from the start of its file, number of the file."""
 
     name: str
-    type: GGMLQuantizationType
+    type: TensorType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
@@ -59,7 +59,7 @@ class GgufTensor:
 class SkippedArray:
     """A long array in the metadata that was not parsed, such as the vocabulary, and where its items start."""
 
-    type: GGUFValueType
+    type: ValueType
     count: int
     offset: int
 
@@ -69,7 +69,7 @@ class DamagedError(Exception):
 
 
 class UnknownTypeError(Exception):
-    """The gguf package does not know the type of a tensor."""
+    """The type of a tensor is unknown."""
 
 
 class Header:
@@ -117,7 +117,7 @@ class Header:
         _check_no_overlap(tensors.values())
         return tensors
 
-    def _tensor(self, index: int) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
+    def _tensor(self, index: int) -> tuple[str, TensorType, tuple[int, ...], int]:
         name = self._string(_MAX_NAME, f"the name of tensor {index}")
         count = self._number("I", f"the dimensions of {name}")
         if not 1 <= count <= _MAX_DIMS:
@@ -125,22 +125,22 @@ class Header:
         dims = [self._number("Q", f"the dimensions of {name}") for _ in range(count)]
         number = self._number("I", f"the type of {name}")
         try:
-            kind = GGMLQuantizationType(number)
+            kind = TensorType(number)
         except ValueError:
             raise UnknownTypeError(f"tensor {name} has type {number}, which is unknown") from None
         return name, kind, tuple(reversed(dims)), self._number("Q", f"the offset of {name}")
 
     def _value(self, key: str) -> Any:
         kind = self._type(key)
-        if kind == GGUFValueType.STRING:
+        if kind == ValueType.STRING:
             return self._string(_MAX_STRING, key)
-        return self._array(key) if kind == GGUFValueType.ARRAY else self._number(_FORMATS[kind], key)
+        return self._array(key) if kind == ValueType.ARRAY else self._number(_FORMATS[kind], key)
 
     def _array(self, key: str) -> Any:
         kind = self._type(key)
-        if kind == GGUFValueType.ARRAY:
+        if kind == ValueType.ARRAY:
             raise DamagedError(f"{key} is an array of arrays")
-        if kind == GGUFValueType.STRING:
+        if kind == ValueType.STRING:
             count = self._count(_MAX_ITEMS, _LENGTH.size, f"strings in {key}")
             array = SkippedArray(kind, count, self._offset)
             self._skip_strings(count, key)
@@ -159,10 +159,10 @@ class Header:
         self._offset = at
         self._advance(0, key)
 
-    def _type(self, key: str) -> GGUFValueType:
+    def _type(self, key: str) -> ValueType:
         number = self._number("I", f"the type of {key}")
         try:
-            return GGUFValueType(number)
+            return ValueType(number)
         except ValueError:
             raise DamagedError(f"{key} is a value of type {number}, which is unknown") from None
 
@@ -206,7 +206,7 @@ def read_array(data: mmap, array: SkippedArray) -> list[Any]:
     Raises:
         DamagedError: a string is not UTF-8.
     """
-    if array.type != GGUFValueType.STRING:
+    if array.type != ValueType.STRING:
         return list(struct.unpack_from(f"<{array.count}{_FORMATS[array.type]}", data, array.offset))
     at, unpack, strings = array.offset, _LENGTH.unpack_from, list[str]()
     try:
@@ -219,8 +219,8 @@ def read_array(data: mmap, array: SkippedArray) -> list[Any]:
     return strings
 
 
-def _nbytes(name: str, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> int:
-    block, width = GGML_QUANT_SIZES[kind]
+def _nbytes(name: str, kind: TensorType, shape: tuple[int, ...]) -> int:
+    block, width = BLOCKS[kind]
     if not all(shape):
         raise DamagedError(f"tensor {name} has the shape {shape}")
     if shape[-1] % block:

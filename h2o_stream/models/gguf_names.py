@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor, nn
 
@@ -188,7 +189,7 @@ class _Source:
             return block_tensor(self.file, tensor).view(dtype).view(tensor.shape).float()
         rows = self.file.blocks(tensor).reshape(-1, tensor.nbytes // math.prod(tensor.shape[:-1]))
         try:
-            return torch.from_numpy(dequantize(rows, tensor.type)).view(tensor.shape)
+            return torch.from_numpy(dequantize(rows, GGMLQuantizationType(tensor.type))).view(tensor.shape)
         except NotImplementedError as error:
             raise UnsupportedModelError(
                 f"{self.file.path.name} cannot be served: {tensor.name} is {tensor.type.name}, which cannot be read"

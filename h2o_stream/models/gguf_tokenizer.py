@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from tokenizers.pre_tokenizers import PreTokenizer
 
@@ -13,6 +12,7 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_pretokenizer import BYTES, pre_tokenizer
 from h2o_stream.models.tokenizer import FileTokenizer
+from h2o_stream.native.gguf_types import CONTROL, USER_DEFINED
 
 NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """Special tokens of transformers, and their names in files."""
@@ -85,8 +85,8 @@ def _named_tokens(file: GgufFile, count: int) -> dict[str, int]:
 def _added_tokens(file: GgufFile, tokens: Sequence[str], special: Collection[int]) -> dict[int, AddedToken]:
     """Tokens that stay whole in any text, by id: control tokens, those defined by users, and these special ones."""
     types = file.array("tokenizer.ggml.token_type")
-    controls = {*special, *(number for number, kind in enumerate(types) if kind == TokenType.CONTROL)}
-    defined = {number for number, kind in enumerate(types) if kind == TokenType.USER_DEFINED}
+    controls = {*special, *(number for number, kind in enumerate(types) if kind == CONTROL)}
+    defined = {number for number, kind in enumerate(types) if kind == USER_DEFINED}
     return {
         number: AddedToken(tokens[number], normalized=False, special=number not in defined)
         for number in sorted(controls | defined)

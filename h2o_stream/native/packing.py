@@ -13,6 +13,7 @@ from typing import Final
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
 from h2o_stream.native.abi import Array, Matrix, MatrixKind, dtype_name, empty, pointer
+from h2o_stream.native.gguf_types import BLOCKS
 from h2o_stream.native.threads import num_threads
 
 ROWS: Final = 16
@@ -114,7 +115,7 @@ def repack(
 ) -> Array:
     """Repack the blocks of a GGUF file, uint8 with all bytes of a matrix, as tiles.
 
-    The type is a value of `gguf.GGMLQuantizationType`, and `kind` its entry in `GGUF_KINDS`. Row i of the result is row
+    The type is a value of `gguf_types.TensorType`, and `kind` its entry in `GGUF_KINDS`. Row i of the result is row
     order[i] of the file, int64 [rows]; None keeps the order.
 
     Raises:
@@ -122,11 +123,9 @@ def repack(
         H2OStreamError: there are too few blocks.
         IndexError: `order` names a row that does not exist.
     """
-    from gguf.constants import GGML_QUANT_SIZES
-
     out = _empty(kind, rows, columns, blocks) if out is None else out
     matrix = _matrix(out, kind, rows, columns)
-    block, block_bytes = GGML_QUANT_SIZES.get(gguf_type, (1, 0))  # type: ignore[call-overload]  # an int equals its type
+    block, block_bytes = BLOCKS.get(gguf_type, (1, 0))  # type: ignore[call-overload]  # an int equals its type
     if order is not None:
         _check_range(order, rows, "row")
     if require_library().h2o_repack(

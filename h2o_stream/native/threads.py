@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 
 import psutil
 
@@ -17,7 +18,12 @@ def num_threads() -> int:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdecimal() and int(wanted):
         return int(wanted)
-    return min(psutil.cpu_count(logical=False) or 1, _usable_processors())
+    return min(_cores(), _usable_processors())
+
+
+@cache
+def _cores() -> int:
+    return psutil.cpu_count(logical=False) or 1
 
 
 def _usable_processors() -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from prompt_toolkit.formatted_text import FormattedText
 from rich.text import Text
 
 from h2o_stream.config import ChatConfig, Settings
@@ -22,13 +22,17 @@ from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.chat_context import ChatContext, header
 from h2o_stream.ui.command_list import is_command
-from h2o_stream.ui.commands import Commands
 from h2o_stream.ui.documents import read_ahead
 from h2o_stream.ui.format import context_bar, slot_bar, status_line, turn_line
 from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
 from h2o_stream.ui.start import LoadedConversation, open_conversation
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
+
+if TYPE_CHECKING:
+    from prompt_toolkit.formatted_text import FormattedText
+
+    from h2o_stream.ui.commands import Commands
 
 _MIN_BAR, _MAX_BAR = 8, 40
 """Columns of the bar of slots."""
@@ -63,12 +67,17 @@ class Chat:
     def __init__(self, context: ChatContext) -> None:
         self._context, self._jsonl = context, context.jsonl
         self._terminal, self._report = context.terminal, context.report
-        self._commands = Commands(context)
         self._process = psutil.Process()
 
     @property
     def _history(self) -> ConversationHistory:
         return self._context.history
+
+    @cached_property
+    def _commands(self) -> Commands:
+        from h2o_stream.ui.commands import Commands
+
+        return Commands(self._context)
 
     def __enter__(self) -> Chat:
         return self
@@ -139,6 +148,8 @@ class Chat:
 
     def toolbar(self) -> FormattedText:
         """The line under the prompt, for prompt_toolkit."""
+        from prompt_toolkit.formatted_text import FormattedText
+
         blocks, line = self._status()
         shown = [(f"noreverse fg:{_ANSI.get(color, f'ansi{color}')}", text) for color, text in blocks]
         return FormattedText([*shown, ("noreverse", line)])

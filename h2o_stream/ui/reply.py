@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 from rich.text import Text
 
@@ -247,6 +246,8 @@ def close_marks(block: str) -> str:
 
 def _render(console: Console, options: ConsoleOptions, block: str) -> list[list[Segment]]:
     """A block as lines, without empty lines before and after it."""
+    from rich.markdown import Markdown
+
     lines = console.render_lines(Markdown(block, code_theme=_CODE_THEME), options, pad=False)
     filled = [number for number, line in enumerate(lines) if any(segment.text.strip() for segment in line)]
     return lines[filled[0] : filled[-1] + 1] if filled else []

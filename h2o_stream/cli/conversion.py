@@ -1,0 +1,52 @@
+"""Converts the values of options that need no library; typer imports pydantic for any value, also for defaults."""
+
+from __future__ import annotations
+
+import re
+import types
+from functools import partial
+from typing import Any, Literal, Union, get_args, get_origin
+
+_UNKNOWN = object()
+"""Stands for a value that typer has to convert, or to refuse with its message."""
+
+_PATTERNS = {int: re.compile(r"[+-]?[0-9]+"), float: re.compile(r"[+-]?[0-9]+(\.[0-9]*)?"), str: re.compile(r"(?s).*")}
+"""Texts of which all libraries make the same value."""
+
+
+def convert_plainly(parameter: Any, declared: Any) -> None:
+    """Let a parameter of a command convert the simple values itself, if it does not yet.
+
+    Args:
+        parameter: of typer or click.
+        declared: the annotation it was made of: a type, or `Annotated` with that and a `typer.models.OptionInfo`.
+    """
+    kind, *info = get_args(declared) if hasattr(declared, "__metadata__") else (declared,)
+    ranged = any(getattr(entry, limit, None) is not None for entry in info for limit in ("min", "max"))
+    if not ranged and not parameter.required and not isinstance(parameter.process_value, partial):
+        parameter.process_value = partial(_process, parameter, kind, parameter.process_value)
+
+
+def _process(parameter: Any, kind: Any, by_typer: Any, ctx: Any, value: Any) -> Any:
+    """`process_value` of a parameter."""
+    plain = (() if parameter.multiple else None) if value is None else _plain(kind, value, parameter.default)
+    if plain is _UNKNOWN:
+        return by_typer(ctx, value)
+    return parameter.callback(ctx, parameter, plain) if parameter.callback else plain
+
+
+def _plain(kind: Any, value: Any, default: Any) -> Any:
+    """The value, or `_UNKNOWN`."""
+    if type(value) is type(default) and value == default:
+        return value
+    kinds = [each for each in get_args(kind) if each is not types.NoneType]
+    if get_origin(kind) is Literal:
+        return value if isinstance(value, str) and value in kinds else _UNKNOWN
+    if get_origin(kind) in (Union, types.UnionType):
+        return _plain(kinds[0], value, default) if len(kinds) == 1 else _UNKNOWN
+    pattern = _PATTERNS.get(kind)
+    if pattern is None:
+        return _UNKNOWN
+    if type(value) is kind:
+        return value
+    return kind(value) if isinstance(value, str) and pattern.fullmatch(value) else _UNKNOWN
