@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from h2o_stream.errors import ConfigError
+from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.resources import is_file, project_file, read_text, replace_surrogates
 
 
@@ -126,3 +127,19 @@ def text_or_file(text: str | None, text_option: str, file: Path | None, file_opt
     named = project_file("prompts") / f"{file}.txt"
     path = named if not is_file(file) and is_file(named) else file
     return read_text(path, f"{file_option} {file}").strip()
+
+
+def json_object(file: Path, option: str) -> dict[str, Any]:
+    """The JSON object in a file. Messages name the option.
+
+    Raises:
+        DataError: the file cannot be read, or holds something else.
+    """
+    place = f"{option} {file}"
+    try:
+        found = json.loads(read_text(file, place))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{place} holds {'a list' if isinstance(found, list) else repr(found)[:40]}, not a JSON object")
+    return found

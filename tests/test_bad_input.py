@@ -138,6 +138,8 @@ FAILURES: list[tuple[str, str, str]] = [
     (CHAT, "--system-file /no/file -p x", "--system-file /no/file: No such file"),
     (CHAT, "--system-file docs -p x", "--system-file docs: Is a directory"),
     (CHAT, "--prompt-file /no/file", "--prompt-file /no/file: No such file"),
+    (CHAT, "--json-schema /no/file -p x", "--json-schema /no/file: No such file"),
+    (CHAT, "--json-schema README.md -p x", "--json-schema README.md is not JSON"),
     (CHAT, "--prompt-file docs", "--prompt-file docs: Is a directory"),
     (CHAT, "--jsonl /no/folder/file -p x", "--jsonl /no/folder/file: No such file"),
     (CHAT, "--jsonl docs -p x", "--jsonl docs: Is a directory"), (CHAT, "--session nobody --export notes.md", "nobody"),

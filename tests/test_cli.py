@@ -109,6 +109,18 @@ class TestChat:
         assert done.exit_code == 0
         assert records(done.stdout)[1]["prompt_tokens"] > 80
 
+    @pytest.mark.parametrize("engine", ["auto", "eager"])
+    def test_replies_follow_a_json_schema(self, engine: str, tiny_folder: Path, tmp_path: Path) -> None:
+        talk = ["-m", tiny_folder, "--engine", engine, "-n", "60", "--temp", "2", "--seed", "5", "-q"]
+        (tmp_path / "s.json").write_text('{"enum": ["red", "green"]}')
+        done = invoke("h2o-chat", *talk, "--json-schema", tmp_path / "s.json", typed="a colour\nanother\n")
+        assert done.exit_code == 0, done.stderr
+        assert {json.loads(line) for line in done.stdout.splitlines()} <= {"red", "green"}
+        (tmp_path / "s.json").write_text('{"type": "strin"}')
+        done = invoke("h2o-chat", *talk, "--json-schema", tmp_path / "s.json", "-p", "x")
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+        assert "the JSON schema is not supported: Invalid type: strin" in done.stderr
+
     def test_commands_never_reach_the_model(self, tiny_folder: Path) -> None:
         talk = ["-m", tiny_folder, "--temp", "0", "-n", "3"]
         typed = "/help\nhi\n/stats\n/reset\n/dance\n//slash\n"

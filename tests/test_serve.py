@@ -212,6 +212,15 @@ class TestClient:
         )  # fmt: skip
         assert isinstance(json.loads(answer.choices[0].message.content)["age"], int)
 
+    def test_json_object(self, client: Any) -> None:
+        ask = {"model": "h2o", "messages": [{"role": "user", "content": "Go."}], "max_tokens": 16, "temperature": 0.5}
+        answer = client.chat.completions.create(**ask, response_format={"type": "json_object"})
+        assert answer.choices[0].message.content.startswith("{")
+        for wrong in ({"type": "yaml"}, {"type": "json_schema", "json_schema": {"name": "x"}},
+                      {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}):  # fmt: skip
+            with pytest.raises(openai.BadRequestError, match="response_format|JSON schema"):
+                client.chat.completions.create(**ask, response_format=wrong)
+
     def test_models(self, client: Any) -> None:
         assert [model.id for model in client.models.list()] == ["smollm2-135m"]
 

@@ -29,7 +29,7 @@ from h2o_stream.config import (
     Settings,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, parse_bytes, text_or_file
+from h2o_stream.options import Option, json_object, parse_bytes, text_or_file
 from h2o_stream.resources import named_prompts, replace_surrogates
 
 T = TypeVar("T")
@@ -176,12 +176,14 @@ def settings_group(default_recall: RecallMode) -> Group[Settings]:
     def settings(
         system: str | None = None,
         system_file: Path | None = None,
+        json_schema: Path | None = None,
         recall: RecallMode = default_recall,
         **values: Any,
     ) -> Settings:
         text = system if system is None else named_prompts().get(system, system)
         system = text_or_file(text, "--system", system_file, "--system-file")
-        return Settings(system=system, recall=RecallConfig(recall), **values)
+        schema = None if json_schema is None else json_object(json_schema, "--json-schema")
+        return Settings(system=system, recall=RecallConfig(recall), json_schema=schema, **values)
 
     return Group(
         settings,
@@ -194,6 +196,7 @@ def settings_group(default_recall: RecallMode) -> Group[Settings]:
             autocompletion=completing(named_prompts),
         ),
         system_file=Option("Read it from a file, or from a named one in prompts/."),
+        json_schema=Option("Every reply is JSON that this file's JSON schema describes."),
         recall=Option("Read evicted passages again when a message asks for them."),
         think=Option("Draw thinking as it comes, folded to a line, or not at all; off: not to think."),
         at_context=Option("Absolute positions past the model's context: continue, or stop there."),

@@ -60,6 +60,8 @@ class Settings:
         think: how thinking is drawn: ``show`` all of it, ``fold`` it to a line, or ``hide`` it; ``off`` switches it off
             where the model's template can, and is ``fold`` elsewhere.
         tools: JSON schemas of tools that the chat template describes.
+        json_schema: what every reply must be, as a JSON schema; None for any text. The model does not think first where
+            its template can switch that off.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -71,6 +73,7 @@ class Settings:
     recall: RecallConfig = field(default_factory=RecallConfig)
     think: ThinkMode = "fold"
     tools: tuple[Mapping[str, Any], ...] = ()
+    json_schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in get_args(EngineChoice):

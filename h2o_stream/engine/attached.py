@@ -30,6 +30,7 @@ class AttachedModel:
         self.prefill_step = prefill_step_of(model)
         self.generation = model.generation_config
         self.dtype, self.device = str(model.dtype).removeprefix("torch."), str(self._device)
+        self.vocabulary = model.config.get_text_config().vocab_size
         self._stack = ExitStack()
         self.cache = self._stack.enter_context(attach(model, config, engine=engine, progress=progress))
 

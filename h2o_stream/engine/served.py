@@ -30,6 +30,7 @@ class Served(Protocol):
         generation: how it is recommended to sample, and its `eos_token_id`; as transformers' `GenerationConfig`.
         dtype: of its activations, such as ``bfloat16``.
         device: of its inputs, such as ``cpu``.
+        vocabulary: number of logits.
     """
 
     context: int | None
@@ -38,6 +39,7 @@ class Served(Protocol):
     generation: Any
     dtype: str
     device: str
+    vocabulary: int
 
     @property
     def cache(self) -> StreamCache:

@@ -145,7 +145,7 @@ class ServedRuntime:
         assert native is not None, "it has packed the weights"
         description = model.description
         self.cache, self.context, self.generation = cache, model.context, model.generation
-        self.dtype, self._model = description.dtype, model
+        self.dtype, self._model, self.vocabulary = description.dtype, model, description.output.rows
         self.prefill_step = prefill_step(num_weights(description))
         self.stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
         cache.engine_note = f"native, {library.name()}, without torch"

@@ -89,7 +89,7 @@ class Service:
         ends = self.model.model.generation.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), self.model.tokenizer.eos_token_id} - {None}
         try:
-            return Grammar(self.model.tokenizer, ends, self.model.model.description.embedding.rows, schema)
+            return Grammar(self.model.tokenizer, ends, self.model.model.description.output.rows, schema)
         except ConfigError as error:
             raise ApiError(501, str(error), "response_format") from error
         except H2OStreamError as error:
