@@ -89,6 +89,16 @@ class BackgroundCheck:
         self.wait()
         return "" if self._known is None else self._known.digest
 
+    def require(self) -> None:
+        """Wait until the model was compared.
+
+        Raises:
+            H2OStreamError: it differs from transformers' model, or could not be compared.
+        """
+        self.wait()
+        if problem := self.complaint or self.failure:
+            raise H2OStreamError(problem)
+
     def stop(self) -> None:
         """End the check without a result; the next start begins it again."""
         if self._process is not None and not self.ended:

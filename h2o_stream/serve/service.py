@@ -43,9 +43,7 @@ def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
         reason = loaded.why_transformers
         raise ConfigError(f"h2o-serve serves what runs without torch, which {config.model} does not: {reason}")
     if loaded.check:
-        loaded.check.wait()
-        if problem := loaded.check.complaint or loaded.check.failure:
-            raise H2OStreamError(problem)
+        loaded.check.require()
     return loaded
 
 
