@@ -236,6 +236,20 @@ class TestClient:
             client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "x"}])
 
 
+class TestPage:
+    def test_slots_are_sent_after_each_token(self, server: Running) -> None:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        connection.request("GET", "/")
+        assert b'id="slots"' in connection.getresponse().read()
+        ask = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 3, "stream": True, "temperature": 0}
+        body = json.dumps(ask | {"stream_options": {"include_slots": True}})
+        connection.request("POST", "/v1/chat/completions", body)
+        lines = [line for line in connection.getresponse().read().decode().split("\n\n") if line.startswith("data: {")]
+        slots = [chunk["h2o"]["slots"] for line in lines if "h2o" in (chunk := json.loads(line[6:]))]
+        assert [x["seen"] - slots[0]["seen"] for x in slots] == [0, 1, 2, 2]
+        assert all(sum(x[name] for name in ("sinks", "pinned", "heavy", "recent", "free")) == 64 for x in slots)
+
+
 class TestLimits:
     @pytest.mark.parametrize(
         ("body", "status"), [(b"{", 400), (b"[]", 400), (b"[" * 100_000, 400), (b"x" * 2**20, 400)]

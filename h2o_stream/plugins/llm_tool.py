@@ -1,4 +1,4 @@
-"""The model ``h2o`` of the command-line tool ``llm``: ``llm -m h2o "Hello"``, ``llm chat -m h2o``, ``llm -c "And then?"``.
+"""The model ``h2o`` of the command-line tool ``llm``: ``llm -m h2o "Hello"``, ``llm chat -m h2o``.
 
 Without a server: the model is loaded by the process of ``llm``. A chat keeps its cache between turns; a conversation
 that a new process continues is read again through the window.
@@ -80,7 +80,11 @@ class H2OModel(llm.Model):
         system = next((said.prompt.system for said in past if said.prompt.system), None) or prompt.system or None
         settings = (options.model, options.window, options.policy, system)
         opened = self._open
-        if opened and past and (opened.theirs, opened.settings, opened.turns) == (id(conversation), settings, len(past)):
+        if (
+            opened
+            and past
+            and (opened.theirs, opened.settings, opened.turns) == (id(conversation), settings, len(past))
+        ):
             return opened
         if self._open:
             self._open.ours.engine.close()
@@ -136,7 +140,5 @@ class H2OModel(llm.Model):
         opened.turns += 1
 
 
-@llm.hookimpl
-def register_models(register: Any) -> None:
-    """The door by which ``llm`` finds the model."""
-    register(H2OModel())
+register_models = llm.hookimpl(lambda register: register(H2OModel()))
+"""The door by which ``llm`` finds the model."""

@@ -13,7 +13,7 @@ from h2o_stream.serve.messages import Dialogue, parse_dialogue
 from h2o_stream.serve.replies import Done, Failed, Message, Started
 from h2o_stream.serve.requests import Options, Sampled, field, parse_format, parse_sampled
 from h2o_stream.serve.service import Service, finished
-from h2o_stream.serve.usage import chat_logprobs, logprobs_of, report, usage
+from h2o_stream.serve.usage import chat_logprobs, logprobs_of, report, slots, usage
 
 
 def parse_chat(body: Mapping[str, Any], service: Service) -> tuple[Dialogue, Options, Sampled]:
@@ -83,7 +83,8 @@ async def stream_chat(
         logprobs = None
         if sampled.logprobs is not None:
             logprobs = chat_logprobs(service.model.tokenizer, message.logprobs)
-        yield {**head, "choices": [_chunk(number, delta, None, logprobs)]}
+        held = {"h2o": {"slots": slots(message.counts)}} if message.counts else {}
+        yield {**head, "choices": [_chunk(number, delta, None, logprobs)], **held}
     if sampled.usage:
         yield {**head, "choices": [], "usage": usage(ends)}
 

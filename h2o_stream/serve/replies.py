@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import SamplingConfig
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.serve.errors import ApiError
@@ -23,23 +24,22 @@ class Started:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of a reply and of its thinking, and how likely its tokens were if that was asked."""
+    """Some text of a reply and of its thinking; if asked, how likely its tokens were and what is in the cache."""
 
     text: str
     thinking: str
     logprobs: tuple[Logprob, ...]
+    counts: CacheCounts | None = None
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Tokens: in the cache before, read for this reply, and replied; seen by the conversation, kept and evicted."""
+    """Tokens seen before, read for this reply, and replied; and where those of the conversation are after it."""
 
     before: int
     read: int
     replied: int
-    seen: int
-    kept: float
-    evicted: float
+    counts: CacheCounts
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Ask:
         config: how it is sampled.
         send: gets what happens, in the worker's thread.
         keep: whether the conversation is saved.
-        logprobs: see `requests.Sampled`.
+        logprobs: see `requests.Sampled`, as `slots`.
         grammar: what it must follow.
         after: continue the conversation of this id after this turn.
         raw: the user's text is continued as it is, without a chat template; it is not kept.
@@ -98,6 +98,7 @@ class Ask:
     send: Callable[[Message], None]
     keep: bool = True
     logprobs: int | None = None
+    slots: bool = False
     grammar: Grammar | None = None
     after: tuple[str, int] | None = None
     raw: bool = False

@@ -82,6 +82,7 @@ class Sampled:
         stream: whether they are sent token by token.
         usage: whether a stream ends with the usage.
         logprobs: how many likely tokens are listed for each; None for none of them, 0 for the sampled one only.
+        slots: whether a stream says after each token what is in the cache.
         schema: what the reply must be, a JSON schema; None for any text.
     """
 
@@ -90,6 +91,7 @@ class Sampled:
     stream: bool = False
     usage: bool = False
     logprobs: int | None = None
+    slots: bool = False
     schema: Mapping[str, Any] | None = None
 
 
@@ -140,7 +142,12 @@ def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ..
         raise ApiError(400, str(error)) from error
     stream_options = field(body, "stream_options", dict) or {}
     return Sampled(
-        config, choices, bool(field(body, "stream", bool)), bool(stream_options.get("include_usage")), logprobs
+        config,
+        choices,
+        bool(field(body, "stream", bool)),
+        bool(stream_options.get("include_usage")),
+        logprobs,
+        bool(stream_options.get("include_slots")),
     )
 
 

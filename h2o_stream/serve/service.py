@@ -116,10 +116,9 @@ class Service:
             def send(message: Message, waiting: asyncio.Queue[Message] = waiting) -> None:
                 loop.call_soon_threadsafe(waiting.put_nowait, message)
 
+            kept = keep and not (raw or number)
             asks.append(
-                Ask(
-                    dialogue, options, config, send, keep and not (raw or number), sampled.logprobs, grammar, after, raw
-                )
+                Ask(dialogue, options, config, send, kept, sampled.logprobs, sampled.slots, grammar, after, raw)
             )
         self.active += len(asks)
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.serve.replies import Done, Message, Piece
 from h2o_stream.serve.stream import Logprob
 
@@ -29,10 +31,16 @@ def report(end: Done) -> dict[str, Any]:
         "origin": end.origin,
         "turns_known": end.known,
         "turns_read": end.read,
-        "seen_tokens": end.seen.seen,
-        "kept_tokens": end.seen.kept,
-        "evicted_tokens": end.seen.evicted,
+        "seen_tokens": end.seen.counts.seen,
+        "kept_tokens": end.seen.counts.cached,
+        "evicted_tokens": end.seen.counts.evicted,
+        "slots": slots(end.seen.counts),
     }
+
+
+def slots(counts: CacheCounts) -> dict[str, int]:
+    """What the slots of a layer's KV head hold, in the mean, and how many tokens were seen and evicted."""
+    return {**asdict(counts), "free": counts.free, "evicted": counts.evicted}
 
 
 def logprobs_of(messages: Iterable[Message]) -> list[Logprob]:

@@ -243,8 +243,9 @@ class Worker:
         job.pieces.append(event.text)
         job.thinking.append(event.thinking or "")
         logprobs = job.sampler.take()
-        if event.text or event.thinking or logprobs:
-            job.ask.send(Piece(event.text, event.thinking or "", logprobs))
+        counts = event.counts if job.ask.slots else None
+        if event.text or event.thinking or logprobs or counts:
+            job.ask.send(Piece(event.text, event.thinking or "", logprobs, counts))
 
     def _end(self, job: Job, turn: Turn) -> None:
         """A reply has ended."""
@@ -289,7 +290,7 @@ class Worker:
         live, counts = job.live, job.live.engine.counts
         live.add(entry)
         kept = live.kept
-        seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, counts.seen, counts.cached, counts.evicted)
+        seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, counts)
         done = Done(
             finish, entry.text, entry.thinking, seen, kept.id if kept else "",
             len(kept.hashes) - 1 + len(live.hashes) if kept else 0,
