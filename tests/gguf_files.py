@@ -171,7 +171,7 @@ def stored(
     if name.endswith("sinks"):
         yield f"{names.get_name(name)}.weight", values
         return
-    if arch in ("granitehybrid", "qwen35", "qwen35moe") and (tensors := recurrent(arch, name, values, config)):
+    if arch in HYBRIDS and (tensors := recurrent(arch, name, values, config)):
         yield from ((f"blk.{name.split('.')[2]}.{inner}", part) for inner, part in tensors.items())
         return
     if name.endswith("kv_b_proj.weight"):
@@ -190,7 +190,7 @@ def stored(
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
-    elif arch in ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe") and name.endswith("norm.weight"):
+    elif arch in WITH_OFFSET and name.endswith("norm.weight"):
         values = values + 1
     elif name.endswith("conv.conv.weight"):
         values = values[:, 0]
@@ -210,26 +210,47 @@ def recurrent(arch: str, name: str, values: np.ndarray, config: Any) -> dict[str
         return dict(zip((f"ffn_gate{kind}.weight", f"ffn_up{kind}.weight"), np.split(values, 2), strict=True))
     if end == "shared_mlp.output_linear.weight":
         return {f"ffn_down{kind}.weight": values}
-    if not end.startswith(("mamba.", "linear_attn.")):
+    if end == "pre_ff_layernorm.weight":
+        return {"ffn_norm": values}
+    if not end.startswith(("mamba.", "linear_attn.", "mixer.")) or end.split(".", 1)[1] not in RECURRENT:
         return {}
+    if end == "linear_attn.in_proj_qkvz.weight":
+        return queries_to_gates(values, config)
     if arch.startswith("qwen35"):
         values = in_turns(end.split(".")[1], values, config)
-    inner = {
-        "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "conv1d.weight": "ssm_conv1d.weight",
-        "conv1d.bias": "ssm_conv1d.bias", "norm.weight": "ssm_norm.weight", "in_proj.weight": "ssm_in.weight",
-        "out_proj.weight": "ssm_out.weight", "in_proj_qkv.weight": "attn_qkv.weight",
-        "in_proj_z.weight": "attn_gate.weight",
-        "in_proj_a.weight": "ssm_alpha.weight", "in_proj_b.weight": "ssm_beta.weight",
-    }[end.split(".", 1)[1]]  # fmt: skip
+    inner = RECURRENT[end.split(".", 1)[1]]
     if inner == "ssm_a":
         values = -np.exp(values)
     elif inner == "ssm_conv1d.weight":
         values = values[:, 0]
-    if arch == "granitehybrid" and inner in ("ssm_a", "ssm_d"):
+    if not arch.startswith("qwen3") and inner in ("ssm_a", "ssm_d"):
         values = values[:, None]
-    elif arch == "granitehybrid" and inner == "ssm_norm.weight":
-        values = values.reshape(config.mamba_n_groups, -1)
+    elif not arch.startswith("qwen3") and inner == "ssm_norm.weight":
+        values = values.reshape(getattr(config, "mamba_n_groups", 0) or config.n_groups, -1)
     return {inner: values}
+
+
+def queries_to_gates(values: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """The tensors of queries, keys and values, and of gates, out of rows that are together for each key head."""
+    size, shared = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
+    by_group = values.reshape(config.linear_num_key_heads, -1, values.shape[-1])
+    parts = np.split(by_group, np.cumsum([size, size, shared * config.linear_value_head_dim]), axis=1)
+    query, key, value, gate = (part.reshape(-1, values.shape[-1]) for part in parts)
+    return {"attn_qkv.weight": np.concatenate((query, key, value)), "attn_gate.weight": gate}
+
+
+HYBRIDS = (
+    "granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next",
+)  # fmt: skip
+WITH_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
+RECURRENT = {
+    "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "conv1d.weight": "ssm_conv1d.weight",
+    "conv1d.bias": "ssm_conv1d.bias", "norm.weight": "ssm_norm.weight", "in_proj.weight": "ssm_in.weight",
+    "out_proj.weight": "ssm_out.weight", "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight", "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight", "in_proj_qkvz.weight": "", "in_proj_ba.weight": "ssm_ba.weight",
+}  # fmt: skip
+"""Names that the converter gives to parts of recurrent layers."""
 
 
 def in_turns(name: str, values: np.ndarray, config: Any) -> np.ndarray:
@@ -254,6 +275,8 @@ PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid
 RENAMED = {
     "e_score_correction_bias": ("exp_probs_b", "bias"), "block_sparse_moe.router.weight": ("ffn_gate_inp", "weight"),
     "block_sparse_moe.experts.down_proj": ("ffn_down_exps", "weight"),
+    "feed_forward.experts.down_proj": ("ffn_down_exps", "weight"), "feed_forward.gate.weight": ("ffn_gate_inp", "weight"),
+    "expert_bias": ("exp_probs_b", "bias"),
 }  # fmt: skip
 """Names that the converter changes itself, by the end of those in transformers."""
 

@@ -14,8 +14,28 @@ from h2o_stream.models.load import load
 from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.describe import describe
+from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.sources import ModelFile
 from tests.gguf_files import write_model
-from tests.test_gguf_families import EXPERTS, SCALE_KEYS, SCALES, SIZES, TEXT, difference_of, logits_of, model
+from tests.test_gguf_families import (
+    COMMON,
+    EXPERT_KEYS,
+    EXPERTS,
+    HEAD,
+    PROMPT,
+    SCALE_KEYS,
+    SCALES,
+    SIZES,
+    SMALL,
+    SMALL_KEYS,
+    TEXT,
+    difference_of,
+    logits_of,
+    model,
+    served_logits,
+)  # fmt: skip
+from tests.test_gguf_names import THETA
 
 LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}
 NORM = {"attention.layer_norm_rms_epsilon": 1e-6}
@@ -48,6 +68,25 @@ def qwen(heads: int) -> tuple[str, Callable[[], Any], dict[str, Any]]:
     return "qwen35", model("Qwen3_5", "Qwen3_5Text", **{**SIZES, **QWEN, **LAYERS}, linear_num_value_heads=heads), keys
 
 
+def qwen_with_experts(architecture: str, *kinds: str) -> tuple[str, Callable[[], Any], dict[str, Any]]:
+    made = model(*kinds, **{**SIZES, **QWEN, **LAYERS, **EXPERTS, **SMALL}, linear_num_value_heads=4,
+                 shared_expert_intermediate_size=64)  # fmt: skip
+    keys = {**QWEN_KEYS, **EXPERT_KEYS, **SMALL_KEYS, "ssm.time_step_rank": 4, "ssm.inner_size": 128}
+    return architecture, made, {**keys, "expert_shared_feed_forward_length": 64}
+
+
+def nemotron(feed_forward: str, **settings: Any) -> Callable[[], Any]:
+    return model("NemotronH", **{key: SIZES[key] for key in SIZES if key != "num_hidden_layers"},
+        layer_types=["linear_attention", feed_forward, "full_attention", feed_forward], mamba_num_heads=8,
+        mamba_head_dim=16, n_groups=2, ssm_state_size=32, layer_norm_epsilon=1e-6, time_step_min=0.0,
+        **settings)  # fmt: skip
+
+
+NEMOTRON_KEYS: dict[str, Any] = {
+    **STATE_SPACE_KEYS, **HEAD, "ssm.group_count": 2, "attention.head_count_kv": [0, 0, 2, 0],
+    "attention.layer_norm_epsilon": 1e-6, "rope.dimension_count": 16, "rope.scaling.finetuned": False,
+}  # fmt: skip
+
 CASES = {
     "Granite 4": ("granitehybrid", granite(1, num_local_experts=0), {**GRANITE_KEYS, "ssm.group_count": 1}),
     "Granite 4 with experts": (
@@ -57,6 +96,29 @@ CASES = {
     ),
     "Qwen 3.5": qwen(2),
     "Qwen 3.5 with more value heads": qwen(6),
+    "Qwen 3.5 with experts": qwen_with_experts("qwen35moe", "Qwen3_5Moe", "Qwen3_5MoeText"),
+    "Qwen3-Next": qwen_with_experts("qwen3next", "Qwen3Next"),
+    "Falcon-H1": (
+        "falcon-h1",
+        model("FalconH1", **{**SIZES, **STATE_SPACE, **THETA, "mamba_n_groups": 2, "mamba_d_ssm": 128}, rms_norm_eps=1e-6,
+        mamba_rms_norm=True, mamba_norm_before_gate=False),
+        {**COMMON, **STATE_SPACE_KEYS, "ssm.group_count": 2},
+    ),
+    "Falcon-H1 without norms": (
+        "falcon-h1",
+        model("FalconH1", **{**SIZES, **STATE_SPACE, **THETA, "mamba_d_ssm": 128}, rms_norm_eps=1e-6),
+        {**COMMON, **STATE_SPACE_KEYS, "ssm.group_count": 1},
+    ),
+    "Nemotron-H": (
+        "nemotron_h", nemotron("mlp"), {**NEMOTRON_KEYS, "feed_forward_length": [0, 96, 0, 96]},
+    ),
+    "LFM2 with experts": (
+        "lfm2moe",
+        model("Lfm2Moe", **THETA, **{**EXPERTS, **SMALL}, norm_eps=1e-6, num_dense_layers=1, layer_types=["conv",
+        "full_attention"] * 2),
+        {**COMMON, **EXPERT_KEYS, **SMALL_KEYS, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3,
+        "vocab_size": 64, "leading_dense_block_count": 1, "expert_gating_func": 2},
+    ),
 }
 each_case = pytest.mark.parametrize("name", CASES)
 
@@ -71,6 +133,17 @@ def written(name: str, folder: Path, quantize: GGMLQuantizationType | None = Non
 def test_as_transformers_has_them(name: str, tmp_path: Path) -> None:
     loaded = load(ModelConfig(str(written(name, tmp_path)), dtype="float32"))
     assert difference_of(logits_of(loaded.model), logits_of(CASES[name][1]())) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_case
+def test_described_from_the_file(name: str, dtype: str, tmp_path: Path) -> None:
+    """Without torch: the same matrices and numbers as of the model, and the same logits."""
+    path = written(name, tmp_path, GGMLQuantizationType.Q8_0)
+    loaded = load(ModelConfig(str(path), dtype=dtype)).model
+    assert difference(ModelFile(str(path), path, dtype).describe(print), describe(loaded)) == ""
+    if dtype == "float32":
+        assert difference_of(served_logits(path), logits_of(loaded)[PROMPT - 1 :]) < 2e-3
 
 
 @each_case

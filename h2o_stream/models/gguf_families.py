@@ -62,6 +62,16 @@ _QWEN_EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+_NEMOTRON = {
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+}
+_LFM2_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "leading_dense_block_count": "num_dense_layers",
+}
 _LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 
 
@@ -116,6 +126,11 @@ FAMILIES = {
     "granitehybrid": Family("granitemoehybrid", _GRANITE, permuted=True, derived=gguf_hybrids.granite_config),
     "qwen35": Family("qwen3_5_text", norm_offset=1.0, derived=gguf_hybrids.qwen_config),
     "qwen35moe": Family("qwen3_5_moe_text", _QWEN_EXPERTS, norm_offset=1.0, derived=gguf_hybrids.qwen_config),
+    "qwen3next": Family("qwen3_next", _QWEN_EXPERTS, norm_offset=1.0, derived=gguf_hybrids.qwen_config),
+    "falcon-h1": Family("falcon_h1", derived=gguf_hybrids.falcon_config),
+    "nemotron_h": Family("nemotron_h", _NEMOTRON, derived=gguf_hybrids.nemotron_config),
+    "nemotron_h_moe": Family("nemotron_h", _NEMOTRON | _SHARED, derived=gguf_hybrids.nemotron_config),
+    "lfm2moe": Family("lfm2_moe", _LFM2_EXPERTS, derived=gguf_hybrids.convolution_config),
     "command-r": Family("cohere", {"logit_scale": "logit_scale"}),
     "cohere2": Family("cohere2", {"logit_scale": "logit_scale"}, full_every=4),
     "gemma": Family("gemma", norm_offset=1.0),

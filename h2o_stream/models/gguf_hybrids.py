@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 Get = Callable[[str], Any]
 """The value of a key without the architecture; None if it is missing."""
 
+QUERIES_TO_GATES = "linear_attn.in_proj_qkvz.weight"
+"""A weight of Qwen3-Next that files have in two tensors."""
+
 NAMES: Mapping[str, tuple[str, ...]] = {
     "mamba.dt_bias": ("ssm_dt.bias",),
     "linear_attn.dt_bias": ("ssm_dt.bias",),
@@ -23,6 +26,20 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "ffn_up_shexp.weight",
     ),
     "shared_mlp.output_linear.weight": ("ffn_down.weight", "ffn_down_shexp.weight"),
+    QUERIES_TO_GATES: ("attn_qkv.weight", "attn_gate.weight"),
+    "linear_attn.in_proj_ba.weight": ("ssm_ba.weight",),
+    "pre_ff_layernorm.weight": ("ffn_norm", "ffn_norm.weight"),
+    "mixer.dt_bias": ("ssm_dt.bias",),
+    "mixer.gate.e_score_correction_bias": ("exp_probs_b.bias",),
+    "feed_forward.expert_bias": ("exp_probs_b.bias",),
+    **{
+        f"feed_forward.experts.{name}": tensors
+        for name, tensors in {
+            "gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+            "down_proj": ("ffn_down_exps",),
+            **{f"{part}_proj.weight": (f"ffn_{part}_exps.weight",) for part in ("gate", "up", "down")},
+        }.items()
+    },
 }
 """As `gguf_families` lists them."""
 
@@ -32,17 +49,10 @@ def layer_count(get: Get) -> int:
     return int(get("block_count")) - int(get("nextn_predict_layers") or 0)
 
 
-def granite_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
-    """Attributes of the config of a Granite 4 hybrid."""
+def state_space_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
+    """Attributes of the config of a model with Mamba-2."""
     heads, inner = int(get("ssm.time_step_rank")), int(get("ssm.inner_size"))
-    kv_heads = list(get("attention.head_count_kv"))
     return {
-        "num_local_experts": int(get("expert_count") or 0),
-        "num_experts_per_tok": int(get("expert_used_count") or 0),
-        "num_key_value_heads": max(kv_heads),
-        "layer_types": ["full_attention" if count else "linear_attention" for count in kv_heads],
-        "position_embedding_type": "rope" if get("rope.scaling.finetuned") else None,
-        "shared_intermediate_size": int(get("expert_shared_feed_forward_length") or get("feed_forward_length")),
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
         "mamba_expand": inner // int(get("embedding_length")),
@@ -51,6 +61,62 @@ def granite_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
         "mamba_d_conv": int(get("ssm.conv_kernel")),
         "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
         "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in tensors),
+    }
+
+
+def falcon_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
+    """Attributes of the config of a Falcon-H1, whose factors are in a file's weights."""
+    return state_space_config(get, tensors) | {
+        "mamba_d_ssm": int(get("ssm.inner_size")),
+        "mamba_rms_norm": any("ssm_norm" in name for name in tensors),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def nemotron_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
+    """Attributes of the config of a Nemotron-H."""
+    heads, kinds = int(get("ssm.time_step_rank")), {
+        "ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp",
+    }  # fmt: skip
+    return {
+        "layers_block_type": [
+            next(kind for part, kind in kinds.items() if f"blk.{number}.{part}.weight" in tensors)
+            for number in range(layer_count(get))
+        ],
+        "num_key_value_heads": max(get("attention.head_count_kv")),
+        "intermediate_size": max(get("feed_forward_length")),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": int(get("ssm.inner_size")) // heads,
+        "n_groups": int(get("ssm.group_count")),
+        "ssm_state_size": int(get("ssm.state_size")),
+        "conv_kernel": int(get("ssm.conv_kernel")),
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
+        "time_step_min": 0.0,
+    }
+
+
+def convolution_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
+    """Attributes of the config of an LFM2 with experts."""
+    kv_heads = list(get("attention.head_count_kv"))
+    return {
+        "num_key_value_heads": max(kv_heads),
+        "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
+        "conv_L_cache": int(get("shortconv.l_cache")),
+        "conv_bias": any(name.endswith("shortconv.conv.bias") for name in tensors),
+        "norm_eps": float(get("attention.layer_norm_rms_epsilon")),
+    }
+
+
+def granite_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
+    """Attributes of the config of a Granite 4 hybrid."""
+    kv_heads = list(get("attention.head_count_kv"))
+    return state_space_config(get, tensors) | {
+        "num_local_experts": int(get("expert_count") or 0),
+        "num_experts_per_tok": int(get("expert_used_count") or 0),
+        "num_key_value_heads": max(kv_heads),
+        "layer_types": ["full_attention" if count else "linear_attention" for count in kv_heads],
+        "position_embedding_type": None if get("rope.scaling.finetuned") is False else "rope",
+        "shared_intermediate_size": int(get("expert_shared_feed_forward_length") or get("feed_forward_length")),
     }
 
 
@@ -78,14 +144,25 @@ def as_in_transformers(values: NDArray[Any], name: str, config: Mapping[str, Any
     """
     inner = name.split(".", 2)[2] if name.startswith("blk.") else name
     key_heads, heads = (int(config.get(f"linear_num_{kind}_heads") or 1) for kind in ("key", "value"))
-    if heads != key_heads:
+    if heads != key_heads and config["model_type"] != "qwen3_next":
         values = _with_shared_keys_together(values, inner, key_heads, heads, config)
     if inner == "ssm_a":
         logarithms: NDArray[Any] = np.log(-values.reshape(-1))
         return logarithms
     if inner in ("ssm_d", "ssm_norm.weight"):
         return values.reshape(-1)
-    return values[:, None] if inner == "ssm_conv1d.weight" else values
+    return values[:, None] if inner in ("ssm_conv1d.weight", "shortconv.conv.weight") else values
+
+
+def rows_by_key_head(config: Mapping[str, Any]) -> NDArray[Any]:
+    """The order of the rows of queries, keys, values and gates in which those of each key head follow one another."""
+    groups, heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
+    key_size, values = int(config["linear_key_head_dim"]), heads // groups * int(config["linear_value_head_dim"])
+    parts, first = [], 0
+    for size in (key_size, key_size, values, values):
+        parts.append(first + np.arange(groups * size).reshape(groups, size))
+        first += groups * size
+    return np.concatenate(parts, 1).ravel()
 
 
 def _with_shared_keys_together(

@@ -105,14 +105,16 @@ def _packed_kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
     if kind is None or not packable(module):
         return None
     alike = all(GGUF_KINDS.get(part.type.name) == kind and part.shape[0] % ROWS == 0 for part in weight.parts)
-    kind = kind if weight.same_rows and (alike or not weight.others) else MatrixKind.INT8
+    in_order = weight.order is None and alike
+    kind = kind if weight.same_rows and (in_order or not weight.others) else MatrixKind.INT8
     return kind if columns_fit(kind, weight.shape[1]) else None
 
 
 def _load_tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: HugePageBuffer) -> Tensor:
     rows, columns = weight.shape
     tiles = pages.take(tiles_shape(kind, rows, columns))
-    if weight.same_rows and kind == GGUF_KINDS[weight.tensor.type.name]:
+    is_ordered = weight.order is None or not weight.others
+    if weight.same_rows and is_ordered and kind == GGUF_KINDS[weight.tensor.type.name]:
         first = 0
         for part in weight.parts:
             count = prod(part.shape[:-1])

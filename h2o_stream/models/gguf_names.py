@@ -24,6 +24,7 @@ from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_families import FamilyProcessor, family_of
 from h2o_stream.models.gguf_header import GgufTensor
+from h2o_stream.models.gguf_hybrids import QUERIES_TO_GATES, rows_by_key_head
 from h2o_stream.models.gguf_latent import parts_by_weight
 
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_\w+\.weight|blk\.\d+\.attn_rot_embd|.*\.rope_freqs\.weight")
@@ -131,6 +132,9 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
         return replace(weight, same_rows=True)
     if others and all(len(part.shape) == 2 for part in (tensor, *others)) and len(shape) == 2:
         first, *rest = sorted((tensor, *others), key=lambda part: part.name)  # the gate, then up
+        if name.endswith(QUERIES_TO_GATES):
+            order = torch.from_numpy(rows_by_key_head(source.config))
+            return replace(weight, tensor=rest[0], others=(first,), same_rows=True, order=order)
         return replace(weight, tensor=first, others=tuple(rest), same_rows=True)
     if others or tensor.shape != shape:
         return weight
@@ -170,6 +174,7 @@ class _Source:
 
         self.file = file
         config, family = model.config.get_text_config().to_dict(), family_of(file)
+        self.config: dict[str, Any] = config
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
         self._processor = FamilyProcessor(family, config) if family else processor(config=config)
         try:

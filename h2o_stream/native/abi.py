@@ -216,7 +216,7 @@ class Mixer(Structure):
         *_fields(pointer="rate decay_bias", float="beta_scale"),
         *_fields(pointer="skip", float="least_step largest_step"),
         ("norm", Norm),
-        *_fields(int="norm_groups norm_before_gate"),
+        *_fields(int="norm_groups norm_before_gate out_in_turns"),
         ("out", Matrix),
         *_fields(int="first_state"),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from h2o_stream.native.mixers import DeltaColumns, HeadColumns
 
@@ -25,19 +25,20 @@ class DeltaLayout:
     columns: Callable[[int, int, int, int], DeltaColumns]
 
 
-def _separate(*order: str) -> Callable[[int, int, int, int], DeltaColumns]:
-    """Everything of all heads together, in this order."""
+def separate_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+    """Everything of all heads together: queries, keys, values, gates, betas, decays."""
+    shared, offset, parts = heads // key_heads, 0, []
+    for size in (key_size, key_size, shared * value_size, shared * value_size, shared, shared):
+        parts.append(HeadColumns(offset, size))
+        offset += key_heads * size
+    return DeltaColumns(*parts)
 
-    def columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
-        shared, parts, offset = heads // key_heads, {}, 0
-        sizes = {"query": key_size, "key": key_size, "value": shared * value_size, "gate": shared * value_size}
-        for name in order:
-            size = sizes.get(name, shared)
-            parts[name] = HeadColumns(offset, size)
-            offset += key_heads * size
-        return DeltaColumns(**parts)
 
-    return columns
+def paired_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+    """The same, but betas and decays of each key head together."""
+    shared, separate = heads // key_heads, separate_columns(key_heads, heads, key_size, value_size)
+    first = separate.beta.offset
+    return replace(separate, beta=HeadColumns(first, 2 * shared), decay=HeadColumns(first + shared, 2 * shared))
 
 
 def _by_key_head(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
@@ -58,13 +59,13 @@ def _by_key_head(key_heads: int, heads: int, key_size: int, value_size: int) -> 
 _SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 DELTA_LAYOUTS = (
-    DeltaLayout(_SPLIT, "norm", "out_proj", _separate("query", "key", "value", "gate", "beta", "decay")),
+    DeltaLayout(_SPLIT, "norm", "out_proj", separate_columns),
     DeltaLayout(("in_proj_qkvz", "in_proj_ba"), "norm", "out_proj", _by_key_head),
     DeltaLayout(
         ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
         "o_norm",
         "o_proj",
-        _separate("query", "key", "value", "gate", "beta", "decay"),
+        separate_columns,
     ),
 )
 """Qwen 3.5; Qwen3-Next; OLMo hybrid."""

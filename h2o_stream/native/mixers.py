@@ -154,6 +154,7 @@ class GatedDelta:
         beta_scale: factor on betas, after the sigmoid.
         norm: of the output of each head, before the gate.
         out: the output projection.
+        out_in_turns: its columns are in turns of the key heads: those of the first value head of each come first.
 
     Raises:
         DescriptionError: sizes do not fit.
@@ -171,6 +172,7 @@ class GatedDelta:
     beta_scale: float
     norm: Norm
     out: Matrix
+    out_in_turns: bool = False
     kind = MixerKind.GATED_DELTA
 
     def __post_init__(self) -> None:
@@ -186,7 +188,7 @@ class GatedDelta:
     def fill(self, struct: abi.Mixer) -> None:
         """See `Mixer`."""
         struct.convolution, struct.norm = self.convolution.to_struct(), self.norm.to_struct(self.value_size)
-        for name in ("key_heads", "heads", "key_size", "value_size", "beta_scale"):
+        for name in ("key_heads", "heads", "key_size", "value_size", "beta_scale", "out_in_turns"):
             setattr(struct, name, getattr(self, name))
         for name in ("query", "key", "value", "gate", "beta", "decay"):
             setattr(struct, name, getattr(self.columns, name).to_struct())

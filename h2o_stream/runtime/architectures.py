@@ -5,7 +5,7 @@ Biases, and norms of queries and keys, are there if the file has them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from h2o_stream.native.abi import Activation, Scoring
@@ -91,7 +91,7 @@ _GRANITE_EXPERTS = {
     f"ffn_{name}_exps": f"{_LAYER}block_sparse_moe.experts.{name}_proj" for name in ("gate", "up", "down")
 } | {"ffn_gate_inp": f"{_LAYER}block_sparse_moe.router"}
 
-_LFM2 = {
+_LFM2_NAMES = {
     "token_embd_norm": "model.embedding_norm",
     "attn_norm": f"{_LAYER}operator_norm",
     "attn_q_norm": f"{_LAYER}self_attn.q_layernorm",
@@ -101,12 +101,17 @@ _LFM2 = {
     "ffn_gate": f"{_LAYER}feed_forward.w1",
     "ffn_down": f"{_LAYER}feed_forward.w2",
     "ffn_up": f"{_LAYER}feed_forward.w3",
-    "shortconv.conv": f"{_LAYER}conv.conv",
     "shortconv.in_proj": f"{_LAYER}conv.in_proj",
     "shortconv.out_proj": f"{_LAYER}conv.out_proj",
 }
 
-_GPT_OSS = {"attn_sinks": f"{_LAYER}self_attn.sinks", "ffn_gate_inp": f"{_LAYER}mlp.router"}
+_GPT_OSS = {"ffn_gate_inp": f"{_LAYER}mlp.router"}
+
+_STATE_SPACE = {"ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", "ssm_out"}
+"""llama.cpp's names of the parts of a Mamba-2."""
+
+_DELTA = {"attn_qkv", "attn_gate", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_norm", "ssm_out"}
+"""And of those of a gated delta rule, but for its betas and decays."""
 
 BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
 _AFTER = {"after_attention": "post_attention_norm", "after_mlp": "post_ffw_norm"}
@@ -139,7 +144,14 @@ class Architecture:
         scoring: how a router's logits become scores, if the file does not say.
         normalizes_experts: the weights of a token's experts are divided by their sum, unless the file says otherwise.
         large: number of layers of a model that scales queries by its hidden size and not by its heads'; 0 for none.
-        checkpoint_names: of transformers, by llama.cpp's; files have no other tensors.
+        rms_norms: norms are RMS norms, whatever a file calls their epsilon.
+        gates_attention: the rows of each head's query are followed by those of a gate of the attention's output.
+        heads_in_turns: value heads are in turns of their key heads: first the first one of each.
+        unrotated_if_original: there are no positions, unless the file says that RoPE was finetuned.
+        one_part: a layer is an attention, a mixer or an MLP, which the first norm belongs to.
+        checkpoint_names: of transformers, by llama.cpp's.
+        other_forms: llama.cpp's names of tensors that transformers' checkpoints have in another form. Files have these,
+            those of `checkpoint_names`, and no others.
     """
 
     interleaved: bool = False
@@ -163,7 +175,13 @@ class Architecture:
     scoring: Scoring = Scoring.SOFTMAX
     normalizes_experts: bool = False
     large: int = 0
+    rms_norms: bool = False
+    gates_attention: bool = False
+    heads_in_turns: bool = False
+    unrotated_if_original: bool = False
+    one_part: bool = False
     checkpoint_names: Mapping[str, str] = field(default_factory=lambda: _CHECKPOINT_NAMES)
+    other_forms: Collection[str] = ()
 
     def module_name(self, name: str, layer: int | str | None) -> str:
         """The name in transformers of a module, in a layer or outside of them; nothing if it is not known."""
@@ -173,6 +191,14 @@ class Architecture:
 _GEMMA = Architecture(activation=Activation.GELU_TANH, scales_embeddings=True, norm_offset=1.0)
 _GEMMA_2 = replace(_GEMMA, norms=BEFORE | _AFTER, checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH)
 _GRANITE = Architecture(interleaved=True, divides_logits=True, normalizes_experts=True)
+_NEMOTRON_H = Architecture(
+    activation=Activation.RELU_SQUARED,
+    scoring=Scoring.SIGMOID,
+    unrotated_every=1,
+    rms_norms=True,
+    one_part=True,
+    other_forms=_STATE_SPACE | {"exp_probs_b"},
+)
 _COHERE = Architecture(
     adjacent=True,
     parallel=True,
@@ -180,9 +206,21 @@ _COHERE = Architecture(
     checkpoint_names={name: _CHECKPOINT_NAMES[name] for name in _CHECKPOINT_NAMES if not name.endswith("_norm")}
     | {name: _CHECKPOINT_NAMES[name] for name in ("attn_norm", FINAL_NORM)},
 )
+_LFM2 = Architecture(
+    final_norm="token_embd_norm",
+    checkpoint_names=_CHECKPOINT_NAMES | _LFM2_NAMES,
+    other_forms={"shortconv.conv"},
+)
 _AFTER_ONLY = Architecture(norms=_AFTER, checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH)
 _LATE_NORM = Architecture(
     norms=BEFORE | {"before_mlp": "post_attention_norm"}, checkpoint_names=_CHECKPOINT_NAMES | _LATE
+)
+_QWEN_HYBRID = replace(
+    _LATE_NORM,
+    norm_offset=1.0,
+    gates_attention=True,
+    normalizes_experts=True,
+    other_forms=_DELTA | {"ssm_alpha", "ssm_beta", "ssm_ba"},
 )
 
 ARCHITECTURES = {
@@ -229,6 +267,7 @@ ARCHITECTURES = {
         whole_ramp=False,
         normalizes_experts=True,
         checkpoint_names=_CHECKPOINT_NAMES | _LATE | _GPT_OSS,
+        other_forms={"attn_sinks"},
     ),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, full_every=4, rotates_sliding=True),
@@ -239,6 +278,19 @@ ARCHITECTURES = {
     "starcoder2": Architecture(activation=Activation.GELU_TANH, checkpoint_names=_CHECKPOINT_NAMES | _UNGATED),
     "nemotron": Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0),
     "stablelm": Architecture(),
-    "lfm2": Architecture(final_norm="token_embd_norm", checkpoint_names=_CHECKPOINT_NAMES | _LFM2),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        scoring=Scoring.SIGMOID,
+        normalizes_experts=True,
+        other_forms={"shortconv.conv", "exp_probs_b"},
+    ),
+    "granitehybrid": replace(_GRANITE, unrotated_if_original=True, other_forms=_STATE_SPACE),
+    "falcon-h1": Architecture(other_forms=_STATE_SPACE),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "qwen35": replace(_QWEN_HYBRID, heads_in_turns=True),
+    "qwen35moe": replace(_QWEN_HYBRID, heads_in_turns=True),
+    "qwen3next": _QWEN_HYBRID,
 }
 """By llama.cpp's name."""

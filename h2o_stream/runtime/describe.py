@@ -7,8 +7,8 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.native.abi import MatrixKind, Scoring
-from h2o_stream.native.attention import Attention, HeadOffsets, Latent, Rope, Temperature
+from h2o_stream.native.abi import GateKind, MatrixKind, Scoring
+from h2o_stream.native.attention import Attention, Gate, HeadOffsets, Latent, Rope, Temperature
 from h2o_stream.native.description import (
     Description,
     DescriptionError,
@@ -20,12 +20,11 @@ from h2o_stream.native.description import (
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import NORM_ROLES
-from h2o_stream.native.mixers import Convolution, ShortConvolution
 from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
+from h2o_stream.runtime.file_numbers import rounded
+from h2o_stream.runtime.mixers import describe_mixer, has_mixer
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
-from h2o_stream.runtime.weights import Weights, rounded
-
-_CONVOLUTION = "shortconv"
+from h2o_stream.runtime.weights import Weights
 
 
 def describe_file(architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> Description:
@@ -80,28 +79,27 @@ class _FileReader:
         return Norm(self._parameters.norm, weight, bias, self._parameters.epsilon)
 
     def _layer(self, number: int) -> Layer:
-        experts, inner = self._parameters.experts, self._parameters.inner_size
-        has_experts = self._weights.has("ffn_gate_inp", number)
-        norms = {role: self._norm(name, number) for role, name in self._architecture.norms.items()}
+        weights, experts, latent = self._weights, self._parameters.experts, self._parameters.latent
+        attends, mixes = weights.has("attn_output", number), has_mixer(weights, number)
+        mlp: Mlp | Experts | None = None
+        if experts and weights.has("ffn_gate_inp", number):
+            mlp = self._experts(number, experts)
+        elif weights.has("ffn_down", number):
+            mlp = self._mlp(number, self._parameters.inner_size)
+        attention = None
+        if attends:
+            attention = self._latent(number, latent) if latent else self._attention(number)
+        names = self._architecture.norms
+        if self._architecture.one_part:
+            names = {"before_attention" if attends or mixes else "before_mlp": names["before_attention"]}
+        norms = {role: self._norm(name, number) for role, name in names.items()}
         by_role: dict[str, Any] = {role: norms.get(role, Norm()) for role in NORM_ROLES}
-        convolves, latent = self._weights.has(f"{_CONVOLUTION}.in_proj", number), self._parameters.latent
         return Layer(
-            attention=None if convolves else self._latent(number, latent) if latent else self._attention(number),
-            mixer=self._convolution(number) if convolves else None,
-            mlp=self._experts(number, experts) if experts and has_experts else self._mlp(number, inner),
+            attention=attention,
+            mixer=describe_mixer(self._architecture, self._parameters, weights, number) if mixes else None,
+            mlp=mlp,
             **by_role,
             parallel=self._architecture.parallel,
-        )
-
-    def _convolution(self, number: int) -> ShortConvolution:
-        weights, hidden = self._weights, self._parameters.hidden_size
-        weight = weights.vector(f"{_CONVOLUTION}.conv", number)
-        if weight is None or weight.size % hidden:
-            raise DescriptionError(f"the convolution of layer {number} is not of {hidden} channels")
-        return ShortConvolution(
-            weights.matrix(f"{_CONVOLUTION}.in_proj", number, 3 * hidden, hidden),
-            Convolution(weight.reshape(hidden, -1), weights.vector(f"{_CONVOLUTION}.conv", number, "bias")),
-            weights.matrix(f"{_CONVOLUTION}.out_proj", number, hidden, hidden),
         )
 
     def _mlp(self, number: int, inner: int, kind: str = "") -> Mlp:
@@ -157,7 +155,8 @@ class _FileReader:
     def _attention(self, number: int) -> Attention:
         parameters, weights, size = self._parameters, self._weights, self._parameters.head_size
         query_rows, kv_rows = parameters.query_heads * size, parameters.kv_heads * size
-        rows = {"attn_q": query_rows, "attn_k": kv_rows, "attn_v": kv_rows}
+        gated = 2 if self._architecture.gates_attention else 1
+        rows = {"attn_q": gated * query_rows, "attn_k": kv_rows, "attn_v": kv_rows}
         if weights.has("attn_qkv", number):
             rows = {"attn_qkv": query_rows + 2 * kv_rows}
         norms = [self._norm(name, number, needed=False) for name in ("attn_q_norm", "attn_k_norm")]
@@ -169,7 +168,7 @@ class _FileReader:
             scaling=parameters.scaling,
             softcap=parameters.softcap,
             qkv=[weights.matrix(name, number, count, parameters.hidden_size) for name, count in rows.items()],
-            heads=HeadOffsets(0, size, query_rows, size, query_rows + kv_rows, size),
+            heads=HeadOffsets(0, gated * size, gated * query_rows, size, gated * query_rows + kv_rows, size),
             query_norm=norms[0],
             key_norm=norms[1],
             rope=self._rope(number),
@@ -178,6 +177,7 @@ class _FileReader:
             norms_after_rope=parameters.norms_after_rope,
             sink_logits=weights.vector("attn_sinks", number),
             temperature=self._temperature,
+            gate=Gate(GateKind.SIGMOID_GATE, size, 2 * size, size) if self._architecture.gates_attention else None,
         )
 
     def _latent(self, number: int, sizes: LatentSizes) -> Attention:

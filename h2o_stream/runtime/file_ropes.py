@@ -58,6 +58,8 @@ def ropes_of(
     local_theta = float(get("freq_base_swa") or architecture.local_theta or theta)
     local = RopeParameters(rope_frequencies(local_theta, dims)) if architecture.local_plain else whole
     slides, every = any(sliding), architecture.unrotated_every
+    if architecture.unrotated_if_original and get("scaling.finetuned") is False:
+        every = 1
     return tuple(
         None
         if (every and (number + 1) % every == 0) or (architecture.rotates_sliding and slides and window is None)

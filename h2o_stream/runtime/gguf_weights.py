@@ -16,10 +16,11 @@ from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.file_numbers import as_needed, row_orders
 from h2o_stream.runtime.merged import PARTS, WHOLES, merged
-from h2o_stream.runtime.parameters import Parameters
+from h2o_stream.runtime.parameters import Parameters, tensor_name
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.weights import rounded
+from h2o_stream.runtime.weights import gguf_name, small_matrix
 
 
 class GgufWeights:
@@ -43,30 +44,38 @@ class GgufWeights:
     ) -> None:
         self.file, self.architecture, self.dtype, self._progress = file, architecture, dtype, progress
         self.num_layers = parameters.num_layers
-        self._orders = _orders(parameters) if architecture.interleaved else {}
+        self._orders = row_orders(architecture, parameters)
         self._pages: HugePages | None = None
         self._matrices = [tensor for tensor in file.tensors.values() if tensor.type.name in GGUF_KINDS]
         self._done, self._total = 0, sum(tensor.nbytes for tensor in self._matrices)
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
-        names = (_gguf_name(key, layer) for key in (name, *PARTS.get(name, ())[:1]))
+        names = (gguf_name(key, layer) for key in (name, *PARTS.get(name, ())[:1]))
         tensor = next(filter(None, (self.file.tensors.get(f"{key}.weight") for key in names)), None)
+        if tensor is not None and tensor.type.name == "F32" and name in self.architecture.other_forms:
+            return small_matrix(self.numbers(tensor), rows, columns, self.dtype, tensor.name)
         form = None if tensor is None else self.form(tensor)
         if tensor is None or form is None or (form.rows, form.columns) != (rows, columns):
-            raise DescriptionError(f"its {_gguf_name(name, layer)}.weight is {form}, not {(rows, columns)}")
+            raise DescriptionError(f"its {gguf_name(name, layer)}.weight is {form}, not {(rows, columns)}")
         tiles = self._take(form.nbytes).reshape(form.tiles)
         self.repack(tensor, tiles)
         return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, form.kind)
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        tensor = self.file.tensors.get(f"{_gguf_name(name, layer)}.{kind}")
+        tensor = self._found(name, layer, kind)
         return None if tensor is None else self.numbers(tensor)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
-        return f"{_gguf_name(name, layer)}.weight" in self.file.tensors
+        return self._found(name, layer, "weight") is not None
+
+    def _found(self, name: str, layer: int | None, kind: str) -> GgufTensor | None:
+        """A tensor, if there is one; files may have the name of weights without what they are."""
+        full = gguf_name(name, layer)
+        found = self.file.tensors.get(f"{full}.{kind}")
+        return self.file.tensors.get(full) if found is None and kind == "weight" else found
 
     def form(self, tensor: GgufTensor) -> PackedForm | None:
         """How a matrix is packed; None for one that is packed with another, as the second of its `PARTS`.
@@ -75,7 +84,7 @@ class GgufWeights:
             DescriptionError: it cannot be packed.
         """
         kind, rows, columns = packed_kind(tensor), math.prod(tensor.shape[:-1]), tensor.shape[-1]
-        name = _inner_name(tensor)
+        name = tensor_name(tensor.name)[1]
         if name not in WHOLES:
             return PackedForm(kind, rows, columns)
         first, second = self._parts(tensor)
@@ -85,7 +94,7 @@ class GgufWeights:
 
     def _parts(self, tensor: GgufTensor) -> list[GgufTensor]:
         """The tensors of a whole matrix that one of them belongs to."""
-        prefix, inner = tensor.name.split(_inner_name(tensor))[0], PARTS[WHOLES[_inner_name(tensor)]]
+        prefix, inner = tensor.name.split(tensor_name(tensor.name)[1])[0], PARTS[WHOLES[tensor_name(tensor.name)[1]]]
         parts = [self.file.tensors.get(f"{prefix}{name}.weight") for name in inner]
         if not all(part is not None and len(part.shape) == 3 for part in parts):
             raise DescriptionError(f"it has {tensor.name} without what belongs to it")
@@ -97,7 +106,7 @@ class GgufWeights:
         Raises:
             DescriptionError: it cannot be packed.
         """
-        name, parts = _inner_name(tensor), [tensor]
+        name, parts = tensor_name(tensor.name)[1], [tensor]
         if name in WHOLES:
             parts = self._parts(tensor)
             pack(merged(self.file, *parts), MatrixKind.INT8, out)
@@ -121,14 +130,9 @@ class GgufWeights:
         """
         if tensor.type.name != "F32":
             raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
-        name, numbers = _inner_name(tensor), self.file.blocks(tensor).view(numpy.float32)
-        if tensor.name.endswith(".bias") and name in self._orders:
-            numbers = numbers[self._orders[name]]
-        offset = numpy.float32(self.architecture.norm_offset if tensor.name.endswith("norm.weight") else 0)
-        if not offset:
-            return rounded(numbers, self.dtype)
-        saved: Floats = rounded(numbers - offset, self.dtype)
-        return saved if as_saved else saved + offset
+        _, name, kind = tensor_name(tensor.name)
+        numbers = self.file.blocks(tensor).view(numpy.float32)
+        return as_needed(numbers, name, kind, self.architecture, self._orders, self.dtype, as_saved)
 
     def _take(self, size: int) -> NDArray[numpy.uint8]:
         if self._pages is None:
@@ -168,23 +172,3 @@ def packed_kind(tensor: GgufTensor) -> MatrixKind:
             f"{tensor.name} is {tensor.type.name} with {tensor.shape[-1]} columns, which is not packed"
         )
     return kind
-
-
-def _inner_name(tensor: GgufTensor) -> str:
-    """The name without ``blk.N.`` and ``.weight``."""
-    name = tensor.name.rpartition(".")[0]
-    return name.split(".", 2)[2] if name.startswith("blk.") else name
-
-
-def _gguf_name(name: str, layer: int | None) -> str:
-    return name if layer is None else f"blk.{layer}.{name}"
-
-
-def _orders(parameters: Parameters) -> dict[str, NDArray[numpy.int64]]:
-    """The rows of queries and keys in halves, out of a file that has them in pairs."""
-    size = parameters.head_size
-    head = numpy.arange(size).reshape(-1, 2).T.ravel()
-    return {
-        name: (numpy.arange(heads)[:, None] * size + head).ravel()
-        for name, heads in (("attn_q", parameters.query_heads), ("attn_k", parameters.kv_heads))
-    }

@@ -1,6 +1,7 @@
 """Repacks a GGUF file straight into the mapped file that later starts map, without torch.
 
-The file has the names and the config that `models.load` expects of a folder of packed weights.
+The file has the names and the config that `models.load` expects of a folder of packed weights; of an architecture with
+tensors in other forms than transformers' it has the file's numbers, by llama.cpp's names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from h2o_stream.models.packed_folder import FORMAT, WEIGHTS_FILE
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.packing import GGUF_KINDS
 from h2o_stream.runtime.gguf_weights import GgufWeights
-from h2o_stream.runtime.parameters import NOT_WEIGHTS
+from h2o_stream.runtime.parameters import NOT_WEIGHTS, tensor_name
+from h2o_stream.runtime.weights import packed_name
 
 _ALIGNMENT = 64
 """Of the first tensor, in bytes; packed tensors come first, and are multiples of it."""
@@ -74,20 +76,19 @@ def write_packed(source: GgufWeights, metadata: Mapping[str, str], folder: Path,
 
 def _entries(source: GgufWeights) -> Iterator[_Entry]:
     for tensor in source.file.tensors.values():
-        if NOT_WEIGHTS.fullmatch(tensor.name):
-            continue
-        name, kind = tensor.name.rsplit(".", 1)
-        layer, inner = None, name
-        if name.startswith("blk."):
-            _, layer, inner = name.split(".", 2)
-            if int(layer) >= source.num_layers:  # it only guesses further tokens
-                continue
-        module = source.architecture.module_name(inner, layer)
+        layer, inner, kind = tensor_name(tensor.name)
+        if NOT_WEIGHTS.fullmatch(tensor.name) or (layer is not None and layer >= source.num_layers):
+            continue  # layers beyond the last one only guess further tokens
+        module = packed_name(source.architecture, inner, layer)
         if not module:
             raise DescriptionError(f"{tensor.name} has no name in transformers")
         if tensor.type.name in GGUF_KINDS:
             if form := source.form(tensor):
                 yield _Entry(tensor, f"{module}.tiles", "U8", form.tiles, form.nbytes)
+        elif source.architecture.other_forms:
+            if tensor.type.name != "F32":
+                raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
+            yield _Entry(tensor, f"{module}.{kind or 'weight'}", "F32", tensor.shape, tensor.nbytes)
         else:
             shape = (1, *tensor.shape) if inner == "ffn_gate_inp_shexp" else tensor.shape
             name = module if module.endswith("_bias") else f"{module}.{kind}"
@@ -117,6 +118,9 @@ def _mapped(path: Path, entries: list[_Entry]) -> mmap.mmap:
 def _write(source: GgufWeights, entry: _Entry, out: NDArray[numpy.uint8]) -> None:
     if entry.dtype == "U8":
         source.repack(entry.tensor, out.reshape(entry.shape))
+        return
+    if source.architecture.other_forms:
+        out[:] = source.file.blocks(entry.tensor)
         return
     numbers: NDArray[Any] = source.numbers(entry.tensor, as_saved=True)
     if source.dtype == "bfloat16":

@@ -47,6 +47,23 @@ class ExpertParameters:
         return GroupWorth.BEST_TWO if self.groups and self.scoring == Scoring.SIGMOID else GroupWorth.BEST_ONE
 
 
+@dataclass(frozen=True)
+class MixerParameters:
+    """Numbers of the recurrent mixers with heads.
+
+    Attributes:
+        key_heads: of queries and keys.
+        heads: of values.
+        key_size: of queries and keys.
+        value_size: of values.
+    """
+
+    key_heads: int
+    heads: int
+    key_size: int
+    value_size: int
+
+
 @dataclass(frozen=True, eq=False)
 class Parameters:
     """Numbers of a model.
@@ -76,6 +93,7 @@ class Parameters:
         experts: of layers that have experts.
         latent: sizes of latent keys and values, None if there are none.
         latent_queries: size of latent queries, 0 if there are none.
+        mixer: of recurrent layers that have heads.
     """
 
     num_layers: int
@@ -102,6 +120,7 @@ class Parameters:
     experts: ExpertParameters | None = None
     latent: LatentSizes | None = None
     latent_queries: int = 0
+    mixer: MixerParameters | None = None
 
     @property
     def windows(self) -> list[int | None]:
@@ -124,24 +143,24 @@ class Parameters:
 
 _READ = """
 attention.head_count attention.head_count_kv attention.key_length attention.key_length_mla attention.kv_lora_rank
-attention.layer_norm_epsilon attention.q_lora_rank attention.value_length_mla
+attention.layer_norm_epsilon attention.q_lora_rank attention.recurrent_layers attention.value_length_mla
 attention.layer_norm_rms_epsilon attention.scale attention.sliding_window attention.sliding_window_pattern
 attention.temperature_scale rope.scaling.yarn_log_multiplier
 attention.value_length attn_logit_softcapping block_count context_length embedding_length embedding_scale
 expert_count expert_feed_forward_length expert_gating_func expert_group_count expert_group_used_count
 expert_shared_count expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_weights_scale
-feed_forward_length
-final_logit_softcapping interleave_moe_layer_step leading_dense_block_count logit_scale nextn_predict_layers
-residual_scale rope.dimension_count rope.freq_base rope.freq_base_swa rope.scaling.attn_factor rope.scaling.factor
-rope.scaling.original_context_length rope.scaling.type rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
-rope.scaling.yarn_ext_factor shortconv.l_cache vocab_size
+feed_forward_length final_logit_softcapping full_attention_interval
+interleave_moe_layer_step leading_dense_block_count logit_scale nextn_predict_layers residual_scale
+rope.dimension_count rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scaling.attn_factor
+rope.scaling.factor rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.type
+rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_ext_factor shortconv.l_cache
+ssm.conv_kernel ssm.group_count ssm.inner_size ssm.state_size ssm.time_step_rank vocab_size
 """
 _KEYS = frozenset(_READ.split())
 """Keys of GGUF files that are read, or follow from weights."""
 
 _NEUTRAL = {
     "attention.causal": (True,),
-    "rope.scaling.finetuned": (True, False),
     "rope.scaling.yarn_attn_factor": (1,),
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
@@ -184,12 +203,12 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
         return Parameters(
             num_layers=count,
             hidden_size=hidden,
-            inner_size=int(get("feed_forward_length")),
+            inner_size=_most(get("feed_forward_length")),
             vocabulary=file.tensors[f"{EMBEDDING}.weight"].shape[0],
             query_heads=heads,
             kv_heads=heads if latent else _most(get("attention.head_count_kv")) or heads,
             head_size=head_size,
-            norm=NormKind.LAYER if epsilon is None else NormKind.RMS,
+            norm=NormKind.LAYER if epsilon is None and not architecture.rms_norms else NormKind.RMS,
             epsilon=float(get("attention.layer_norm_epsilon") if epsilon is None else epsilon),
             context=int(get("context_length")),
             ropes=ropes_of(file, architecture, head_size, sliding),
@@ -208,6 +227,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             experts=_experts(file, architecture, get) if get("expert_count") else None,
             latent=latent,
             latent_queries=int(get("attention.q_lora_rank") or 0),
+            mixer=_mixer(get) if get("ssm.time_step_rank") else None,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
@@ -232,19 +252,32 @@ def _magnitude(file: GgufFile, get: Callable[[str], Any]) -> float:
     return yarn_magnitude(float(get("rope.scaling.factor")), yarn_share(file)) ** 2
 
 
-def _most(heads: Any) -> int:
-    """The KV heads of layers with attention, where they are given for each layer, or for all."""
-    return max(map(int, heads)) if isinstance(heads, list) else int(heads or 0)
+def _most(sizes: Any) -> int:
+    """The size in those layers that have the part, given for each layer, or for all."""
+    return max(map(int, sizes)) if isinstance(sizes, list) else int(sizes or 0)
+
+
+def _mixer(get: Callable[[str], Any]) -> MixerParameters:
+    heads = int(get("ssm.time_step_rank"))
+    return MixerParameters(
+        int(get("ssm.group_count")), heads, int(get("ssm.state_size")), int(get("ssm.inner_size")) // heads
+    )
 
 
 def _check_names(file: GgufFile, architecture: Architecture, layers: int) -> None:
     """Check that the weights of a file are among those of its architecture; later layers only guess further tokens."""
     for name in file.tensors:
-        parts = name.split(".")
-        inner = ".".join(parts[2:-1]) if parts[0] == "blk" and len(parts) > 3 else parts[0]
-        known = inner in architecture.checkpoint_names or NOT_WEIGHTS.fullmatch(name)
-        if not known and not (parts[0] == "blk" and parts[1].isdigit() and int(parts[1]) >= layers):
+        layer, inner, _ = tensor_name(name)
+        known = inner in architecture.checkpoint_names or inner in architecture.other_forms
+        if not known and not NOT_WEIGHTS.fullmatch(name) and (layer is None or layer < layers):
             raise DescriptionError(f"it has {name}")
+
+
+def tensor_name(full: str) -> tuple[int | None, str, str]:
+    """The layer of a tensor of a GGUF file, its name in it, and what it is of that: ``weight``, ``bias`` or nothing."""
+    parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)(?:\.(weight|bias))?", full)
+    assert parts is not None
+    return None if parts[1] is None else int(parts[1]), parts[2], parts[3] or ""
 
 
 def _sliding(architecture: Architecture, layers: int, get: Callable[[str], Any]) -> tuple[int | None, ...]:

@@ -86,7 +86,9 @@ class Source(ABC):
             raise DescriptionError("its weights were not packed before")
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            return FolderWeights(folder, config["quantization_config"]["modules"], self.architecture)
+            return FolderWeights(
+                folder, config["quantization_config"]["modules"], self.architecture, self.parameters, self.dtype
+            )
         except (OSError, ValueError, KeyError) as error:
             raise DescriptionError(f"its packed weights in {folder} are damaged") from error
 
@@ -142,15 +144,16 @@ class ModelFile(Source):
     def __init__(self, name: str, path: Path, dtype: str) -> None:
         self.file, self._name = GgufFile(path), name
         parameters = parameters_of_gguf(self.file)
-        folder = packed_folder(name, path, "gguf") if self.file.nbytes >= MIN_GGUF_BYTES else None
         architecture, generation = ARCHITECTURES[self.file.architecture], read_generation_config(self.file)
+        self._kept_as = "gguf-runtime" if architecture.other_forms else "gguf"
+        folder = packed_folder(name, path, self._kept_as) if self.file.nbytes >= MIN_GGUF_BYTES else None
         super().__init__(path, dtype, dtype, architecture, parameters, generation, folder)
 
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
         weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, progress)
         folder = self.folder
         if folder is not None and notify is not None and not folder.exists():
-            metadata = {"model": self._name, "quantize": "gguf", "source": str(self.path.absolute())}
+            metadata = {"model": self._name, "quantize": self._kept_as, "source": str(self.path.absolute())}
             write_packed(weights, metadata, folder, notify)
         return weights if folder is None or not folder.exists() else self._packed()
 

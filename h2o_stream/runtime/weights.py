@@ -20,6 +20,8 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.packing import tiles_shape
 from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.file_numbers import as_needed, rounded, row_orders
+from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
 
 
@@ -38,63 +40,90 @@ class Weights(Protocol):
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """The weights of a norm, or with ``bias`` its biases, [n] float32; None if there are none.
 
-        Small matrices that are not packed are vectors, too.
+        Small matrices that are not packed are vectors, too; so are parameters of recurrent layers.
         """
 
     def has(self, name: str, layer: int) -> bool:
         """Whether there is such a matrix."""
 
 
-def rounded(numbers: Floats, dtype: str) -> Floats:
-    """Numbers as `dtype` holds them, ``float32`` or ``bfloat16``, in float32."""
-    if dtype == "float32":
-        return numbers
-    bits = numbers.view(numpy.uint32)
-    half = ((bits >> 16) & 1) + 0x7FFF  # rounds to nearest, ties to even
-    return ((bits + half) & 0xFFFF0000).view(numpy.float32)
-
-
 class FolderWeights:
-    """The weights of a folder that `models.packed_weights` has written, mapped.
+    """The weights of a folder that `models.packed_weights` has written, or `packed_file`, mapped.
 
     Args:
         folder: with model.safetensors.
         kinds: packed formats by module name.
         architecture: of the model.
+        parameters: of the model.
+        dtype: of the model's vectors.
 
     Raises:
         DescriptionError: the file is not what was written.
     """
 
-    def __init__(self, folder: Path, kinds: Mapping[str, str], architecture: Architecture) -> None:
-        self._kinds, self._architecture = kinds, architecture
+    def __init__(
+        self, folder: Path, kinds: Mapping[str, str], architecture: Architecture, parameters: Parameters, dtype: str
+    ) -> None:
+        self._kinds, self._architecture, self._dtype = kinds, architecture, dtype
+        self._orders = row_orders(architecture, parameters)
         self._arrays = mapped_tensors(folder / WEIGHTS_FILE)
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
-        module = self._architecture.module_name(name, layer)
+        module = packed_name(self._architecture, name, layer)
         tiles, kind = self._arrays.get(f"{module}.tiles"), self._kinds.get(module)
+        if tiles is None and self._architecture.other_forms:
+            numbers = self.vector(name, layer)
+            return small_matrix(numbers, rows, columns, self._dtype, module)
         if tiles is None or kind is None or kind not in MatrixKind.__members__:
             raise DescriptionError(f"it has no packed {module}")
         if tiles.shape != tiles_shape(MatrixKind[kind], rows, columns):
             raise DescriptionError(f"its {module} is {tiles.shape}, which is not {(rows, columns)} in {kind}")
-        return Matrix(tiles, self._floats(f"{module}.bias"), rows, columns, MatrixKind[kind])
+        return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, MatrixKind[kind])
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        numbers = self._floats(f"{self._architecture.module_name(name, layer)}.{kind}")
-        return None if numbers is None else _with_offset(numbers, self._architecture, name, kind)
+        numbers = self._floats(f"{packed_name(self._architecture, name, layer)}.{kind}")
+        if numbers is None:
+            return None
+        if self._architecture.other_forms:
+            return as_needed(numbers, name, kind, self._architecture, self._orders, self._dtype)
+        return _with_offset(numbers, self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
-        module = self._architecture.module_name(name, layer)
+        module = packed_name(self._architecture, name, layer)
         return not self._arrays.keys().isdisjoint((f"{module}.tiles", f"{module}.weight"))
 
     def _floats(self, name: str) -> Floats | None:
         stored = self._arrays.get(name)
         if stored is None and name.endswith("_bias.bias"):
             stored = self._arrays.get(name.removesuffix(".bias"))
-        return None if stored is None else as_floats(stored, name)
+        return None if stored is None else as_floats(stored, name).reshape(-1)
+
+
+def packed_name(architecture: Architecture, name: str, layer: int | None) -> str:
+    """What a module is called in a folder of packed weights: as in transformers, if it has all of them in this form."""
+    return gguf_name(name, layer) if architecture.other_forms else architecture.module_name(name, layer)
+
+
+def gguf_name(name: str, layer: int | None) -> str:
+    """What a module is called in a GGUF file, in a layer or outside of them."""
+    return name if layer is None else f"blk.{layer}.{name}"
+
+
+def small_matrix(numbers: Floats | None, rows: int, columns: int, dtype: str, name: str) -> Matrix:
+    """A matrix that is not packed, of numbers that `dtype` holds.
+
+    Raises:
+        DescriptionError: there are none, or another number.
+    """
+    if numbers is None or numbers.size != rows * columns:
+        raise DescriptionError(f"its {name} is not {rows} rows of {columns}")
+    numbers = numbers.reshape(rows, columns)
+    if dtype == "float32":
+        return Matrix(numbers, None, rows, columns, MatrixKind.FLOAT32)
+    return Matrix((numbers.view(numpy.uint32) >> 16).astype(numpy.uint16), None, rows, columns, MatrixKind.BFLOAT16)
 
 
 class CheckpointWeights:

@@ -229,7 +229,8 @@ struct HeadColumns {
 //                      then divided by their lengths, and queries by the root of key_size. For each value head
 //                        s *= exp(rate * softplus(decay + decay_bias)), with s [key_size][value_size]
 //                        s += key (x) ((value - key s) * beta_scale * sigmoid(beta))
-//                        out(norm(query s) * silu(gate))
+//                        out(norm(query s) * silu(gate)); with out_in_turns its columns are in turns of the key heads,
+//                        those of the first value head of each before those of the second ones
 //                      states: those of the convolution; s of all heads
 //   kMamba2            values, keys and queries, whose columns follow one another, go through the convolution, in this
 //                      order, and SiLU. For each value head
@@ -250,7 +251,7 @@ struct Mixer {
   const float* skip;  // [heads]
   double least_step, largest_step;
   Norm norm;  // of [value_size], or of [heads * value_size]
-  int64_t norm_groups, norm_before_gate;
+  int64_t norm_groups, norm_before_gate, out_in_turns;
   Matrix out;
   int64_t first_state;  // index of its first state in `Stream`
 };

@@ -132,8 +132,8 @@ void mix(const Mixer& mixer, const MixerTokens& tokens, float* scratch, const Wo
     normalize(mixer, tokens, query, 1 / std::sqrt(float(mixer.key_size)));
     normalize(mixer, tokens, key, 1);
     for (int64_t i = 0; i < shared; ++i) {
-      const int64_t head = group * shared + i;
-      float *keep = scratch, *learn = scratch + tokens.count, *out = tokens.mixed + head * size;
+      const int64_t head = group * shared + i, place = mixer.out_in_turns ? i * mixer.key_heads + group : head;
+      float *keep = scratch, *learn = scratch + tokens.count, *out = tokens.mixed + place * size;
       for (int64_t token = 0; token < tokens.count; ++token) {
         const float decay = part(mixer.decay)[token * tokens.stride + i] + mixer.decay_bias[head];
         keep[token] = std::exp(mixer.rate[head] * softplus(decay));

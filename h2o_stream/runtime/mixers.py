@@ -1,0 +1,117 @@
+"""Describes the recurrent mixers of a model from a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from h2o_stream.native.abi import NormKind
+from h2o_stream.native.description import DescriptionError, Matrix, Norm
+from h2o_stream.native.mixer_layouts import paired_columns, separate_columns
+from h2o_stream.native.mixers import Convolution, GatedDelta, Mamba2, Mixer, ShortConvolution
+from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.parameters import MixerParameters, Parameters
+from h2o_stream.runtime.rotations import Floats
+from h2o_stream.runtime.weights import Weights
+
+_CONVOLUTION, _STATE_SPACE, _DELTA = "shortconv.in_proj", "ssm_in", "ssm_conv1d"
+"""Tensors that tell kinds of mixers apart, in this order."""
+
+
+def has_mixer(weights: Weights, layer: int) -> bool:
+    """Whether a layer has a recurrent mixer."""
+    return any(weights.has(name, layer) for name in (_CONVOLUTION, _STATE_SPACE, _DELTA))
+
+
+def describe_mixer(architecture: Architecture, parameters: Parameters, weights: Weights, layer: int) -> Mixer:
+    """Describe the recurrent mixer of a layer.
+
+    Args:
+        architecture: of the family.
+        parameters: of the file.
+        weights: of the file.
+        layer: its number.
+
+    Raises:
+        DescriptionError: weights are missing, not packed, or of other sizes.
+    """
+    reader = _MixerReader(architecture, parameters, weights, layer)
+    if weights.has(_CONVOLUTION, layer):
+        return reader.short_convolution()
+    if parameters.mixer is None:
+        raise DescriptionError(f"the recurrent layer {layer} has no sizes")
+    return reader.mamba2(parameters.mixer) if weights.has(_STATE_SPACE, layer) else reader.delta(parameters.mixer)
+
+
+class _MixerReader:
+    def __init__(self, architecture: Architecture, parameters: Parameters, weights: Weights, layer: int) -> None:
+        self._architecture, self._weights, self._layer = architecture, weights, layer
+        self._hidden, self._epsilon = parameters.hidden_size, parameters.epsilon
+
+    def short_convolution(self) -> ShortConvolution:
+        """As in LFM2."""
+        hidden = self._hidden
+        return ShortConvolution(
+            self._matrix("shortconv.in_proj", 3 * hidden),
+            self._convolution("shortconv.conv", hidden),
+            self._matrix("shortconv.out_proj", hidden),
+        )
+
+    def mamba2(self, sizes: MixerParameters) -> Mamba2:
+        """As in Granite 4 hybrids, Falcon-H1 and Nemotron-H."""
+        inner, keys = sizes.heads * sizes.value_size, sizes.key_heads * sizes.key_size
+        weight = self._weights.vector("ssm_norm", self._layer)
+        return Mamba2(
+            projections=[self._matrix("ssm_in", 2 * (inner + keys) + sizes.heads)],
+            convolution=self._convolution("ssm_conv1d", inner + 2 * keys),
+            key_heads=sizes.key_heads,
+            heads=sizes.heads,
+            key_size=sizes.key_size,
+            value_size=sizes.value_size,
+            rate=self._vector("ssm_a", sizes.heads),
+            decay_bias=self._vector("ssm_dt", sizes.heads, "bias"),
+            step_limits=(0.0, math.inf),
+            skip=self._vector("ssm_d", sizes.heads),
+            norm=Norm() if weight is None else Norm(NormKind.RMS, weight, None, self._epsilon),
+            norm_groups=1 if weight is None else sizes.key_heads,
+            norm_before_gate=False,
+            out=self._matrix("ssm_out", self._hidden, inner),
+        )
+
+    def delta(self, sizes: MixerParameters) -> GatedDelta:
+        """As in Qwen3-Next and Qwen 3.5; betas and decays may be one matrix, those of each key head together."""
+        inner, keys = sizes.heads * sizes.value_size, sizes.key_heads * sizes.key_size
+        paired = self._weights.has("ssm_ba", self._layer)
+        pairs = {"ssm_ba": 2 * sizes.heads} if paired else dict.fromkeys(("ssm_beta", "ssm_alpha"), sizes.heads)
+        rows: Mapping[str, int] = {"attn_qkv": 2 * keys + inner, "attn_gate": inner, **pairs}
+        columns = paired_columns if paired else separate_columns
+        return GatedDelta(
+            projections=[self._matrix(name, count) for name, count in rows.items()],
+            columns=columns(sizes.key_heads, sizes.heads, sizes.key_size, sizes.value_size),
+            convolution=self._convolution("ssm_conv1d", 2 * keys + inner),
+            key_heads=sizes.key_heads,
+            heads=sizes.heads,
+            key_size=sizes.key_size,
+            value_size=sizes.value_size,
+            rate=self._vector("ssm_a", sizes.heads),
+            decay_bias=self._vector("ssm_dt", sizes.heads, "bias"),
+            beta_scale=1.0,
+            norm=Norm(NormKind.RMS, self._vector("ssm_norm", sizes.value_size), None, self._epsilon),
+            out=self._matrix("ssm_out", self._hidden, inner),
+            out_in_turns=self._architecture.heads_in_turns and sizes.heads != sizes.key_heads,
+        )
+
+    def _matrix(self, name: str, rows: int, columns: int = 0) -> Matrix:
+        return self._weights.matrix(name, self._layer, rows, columns or self._hidden)
+
+    def _vector(self, name: str, size: int, kind: str = "weight") -> Floats:
+        numbers = self._weights.vector(name, self._layer, kind)
+        if numbers is None or numbers.size != size:
+            raise DescriptionError(f"{name} of layer {self._layer} is not {size} numbers")
+        return numbers
+
+    def _convolution(self, name: str, channels: int) -> Convolution:
+        weight = self._weights.vector(name, self._layer)
+        if weight is None or weight.size % channels:
+            raise DescriptionError(f"{name} of layer {self._layer} is not of {channels} channels")
+        return Convolution(weight.reshape(channels, -1), self._weights.vector(name, self._layer, "bias"))
