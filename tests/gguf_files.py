@@ -196,7 +196,7 @@ def stored(
         values = values[:, 0]
     elif "shared_expert_gate" in name:
         values = values[0]
-    stored_name = names.get_name(owner)
+    stored_name = names.get_name(owner) or names.get_name(owner.replace("model.", "backbone."))
     if renamed := next((renamed for end, renamed in RENAMED.items() if name.endswith(end)), None):
         stored_name, suffix = f"blk.{name.split('.')[2]}.{renamed[0]}", renamed[1]
     yield f"{stored_name}.{suffix}", values
@@ -275,8 +275,8 @@ PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid
 RENAMED = {
     "e_score_correction_bias": ("exp_probs_b", "bias"), "block_sparse_moe.router.weight": ("ffn_gate_inp", "weight"),
     "block_sparse_moe.experts.down_proj": ("ffn_down_exps", "weight"),
-    "feed_forward.experts.down_proj": ("ffn_down_exps", "weight"), "feed_forward.gate.weight": ("ffn_gate_inp", "weight"),
-    "expert_bias": ("exp_probs_b", "bias"),
+    "feed_forward.experts.down_proj": ("ffn_down_exps", "weight"),
+    "feed_forward.gate.weight": ("ffn_gate_inp", "weight"), "expert_bias": ("exp_probs_b", "bias"),
 }  # fmt: skip
 """Names that the converter changes itself, by the end of those in transformers."""
 

@@ -238,6 +238,11 @@ CASES = {
 ROUNDED = ("GLM-4 MoE", "ERNIE 4.5 MoE", "DeepSeek V3", "Gemma")
 """Families that are described in bfloat16, too; `make test-all` takes all."""
 
+HYBRID = {
+    "granitehybrid", "qwen35", "qwen35moe", "qwen3next", "falcon-h1", "nemotron_h", "lfm2moe",
+}  # fmt: skip
+"""Architectures that `test_gguf_hybrids` tests."""
+
 each_family = pytest.mark.parametrize("name", CASES)
 
 
@@ -399,5 +404,5 @@ def test_the_distance_of_longrope(write: Callable[..., Path]) -> None:
 
 
 def test_every_row_is_tested() -> None:
-    others = {MODELS[name][0] for name in MODELS} | {"gpt-oss"}
+    others = {MODELS[name][0] for name in MODELS} | {"gpt-oss"} | HYBRID
     assert others | {case.architecture for case in CASES.values()} == ARCHITECTURES.keys()

@@ -1,6 +1,7 @@
 """GGUF files of models with recurrent layers: the same logits as of the model that they were written from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
+from h2o_stream.native.mixers import GatedDelta
 from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.sources import ModelFile
 from tests.gguf_files import write_model
@@ -36,6 +38,7 @@ from tests.test_gguf_families import (
     served_logits,
 )  # fmt: skip
 from tests.test_gguf_names import THETA
+from tests.test_runtime import keep_all
 
 LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}
 NORM = {"attention.layer_norm_rms_epsilon": 1e-6}
@@ -76,10 +79,17 @@ def qwen_with_experts(architecture: str, *kinds: str) -> tuple[str, Callable[[],
 
 
 def nemotron(feed_forward: str, **settings: Any) -> Callable[[], Any]:
-    return model("NemotronH", **{key: SIZES[key] for key in SIZES if key != "num_hidden_layers"},
+    """Without a limit of steps in prompts, which no file has."""
+    make = model("NemotronH", **{key: SIZES[key] for key in SIZES if key != "num_hidden_layers"},
         layer_types=["linear_attention", feed_forward, "full_attention", feed_forward], mamba_num_heads=8,
-        mamba_head_dim=16, n_groups=2, ssm_state_size=32, layer_norm_epsilon=1e-6, time_step_min=0.0,
-        **settings)  # fmt: skip
+        mamba_head_dim=16, n_groups=2, ssm_state_size=32, layer_norm_epsilon=1e-6, **settings)  # fmt: skip
+
+    def unlimited() -> Any:
+        made = make()
+        made.model.layers[0].mixer.time_step_limit = (0.0, float("inf"))
+        return made
+
+    return unlimited
 
 
 NEMOTRON_KEYS: dict[str, Any] = {
@@ -100,8 +110,13 @@ CASES = {
     "Qwen3-Next": qwen_with_experts("qwen3next", "Qwen3Next"),
     "Falcon-H1": (
         "falcon-h1",
-        model("FalconH1", **{**SIZES, **STATE_SPACE, **THETA, "mamba_n_groups": 2, "mamba_d_ssm": 128}, rms_norm_eps=1e-6,
-        mamba_rms_norm=True, mamba_norm_before_gate=False),
+        model(
+            "FalconH1",
+            **{**SIZES, **STATE_SPACE, **THETA, "mamba_n_groups": 2, "mamba_d_ssm": 128},
+            rms_norm_eps=1e-6,
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+        ),
         {**COMMON, **STATE_SPACE_KEYS, "ssm.group_count": 2},
     ),
     "Falcon-H1 without norms": (
@@ -110,14 +125,30 @@ CASES = {
         {**COMMON, **STATE_SPACE_KEYS, "ssm.group_count": 1},
     ),
     "Nemotron-H": (
-        "nemotron_h", nemotron("mlp"), {**NEMOTRON_KEYS, "feed_forward_length": [0, 96, 0, 96]},
+        "nemotron_h",
+        nemotron("mlp"),
+        {**NEMOTRON_KEYS, "feed_forward_length": [0, 96, 0, 96]},
     ),
     "LFM2 with experts": (
         "lfm2moe",
-        model("Lfm2Moe", **THETA, **{**EXPERTS, **SMALL}, norm_eps=1e-6, num_dense_layers=1, layer_types=["conv",
-        "full_attention"] * 2),
-        {**COMMON, **EXPERT_KEYS, **SMALL_KEYS, "attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3,
-        "vocab_size": 64, "leading_dense_block_count": 1, "expert_gating_func": 2},
+        model(
+            "Lfm2Moe",
+            **THETA,
+            **{**EXPERTS, **SMALL},
+            norm_eps=1e-6,
+            num_dense_layers=1,
+            layer_types=["conv", "full_attention"] * 2,
+        ),
+        {
+            **COMMON,
+            **EXPERT_KEYS,
+            **SMALL_KEYS,
+            "attention.head_count_kv": [0, 2, 0, 2],
+            "shortconv.l_cache": 3,
+            "vocab_size": 64,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+        },
     ),
 }
 each_case = pytest.mark.parametrize("name", CASES)
@@ -135,15 +166,34 @@ def test_as_transformers_has_them(name: str, tmp_path: Path) -> None:
     assert difference_of(logits_of(loaded.model), logits_of(CASES[name][1]())) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @each_case
-def test_described_from_the_file(name: str, dtype: str, tmp_path: Path) -> None:
-    """Without torch: the same matrices and numbers as of the model, and the same logits."""
+def test_described_from_the_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch: the same matrices and numbers as of the model, and the same logits; packed before, too."""
     path = written(name, tmp_path, GGMLQuantizationType.Q8_0)
-    loaded = load(ModelConfig(str(path), dtype=dtype)).model
-    assert difference(ModelFile(str(path), path, dtype).describe(print), describe(loaded)) == ""
-    if dtype == "float32":
-        assert difference_of(served_logits(path), logits_of(loaded)[PROMPT - 1 :]) < 2e-3
+    expected = load(ModelConfig(str(path), dtype="float32")).model
+    assert difference(ModelFile(str(path), path, "float32").describe(print), describe(expected)) == ""
+    assert difference_of(served_logits(path), logits_of(expected)[PROMPT - 1 :]) < 2e-3
+    keep_all(tmp_path, monkeypatch)
+    for dtype in ("float32", "bfloat16"):
+        described = ModelFile(str(path), path, dtype).describe(print, print)
+        assert len([*(tmp_path / "cache" / "packed").glob("*/model.safetensors")]) == 1
+        loaded = expected if dtype == "float32" else load(ModelConfig(str(path), dtype=dtype)).model
+        assert difference(described, describe(loaded)) == ""
+
+
+def test_what_differs_is_found(tmp_path: Path) -> None:
+    """Also where weights are in another order than transformers', and packed in another way."""
+    for name in ("Qwen3-Next", "Qwen 3.5 with more value heads"):
+        path = written(name, tmp_path, GGMLQuantizationType.Q8_0)
+        loaded = load(ModelConfig(str(path), dtype="float32")).model
+        described = ModelFile(str(path), path, "float32").describe(print)
+        first = described.layers[0].mixer
+        assert isinstance(first, GatedDelta)
+        swapped = replace(first.columns, value=first.columns.gate, gate=first.columns.value)
+        turned = replace(first, out_in_turns=not first.out_in_turns)
+        for mixer in (replace(first, columns=swapped), turned, replace(first, rate=first.rate * 1.01)):
+            layers = [replace(described.layers[0], mixer=mixer), *described.layers[1:]]
+            assert "mixer of 0 of layers" in difference(replace(described, layers=layers), describe(loaded))
 
 
 @each_case

@@ -129,7 +129,6 @@ FAMILIES = {
     "qwen3next": Family("qwen3_next", _QWEN_EXPERTS, norm_offset=1.0, derived=gguf_hybrids.qwen_config),
     "falcon-h1": Family("falcon_h1", derived=gguf_hybrids.falcon_config),
     "nemotron_h": Family("nemotron_h", _NEMOTRON, derived=gguf_hybrids.nemotron_config),
-    "nemotron_h_moe": Family("nemotron_h", _NEMOTRON | _SHARED, derived=gguf_hybrids.nemotron_config),
     "lfm2moe": Family("lfm2_moe", _LFM2_EXPERTS, derived=gguf_hybrids.convolution_config),
     "command-r": Family("cohere", {"logit_scale": "logit_scale"}),
     "cohere2": Family("cohere2", {"logit_scale": "logit_scale"}, full_every=4),
@@ -216,6 +215,8 @@ class FamilyProcessor(Qwen2MoeTensorProcessor):
         if layer := re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", hf_name):
             for name in _NAMES.get(layer[2], ()):
                 gguf_to_hf_name_map[f"blk.{layer[1]}.{name}"] = qual_name + hf_name
+        elif hf_name in gguf_hybrids.OUTSIDE:
+            gguf_to_hf_name_map[gguf_hybrids.OUTSIDE[hf_name]] = qual_name + hf_name
 
     def process(self, weights: np.ndarray[Any, Any], name: str, **kwargs: Any) -> GGUFTensor:
         """Revert what the converter has done to a tensor."""

@@ -29,8 +29,30 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     QUERIES_TO_GATES: ("attn_qkv.weight", "attn_gate.weight"),
     "linear_attn.in_proj_ba.weight": ("ssm_ba.weight",),
     "pre_ff_layernorm.weight": ("ffn_norm", "ffn_norm.weight"),
+    "norm.weight": ("attn_norm.weight",),
+    "mixer.A_log": ("ssm_a",),
+    "mixer.D": ("ssm_d",),
     "mixer.dt_bias": ("ssm_dt.bias",),
+    "mixer.conv1d.bias": ("ssm_conv1d.bias",),
     "mixer.gate.e_score_correction_bias": ("exp_probs_b.bias",),
+    **{
+        f"mixer.{part}.weight": (f"{name}.weight",)
+        for part, name in {
+            "in_proj": "ssm_in",
+            "conv1d": "ssm_conv1d",
+            "norm": "ssm_norm",
+            "out_proj": "ssm_out",
+            "q_proj": "attn_q",
+            "k_proj": "attn_k",
+            "v_proj": "attn_v",
+            "o_proj": "attn_output",
+            "up_proj": "ffn_up",
+            "down_proj": "ffn_down",
+            "gate": "ffn_gate_inp",
+            "shared_experts.up_proj": "ffn_up_shexp",
+            "shared_experts.down_proj": "ffn_down_shexp",
+        }.items()
+    },
     "feed_forward.expert_bias": ("exp_probs_b.bias",),
     **{
         f"feed_forward.experts.{name}": tensors
@@ -42,6 +64,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     },
 }
 """As `gguf_families` lists them."""
+
+
+OUTSIDE: Mapping[str, str] = {
+    "model.embeddings.weight": "token_embd.weight",
+    "model.norm_f.weight": "output_norm.weight",
+}
+"""Tensors outside of layers by weights of Nemotron-H."""
 
 
 def layer_count(get: Get) -> int:

@@ -133,8 +133,8 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
     if others and all(len(part.shape) == 2 for part in (tensor, *others)) and len(shape) == 2:
         first, *rest = sorted((tensor, *others), key=lambda part: part.name)  # the gate, then up
         if name.endswith(QUERIES_TO_GATES):
-            order = torch.from_numpy(rows_by_key_head(source.config))
-            return replace(weight, tensor=rest[0], others=(first,), same_rows=True, order=order)
+            by_key_head = torch.from_numpy(rows_by_key_head(source.config))
+            return replace(weight, tensor=rest[0], others=(first,), same_rows=True, order=by_key_head)
         return replace(weight, tensor=first, others=tuple(rest), same_rows=True)
     if others or tensor.shape != shape:
         return weight

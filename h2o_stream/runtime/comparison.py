@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Description, Matrix
+from h2o_stream.native.mixers import GatedDelta
+from h2o_stream.runtime.delta_comparison import layout_differences
 from h2o_stream.runtime.weights import as_floats
 
 _ROUNDING = 1e-6
@@ -29,6 +31,12 @@ def difference(ours: Description, theirs: Description) -> str:
 def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
     if isinstance(ours, Matrix) and isinstance(theirs, Matrix):
         yield from _matrices(name, ours, theirs)
+    elif isinstance(ours, GatedDelta) and isinstance(theirs, GatedDelta) and _layout(ours) != _layout(theirs):
+        same = {key: getattr(ours, key) for key in ("projections", "columns", "out", "out_in_turns")}
+        if found := next(_differences(name, ours, replace(theirs, **same)), ""):
+            yield found
+        else:
+            yield from layout_differences(name, ours, theirs)
     elif is_dataclass(ours) and type(ours) is type(theirs):
         for field in fields(ours):
             mine, other = getattr(ours, field.name), getattr(theirs, field.name)
@@ -46,6 +54,10 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
             yield f"{name}: other numbers"
     elif ours != theirs:
         yield f"{name}: {ours} and {theirs}"
+
+
+def _layout(mixer: GatedDelta) -> tuple[Any, ...]:
+    return mixer.columns, len(mixer.projections), mixer.out_in_turns
 
 
 def _matrices(name: str, ours: Matrix, theirs: Matrix) -> Iterator[str]:

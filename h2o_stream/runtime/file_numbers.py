@@ -33,10 +33,10 @@ def row_orders(architecture: Architecture, parameters: Parameters) -> Orders:
             orders[name] = (numpy.arange(heads)[:, None] * parameters.head_size + head).ravel()
     mixer = parameters.mixer
     if architecture.heads_in_turns and mixer and mixer.heads != mixer.key_heads:  # heads that share keys together
-        heads = numpy.arange(mixer.heads).reshape(-1, mixer.key_heads).T.ravel()
-        values = (heads[:, None] * mixer.value_size + numpy.arange(mixer.value_size)).ravel()
+        turns = numpy.arange(mixer.heads).reshape(-1, mixer.key_heads).T.ravel()
+        values = (turns[:, None] * mixer.value_size + numpy.arange(mixer.value_size)).ravel()
         keys = numpy.arange(2 * mixer.key_heads * mixer.key_size)
-        orders |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), heads) | {"attn_gate": values}
+        orders |= dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), turns) | {"attn_gate": values}
         orders |= dict.fromkeys(("attn_qkv", "ssm_conv1d"), numpy.concatenate((keys, len(keys) + values)))
     return orders
 
