@@ -142,11 +142,15 @@ def _steps(
         cache.engine_note = "eager: policy full keeps transformers' own cache"
         return None
     if engine == "eager":
+        if cache.plan.memory:
+            raise ConfigError("--memory needs native steps; leave out --engine eager, or take --memory off")
         cache.engine_note = "eager: --engine eager"
         return None
     cache.kernels = kernels.make_kernels()
     found = native_steps.make_stepper(model, cache, verification)
     if isinstance(found, str):
+        if cache.plan.memory:
+            raise ConfigError(f"--memory needs native steps, but {found}; take --memory off")
         if not graph_steps.why_not(cache, input_device(model)):
             cache.engine_note = "eager, captured as a CUDA graph"
             return graph_steps.GraphSteps(model.forward, cache)

@@ -58,7 +58,8 @@ def state_of(cache: WindowRules[Any, Any], recurrent: Mapping[str, Array] = Mapp
     windows = [[(window.heads, window.share) for window in spec.windows] for spec in cache.specs]
     state["budgets"] = encode_json({"groups": windows, "windows": list(cache.windows.sizes)})
     state[FINGERPRINT] = encode_json(_fingerprint(cache, state))
-    return checksummed(state)
+    memory, sealed = cache.memory.state() if cache.memory else ({}, {})
+    return checksummed(state | memory) | sealed
 
 
 def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None:
@@ -90,6 +91,8 @@ def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None
         group.queries_per_key = queries_per_key[number]
         group.load(arrays)
         group.filled = filled[number]
+    if cache.memory is not None:
+        cache.memory.load(state, len(cache.tokens.lengths))
     cache.first_prompt = prompt
     cache.windows.pins, cache.windows.transient = (_ranges(state, name) for name in _RANGES)
     if not 0 < cache.seen_tokens <= columns:
@@ -146,4 +149,6 @@ def _fingerprint(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> di
     begin = f"{next(number for number, spec in enumerate(cache.specs) if spec.attends)}."
     keys = next((name for name in state if name.startswith(begin) and name.endswith(".keys")), f"{begin}keys")
     fingerprint = {"dtype": dtype_of(require_array(state, keys)), "model": cache.model_digest()}
-    return fingerprint | {"policy": asdict(cache.plan), "policy's source": policy_source(cache.plan)}
+    policy = asdict(cache.plan)
+    policy |= {"memory": True} if policy.pop("memory") else {}  # of any size
+    return fingerprint | {"policy": policy, "policy's source": policy_source(cache.plan)}

@@ -43,6 +43,24 @@ class HeadShape(NamedTuple):
     value_size: int
 
 
+class MemoryPart(NamedTuple):
+    """The part of a memory that belongs to a group of heads.
+
+    Attributes:
+        memory: a `TokenMemory`.
+        first: index of its first head.
+        centre: index of its first centre.
+        scan: where it begins in a segment, in bytes, for what is scanned.
+        data: the same for the rest.
+    """
+
+    memory: Any
+    first: int
+    centre: int
+    scan: int
+    data: int
+
+
 class GroupRules(ABC):
     """The rules of one head group.
 
@@ -62,6 +80,7 @@ class GroupRules(ABC):
         dtype: of keys and values in full precision, once allocated.
         device: of the slots, once allocated.
         watch: gets the attention of each chunk; see `HeadGroup`.
+        memory: where it keeps what it evicts; None for nowhere.
         schedule: how many tokens the group holds, by how many it has seen; see `set_schedule`.
         span: with ``gap``, the distance up to which distances are true.
         protection: what must not be evicted.
@@ -80,6 +99,7 @@ class GroupRules(ABC):
     dtype: Any
     device: Any = "cpu"
     watch: Any = None
+    memory: MemoryPart | None = None
 
     def __init__(self, plan: CachePlan, tokens: TokenCount | None = None, revision: Revision | None = None) -> None:
         self.plan = plan

@@ -131,6 +131,9 @@ class H2OCache(WindowedCache):
             for holder in self.holders:
                 holder.select_rows(beam_idx)
             self.tokens.select_rows(beam_idx.tolist())
+            if self.memory is not None:
+                self.memory.select_rows(beam_idx.tolist())
+                self._revision.bump()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows."""
@@ -158,6 +161,7 @@ class H2OCache(WindowedCache):
             self.begin(new)
         counts = padding.counts if padding else (new,) * batch
         self._arriving = counts, new
+        self.make_memory_room([*map(sum, zip(lengths, counts, strict=True))])
         self._held_rows = HeldRows(self.recurrent_layers, [row for row, count in enumerate(counts) if not count])
         kwargs["h2o_cache"] = self
         if self.plan.positions != "absolute":

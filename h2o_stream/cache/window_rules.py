@@ -11,6 +11,7 @@ from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import Array
+from h2o_stream.cache.token_memory import HeadBytes, TokenMemory
 from h2o_stream.cache.window_assignment import LayerWindows, WindowAssignment, check_not_evicted, still_needed
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError
@@ -35,6 +36,7 @@ class WindowRules(ABC, Generic[Spec, Group]):
         first_prompt: tokens of the first prompt of the stream, if the windows are ratios of it and it is known; or 0.
         tokens: counts the tokens of the stream.
         windows: the windows of the heads, and the pins.
+        memory: what the heads that retrieve have evicted, or None.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ...".
         torn: a forward or a reset was cut off halfway; only `reset` helps.
         stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
@@ -45,6 +47,8 @@ class WindowRules(ABC, Generic[Spec, Group]):
     plan: CachePlan
     tokens: TokenCount
     windows: WindowAssignment
+    memory: TokenMemory | None = None
+    _memory_shapes: tuple[Sequence[HeadShape], Sequence[HeadBytes]] = (), ()
     engine_note = ""
     torn = False
     stream_number = 0
@@ -63,6 +67,34 @@ class WindowRules(ABC, Generic[Spec, Group]):
         self.make_groups(self._revision)
         self.windows = WindowAssignment(self.plan, self.specs, self.max_distance, pins, transient)
         self.assign_windows()
+        self.memory = TokenMemory(self.plan.memory, self.memory) if self.plan.memory else None
+        self.assign_memory(*self._memory_shapes)
+
+    def assign_memory(self, shapes: Sequence[HeadShape], sizes: Sequence[HeadBytes]) -> None:
+        """Give the heads that retrieve their parts of the memory, if there is one.
+
+        Args:
+            shapes: of the heads of each layer.
+            sizes: bytes of each in a segment.
+        """
+        self._memory_shapes = shapes, sizes
+        if self.memory is not None and shapes:
+            groups = [self.groups_of(number) if spec.evicts else () for number, spec in enumerate(self.specs)]
+            windows = [spec.windows if spec.evicts else () for spec in self.specs]
+            self.memory.assign(groups, windows, shapes, sizes)
+            self._revision.bump()
+
+    def make_memory_room(self, lengths: Sequence[int]) -> None:
+        """Make room in the memory for rows of so many tokens.
+
+        Raises:
+            H2OStreamError: there is none on disk.
+        """
+        if self.memory is not None:
+            if not self.memory.rows:
+                self.memory.begin(len(lengths))
+                self._revision.bump()
+            self.memory.make_room(lengths)
 
     def start_stream(self) -> None:
         """Count from 0 again, with all slots released and without transient tokens; pins stay."""
@@ -72,6 +104,8 @@ class WindowRules(ABC, Generic[Spec, Group]):
         self.first_prompt = 0
         self.windows.transient = ()
         self.assign_windows()
+        if self.memory is not None:
+            self.memory.reset()
         self.stream_number += 1
 
     @abstractmethod
@@ -259,6 +293,8 @@ class WindowRules(ABC, Generic[Spec, Group]):
 
     def make_room(self) -> None:
         """Allocate slots for a token of each row, which a native step does not."""
+        if self.memory is not None:
+            self.make_memory_room([length + 1 for length in self.tokens.lengths])
         if not self._stage_ends.isdisjoint(self.tokens.lengths):
             for group in self.head_groups:
                 group.fit([length + more for length in self.tokens.lengths for more in (0, 1)])
@@ -272,6 +308,7 @@ class WindowRules(ABC, Generic[Spec, Group]):
             lengths: tokens of every row, now and after each chunk.
             rows: B.
         """
+        self.make_memory_room([max(lengths)] * rows)
         for number, shape in enumerate(shapes):
             for group in self.groups_of(number):
                 if group.is_initialized:

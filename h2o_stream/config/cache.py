@@ -51,10 +51,23 @@ keys of the first would widen the grids of all others. 8 bits lose nothing even 
 of the newest."""
 
 
+MEMORY_BYTES = 4 << 30
+"""Limit of the memory of a stream on disk, with ``auto``."""
+
+MEMORY_SHARE = 0.4
+"""Fraction of the KV heads that have a memory, at most: those that retrieve most."""
+
+MEMORY_DISTANCE = 1024
+"""Largest distance at which a token in memory is seen, in tokens."""
+
+MEMORY_CANDIDATES, MEMORY_MATCHES = 256, 16
+"""Tokens that sketches find for each query, about, and tokens in memory that it attends to."""
+
+
 @dataclass(frozen=True)
 class CachePlan:
     """A `CacheConfig` with all defaults filled in. Counts are tokens per layer and KV head, means if budgets are
-    measured.
+    measured. `memory` is in bytes on disk, 0 is none.
 
     ``window == sinks + heavy + recent``; ``span + window + chunk`` is the largest distance RoPE can meet.
     """
@@ -72,6 +85,7 @@ class CachePlan:
     seed: int = 0
     budgets: Budgets = "equal"
     long_term: float = 0.0
+    memory: int = 0
 
     @property
     def rule(self) -> str:
@@ -114,6 +128,8 @@ class CacheConfig:
         long_term: weight of the long-term score of ``h2o``; 0 disables it, which saves four bytes per slot.
         device: ``auto`` keeps keys and values where each layer computes; ``cpu`` keeps them in host memory and attends
             there, so that only the new token's are transferred.
+        memory: what retrieval heads evict is kept on disk and searched by attention: ``off``, ``auto``, or at most so
+            many bytes for each stream, of which the oldest go first.
 
     Raises:
         ConfigError: a value is outside its limits, naming value, limit and option.
@@ -135,6 +151,7 @@ class CacheConfig:
     long_term: float | None = None
     cache_size: int | None = None
     device: CacheDevice = "auto"
+    memory: int | Literal["off", "auto"] = "off"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -163,6 +180,8 @@ class CacheConfig:
             raise ConfigError(f"kv_bits is {self.kv_bits}; --kv-bits takes one of {', '.join(map(str, KV_BITS))}")
         if self.cache_size is not None:
             self._check_size()
+        if self.memory != "off":
+            self._check_memory()
         if self.policy == "full":
             if self.device == "disk":
                 raise ConfigError(
@@ -205,6 +224,20 @@ class CacheConfig:
                 f"cache_size is {size}, which chooses the window; --cache-size goes without --window "
                 "and without --heavy-ratio and --recent-ratio"
             )
+
+    def _check_memory(self) -> None:
+        size = self.memory
+        if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ConfigError(f"memory is {size!r}; --memory takes off, auto or a number of bytes, such as 1GiB")
+        if self.policy == "full":
+            raise ConfigError("policy full evicts nothing; --memory needs another --policy")
+        if self.device != "auto":
+            raise ConfigError(f"memory needs keys and values where layers compute, not --cache-device {self.device}")
+        if (self.positions or POLICIES[self.policy].positions) == "absolute":
+            raise ConfigError("memory needs keys that are not rotated yet; take --positions gap, or --memory off")
+
+        if self.chunk is not None and not 0 < self.chunk <= MEMORY_DISTANCE:
+            raise ConfigError(f"chunk is {self.chunk}; with --memory, --chunk takes 1 to {MEMORY_DISTANCE} tokens")
 
     def _check_ratios(self) -> None:
         for name in ("heavy_ratio", "recent_ratio"):
@@ -293,4 +326,5 @@ class CacheConfig:
             self.seed,
             self.budgets or defaults.budgets,
             long_term,
+            self.memory if isinstance(self.memory, int) else {"off": 0, "auto": MEMORY_BYTES}[self.memory],
         )

@@ -146,7 +146,7 @@ class AttentionLayer(Structure):
         pointer1="rope",
         int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
         pointer2="sink_logits",
-        int6="chunked",
+        int6="chunked memory_distance memory_candidates memory_matches",
     )
 
 
@@ -154,9 +154,11 @@ class Slots(Structure):
     """The slots of some KV heads of one stream in one layer."""
 
     _fields_ = _fields(
-        pointer="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads "
+        pointer1="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads "
         "pins transient",
-        int="head_count slot_count recent span evictions pin_count transient_count",
+        int1="head_count slot_count recent span evictions pin_count transient_count",
+        pointer2="memory_segments memory_counts memory_centres",
+        int2="memory_scan memory_data",
     )
 
 
@@ -394,6 +396,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         c_int64,
         [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int64],
     ),
+    "h2o_memory_layout": (None, [c_int64, c_int64, c_void_p]),
     "h2o_cpu_supports": (c_int64, [c_int64]),
     "h2o_cpu_multiplies_bfloat16": (c_int64, []),
     "h2o_library_instructions": (c_int64, []),

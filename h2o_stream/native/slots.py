@@ -6,14 +6,16 @@ The arrays of a head group may be tensors of torch or arrays of numpy; nothing h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import CDLL
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from h2o_stream import config
-from h2o_stream.cache.group_rules import GroupRules
+from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.ranks import rank_dtype
+from h2o_stream.cache.token_memory import HeadBytes
 from h2o_stream.native.abi import (
     SLOTS,
     Array,
@@ -53,6 +55,13 @@ def why_not(group: GroupRules) -> str:
     return ""
 
 
+def memory_bytes(native: CDLL, shape: HeadShape) -> HeadBytes:
+    """What a head of this shape takes of a segment of the memory."""
+    layout = numpy.zeros(3, numpy.int64)
+    native.h2o_memory_layout(shape.key_size, shape.value_size, pointer(layout, "int64", 3))
+    return HeadBytes(*layout.tolist())
+
+
 class BoundLayer:
     """The slots of a decoder layer or of one head group, by address. Valid for one revision of the cache.
 
@@ -85,6 +94,10 @@ class BoundLayer:
         attention.layer_index = int(first.layer)
         attention.rope_rows, attention.rotary_dims = (0, 0) if rope is None else rope.shape
         attention.rope = pointer(rope, "float32", attention.rope_rows * attention.rotary_dims)
+        remembering = any(group.memory for group in head_groups)
+        attention.memory_distance = min(config.MEMORY_DISTANCE, attention.rope_rows - 1) if rope is not None else 0
+        attention.memory_candidates = config.MEMORY_CANDIDATES
+        attention.memory_matches = config.MEMORY_MATCHES if remembering else 0
         attention.in_bfloat16 = dtype_name(first.dtype) == "bfloat16"
         attention.kv_bits = plan.kv_bits
         attention.exact_sinks = first.exact_sinks
@@ -104,7 +117,10 @@ class BoundLayer:
         table = self.head_groups[0].table
         if table is None:
             return None
-        return table.on_cpu(max(group.max_distance(group.num_slots + new_tokens) for group in self.head_groups))
+        distances = [group.max_distance(group.num_slots + new_tokens) for group in self.head_groups]
+        if any(group.memory for group in self.head_groups):
+            distances.append(config.MEMORY_DISTANCE + 1)
+        return table.on_cpu(max(distances))
 
     @staticmethod
     def _fill(rows: Any, attention: AttentionLayer, group: GroupRules, heads: NDArray[Any]) -> None:
@@ -114,6 +130,12 @@ class BoundLayer:
             first = pointer(array, dtype, len(rows) * count)
             if array is not None:
                 rows[name] = first + row_bytes(array) * numpy.arange(len(rows))
+        if group.memory is not None:
+            memory, first, centre, rows["memory_scan"], rows["memory_data"] = group.memory
+            rows["memory_segments"] = [pointer(row.addresses, "int64", 1) for row in memory.rows]
+            rows["memory_counts"] = [pointer(row.counts[first:], "int64", len(heads)) for row in memory.rows]
+            floats = len(heads) * (attention.head_size + 1)
+            rows["memory_centres"] = [pointer(row.centres[centre:], "float32", floats) for row in memory.rows]
         rows["heads"], rows["head_count"] = pointer(heads, "int32", len(heads)), len(heads)
         rows["slot_count"], rows["recent"], rows["span"] = (
             group.num_slots,

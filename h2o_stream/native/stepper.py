@@ -17,7 +17,7 @@ from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS, Array, pointer
 from h2o_stream.native.description import DENSE, NativeModel
-from h2o_stream.native.slots import BoundLayer, why_not
+from h2o_stream.native.slots import BoundLayer, memory_bytes, why_not
 from h2o_stream.native.threads import num_threads
 
 MAX_ROWS = 64
@@ -80,6 +80,7 @@ class Stepper:
                 temperature = described.attention.temperature if described.attention else None
                 if temperature and temperature.of_positions:
                     layer.temperature = 0.0
+        cache.assign_memory(self._shapes, [memory_bytes(native, shape) for shape in self._shapes])
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
         self.takes_prompts = dense_prompts or not any(x.kind in _DENSE for x in model.description.matrices)

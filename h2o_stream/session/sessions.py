@@ -7,7 +7,6 @@ written first, so a turn whose line is missing can be recovered from it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,12 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from safetensors import SafetensorError, safe_open
-
 from h2o_stream.cache.state import Array, State
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import PRIVATE, data_folder, private_data_folder, write_atomically
-from h2o_stream.session.state_format import decode_state, encode_state
+from h2o_stream.resources import data_folder, private_data_folder
+from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record
 
 MAX_STATES = 8
@@ -31,56 +28,6 @@ _SESSIONS = "sessions"
 _NAME = re.compile(r"\w[\w.-]{0,63}")
 _NAME_BYTES = 255
 """The limit of file systems."""
-
-
-class StateFiles:
-    """The files ``state-N.safetensors`` of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def write(self, line: int, state: Mapping[str, Array], record: Mapping[str, Any]) -> None:
-        """Save the state after a line, together with the record of that line.
-
-        Raises:
-            OSError: for example, the disk is full.
-        """
-        data = encode_state(state, {"line": json.dumps(record, ensure_ascii=False)})
-        write_atomically(self._path(line), data, PRIVATE)
-
-    def read(self, line: int, turn: int) -> State | None:
-        """The state after a line, if it is the line of this turn; None if there is none or its header is damaged.
-
-        Raises:
-            DataError: the file is damaged.
-        """
-        record = self.record(line)
-        if record is None or record["turn"] != turn:
-            return None
-        path = self._path(line)
-        try:
-            return decode_state(path.read_bytes())
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{path}: damaged: {error}") from error
-
-    def record(self, line: int) -> dict[str, Any] | None:
-        """The record of a turn's line; None if its state is missing or damaged."""
-        try:
-            with safe_open(self._path(line), "np") as file:
-                record: dict[str, Any] = json.loads(file.metadata()["line"])
-                return record if "turn" in record else None
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError):
-            return None
-
-    def keep(self, predicate: Callable[[int], bool]) -> None:
-        """Keep the states after the lines that satisfy the predicate, and delete all others."""
-        for path in self._folder.glob("state-*.safetensors"):
-            with suppress(ValueError, OSError):
-                if not predicate(int(path.stem.removeprefix("state-"))):
-                    path.unlink(missing_ok=True)
-
-    def _path(self, line: int) -> Path:
-        return self._folder / f"state-{line:08}.safetensors"
 
 
 class Session:

@@ -76,7 +76,8 @@ class Checkpoint:
 
 
 def _num_bytes(states: Mapping[int, State]) -> int:
-    return sum(array.nbytes for state in states.values() for array in state.values())
+    arrays = {id(array): array for state in states.values() for array in state.values()}  # some are shared
+    return sum(array.nbytes for array in arrays.values())
 
 
 class Transactions:

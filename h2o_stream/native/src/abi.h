@@ -110,6 +110,10 @@ struct AttentionLayer {
   int64_t exact_sinks, residual;
   const float* sink_logits;  // [query_heads] or null: a logit of each query head that stands for no token
   int64_t chunked;           // sliding_window is the length of pieces of the text that do not see each other
+  // The memory of evicted tokens (memory.h), for groups that have one.
+  int64_t memory_distance;    // the largest at which RoPE sees them; so many of the newest are compared exactly
+  int64_t memory_candidates;  // older tokens that are compared exactly, of each query, about
+  int64_t memory_matches;     // tokens that a query attends to
 };
 
 constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
@@ -137,6 +141,10 @@ struct Slots {
   int64_t recent, span;  // protected newest tokens; largest distance kept as is (kGap)
   int64_t evictions;     // number of evictions caused by the next token; 0 while slots are empty
   int64_t pin_count, transient_count;
+  const int64_t* memory_segments;     // [n] addresses of the memory's segments, in order; null without a memory
+  int64_t* memory_counts;             // [heads]: tokens in memory
+  float* memory_centres;              // [heads][D + 1]: of sketches, and the unit of their norms
+  int64_t memory_scan, memory_data;   // where the group's part of a segment begins, in bytes; see memory.h
 };
 
 // ---- the model ------------------------------------------------------------------------------------------------------

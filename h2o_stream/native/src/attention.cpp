@@ -8,8 +8,8 @@ using namespace slot_kernels;
 
 void DecodeAttention::reserve(int64_t streams, int64_t query_heads, int64_t value_size, int64_t slots,
                               int64_t threads) {
-  query_heads_ = query_heads;
-  max_slots_ = simd::padded(slots, 16), blocks_ = simd::padded(slots, kBlockSlots) / kBlockSlots;
+  query_heads_ = query_heads, streams_reserved_ = streams;
+  max_slots_ = simd::padded(slots, 16), blocks_ = simd::padded(slots, kBlockSlots) / kBlockSlots + 1;
   const int64_t heads = streams * query_heads;
   probs_.reserve(heads * max_slots_);
   maxima_.reserve(heads * blocks_);
@@ -30,7 +30,9 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
     scratch.distances.reserve(kBlockSlots);
     scratch.key_params.reserve(6 * std::max(layer.head_size, layer.value_size));
     scratch.accum.reserve(layer.query_heads / layer.kv_heads * layer.value_size);
+    if (layer.memory_matches) scratch.search.reserve(layer);
   }
+  if (layer.memory_matches) near_.reserve(streams_reserved_ * query_heads_ * memory::near_stride(layer));
 }
 
 void DecodeAttention::insert_token(const HeadSlots& head, int64_t slot, int32_t token_index, const float* key,
@@ -79,6 +81,23 @@ void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range 
     sums_[block_number(stream, first + q, block)] = exp_and_sum(logits, slots.size(), maximum);
   }
   accumulate_values(head, stream, exact, quantized, scratch);
+}
+
+// Attends to the memory with one query of a head, as to a block of slots behind the last one.
+void DecodeAttention::attend_memory(const HeadSlots& head, const memory::HeadMemory& memory, int64_t stream,
+                                    int64_t query, Scratch& scratch) {
+  const AttentionLayer& layer = *layer_;
+  const float* queries = scratch.queries.at(query * simd::padded(layer.head_size));
+  std::vector<memory::Match>& matches = scratch.search.find(layer, memory, queries, float(layer.scaling),
+                                                            near(stream, head.first_query() + query));
+  const int64_t block = block_number(stream, head.first_query() + query, memory_block(head.slots));
+  float maximum = kMinusInfinity, sum = 0;
+  for (const memory::Match& match : matches) maximum = std::max(maximum, match.logit);
+  for (memory::Match& match : matches) sum += match.logit = std::exp(match.logit - maximum);
+  maxima_[block] = maximum, sums_[block] = sum;
+  float* output = outputs_.at(block * layer.value_size);
+  std::fill_n(output, layer.value_size, 0.f);
+  memory::add_values(memory, matches, output);
 }
 
 // Applies scaling, softcap and the sliding window to logits.
@@ -155,9 +174,9 @@ void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantize
 void DecodeAttention::merge(int64_t stream, float* output, float* factors) const {
   for (int64_t group = 0; group < groups_; ++group) {
     const Slots& slots = slots_[stream][group];
-    const int64_t blocks = simd::padded(slots.slot_count, kBlockSlots) / kBlockSlots,
-                  heads = layer_->query_heads / layer_->kv_heads;
+    const int64_t heads = layer_->query_heads / layer_->kv_heads;
     for (int64_t local_head = 0; local_head < slots.head_count; ++local_head) {
+      const int64_t blocks = memory_block(slots) + (memory::HeadMemory(*layer_, slots, local_head).count() > 0);
       for (int64_t q = slots.heads[local_head] * heads; q < (slots.heads[local_head] + 1) * heads; ++q) {
         const float sink = layer_->sink_logits ? layer_->sink_logits[q] : kMinusInfinity;
         merge_head(block_number(stream, q, 0), blocks, sink, output + q * layer_->value_size, factors + q * blocks_);
@@ -221,7 +240,7 @@ void DecodeAttention::evict(const Worker& worker) {
     const HeadSlots head(*layer_, slots, local_head);
     const int32_t seen = token_indices_[stream] + 1;
     if (layer_->kv_bits < 16) head.quantize_oldest(seen, scratch_[worker.index].key_params.data());
-    head.evict(seen, worth);
+    head.evict(seen, worth, scratch_[worker.index].key_params.data());
     if (local_head == 0) *slots.seen = seen;
   });
 }

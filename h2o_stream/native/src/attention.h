@@ -1,7 +1,8 @@
 // Decode attention: one new token per stream over the slots of one layer.
 //
 // Slots are processed in fixed-size blocks, so results do not depend on the number of threads. Every block has its own
-// softmax, and the blocks are merged in order, as in split-K flash decoding. A token goes through four phases, which
+// softmax, and the blocks are merged in order, as in split-K flash decoding; the memory of evicted tokens is one more
+// block. A token goes through four phases, which
 // the caller separates by barriers: `attend`, `merge` for each stream, `update_scores`, `evict`.
 
 #pragma once
@@ -52,6 +53,7 @@ class DecodeAttention {
         attend_block(head, stream, {begin, std::min(begin + kBlockSlots, range.end)}, scratch);
       }
     });
+    if (layer_->memory_matches) attend_memories(worker, prepare);
   }
 
   // Writes a stream's attention output [query_heads][value_size], and the factor on each block's softmax.
@@ -76,7 +78,65 @@ class DecodeAttention {
     Buffer<float> queries, key, value, values, rotated, key_params, accum, worth;
     Buffer<int32_t> distances;
     Buffer<simd::Floats> products;
+    memory::Search search;
   };
+
+  // Attends to the memories of heads. Threads share the comparison with near tokens, then each takes some queries.
+  template <class Prepare>
+  void attend_memories(const Worker& worker, Prepare prepare) {
+    int64_t total = 0;
+    for_each_memory([&](int64_t, const HeadSlots&, const memory::HeadMemory& memory) { total += near_count(memory); });
+    if (!total) return;
+    const Range range = worker.partition(total, kBlockSlots);
+    Scratch& scratch = scratch_[worker.index];
+    const auto prepare_queries = [&](int64_t stream, const HeadSlots& head) {
+      prepare(stream, head.kv_head, scratch.queries.data(), nullptr, nullptr);
+      clear_padding(scratch.queries.data(), head.query_heads());
+    };
+    int64_t before = 0;
+    for_each_memory([&](int64_t stream, const HeadSlots& head, const memory::HeadMemory& memory) {
+      const int64_t count = near_count(memory), first = memory.first_near(*layer_);
+      const int64_t begin = std::max<int64_t>(range.begin - before, 0), end = std::min(range.end - before, count);
+      before += count;
+      if (begin >= end) return;
+      prepare_queries(stream, head);
+      memory::multiply_near(*layer_, memory, token_indices_[stream], scratch.queries.data(), head.query_heads(),
+                            first + begin, first + end, near(stream, head.first_query()),
+                            memory::near_stride(*layer_));
+    });
+    worker.barrier();
+    int64_t item = 0;
+    for_each_memory([&](int64_t stream, const HeadSlots& head, const memory::HeadMemory& memory) {
+      bool prepared = false;
+      for (int64_t query = 0; query < head.query_heads(); ++query) {
+        if (!worker.owns(item++)) continue;
+        if (!prepared) prepare_queries(stream, head);
+        prepared = true;
+        attend_memory(head, memory, stream, query, scratch);
+      }
+    });
+  }
+
+  // Calls `visit` for every head with tokens in memory.
+  template <class Visit>
+  void for_each_memory(Visit visit) const {
+    for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
+      const memory::HeadMemory memory(*layer_, slots, local_head);
+      if (memory.count()) visit(stream, HeadSlots(*layer_, slots, local_head), memory);
+    });
+  }
+
+  int64_t near_count(const memory::HeadMemory& memory) const { return memory.count() - memory.first_near(*layer_); }
+
+  // Products of a query head with the near keys of its memory.
+  float* near(int64_t stream, int64_t query_head) const {
+    return near_.at((stream * query_heads_ + query_head) * memory::near_stride(*layer_));
+  }
+
+  // The number of the block of a head's memory: behind those of its slots.
+  static int64_t memory_block(const Slots& slots) {
+    return simd::padded(slots.slot_count, kBlockSlots) / kBlockSlots;
+  }
 
   // Zeros behind each query, where a layer with larger heads may have left numbers.
   void clear_padding(float* queries, int64_t heads) const {
@@ -87,6 +147,8 @@ class DecodeAttention {
   static void insert_token(const HeadSlots& head, int64_t slot, int32_t token_indices, const float* key,
                            const float* value);
   void attend_block(const HeadSlots& head, int64_t stream, Range slots, Scratch& scratch);
+  void attend_memory(const HeadSlots& head, const memory::HeadMemory& memory, int64_t stream, int64_t query,
+                     Scratch& scratch);
   void scale_and_mask(const HeadSlots& head, Range slots, int32_t token_indices, float* logits) const;
   void accumulate_values(const HeadSlots& head, int64_t stream, Range exact, Range quantized, Scratch& scratch);
   void accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs, Scratch& scratch) const;
@@ -137,7 +199,8 @@ class DecodeAttention {
   const int32_t* token_indices_ = nullptr;
 
   int64_t query_heads_ = 0, max_slots_ = 0, blocks_ = 0;
-  Buffer<float> probs_, maxima_, sums_, outputs_;
+  int64_t streams_reserved_ = 0;
+  Buffer<float> probs_, maxima_, sums_, outputs_, near_;
   std::vector<Scratch> scratch_;
 };
 

@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "masks.h"
+#include "memory.h"
 #include "policies.h"
 #include "ranks.h"
 #include "rope.h"
@@ -61,8 +62,9 @@ struct HeadSlots {
 
   // Evicts the tokens of lowest worth and finds a free slot for the next token.
   //
-  // `seen` counts the tokens of the stream; `worth` is scratch of one element per slot.
-  void evict(int64_t seen, float* worth) const {
+  // `seen` counts the tokens of the stream; `worth` is scratch of one element per slot, `scratch` holds six keys or
+  // values.
+  void evict(int64_t seen, float* worth, float* scratch) const {
     if (slots.evictions == 0) {
       int64_t slot = exact == count ? 0 : exact;
       while (slot + 1 < count && index[slot] >= 0) ++slot;
@@ -80,6 +82,7 @@ struct HeadSlots {
       const float minimum = simd::reduce_min(worth + first, count - first);
       int64_t slot = first;
       while (slot + 1 < count && worth[slot] != minimum) ++slot;
+      if (const memory::HeadMemory memory(layer, slots, local_head); memory.exists()) remember(memory, slot, scratch);
       clear_slot(slot);
       *free = slot;
     }
@@ -110,6 +113,16 @@ struct HeadSlots {
   }
 
  private:
+  void remember(const memory::HeadMemory& memory, int64_t slot, float* scratch) const {
+    if (!memory::is_remembered(slots, index[slot])) return;
+    const int64_t size = std::max(layer.head_size, layer.value_size);
+    float *key = scratch, *value = scratch + size, *offsets = scratch + 2 * size, *scales = scratch + 3 * size;
+    if (layer.kv_bits < 16) store::key_params(store.key_range, layer.head_size, layer.kv_bits, offsets, scales);
+    store.read_key(slot, offsets, scales, key);
+    store.read_value(slot, value);
+    memory.append(index[slot], key, value);
+  }
+
   void requantize_keys(const float* old_offsets, const float* old_scales, float* offsets, float* scales,
                        float* key) const {
     store::key_params(store.key_range, layer.head_size, layer.kv_bits, offsets, scales);

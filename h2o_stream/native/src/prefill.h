@@ -8,6 +8,7 @@
 
 #include "abi.h"
 #include "buffer.h"
+#include "memory.h"
 #include "store.h"
 
 namespace prefill {
@@ -50,6 +51,11 @@ struct Scratch {
   Buffer<float> keys;                    // [kKeyBlock][head_size]
   Buffer<float> queries, logits, accum;  // [rows][head_size], [rows][stride], [rows][padded value_size]
   Buffer<float> weights, squares;        // [rows]: factor on a row's contribution to the scores
+
+  memory::Search search;
+  Buffer<float> near;                                // [rows][stride]: products with the near keys of the memory
+  Buffer<float> query;                               // [head_size]
+  std::vector<std::vector<memory::Match>> matches;   // by row
 };
 
 // One KV head through all chunks of a call. Tokens are in stream order: cached ones, then new ones.
@@ -77,9 +83,14 @@ class Head {
   struct Block;
   void set_decays();
   void start_chunk();
+  void prepare_memory(int64_t block, Scratch& scratch);
+  int64_t near_count() const { return memory_.count() - memory_.first_near(*layer_); }
+  void remember_evicted();
   void attend_block(int64_t block, int64_t split, Scratch& scratch);
   void read_queries(const Block& block, float* queries) const;
+  void search_memory(const Block& block, Scratch& scratch) const;
   void softmax(const Block& block, int64_t stride, Scratch& scratch) const;
+  void add_memory(const Block& block, int64_t value_stride, Scratch& scratch) const;
   void write_outputs(const Block& block, int64_t stride, const Scratch& scratch) const;
   void add_scores(const Block& block, int64_t split, int64_t stride, Scratch& scratch);
   void update_scores();
@@ -98,6 +109,7 @@ class Head {
   const Slots* slots_ = nullptr;
   const NewTokens* tokens_ = nullptr;
   store::HeadStore store_;
+  memory::HeadMemory memory_;
   int64_t stream_ = 0, local_head_ = 0, count_ = 0;  // new tokens of the stream
   const int64_t* limits_ = nullptr;                  // maximum number of cached tokens after each chunk
   int64_t chunk_ = 0, chunk_begin_ = 0;              // chunk index; its first new token
@@ -108,6 +120,7 @@ class Head {
   int64_t score_stride_ = 0;
 
   Buffer<float> keys_, values_;                         // panels of rotated keys; [keys][padded value_size]
+  Buffer<float> near_keys_;                             // panels of the memory's near keys, rotated
   Buffer<float> sums_, squares_;                        // [splits][score_stride]: attention received
   Buffer<float> scores_, long_term_scores_, worth_;     // [keys]
   Buffer<int32_t> index_, rank_, slot_, order_;         // [keys]

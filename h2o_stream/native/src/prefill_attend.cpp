@@ -84,9 +84,17 @@ void Scratch::reserve(const AttentionLayer& layer, int64_t num_keys) {
   accum.reserve(rows * simd::padded(layer.value_size));
   weights.reserve(rows);
   squares.reserve(rows);
+  if (!layer.memory_matches) return;
+  search.reserve(layer);
+  near.reserve(rows * memory::near_stride(layer));
+  query.reserve(layer.head_size);
+  if (int64_t(matches.size()) < rows) matches.resize(rows);
+  for (std::vector<memory::Match>& row : matches) row.reserve(layer.memory_matches);
 }
 
-int64_t Head::key_blocks() const { return (num_keys_ + kKeyBlock - 1) / kKeyBlock; }
+int64_t Head::key_blocks() const {
+  return (num_keys_ + kKeyBlock - 1) / kKeyBlock + (near_count() + kKeyBlock - 1) / kKeyBlock;
+}
 int64_t Head::splits() const { return split_count(num_new_, groups_); }
 
 // The first key whose token index is at least `index`.
@@ -97,6 +105,8 @@ int64_t Head::first_key_from(int64_t index) const {
 
 // Rotates keys and stores them as panels [head_size][kPanel].
 void Head::prepare(int64_t block, Scratch& scratch) {
+  const int64_t blocks = (num_keys_ + kKeyBlock - 1) / kKeyBlock;
+  if (block >= blocks) return prepare_memory(block - blocks, scratch);
   const int64_t begin = block * kKeyBlock, end = std::min(begin + kKeyBlock, num_keys_), size = layer_->head_size;
   const int64_t value_size = layer_->value_size, value_stride = simd::padded(value_size);
   const int32_t newest = int32_t(seen_ + num_new_) - 1;
@@ -116,6 +126,25 @@ void Head::prepare(int64_t block, Scratch& scratch) {
     const int64_t count = std::min(gemm::kPanel, end - first);
     float *panel = keys_.at(first * size), *panel_rows = rows + (first - begin) * size;
     transpose(panel_rows, count, size, panel);
+  }
+}
+
+// The same for the near keys of the memory.
+void Head::prepare_memory(int64_t block, Scratch& scratch) {
+  const int64_t first = memory_.first_near(*layer_), size = layer_->head_size;
+  const int64_t begin = block * kKeyBlock, end = std::min(begin + kKeyBlock, near_count());
+  const int32_t newest = int32_t(seen_ + num_new_) - 1;
+  float* rows = scratch.keys.data();
+  for (int64_t i = begin; i < end; ++i) {
+    float* key = rows + (i - begin) * size;
+    const int8_t* codes = memory_.key(first + i);
+    const float scale = memory_.key_scale(first + i);
+    for (int64_t j = 0; j < size; ++j) key[j] = scale * float(codes[j]);
+    if (!layer_->rope) continue;
+    rope::rotate_inverse(*layer_, std::min<int64_t>(newest - memory_.index(first + i), layer_->memory_distance), key);
+  }
+  for (int64_t i = begin; i < end; i += gemm::kPanel) {
+    transpose(rows + (i - begin) * size, std::min(gemm::kPanel, end - i), size, near_keys_.at(i * size));
   }
 }
 
@@ -144,6 +173,7 @@ void Head::attend_block(int64_t index, int64_t split, Scratch& scratch) {
     gemm::multiply<false>({scratch.queries.data(), size}, {keys_.at(i * size), gemm::kPanel}, logits + i, stride,
                           block.rows, size, std::min(gemm::kPanel, block.key_end - i));
   }
+  if (memory_.count()) search_memory(block, scratch);
   softmax(block, stride, scratch);
   for (int64_t i = block.key_begin; i < block.key_end; i += kValueBlock) {
     const gemm::View probs{logits + i, stride}, values{values_.at(i * value_stride), value_stride};
@@ -154,6 +184,7 @@ void Head::attend_block(int64_t index, int64_t split, Scratch& scratch) {
       gemm::multiply<true>(probs, values, accum, value_stride, block.rows, depth, value_stride);
     }
   }
+  if (memory_.count()) add_memory(block, value_stride, scratch);
   write_outputs(block, value_stride, scratch);
   add_scores(block, split, stride, scratch);
 }
@@ -173,6 +204,26 @@ void Head::read_queries(const Block& block, float* query) const {
   }
 }
 
+// Finds what each query attends to in the memory. Far tokens are at the largest distance from the chunk's newest token.
+void Head::search_memory(const Block& block, Scratch& scratch) const {
+  const int64_t size = layer_->head_size, near = near_count(), stride = memory::near_stride(*layer_);
+  for (int64_t i = 0; i < near; i += gemm::kPanel) {
+    gemm::multiply<false>({scratch.queries.data(), size}, {near_keys_.at(i * size), gemm::kPanel}, scratch.near.at(i),
+                          stride, block.rows, size, std::min(gemm::kPanel, near - i));
+  }
+  for (int64_t row = 0; row < block.rows; ++row) {
+    scratch.matches[row] = scratch.search.find(*layer_, memory_, scratch.queries.at(row * size), 1,
+                                               scratch.near.at(row * stride));
+  }
+}
+
+// Adds the values of the memory, whose logits `softmax` has replaced.
+void Head::add_memory(const Block& block, int64_t value_stride, Scratch& scratch) const {
+  for (int64_t row = 0; row < block.rows; ++row) {
+    memory::add_values(memory_, scratch.matches[row], scratch.accum.at(row * value_stride));
+  }
+}
+
 // Replaces logits by exp(logit - max), 0 where masked, and stores 1 / sum of each row in `scratch.weights`.
 void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
   const int64_t padded = block.key_begin + simd::padded(block.key_end - block.key_begin);
@@ -187,14 +238,19 @@ void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
     const float sink = layer_->sink_logits
                            ? layer_->sink_logits[slots_->heads[local_head_] * groups_ + row % groups_]
                            : simd::kMinusInfinity;
-    const float top = std::max(sink, simd::reduce_max(logits + block.key_begin, padded - block.key_begin));
+    float top = std::max(sink, simd::reduce_max(logits + block.key_begin, padded - block.key_begin));
+    float remembered = 0;
+    if (memory_.count()) {
+      for (const memory::Match& match : scratch.matches[row]) top = std::max(top, match.logit);
+      for (memory::Match& match : scratch.matches[row]) remembered += match.logit = std::exp(match.logit - top);
+    }
     Floats sums{};
     for (int64_t i = block.key_begin; i < padded; i += kWidth) {
       const Floats exp_logits = simd::exp_nonpositive(simd::load(logits + i) - top);
       simd::store(exp_logits, logits + i);
       sums += exp_logits;
     }
-    scratch.weights[row] = 1 / (simd::reduce_add(sums) + std::exp(sink - top));
+    scratch.weights[row] = 1 / (simd::reduce_add(sums) + remembered + std::exp(sink - top));
   }
 }
 

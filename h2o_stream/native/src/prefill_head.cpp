@@ -14,6 +14,7 @@ void Head::reserve(const AttentionLayer& layer, int64_t num_keys, int64_t chunk)
   const int64_t padded = simd::padded(num_keys, kKeyBlock), groups = layer.query_heads / layer.kv_heads;
   keys_.reserve(padded * layer.head_size);
   values_.reserve(num_keys * simd::padded(layer.value_size));
+  if (layer.memory_matches) near_keys_.reserve(simd::padded(memory::max_near(layer), kKeyBlock) * layer.head_size);
   if (policies::needs_attention(layer)) sums_.reserve(split_count(chunk, groups) * padded);
   if (layer.long_term > 0) squares_.reserve(split_count(chunk, groups) * padded);
   for (Buffer<float>* buffer : {&scores_, &long_term_scores_, &worth_}) buffer->reserve(num_keys);
@@ -33,7 +34,7 @@ void Head::load_slots(const AttentionLayer& layer, const Slots& slots, const New
   groups_ = layer.query_heads / layer.kv_heads;
   block_queries_ = block_queries(groups_);
   long_term_ = layer.policy == kAccumulated && layer.long_term > 0 && slots.long_term;
-  store_ = store::HeadStore(layer, slots, head);
+  store_ = store::HeadStore(layer, slots, head), memory_ = memory::HeadMemory(layer, slots, head);
   chunk_ = chunk_begin_ = num_held_ = 0;
   seen_ = *slots.seen;
 
@@ -83,6 +84,7 @@ void Head::start_chunk() {
 void Head::evict() {
   update_scores();
   select_evictions();
+  if (memory_.exists()) remember_evicted();
   store_.bits == 16 ? store_tokens() : store_quantized();
   compact();
   seen_ += num_new_, chunk_begin_ += num_new_, ++chunk_;
@@ -118,6 +120,15 @@ void Head::select_evictions() {
   for (int64_t i = 0; i < evicted; ++i) {
     keep_[order_[i]] = 0;
     if (slot_[order_[i]] >= 0) occupied_[slot_[order_[i]]] = 0;
+  }
+}
+
+void Head::remember_evicted() {
+  for (int64_t i = 0; i < num_keys_; ++i) {
+    if (keep_[i] || !memory::is_remembered(*slots_, index_[i])) continue;
+    read_key(i, key_.data());
+    read_value(i, value_.data());
+    memory_.append(index_[i], key_.data(), value_.data());
   }
 }
 

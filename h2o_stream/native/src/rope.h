@@ -49,4 +49,15 @@ inline void rotate_inverse(const AttentionLayer& layer, int64_t distance, float*
   rotate_inverse(layer.rope + distance * layer.rotary_dims, layer.rotary_dims, x);
 }
 
+// Rotates a query by the angles of a distance, in place, as if the keys it meets were that far.
+inline void rotate(const AttentionLayer& layer, int64_t distance, float* x) {
+  const int64_t half = layer.rotary_dims / 2;
+  const float *cosines = layer.rope + distance * layer.rotary_dims, *sines = cosines + half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = x[i], second = x[half + i];
+    x[i] = first * cosines[i] - second * sines[i];
+    x[half + i] = second * cosines[i] + first * sines[i];
+  }
+}
+
 }  // namespace rope

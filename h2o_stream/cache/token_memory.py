@@ -1,0 +1,294 @@
+"""The memory of a cache: keys and values that the heads which retrieve have evicted; native code fills and searches it.
+
+Heads that retrieve are those with the largest windows, where windows are measured. Each stream has segments, which
+hold the same number of tokens of every such head and are filled in the order of eviction. Full ones never change, so
+that copies of a stream share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+
+from h2o_stream.cache.group_rules import GroupRules, HeadShape, MemoryPart
+from h2o_stream.cache.segment_file import Segment, SegmentFile, digest_of
+from h2o_stream.cache.state import Array, State, decode_json, encode_json, require_array, with_prefix
+from h2o_stream.cache.windows import HeadWindow
+from h2o_stream.config import MEMORY_SHARE
+from h2o_stream.errors import H2OStreamError
+
+PREFIX = "memory."
+"""What the names of its arrays in states begin with."""
+
+ABOUT = "memory"
+"""The array that tells of them."""
+
+_MIN_SEGMENTS = 2
+
+
+MEMORY_FILE = "memory-"
+"""What the names of files with segments begin with."""
+
+
+def sealed_segments(state: Mapping[str, Array]) -> dict[str, str]:
+    """The arrays of a state that never change, with names for their files, which tell of their content."""
+    if ABOUT not in state:
+        return {}
+    return {name: f"{MEMORY_FILE}{digest}" for name, digest in decode_json(state, ABOUT)["sealed"].items()}
+
+
+class HeadBytes(NamedTuple):
+    """What a head takes of a segment, see `native/src/memory.h`.
+
+    Attributes:
+        scan: bytes that every search reads.
+        data: bytes of which it reads a few.
+        tokens: tokens in a segment.
+    """
+
+    scan: int
+    data: int
+    tokens: int
+
+
+def retrieving(windows: Sequence[Sequence[HeadWindow]]) -> list[list[bool]]:
+    """Which groups of heads retrieve, by layer: those of the largest shares, at most `MEMORY_SHARE` of all heads.
+
+    Args:
+        windows: the groups of each layer that evicts, of others none. Where no head has a larger share than another,
+            all retrieve.
+    """
+    groups = [group for layer in windows for group in layer]
+    total = sum(group.weight for group in groups)
+    shares = sorted({group.share for group in groups}, reverse=True)
+    weights = [sum(group.weight for group in groups if group.share >= share) for share in shares]
+    fitting = [share for share, weight in zip(shares, weights, strict=True) if weight <= MEMORY_SHARE * total]
+    least = min(fitting, default=shares[-1] if len(shares) == 1 else shares[0]) if shares else 0.0
+    return [[group.share >= least for group in layer] for layer in windows]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How large the memory of a stream is."""
+
+    heads: int
+    floats: int
+    tokens: int
+    max_segments: int
+
+
+class StreamMemory:
+    """The memory of one stream.
+
+    Attributes:
+        counts: [heads] int64, tokens in memory; native code counts them.
+        centres: [floats] float32, of the sketches of all heads.
+        addresses: [n] int64, those of the segments.
+        segments: as many as are needed.
+        dropped: tokens of each head that were forgotten, because the memory was full.
+    """
+
+    def __init__(self, layout: _Layout, file: SegmentFile) -> None:
+        self._layout, self._file = layout, file
+        self.counts = numpy.zeros(layout.heads, numpy.int64)
+        self.centres = numpy.zeros(layout.floats, numpy.float32)
+        self.addresses = numpy.zeros(layout.max_segments, numpy.int64)
+        self.segments: list[Segment] = []
+        self.dropped = 0
+
+    def make_room(self, seen: int) -> int:
+        """Make room for a stream of `seen` tokens, each of which may have been evicted; for how many there is.
+
+        The oldest are forgotten if the memory is full.
+
+        Raises:
+            H2OStreamError: there is no room on disk.
+        """
+        tokens = self._layout.tokens
+        while self.dropped + len(self.segments) * tokens < seen:
+            if len(self.segments) >= len(self.addresses):
+                self._drop_oldest()
+            try:
+                self._add(self._file.take())
+            except OSError as error:
+                if len(self.segments) < _MIN_SEGMENTS:
+                    reason = error.strerror or error
+                    raise H2OStreamError(f"the memory cannot be put on disk: {reason}; take --memory off") from error
+                self._drop_oldest()
+        return self.dropped + len(self.segments) * tokens
+
+    def _add(self, segment: Segment) -> None:
+        self.addresses[len(self.segments)] = segment.ctypes.data
+        self.segments.append(segment)
+
+    def _drop_oldest(self) -> None:
+        self.dropped += self._layout.tokens
+        numpy.maximum(self.counts - self._layout.tokens, 0, out=self.counts)
+        del self.segments[0]
+        self.addresses[:-1] = self.addresses[1:]
+
+    @property
+    def num_sealed(self) -> int:
+        """Segments that are full for every head."""
+        return min(int(self.counts.min(initial=2**62)) // self._layout.tokens, len(self.segments))
+
+    def fork(self) -> StreamMemory:
+        """A copy, which shares the segments that are full.
+
+        Raises:
+            OSError: there is no room on disk.
+        """
+        return self.of(self.arrays(), self.dropped)
+
+    def of(self, arrays: Mapping[str, Array], dropped: int) -> StreamMemory:
+        """The memory of another stream, with these arrays.
+
+        Raises:
+            H2OStreamError: they do not fit.
+            OSError: there is no room on disk.
+        """
+        made = StreamMemory(self._layout, self._file)
+        made.dropped = dropped
+        made.counts[:] = require_array(arrays, "counts", like=made.counts)
+        made.centres[:] = require_array(arrays, "centres", like=made.centres)
+        count = len(arrays) - 2
+        if not 0 <= count <= len(made.addresses):
+            raise H2OStreamError(f"the state does not fit: its memory has {count} segments")
+        if not 0 <= made.counts.min(initial=0) <= made.counts.max(initial=0) <= count * self._layout.tokens:
+            raise H2OStreamError(f"the state is damaged: its memory has {made.counts.max()} tokens")
+        for number in range(count):
+            segment = arrays[str(number)]
+            if not self._file.is_sealed(segment):
+                segment = self._file.take()
+                segment[:] = require_array(arrays, str(number), like=segment)
+            made._add(segment)
+        return made
+
+    def arrays(self) -> State:
+        """Everything by name; full segments are not copied."""
+        sealed = self.num_sealed
+        for segment in self.segments[:sealed]:
+            self._file.seal(segment)
+        segments = {
+            str(number): segment if number < sealed else segment.copy() for number, segment in enumerate(self.segments)
+        }
+        return {"counts": self.counts.copy(), "centres": self.centres.copy(), **segments}
+
+
+class TokenMemory:
+    """The memories of the streams of a cache.
+
+    Args:
+        limit_bytes: of the segments of a stream.
+        previous: one whose file it shares.
+
+    Attributes:
+        rows: by stream; empty before the first token.
+    """
+
+    def __init__(self, limit_bytes: int, previous: TokenMemory | None = None) -> None:
+        self._limit_bytes, self._room = limit_bytes, 0
+        self._layout: _Layout | None = None
+        self._file: SegmentFile | None = previous._file if previous else None
+        self.rows: list[StreamMemory] = []
+
+    def assign(
+        self,
+        layers: Sequence[Sequence[GroupRules]],
+        windows: Sequence[Sequence[HeadWindow]],
+        shapes: Sequence[HeadShape],
+        sizes: Sequence[HeadBytes],
+    ) -> None:
+        """Give groups of heads their parts of a segment.
+
+        Args:
+            layers: the groups of each layer; none of a layer that does not evict.
+            windows: the same groups as windows.
+            shapes: of the heads of each layer.
+            sizes: bytes of each of them in a segment.
+        """
+        chosen = [
+            (number, group, shapes[number].kv_heads if len(layer) == 1 else group.weight)
+            for number, (layer, retrieve) in enumerate(zip(layers, retrieving(windows), strict=True))
+            for group, chosen in zip(layer, retrieve, strict=True)
+            if chosen and group.sliding is None
+        ]
+        data = sum(count * sizes[number].scan for number, _, count in chosen)
+        scan = first = floats = 0
+        for number, group, count in chosen:
+            group.memory = MemoryPart(self, first, floats, scan, data)
+            first, floats = first + count, floats + count * (shapes[number].key_size + 1)
+            scan, data = scan + count * sizes[number].scan, data + count * sizes[number].data
+        most = max(self._limit_bytes // max(data, 1), _MIN_SEGMENTS)
+        self._layout = _Layout(first, floats, sizes[0].tokens, most)
+        if data and (self._file is None or self._file.segment_bytes != data):
+            self._file = SegmentFile(data)
+
+    def begin(self, rows: int) -> None:
+        """Start so many streams."""
+        assert self._layout, "native steps have told the sizes"
+        assert self._file
+        self.rows, self._room = [StreamMemory(self._layout, self._file) for _ in range(rows)], 0
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.rows, self._room = [], 0
+
+    def make_room(self, lengths: Sequence[int]) -> None:
+        """Make room for streams of so many tokens.
+
+        Raises:
+            H2OStreamError: there is no room on disk.
+        """
+        if max(lengths) > self._room:
+            self._room = min(row.make_room(length) for row, length in zip(self.rows, lengths, strict=True))
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Row i becomes a copy of row `rows[i]`."""
+        self.rows, self._room = [self.rows[row].fork() for row in rows], 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in memory, of the head and the stream that have most."""
+        return max((int(row.counts.max(initial=0)) for row in self.rows), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments, which are on disk."""
+        return sum(segment.nbytes for row in self.rows for segment in row.segments)
+
+    def state(self) -> tuple[State, State]:
+        """What it holds as arrays, and the segments among them that never change: these are shared, not copied."""
+        changing, sealed = State(), State()
+        for number, row in enumerate(self.rows):
+            for name, array in row.arrays().items():
+                of = sealed if self._file and self._file.is_sealed(array) else changing
+                of[f"{PREFIX}{number}.{name}"] = array
+        digests = {name: self._file.seal(segment) for name, segment in sealed.items()} if self._file else {}
+        about = {"dropped": [row.dropped for row in self.rows], "sealed": digests}
+        return changing | {ABOUT: encode_json(about)}, sealed
+
+    def load(self, state: Mapping[str, Array], rows: int) -> None:
+        """Continue with the streams of a state.
+
+        Raises:
+            H2OStreamError: they do not fit, are damaged, or there is no room on disk.
+        """
+        about = decode_json(state, ABOUT)
+        if self._layout is None or self._file is None or len(about["dropped"]) != rows:
+            raise H2OStreamError("the state does not fit: it has a memory, which needs native steps")
+        for name, digest in about["sealed"].items():
+            segment = require_array(state, name)
+            if not self._file.is_sealed(segment) and digest_of(segment) != digest:
+                raise H2OStreamError(f"the state is damaged: {name} is not what was saved")
+        self.begin(rows)
+        try:
+            self.rows = [
+                row.of(with_prefix(state, f"{PREFIX}{number}."), int(dropped))
+                for number, (row, dropped) in enumerate(zip(self.rows, about["dropped"], strict=True))
+            ]
+        except OSError as error:
+            raise H2OStreamError(f"the memory cannot be put on disk: {error.strerror or error}") from error
