@@ -69,6 +69,9 @@ class Rules:
     recents: Callable[[int, int], int] | None = None
     """Window by layer, head and tokens seen, where windows differ; and number of recent tokens by layer and head."""
     pins: tuple[range, ...] = ()
+    matches: int = 0
+    reach: int = 0
+    """Evicted tokens that a query attends to, and the largest distance at which it sees them; 0 for no memory."""
     transient: tuple[tuple[int, range], ...] = ()
     """How many tokens were seen when tokens were said to be evicted first, and which."""
 
@@ -89,6 +92,8 @@ class Oracle:
     chunk: int = 0
     margin: float = math.inf
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
+    memory: dict[tuple[int, int], list[Kept]] = field(default_factory=dict)
+    """By layer and head: evicted tokens, in 8 bits."""
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """By layer and head: [G, D] of every token, scaled."""
 
@@ -167,7 +172,11 @@ class Oracle:
                 ages = self.seen + i - indices[:count]
                 visible = Visible(keys[:count], values[:count], ages, spans[:count], indices[:count])
                 sink = sinks[head * groups : (head + 1) * groups, None]
-                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window, sink)
+                remembered = [] if own_window else self.memory.setdefault((number, head), [])
+                lag = new - 1 - i
+                weights, output = self.attend(
+                    number, queries, visible, scaling, softcap, own_window, sink, remembered, lag
+                )
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
                     received.zero_()
@@ -180,6 +189,7 @@ class Oracle:
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
+                self.remember(number, head, [token for token in held if token not in lists[head]], self.seen + new)
         return mixed
 
     def attend(
@@ -191,10 +201,13 @@ class Oracle:
         softcap: float | None,
         own_window: int | None,
         sink: Tensor,
+        remembered: list[Kept],
+        lag: int,
     ) -> tuple[Tensor, Tensor]:
         """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D].
 
-        `sink` is one more logit [G, 1] without a value.
+        `sink` is one more logit [G, 1] without a value. Of the `remembered` tokens each query attends to the best, at
+        distances from the newest token of the chunk, which is `lag` tokens newer than the query.
         """
         positions = "absolute" if own_window else self.rules.positions
         age = visible.age
@@ -207,8 +220,33 @@ class Oracle:
             logits[:, age >= window] = -torch.inf
         if chunk := self.chunks[number]:
             logits[:, visible.index // chunk < visible.index[-1] // chunk] = -torch.inf
-        weights = torch.cat((logits, sink), 1).softmax(-1)[:, :-1]
-        return weights, weights @ visible.value
+        found, values = logits[:, :0], visible.value[:0]
+        if remembered and self.rules.matches:
+            newest = int(visible.index[-1]) + lag
+            far = torch.tensor([min(newest - token.index, self.rules.reach) - lag for token in remembered])
+            keys = self.rotate(number, torch.stack([token.key for token in remembered]), far)
+            found, values = queries @ keys.T * scaling, torch.stack([token.value for token in remembered])
+            if softcap is not None:
+                found = softcap * torch.tanh(found / softcap)
+            best, order = found.sort(stable=True, dim=-1, descending=True)  # equal ones are repeated tokens
+            count = min(self.rules.matches, len(remembered))
+            if count < len(remembered):
+                gaps = best[:, count - 1] - best[:, count]
+                self.margin = min(self.margin, min(gaps[gaps > 0].tolist(), default=math.inf))
+            found = torch.full_like(found, -torch.inf).scatter(1, order[:, :count], best[:, :count])
+        weights = torch.cat((logits, found, sink), 1).softmax(-1)
+        kept = logits.shape[1]
+        output = weights[:, :kept] @ visible.value + weights[:, kept:-1] @ values
+        return weights[:, :kept], output
+
+    def remember(self, layer: int, head: int, evicted: list[Kept], seen: int) -> None:
+        """Put evicted tokens in memory, in 8 bits; not those that were transient."""
+        if self.rules.matches:
+            self.memory[layer, head] += [
+                Kept(token.index, in_8_bits(token.key), in_8_bits(token.value))
+                for token in evicted
+                if not self.rules.is_transient(token.index, seen)
+            ]
 
     def table(self, number: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, n, Drot] of a layer by distance, backwards."""
@@ -322,6 +360,12 @@ class Oracle:
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]
+
+
+def in_8_bits(x: Tensor) -> Tensor:
+    """x [D] as codes from -127 to 127 with a scale of 16 bits."""
+    scale = (x.abs().max() / 127).half().float()
+    return (x / scale).round() * scale
 
 
 def place(positions: str, age: Tensor, span: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save
 from h2o_stream import ConfigError, H2OStreamError
 from h2o_stream.cache.state import State
 from h2o_stream.errors import DataError
-from h2o_stream.session.sessions import MAX_STATES, Session, StateFiles, saved_sessions
+from h2o_stream.session.sessions import MAX_STATES, Session, saved_sessions
+from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.state_format import decode_state
 from h2o_stream.session.transcript import Entry, Header, Transcript, export
 

@@ -1,0 +1,245 @@
+"""The memory of evicted tokens: what native attention finds in it, against the oracle; undo, states, limits."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_stream import CacheConfig, attach, config
+from h2o_stream.cache.arrays import to_arrays, to_tensors
+from h2o_stream.cache.segment_file import SegmentFile
+from h2o_stream.cache.token_memory import retrieving
+from h2o_stream.cache.windows import HeadWindow
+from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.native import library
+from h2o_stream.session.state_files import StateFiles
+from tests.conftest import make_llama
+from tests.oracle import Rules
+from tests.test_oracle import compare, tokens_of
+from tests.tolerance import relative_error
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+MATCHES, DISTANCE = 5, 40
+
+ONE_CODE = 5e-3
+"""Difference of logits relative to their RMS that one element makes whose code in 8 bits is the next one, because it is
+halfway between two: four times the largest observed. Elements that are not rounded at all make 20 times as much."""
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distances and matches of a size that tests can reach; all old tokens are compared exactly."""
+    monkeypatch.setattr(config, "MEMORY_DISTANCE", DISTANCE)
+    monkeypatch.setattr(config, "MEMORY_MATCHES", MATCHES)
+    monkeypatch.setattr(config, "MEMORY_CANDIDATES", 2048)
+
+
+def remembering(**changes: Any) -> tuple[CacheConfig, Rules]:
+    """A config with a memory, and the rules that it means."""
+    made = replace(
+        CacheConfig("h2o", 14, 5, 2, 0.9, "gap", 13, 8, memory="auto", budgets="equal", long_term=2.0), **changes
+    )
+    plan = made.plan()
+    rules = Rules(plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, long_term=plan.long_term)
+    return made, replace(rules, matches=MATCHES, reach=DISTANCE)
+
+
+@pytest.mark.parametrize("positions", ["gap", "rolling"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_native_attention_is_the_oracles(groups: int, positions: Any) -> None:
+    made, rules = remembering(positions=positions)
+    rules.span = made.plan().span
+    assert compare(make_llama(groups=groups), made, rules, tokens_of(groups, 70), 40, ONE_CODE)
+
+
+def test_without_heavy_hitters() -> None:
+    made, rules = remembering(policy="sink", heavy=None, sinks=4, positions="rolling")
+    assert compare(make_llama(groups=3), made, rules, tokens_of(4, 60), 33, ONE_CODE)
+
+
+def test_a_long_stream_with_pins_and_transient_tokens() -> None:
+    """More tokens than are compared with all keys rotated; transient ones are not remembered."""
+    pins, transient = (range(3, 5),), ((0, range(20, 40)), (345, range(330, 334)))
+    made, rules = remembering()
+    movable = 14 - 2 - 2
+    recent = movable - movable * 5 // 12
+    rules = replace(rules, pins=pins, transient=transient, recents=lambda layer, head: recent)
+    assert compare(make_llama(groups=3), made, rules, tokens_of(8, 360), 345, ONE_CODE)
+
+
+def test_nothing_is_remembered_by_default() -> None:
+    assert CacheConfig().plan().memory == 0
+
+
+def test_it_needs_native_attention() -> None:
+    made, _ = remembering()
+    with pytest.raises(ConfigError, match="--memory needs native steps"), attach(make_llama(), made, engine="eager"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"policy": "full"}, "full evicts nothing"),
+        ({"positions": "absolute"}, "not rotated yet"),
+        ({"device": "cpu"}, "--cache-device cpu"),
+        ({"memory": 0}, "--memory takes"),
+        ({"chunk": 0}, "--chunk"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        CacheConfig(**{"memory": "auto", **changes})
+
+
+def fed(model: Any, cache: Any, tokens: list[int], alone: bool = False) -> torch.Tensor:
+    """Logits of the last of some tokens, fed one by one or together."""
+    parts = [[token] for token in tokens] if alone else [tokens]
+    for part in parts:
+        logits = model(torch.tensor([part]), past_key_values=cache).logits[0, -1]
+    return logits
+
+
+def test_a_state_continues_in_another_process_as_here() -> None:
+    """Before and after segments are full; what comes after a state does not change it."""
+    made, _ = remembering()
+    model, tokens = make_llama(groups=3), tokens_of(2, 1300)
+    with torch.no_grad():
+        with attach(model, made) as cache:
+            fed(model, cache, tokens[:700])
+            middle = cache.state_dict()
+            wanted = fed(model, cache, tokens[700:1250])
+            late, later = cache.state_dict(), fed(model, cache, tokens[1250:1260], alone=True)
+            cache.load_state_dict(middle)
+            other = fed(model, cache, tokens[1:500])
+            cache.load_state_dict(middle)
+            assert torch.equal(fed(model, cache, tokens[700:1250]), wanted)
+        with attach(model, made) as cache:
+            cache.load_state_dict(late)
+            assert torch.equal(fed(model, cache, tokens[1250:1260], alone=True), later)
+            cache.load_state_dict(middle)
+            assert torch.equal(fed(model, cache, tokens[1:500]), other)
+            cache.reset()
+            assert cache.memory is not None
+            assert cache.memory.tokens == 0
+
+
+def test_a_damaged_state_is_refused() -> None:
+    made, _ = remembering()
+    model = make_llama()
+    with torch.no_grad(), attach(model, made) as cache:
+        fed(model, cache, tokens_of(2, 700))
+        state = cache.state_dict()
+        for name in ("memory.0.0", "memory.0.1", "memory.0.counts"):
+            damaged = state | {name: state[name].clone()}
+            damaged[name][0] += 1
+            with pytest.raises(H2OStreamError, match="damaged"):
+                cache.load_state_dict(damaged)
+        with (
+            pytest.raises(H2OStreamError, match="another policy"),
+            attach(make_llama(), replace(made, memory="off")) as off,
+        ):
+            off.load_state_dict(state)
+
+
+def test_rows_of_a_batch_are_as_alone() -> None:
+    made, _ = remembering()
+    model, rows = make_llama(groups=3), [tokens_of(seed, 120) for seed in (5, 6)]
+    with torch.no_grad(), attach(model, made) as cache:
+        alone = []
+        for row in rows:
+            cache.reset()
+            fed(model, cache, row[:80])
+            alone.append(fed(model, cache, row[80:], alone=True))
+        cache.reset()
+        batch = torch.tensor(rows)
+        model(batch[:, :80], past_key_values=cache)
+        for part in batch[:, 80:100].split(1, 1):
+            model(part, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        for part in batch.flip(0)[:, 100:].split(1, 1):
+            logits = model(part, past_key_values=cache).logits[:, -1]
+    assert relative_error(logits, torch.stack(alone[::-1])) < 1e-4
+
+
+def test_the_oldest_go_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = remembering(memory=1)  # as little as there can be: two segments
+    model = make_llama()
+    with torch.no_grad(), attach(model, made) as cache:
+        for start in range(0, 2400, 300):
+            fed(model, cache, tokens_of(3, 2400)[start : start + 300])
+            (row,) = cache.memory.rows
+            assert len(row.segments) <= 2
+        assert row.dropped > 0
+        assert row.dropped + row.counts.max() <= 2400
+        state, tokens = cache.state_dict(), tokens_of(4, 40)
+        wanted = fed(model, cache, tokens)
+        cache.load_state_dict(state)
+        assert torch.equal(fed(model, cache, tokens), wanted)
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    made, _ = remembering()
+    monkeypatch.setattr(SegmentFile, "_extend", full)
+    model = make_llama()
+    with (
+        attach(model, made) as cache,
+        pytest.raises(H2OStreamError, match="No space left on device; take --memory off"),
+    ):
+        fed(model, cache, tokens_of(2, 50))
+
+
+def test_sketches_find_what_a_query_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an eighth of the tokens as candidates, logits are nearer to those of an exact search."""
+    model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1640)
+    made, _ = remembering()
+    found: dict[int, list[torch.Tensor]] = {2048: [], 200: [], 1: []}
+    with torch.no_grad(), attach(model, made) as cache:
+        fed(model, cache, tokens[:1600])
+        state = cache.state_dict()
+        for candidates, logits in found.items():
+            monkeypatch.setattr(config, "MEMORY_CANDIDATES", candidates)
+            for token in tokens[1600:]:
+                cache.load_state_dict(state)
+                logits.append(fed(model, cache, [token]))
+    exact, sketched, nothing = (torch.stack(logits) for logits in found.values())
+    assert 0 < (sketched - exact).norm() < 0.75 * (nothing - exact).norm()
+
+
+def test_heads_with_the_largest_windows_retrieve() -> None:
+    layers = [[HeadWindow((0,), 2.0), HeadWindow((1, 2), 0.5)], [HeadWindow((0, 1, 2), 0.75)], []]
+    assert retrieving(layers) == [[True, False], [False], []]
+    equal = [[HeadWindow()], [HeadWindow()]]
+    assert retrieving(equal) == [[True], [True]]
+
+
+def test_sessions_share_full_segments(tmp_path: Path) -> None:
+    """A state on disk has files of its memory beside it, for the user only, as long as a state needs them."""
+    made, _ = remembering()
+    model, files = make_llama(), StateFiles(tmp_path)
+    with torch.no_grad(), attach(model, made) as cache:
+        for line in (1, 2):
+            fed(model, cache, tokens_of(line, 700))
+            files.write(line, to_arrays(cache.state_dict()), {"turn": line})
+        wanted = fed(model, cache, tokens_of(3, 5))
+        shared = sorted(tmp_path.glob("memory-*"))
+        assert len(shared) == 2
+        assert all(path.stat().st_mode & 0o077 == 0 for path in shared)
+        state = files.read(2, 2)
+        assert state is not None
+        cache.load_state_dict(to_tensors(state))
+        assert torch.equal(fed(model, cache, tokens_of(3, 5)), wanted)
+        files.keep(lambda line: line == 1)
+        assert files.read(1, 1) is not None
+        assert len([*tmp_path.glob("memory-*")]) == 1
+        next(tmp_path.glob("memory-*")).write_bytes(b"torn")
+        with pytest.raises((DataError, H2OStreamError), match="damaged|does not fit"):
+            cache.load_state_dict(to_tensors(files.read(1, 1) or {}))
+        files.keep(lambda line: False)
+        assert not [*tmp_path.iterdir()]
