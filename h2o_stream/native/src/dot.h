@@ -69,40 +69,46 @@ Bytes look_up(Bytes codes) {
   return (from < to ? bytes << uint16_t(to - from) : bytes >> uint16_t(from - to)) & mask;
 }
 
-// Calls body(half, quad, bytes) for columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group, in the order of
-// memory. The bytes are signed for kInt8, else unsigned with the bias of the kind. `lower` and `upper` are the group's
-// low and high bits.
-template <int64_t kind, class Body>
+// Calls body(half, quad, row, bytes) for columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group, in the order
+// of memory, and `rows` registers of rows. The bytes are signed for kInt8, else unsigned with the bias of the kind.
+// `lower` and `upper` are the group's low and high bits.
+template <int64_t kind, int64_t rows, class Body>
 [[gnu::always_inline]] inline void for_each_quad(const uint8_t* lower, const uint8_t* upper, Body body) {
   using packed::kLine;
-  constexpr int64_t kLower = packed::lower_bits(kind), kUpper = packed::upper_bits(kind);
+  constexpr int64_t kLower = packed::lower_bits(kind), kUpper = packed::upper_bits(kind), kRegister = sizeof(Bytes);
   if constexpr (kind == kInt8) {
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < 8; ++i) body(i / 4, i % 4, load(lower + i * kLine));
+    for (int64_t i = 0; i < 8; ++i) {
+#pragma GCC unroll 2
+      for (int64_t row = 0; row < rows; ++row) body(i / 4, i % 4, row, load(lower + i * kLine + row * kRegister));
+    }
     return;
   }
-  Bytes high[2]{};
-  if constexpr (kUpper) high[0] = load(upper);
-  if constexpr (kUpper == 2) high[1] = load(upper + kLine);
-  const auto with_upper = [&](int64_t half, int64_t quad, Bytes bytes) {
-    if constexpr (kUpper == 1) bytes |= move_bits(high[0], 1, 4 * half + quad, kLower);
-    if constexpr (kUpper == 2) bytes |= move_bits(high[half], 2, 2 * quad, kLower);
+  Bytes high[rows][2]{};
+#pragma GCC unroll 2
+  for (int64_t row = 0; row < rows; ++row) {
+    if constexpr (kUpper) high[row][0] = load(upper + row * kRegister);
+    if constexpr (kUpper == 2) high[row][1] = load(upper + kLine + row * kRegister);
+  }
+  const auto with_upper = [&](int64_t half, int64_t quad, int64_t row, Bytes bytes) {
+    if constexpr (kUpper == 1) bytes |= move_bits(high[row][0], 1, 4 * half + quad, kLower);
+    if constexpr (kUpper == 2) bytes |= move_bits(high[row][half], 2, 2 * quad, kLower);
     if constexpr (packed::has_table(kind)) bytes = look_up<kind>(bytes);
-    body(half, quad, bytes);
+    body(half, quad, row, bytes);
   };
-  if constexpr (kLower == 2) {
-#pragma GCC unroll 2
-    for (int64_t half = 0; half < 2; ++half) {
-      const Bytes pairs = load(lower + half * kLine);
+  constexpr int64_t kOuter = kLower == 2 ? 2 : 4;
 #pragma GCC unroll 4
-      for (int64_t quad = 0; quad < 4; ++quad) with_upper(half, quad, move_bits(pairs, 2, 2 * quad, 0));
-    }
-  } else {
-#pragma GCC unroll 4
-    for (int64_t quad = 0; quad < 4; ++quad) {
-      const Bytes nibbles = load(lower + quad * kLine);
+  for (int64_t outer = 0; outer < kOuter; ++outer) {
+    Bytes loaded[rows];
 #pragma GCC unroll 2
-      for (int64_t half = 0; half < 2; ++half) with_upper(half, quad, move_bits(nibbles, 4, 4 * half, 0));
+    for (int64_t row = 0; row < rows; ++row) loaded[row] = load(lower + outer * kLine + row * kRegister);
+#pragma GCC unroll 4
+    for (int64_t inner = 0; inner < 8 / kOuter; ++inner) {
+      const int64_t half = kLower == 2 ? outer : inner, quad = kLower == 2 ? inner : outer;
+#pragma GCC unroll 2
+      for (int64_t row = 0; row < rows; ++row) {
+        with_upper(half, quad, row, move_bits(loaded[row], kLower, kLower * inner, 0));
+      }
     }
   }
 }
@@ -188,11 +194,11 @@ class Accumulator {
     constexpr int64_t kCallsPerSum = kFullBytes ? 1 : packed::scales_per_group(kind) == 2 ? 4 : 8;
     const __m256i high = _mm256_maddubs_epi16(__m256i(bytes), _mm256_set1_epi32(vector.high(column)));
     const __m256i low = _mm256_maddubs_epi16(__m256i(bytes), _mm256_set1_epi32(vector.low(column)));
-    high_ = call % kCallsPerSum ? _mm256_add_epi16(high_, high) : high;
-    low_ = call % kCallsPerSum ? _mm256_add_epi16(low_, low) : low;
+    high_ = in_register(call % kCallsPerSum ? _mm256_add_epi16(high_, high) : high);
+    low_ = in_register(call % kCallsPerSum ? _mm256_add_epi16(low_, low) : low);
     if (call % kCallsPerSum == kCallsPerSum - 1) {
-      sums_ += Ints(_mm256_madd_epi16(high_, _mm256_set1_epi16(128))) +
-               Ints(_mm256_madd_epi16(low_, _mm256_set1_epi16(1)));
+      sums_ = in_register(sums_ + Ints(_mm256_madd_epi16(high_, _mm256_set1_epi16(128))));
+      sums_ = in_register(sums_ + Ints(_mm256_madd_epi16(low_, _mm256_set1_epi16(1))));
     }
 #endif
   }

@@ -55,8 +55,8 @@ H2O_AMX_TARGET void unpack_block(const uint8_t* block, int64_t groups, BFloat16*
   const Scales scales(block, groups, 0);
   for (int64_t g = 0; g < groups; ++g, tiles += amx::kTile) {
     dot::Pairs pairs[kGroup / 2];
-    dot::for_each_quad<kind>(lower + g * kLowerBytes, upper + g * kUpperBytes,
-                             [&](int64_t half, int64_t quad, dot::Bytes bytes) {
+    dot::for_each_quad<kind, 1>(lower + g * kLowerBytes, upper + g * kUpperBytes,
+                             [&](int64_t half, int64_t quad, int64_t, dot::Bytes bytes) {
                                const dot::FourColumns columns = dot::widen<kind>(bytes);
                                pairs[8 * half + 2 * quad] = columns.even;
                                pairs[8 * half + 2 * quad + 1] = columns.odd;

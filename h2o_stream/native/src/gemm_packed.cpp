@@ -96,8 +96,8 @@ void unpack_block(const uint8_t* block, int64_t groups, int64_t first, WeightGro
       for (int64_t i = 0; i < WeightGroup<kind>::kOffsets; ++i) {
         if (WeightGroup<kind>::kHasOffsets) out[g].offsets[i][r] = scales.offset(g, i);
       }
-      dot::for_each_quad<kind>(lower + g * kLowerBytes + offset, upper + g * kUpperBytes + offset,
-                               [&](int64_t half, int64_t quad, dot::Bytes bytes) {
+      dot::for_each_quad<kind, 1>(lower + g * kLowerBytes + offset, upper + g * kUpperBytes + offset,
+                               [&](int64_t half, int64_t quad, int64_t, dot::Bytes bytes) {
                                  const dot::FourColumns columns = dot::widen<kind>(bytes);
                                  out[g].codes[8 * half + 2 * quad][r] = columns.even;
                                  out[g].codes[8 * half + 2 * quad + 1][r] = columns.odd;

@@ -45,6 +45,9 @@ class PackedTile {
  private:
   using Scales = packed::BlockScales<kind, Floats>;
   static constexpr int64_t kVectorsPerTile = kRows / kWidth;  // registers per column of a tile
+  // Of them, those that a broadcast number of a single vector is multiplied by at a time.
+  template <int64_t count>
+  static constexpr int64_t kRowVectors = count == 1 ? std::min<int64_t>(kVectorsPerTile, 2) : 1;
   static constexpr int64_t kLowerBytes = packed::lower_bytes(kind, 1), kUpperBytes = packed::upper_bytes(kind, 1);
 
   template <int64_t count>
@@ -60,32 +63,46 @@ class PackedTile {
       const uint8_t* group_upper = upper + group * kUpperBytes;
       if (prefetch) simd::prefetch(block + kPrefetchBlocks * kBytes + group * kPrefetchBytes, kPrefetchBytes);
 #pragma GCC unroll 4
-      for (int64_t row_vector = 0; row_vector < kVectorsPerTile; ++row_vector) {
-        const Scales block_scales(block, groups, row_vector * kWidth);
+      for (int64_t row_vector = 0; row_vector < kVectorsPerTile; row_vector += kRowVectors<count>) {
         const int64_t offset = row_vector * 4 * kWidth;
-        add_group<count>(block_scales, group, group_lower + offset, group_upper + offset, vectors, first, begin + group,
+        add_group<count>(block, groups, group, group_lower + offset, group_upper + offset, vectors, first, begin + group,
                          row_vector, sums);
       }
     }
   }
 
-  // Adds the products of a group for one register of rows.
+  // Adds the products of a group for kRowVectors registers of rows.
   template <int64_t count>
-  [[gnu::always_inline]] static void add_group(const Scales& block_scales, int64_t group, const uint8_t* lower,
-                                               const uint8_t* upper, const Vectors& vectors, int64_t first,
-                                               int64_t vector_group, int64_t row_vector,
+  [[gnu::always_inline]] static void add_group(const uint8_t* block, int64_t groups, int64_t group,
+                                               const uint8_t* lower, const uint8_t* upper, const Vectors& vectors,
+                                               int64_t first, int64_t vector_group, int64_t row_vector,
                                                Floats (&sums)[count][kVectorsPerTile]) {
-    constexpr int64_t kScales = Scales::kScales;
-    dot::Accumulator<kind> dots[kScales][count];
+    constexpr int64_t kScales = Scales::kScales, kRegisters = kRowVectors<count>;
+    dot::Accumulator<kind> dots[kRegisters][kScales][count];
     int64_t call = 0;
-    dot::for_each_quad<kind>(lower, upper, [&](int64_t half, int64_t quad, dot::Bytes bytes) {
+    dot::for_each_quad<kind, kRegisters>(
+        lower, upper, [&](int64_t half, int64_t quad, int64_t row, dot::Bytes bytes) {
 #pragma GCC unroll 4
-      for (int64_t v = 0; v < count; ++v) {
-        dots[kScales == 2 ? half : 0][v].add(bytes, vectors.groups(first + v)[vector_group], 16 * half + 4 * quad,
-                                             kScales == 2 ? quad : call);
-      }
-      ++call;
-    });
+          for (int64_t v = 0; v < count; ++v) {
+            dots[row][kScales == 2 ? half : 0][v].add(bytes, vectors.groups(first + v)[vector_group],
+                                                      16 * half + 4 * quad, kScales == 2 ? quad : call);
+          }
+          call += row + 1 == kRegisters;
+        });
+#pragma GCC unroll 2
+    for (int64_t row = 0; row < kRegisters; ++row) {
+      const Scales block_scales(block, groups, (row_vector + row) * kWidth);
+      add_scaled<count>(block_scales, group, dots[row], vectors, first, vector_group, row_vector + row, sums);
+    }
+  }
+
+  // Adds products of codes times scales, and offsets.
+  template <int64_t count>
+  [[gnu::always_inline]] static void add_scaled(const Scales& block_scales, int64_t group,
+                                                const dot::Accumulator<kind> (&dots)[Scales::kScales][count],
+                                                const Vectors& vectors, int64_t first, int64_t vector_group,
+                                                int64_t row_vector, Floats (&sums)[count][kVectorsPerTile]) {
+    constexpr int64_t kScales = Scales::kScales;
     Floats scales[kScales];
     for (int64_t i = 0; i < kScales; ++i) scales[i] = block_scales.scale(group, i);
     Floats offsets[Scales::kOffsets];
