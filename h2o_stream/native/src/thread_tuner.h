@@ -29,7 +29,7 @@ class ThreadTuner {
         if (--steps_left_ == 0) enter(kTryParallel, kTrialSteps);
         return;
       case kTryParallel:
-        if (seconds < 3 * serial_mean_ && !count_trial(seconds)) return;
+        if (seconds < kHopeless * serial_mean_ && !count_trial(seconds)) return;
         if (steps_left_ == 0 && trial_mean_ < 0.9 * serial_mean_) {
           parallel_mean_ = trial_mean_;
           return enter(kParallel, 0);
@@ -44,6 +44,9 @@ class ThreadTuner {
 
   // steps per trial; single-threaded steps between trials, doubled after each failed trial
   static constexpr int64_t kTrialSteps = 4, kMinSerialSteps = 32, kMaxSerialSteps = 256;
+
+  // A step that takes so many times as long ends a trial: a thread had to wait for its turn.
+  static constexpr double kHopeless = 1.75;
 
   void record_parallel(double seconds) {
     parallel_mean_ = parallel_mean_ == 0 ? seconds : parallel_mean_ + (seconds - parallel_mean_) / 8;
