@@ -108,6 +108,31 @@ def test_rows_without_a_token_keep_their_states(name: str) -> None:
         assert not any(state[0].equal(state[1]) for state in states(cache))
 
 
+@pytest.mark.parametrize("name", ["Qwen 3.5", "Granite 4"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.usefixtures("dense_too")
+def test_states_decay_to_zero(name: str, count: int) -> None:
+    """Not to numbers that are too small to be normal, with which a prompt takes three times as long."""
+    model = copy.deepcopy(family_of(name).make())
+    tokens, smallest = tokens_of(1, 21), torch.finfo(torch.float32).tiny
+    silence = torch.zeros(1, 8, dtype=torch.int64)
+    tokens[tokens == 0] = 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0  # adds nothing to the states of the first layer
+        for module in model.modules():
+            if isinstance(module, nn.Conv1d) and module.bias is not None:
+                module.bias.zero_()
+        with attach(model, CONFIG) as cache:
+            for part in (tokens[:, :20], tokens[:, 20:], silence):
+                model(part, past_key_values=cache)
+            state = next(state for state in states_of(cache.layers[0]).values() if state.ndim == 4)
+            state.copy_(smallest * (1 + torch.rand_like(state)))
+            model(silence[:, :count], past_key_values=cache)
+            assert cache.engine_note.startswith("native")
+            assert ((state == 0) | (state >= smallest)).all()
+            assert (state == 0).any()
+
+
 @one_of_each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_undo_and_forks_are_exact(name: str, dtype: torch.dtype) -> None:
