@@ -25,6 +25,7 @@ from tests.interpreter import nudged
 from tests.test_gguf_families import runtime_model
 from tests.test_native_prompt import streamed
 from tests.test_native_step import tokens_of
+from tests.test_runtime import keep_all
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -120,3 +121,15 @@ def test_described_from_the_file(tmp_path: Path) -> None:
     served, tokens = model.serve(CacheConfig("recent", window=48, chunk=8)), ids[0].tolist()
     found = [served.forward(tokens[:20]), *(served.forward([token]) for token in tokens[20:])]
     assert relative_error(torch.from_numpy(numpy.stack(found)), loaded(ids).logits[0, 19:]) < 5e-3
+
+
+def test_described_from_weights_that_were_packed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the runtime; transformers maps the same file, and does not write another."""
+    keep_all(tmp_path, monkeypatch)
+    path = written(tmp_path, model_of(), KEYS)
+    described = ModelFile(str(path), path, "float32").describe(print, print)
+    kept = next((tmp_path / "cache" / "packed").glob("*/model.safetensors"))
+    before = kept.stat()
+    loaded = load(ModelConfig(str(path), dtype="float32")).model
+    assert difference(described, describe(loaded)) == ""
+    assert before.st_ino == kept.stat().st_ino

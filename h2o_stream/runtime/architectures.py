@@ -113,6 +113,9 @@ _STATE_SPACE = {"ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", 
 _DELTA = {"attn_qkv", "attn_gate", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_norm", "ssm_out"}
 """And of those of a gated delta rule, but for its betas and decays."""
 
+_PARAMETERS = ("_bias", ".sinks")
+"""Ends of names that are of parameters, not of modules."""
+
 BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
 _AFTER = {"after_attention": "post_attention_norm", "after_mlp": "post_ffw_norm"}
 """llama.cpp's names of a layer's norms, by role."""
@@ -186,6 +189,11 @@ class Architecture:
     def module_name(self, name: str, layer: int | str | None) -> str:
         """The name in transformers of a module, in a layer or outside of them; nothing if it is not known."""
         return self.checkpoint_names.get(name, "").format(layer=layer)
+
+    def parameter_name(self, name: str, layer: int | str | None, kind: str) -> str:
+        """The name in transformers of a module's weight or bias; some parameters have no module of their own."""
+        module = self.module_name(name, layer)
+        return module if module.endswith(_PARAMETERS) else f"{module}.{kind}"
 
 
 _GEMMA = Architecture(activation=Activation.GELU_TANH, scales_embeddings=True, norm_offset=1.0)
@@ -267,7 +275,6 @@ ARCHITECTURES = {
         whole_ramp=False,
         normalizes_experts=True,
         checkpoint_names=_CHECKPOINT_NAMES | _LATE | _GPT_OSS,
-        other_forms={"attn_sinks"},
     ),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, full_every=4, rotates_sliding=True),

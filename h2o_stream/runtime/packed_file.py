@@ -90,8 +90,10 @@ def _entries(source: GgufWeights) -> Iterator[_Entry]:
                 raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
             yield _Entry(tensor, f"{module}.{kind or 'weight'}", "F32", tensor.shape, tensor.nbytes)
         else:
-            shape = (1, *tensor.shape) if inner == "ffn_gate_inp_shexp" else tensor.shape
-            name = module if module.endswith("_bias") else f"{module}.{kind}"
+            shape = (math.prod(tensor.shape),) if kind == "bias" else tensor.shape  # biases of all experts are one
+            if inner == "ffn_gate_inp_shexp" or ".moe_statics." in module:
+                shape = (1, *shape)
+            name = source.architecture.parameter_name(inner, layer, kind)
             width = 4 if source.dtype == "float32" else 2
             yield _Entry(tensor, name, _NAMES[source.dtype], shape, width * math.prod(shape))
 

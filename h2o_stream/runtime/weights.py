@@ -83,12 +83,12 @@ class FolderWeights:
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        numbers = self._floats(f"{packed_name(self._architecture, name, layer)}.{kind}")
-        if numbers is None:
-            return None
         if self._architecture.other_forms:
-            return as_needed(numbers, name, kind, self._architecture, self._orders, self._dtype)
-        return _with_offset(numbers, self._architecture, name, kind)
+            numbers = self._floats(f"{gguf_name(name, layer)}.{kind}")
+            forms = self._architecture, self._orders, self._dtype
+            return None if numbers is None else as_needed(numbers, name, kind, *forms)
+        numbers = self._floats(self._architecture.parameter_name(name, layer, kind))
+        return None if numbers is None else _with_offset(numbers, self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
@@ -97,8 +97,6 @@ class FolderWeights:
 
     def _floats(self, name: str) -> Floats | None:
         stored = self._arrays.get(name)
-        if stored is None and name.endswith("_bias.bias"):
-            stored = self._arrays.get(name.removesuffix(".bias"))
         return None if stored is None else as_floats(stored, name).reshape(-1)
 
 
@@ -161,7 +159,7 @@ class CheckpointWeights:
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        stored = self._arrays.get(f"{self._architecture.module_name(name, layer)}.{kind}")
+        stored = self._arrays.get(self._architecture.parameter_name(name, layer, kind))
         if stored is None:
             return None
         return _with_offset(rounded(as_floats(stored, name), self._dtype), self._architecture, name, kind)
