@@ -53,6 +53,14 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def disk_bytes() -> int:
+    """Bytes that this process has read from disk so far, mapped files included; 0 on systems that do not count them."""
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+    return 0
+
+
 def free_bytes() -> int:
     """Memory that this process can still allocate, considering the machine and its control group (containers)."""
     import psutil

@@ -1,5 +1,7 @@
 """GGUF files: invalid headers, and tensor views."""
 
+import mmap
+import os
 import struct
 import time
 import tracemalloc
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
+from h2o_stream.models import gguf as gguf_module
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
@@ -238,6 +241,21 @@ class TestFile:
         touched = resident_of(embedded_file)
         file.release(table)
         assert resident_of(embedded_file) < touched - 0.9 * table.nbytes
+
+    @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system is not told")
+    @pytest.mark.parametrize("fits", [True, False])
+    def test_the_system_forgets_what_does_not_fit_twice(
+        self, fits: bool, embedded_file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[tuple[int, ...]] = []
+        monkeypatch.setattr(os, "posix_fadvise", lambda _, *span: told.append(span))
+        file = GgufFile(embedded_file)
+        monkeypatch.setattr(gguf_module, "free_bytes", lambda: (3 if fits else 1.5) * file.nbytes)
+        table = file.tensors["token_embd.weight"]
+        file.release(table)
+        start = table.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        span = (start, table.offset + table.nbytes - start, os.POSIX_FADV_DONTNEED)
+        assert told == ([] if fits else [span])
 
     def test_other_alignments(self, tmp_path: Path) -> None:
         writer = gguf.GGUFWriter(tmp_path / "wide.gguf", "llama")

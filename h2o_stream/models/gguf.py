@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
+from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
+from h2o_stream.memory import free_bytes
 from h2o_stream.models.gguf_header import (
     DamagedError,
     GgufTensor,
@@ -121,10 +124,22 @@ class GgufFile:
         return np.frombuffer(self._maps[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
 
     def release(self, tensor: GgufTensor) -> None:
-        """Release the memory pages of a tensor; later reads load them from the file again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._maps[tensor.part].madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.nbytes - start)
+        """Release the memory pages of a tensor; later reads load them from the file again.
+
+        The system forgets them, too, if it cannot keep all tensors beside what they are repacked to.
+        """
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        size = tensor.offset + tensor.nbytes - start
+        self._maps[tensor.part].madvise(mmap.MADV_DONTNEED, start, size)
+        if self._is_large and hasattr(os, "posix_fadvise"):
+            with suppress(OSError), gguf_parts(self.path)[tensor.part].open("rb") as file:
+                os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
+
+    @cached_property
+    def _is_large(self) -> bool:
+        return 2 * self.nbytes > free_bytes()
 
     def raw_bytes(self, key: str) -> bytes:
         """The bytes of a key and its value in the file."""

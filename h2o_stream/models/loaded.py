@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from h2o_stream.models.gguf import gguf_parts
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class LoadedModel:
         model: a causal language model of transformers in evaluation mode, or a `RuntimeModel`.
         tokenizer: with a chat template.
         stops: strings that end a reply, for models without an end-of-turn token.
-        file: the GGUF file that it was read from, or None.
+        file: the GGUF file or the folder that it was read from, or None.
         check: compares the file with transformers' model meanwhile, see `runtime.checking`; None if that is not needed.
         why_transformers: why a model of transformers was loaded; nothing for a `RuntimeModel`, or if nobody asked.
     """
@@ -28,3 +31,13 @@ class LoadedModel:
     file: Path | None = None
     check: Any = None
     why_transformers: str = ""
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the files that the weights come from; 0 if they are unknown, or gone."""
+        if self.file is None:
+            return 0
+        with suppress(OSError):
+            files = self.file.glob("*.safetensors") if self.file.is_dir() else gguf_parts(self.file)
+            return sum(path.stat().st_size for path in files)
+        return 0

@@ -8,6 +8,7 @@ import psutil
 
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.memory import disk_bytes
 from h2o_stream.recall.passage import Candidate
 from h2o_stream.session.thinking import Markers, ThinkingSplitter
 from h2o_stream.session.turn import Timings, Turn
@@ -28,6 +29,7 @@ class GrowingReply:
         self._num_thinking = 0
         self._splitter = ThinkingSplitter(markers, thinking) if markers else None
         self._prompt, self._recalled, self._timings = prompt, recalled, Timings()
+        self._disk_bytes = disk_bytes()
 
     def add_progress(self, event: PrefillProgress) -> None:
         """Note what reading the prompt took so far."""
@@ -69,4 +71,5 @@ class GrowingReply:
             recalled=self._recalled,
             thinking="".join(self._thinking),
             thinking_tokens=self._num_thinking,
+            disk_bytes=disk_bytes() - self._disk_bytes,
         )

@@ -118,6 +118,7 @@ class Chat:
                     raise
             self._jsonl.write(turn.record())
         self._terminal.note(turn_line(turn), style="dim")
+        self._context.loaded.note_disk(turn, self._terminal)
         if turn.detail:
             self._terminal.error(turn.detail)
         self._context.loaded.check()

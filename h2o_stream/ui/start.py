@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from h2o_stream.config import Settings, model_sampling
@@ -17,10 +17,14 @@ from h2o_stream.runtime.loading import load_model
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
-from h2o_stream.ui.format import sampling_line, sampling_values
+from h2o_stream.session.turn import Turn
+from h2o_stream.ui.format import format_bytes, sampling_line, sampling_values
 from h2o_stream.ui.interrupts import Interrupts
 from h2o_stream.ui.loading import show_loading
 from h2o_stream.ui.terminal import Terminal
+
+_NOTICED_BYTES = 2**20
+"""From this many on, bytes that a turn has read from disk are worth a line."""
 
 _UNNOTICED_S = 0.3
 """A check that ends within this time is waited for without a word."""
@@ -34,6 +38,19 @@ class LoadedConversation:
     interrupts: Interrupts
     model: LoadedModel
     settings: Settings
+    _disk_bytes: int = field(default=0, init=False)
+
+    def note_disk(self, turn: Turn, terminal: Terminal) -> None:
+        """Say how much a turn has read from disk, and once that the weights do not stay in memory if they do not."""
+        if turn.disk_bytes >= _NOTICED_BYTES:
+            terminal.detail(f"{format_bytes(turn.disk_bytes)} were read from disk meanwhile")
+        before, size = self._disk_bytes, self.model.file_bytes
+        self._disk_bytes += turn.disk_bytes
+        if size and before <= size < self._disk_bytes:
+            terminal.note(
+                f"the weights of {self.name} do not stay in memory: parts of its {format_bytes(size)} are read from disk "
+                "again and again, which makes replies slow; more free memory or a smaller --model is faster"
+            )
 
     def begin_check(self) -> None:
         """Compare the model with transformers' in the background, if it is used for the first time."""
