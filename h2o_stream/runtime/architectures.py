@@ -105,7 +105,7 @@ _LFM2_NAMES = {
     "shortconv.out_proj": f"{_LAYER}conv.out_proj",
 }
 
-_GPT_OSS = {"ffn_gate_inp": f"{_LAYER}mlp.router"}
+_GPT_OSS = {"attn_sinks": f"{_LAYER}self_attn.sinks", "ffn_gate_inp": f"{_LAYER}mlp.router"}
 
 _STATE_SPACE = {"ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", "ssm_out"}
 """llama.cpp's names of the parts of a Mamba-2."""
