@@ -48,8 +48,8 @@ class LoadedConversation:
         self._disk_bytes += turn.disk_bytes
         if size and before <= size < self._disk_bytes:
             terminal.note(
-                f"the weights of {self.name} do not stay in memory: parts of its {format_bytes(size)} are read from disk "
-                "again and again, which makes replies slow; more free memory or a smaller --model is faster"
+                f"the weights of {self.name} do not stay in memory: parts of its {format_bytes(size)} are read from "
+                "disk again and again, which makes replies slow; more free memory or a smaller --model is faster"
             )
 
     def begin_check(self) -> None:
