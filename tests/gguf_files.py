@@ -101,7 +101,8 @@ def write_model(
     sizes = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": keys.get("attention.head_count_kv") or config.num_key_value_heads,
     }  # fmt: skip
     writer = gguf.GGUFWriter(path, arch)
     add = {
@@ -137,7 +138,8 @@ def write_tokens(writer: gguf.GGUFWriter, pre: str | None) -> None:
     writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
-IN_FULL = ("ffn_gate_inp", "exp_probs", "shortconv.conv.", "ssm_conv1d", "ssm_norm", "ssm_a", "ssm_d")
+IN_FULL = ("ffn_gate_inp", "exp_probs", "shortconv.conv.", "ssm_conv1d", "ssm_norm", "ssm_a", "ssm_d",
+    "per_layer_model_proj")  # fmt: skip
 """Parts of names of matrices that are not quantized."""
 
 
@@ -168,7 +170,7 @@ def stored(
         for kind, part in parts:
             yield f"{block}.ffn_{kind}_exps.{suffix}", part
         return
-    if name.endswith("sinks"):
+    if name.endswith(("sinks", "layer_scalar")):
         yield f"{names.get_name(name)}.weight", values
         return
     if arch in HYBRIDS and (tensors := recurrent(arch, name, values, config)):

@@ -16,6 +16,8 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
+from h2o_stream.attachment import retrieval_heads
+from h2o_stream.attachment.support import layer_specs
 from h2o_stream.config import CacheConfig, ModelConfig, Positions
 from h2o_stream.models import gguf_export
 from h2o_stream.models.load import load
@@ -23,6 +25,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.architectures import ARCHITECTURES
 from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.heads import attention_to_copy
 from h2o_stream.runtime.loading import ModelFile
 from h2o_stream.runtime.model import RuntimeModel
 from tests.families import tiny
@@ -65,6 +68,20 @@ LATENT_KEYS: dict[str, Any] = {
     "attention.head_count_kv": 1, "attention.kv_lora_rank": 32, "attention.key_length": 48,
     "attention.value_length": 32, "attention.key_length_mla": 48, "attention.value_length_mla": 32,
     "rope.dimension_count": 16, "vocab_size": 64,
+}  # fmt: skip
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+GEMMA_4: dict[str, Any] = {
+    "num_hidden_layers": 6, "layer_types": SLIDING_AND_FULL * 3, "sliding_window": 24,
+    "global_head_dim": 32, "vocab_size_per_layer_input": 64, "tie_word_embeddings": False,
+    "final_logit_softcapping": 30.0, "rope_parameters": {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0}},
+}  # fmt: skip
+GEMMA_4_KEYS: dict[str, Any] = {
+    **COMMON, "attention.key_length": 32, "attention.value_length": 32, "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16, "attention.sliding_window": 24,
+    "attention.sliding_window_pattern": [True, False] * 3, "rope.dimension_count": 32, "rope.dimension_count_swa": 16,
+    "rope.freq_base_swa": 10000.0, "final_logit_softcapping": 30.0,
 }  # fmt: skip
 DEEPSEEK_YARN = {"rope_parameters": {
     "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 0.7,
@@ -211,6 +228,24 @@ CASES = {
     ),
     "Mixtral": Case("llama", model("Mixtral", **THETA, **EXPERTS, rms_norm_eps=1e-6), {**COMMON, **EXPERT_KEYS}),
     "Gemma": Case("gemma", model("Gemma", **THETA), COMMON, llama_rounding=2e-3),
+    "Gemma 4": Case(
+        "gemma4",
+        model("Gemma4", "Gemma4Text", **GEMMA_4, num_kv_shared_layers=2, hidden_size_per_layer_input=32,
+        use_double_wide_mlp=True),
+        {**GEMMA_4_KEYS, "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32}
+        | {"feed_forward_length": [96] * 4 + [192] * 2},
+        {"rope_freqs": [1.0] * 4 + [1e30] * 12},
+        llama_rounding=2e-3,
+    ),
+    "Gemma 4, keys as values": Case(
+        "gemma4",
+        model("Gemma4", "Gemma4Text", **{**GEMMA_4, "num_hidden_layers": 2, "layer_types": SLIDING_AND_FULL},
+        num_kv_shared_layers=0, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1),
+        {**GEMMA_4_KEYS, "attention.head_count_kv": [2, 1], "embedding_length_per_layer_input": 0}
+        | {"attention.shared_kv_layers": 0, "attention.sliding_window_pattern": [True, False]},
+        {"rope_freqs": [1.0] * 4 + [1e30] * 12},
+        llama_rounding=2e-3,
+    ),
     "Phi 3, LongRoPE": Case(
         "phi3",
         model("Phi3", sliding_window=None, rms_norm_eps=1e-6, max_position_embeddings=2048,
@@ -353,6 +388,17 @@ def test_as_llama_cpp_reads_them(name: str, write: Callable[..., Path]) -> None:
     found = llama.scores[: len(TEXT)].copy()
     llama.close()
     assert difference_of(found, logits_of(CASES[name].make())) < CASES[name].llama_rounding
+
+
+@pytest.mark.parametrize("name", ["Gemma 4", "Gemma 4, keys as values"])
+def test_heads_are_measured_as_those_of_the_model(name: str, write: Callable[..., Path]) -> None:
+    """Layers have other numbers of heads, and some use keys of others."""
+    path = write(name)
+    source, theirs = ModelFile(str(path), path, "float32"), load(ModelConfig(str(path), dtype="float32")).model
+    specs = layer_specs(theirs, CacheConfig(window=8, chunk=4).plan(512))
+    expected = retrieval_heads._attention_to_copy(theirs, specs).numpy()
+    found = attention_to_copy(source.describe(print), source.parameters.windows, source.parameters.context)
+    numpy.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
 
 
 FILE_TYPES = {

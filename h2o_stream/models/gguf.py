@@ -40,6 +40,10 @@ FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 """Types that store plain floating-point numbers, without blocks."""
 
 
+UNROTATED = 1e29
+"""Factor on a wavelength of RoPE from which on it stands for no rotation."""
+
+
 class GgufFile:
     """A memory-mapped GGUF file, or the files that one was split into; opening it reads only the headers.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from h2o_stream.errors import UnsupportedModelError
-from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf import UNROTATED, GgufFile
 from h2o_stream.native.gguf_types import TensorType
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -105,7 +105,8 @@ def correct_config(config: Any, file: GgufFile) -> Any:
     embedding = file.tensors.get("token_embd.weight")
     if embedding and len(embedding.shape) == 2:
         config.vocab_size = embedding.shape[0]
-    if hasattr(config, "head_dim") and not (hasattr(config, "global_head_dim") or hasattr(config, "kv_lora_rank")):
+    own_sizes = _has_sizes_by_layer(config) or hasattr(config, "kv_lora_rank")
+    if not own_sizes and hasattr(config, "head_dim"):
         config.head_dim = _read_metadata(file, "attention.key_length") or config.head_dim
     if config.model_type in _WITH_SLIDING_WINDOW:
         config.sliding_window = _read_metadata(file, "attention.sliding_window")
@@ -123,6 +124,10 @@ def correct_config(config: Any, file: GgufFile) -> Any:
     if getattr(config, "rope_parameters", None):
         _correct_rope(config, file)
     return config
+
+
+def _has_sizes_by_layer(config: Any) -> bool:
+    return str(config.model_type) == "gemma4_text"
 
 
 def end_token_ids(file: GgufFile) -> list[int] | None:
@@ -143,6 +148,9 @@ def _correct_rope(config: Any, file: GgufFile) -> None:
     own = config.model_type in _WITH_LOCAL_ROPE
     if per_layer_type and (base := _read_metadata(file, "rope.freq_base_swa") or (not own and rope["rope_theta"])):
         config.rope_parameters["sliding_attention"]["rope_theta"] = base
+    if _has_sizes_by_layer(config):
+        rope.update(_proportional(file))
+        return
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dims = _read_metadata(file, "rope.dimension_count") or size
     if dims != size or "partial_rotary_factor" in rope:
@@ -212,6 +220,16 @@ def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     if latent and share:  # its converter multiplies it by 0.1
         found["mscale"] = found["mscale_all_dim"] = share / 0.1
     return {"rope_type": "yarn", "factor": factor} | {name: value for name, value in found.items() if value}
+
+
+def _proportional(file: GgufFile) -> dict[str, Any]:
+    """Parameters of RoPE that leaves the slowest pairs of elements as they are, from the factors in the file."""
+    dims = _read_metadata(file, "attention.key_length")
+    factors = _factors(file, _ROPE_FACTORS, dims)
+    rotated = int((factors == 1).sum())
+    if not (np.all(factors[:rotated] == 1) and np.all(factors[rotated:] >= UNROTATED)):
+        raise _unsupported(file, "RoPE factors that are neither 1 nor stand for no rotation")
+    return {"rope_type": "proportional", "partial_rotary_factor": 2 * rotated / dims}
 
 
 def _llama3(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:

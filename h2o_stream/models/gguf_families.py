@@ -6,7 +6,7 @@ The weights' names are those of the gguf package, which llama.cpp's converter us
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ import numpy as np
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_gguf_pytorch_utils import GGUFTensor, LlamaTensorProcessor, Qwen2MoeTensorProcessor
 
-from h2o_stream.models import gguf_hybrids, gguf_latent
+from h2o_stream.models import gguf_gemma, gguf_hybrids, gguf_latent
 from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_header import GgufTensor
 
 _KEYS = {
     "context_length": "max_position_embeddings",
@@ -95,7 +96,7 @@ class Family:
     permuted: bool = False
     norm_offset: float = 0.0
     full_every: int = 0
-    derived: Callable[[gguf_hybrids.Get, Collection[str]], dict[str, Any]] | None = None
+    derived: Callable[[gguf_hybrids.Get, Mapping[str, GgufTensor]], dict[str, Any]] | None = None
 
 
 FAMILIES = {
@@ -132,6 +133,7 @@ FAMILIES = {
     "lfm2moe": Family("lfm2_moe", _LFM2_EXPERTS, derived=gguf_hybrids.convolution_config),
     "command-r": Family("cohere", {"logit_scale": "logit_scale"}),
     "cohere2": Family("cohere2", {"logit_scale": "logit_scale"}, full_every=4),
+    "gemma4": Family("gemma4_text", derived=gguf_gemma.config),
     "gemma": Family("gemma", norm_offset=1.0),
 }
 """By llama.cpp's name of the architecture, and what else tells families apart."""

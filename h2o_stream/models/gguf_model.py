@@ -73,7 +73,8 @@ def weights_difference(file: GgufFile, model: Any, dtype: torch.dtype) -> str:
     for weight in model_weights(file, skeleton):
         kind, module = _packed_kind(weight, skeleton), weight.name.removesuffix(".weight")
         if kind is None:
-            equal = torch.equal(model.get_parameter(weight.name), weight.values().to(dtype))
+            owner, _, last = weight.name.rpartition(".")  # a parameter or a buffer
+            equal = torch.equal(getattr(model.get_submodule(owner), last), weight.values().to(dtype))
         else:
             pages = HugePageBuffer([tiles_shape(kind, *weight.shape)])
             equal = torch.equal(model.get_submodule(module).tiles, _load_tiles(file, weight, kind, pages))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Array, GateKind, pointer
-from h2o_stream.native.matrix import NO_NORM, Matrix, Norm
+from h2o_stream.native.matrix import NO_NORM, DescriptionError, Matrix, Norm
 
 
 @dataclass(frozen=True)
@@ -194,3 +194,73 @@ class Attention:
             struct.absolute_rotary_dims = rope.rotary_dims
             struct.order = pointer(rope.order, "int32", self.head_size)
             struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
+
+
+def borrowing_attention(
+    lender: Attention,
+    source: int,
+    size: int,
+    query: Matrix,
+    query_norm: Norm,
+    rope: Rope | None,
+    out: Matrix,
+    scaling: float,
+    name: str,
+) -> Attention:
+    """An attention with the keys and values of layer `source`, whose attention is `lender`.
+
+    That layer then has to keep them in columns of their own (`with_lent_columns`).
+
+    Args:
+        lender: has its own keys and values.
+        source: its layer.
+        size: of queries.
+        query: its projection.
+        query_norm: of its queries.
+        rope: of its queries.
+        out: its output projection.
+        scaling: of queries times keys.
+        name: of the attention, for messages.
+
+    Raises:
+        DescriptionError: they do not fit.
+    """
+    heads = query.rows // size
+    fits = query.rows == heads * size and out.columns == heads * lender.value_size
+    if not fits or lender.head_size != size or heads % lender.kv_heads or lender.gate:
+        raise DescriptionError(f"{name} does not fit the keys of layer {source}")
+    return replace(
+        lender,
+        query_heads=heads,
+        scaling=scaling,
+        qkv=[query],
+        columns=None,
+        query_norm=query_norm,
+        rope=rope,
+        out=out,
+        source=source,
+    )
+
+
+def with_lent_columns(attentions: Sequence[Attention | None]) -> list[Attention | None]:
+    """The attentions of all layers; keys and values that later ones use get columns that no other layer writes to."""
+    found = [attention for attention in attentions if attention]
+    sources = dict.fromkeys(attention.source for attention in found if attention.source is not None)
+    free = max((sum(matrix.rows for matrix in attention.qkv) for attention in found), default=0)
+    lent: dict[int, Attention] = {}
+    for number in sources:
+        lender = attentions[number]
+        assert lender is not None
+        columns = [0]
+        for matrix in lender.qkv[1:]:
+            columns.append(free)
+            free += matrix.rows
+        offsets = replace(lender.heads, key_offset=columns[1], value_offset=columns[-1])
+        lent[number] = replace(lender, columns=columns, heads=offsets)
+
+    def placed(number: int, attention: Attention | None) -> Attention | None:
+        if attention is None or attention.source is None:
+            return lent.get(number, attention)
+        return replace(attention, heads=replace(lent[attention.source].heads, query_offset=0))
+
+    return [placed(number, attention) for number, attention in enumerate(attentions)]

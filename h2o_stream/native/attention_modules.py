@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,15 @@ from torch import Tensor
 
 from h2o_stream.native import layouts
 from h2o_stream.native.abi import GateKind
-from h2o_stream.native.attention import Attention, Gate, HeadOffsets, Latent, Rope, Temperature
+from h2o_stream.native.attention import (
+    Attention,
+    Gate,
+    HeadOffsets,
+    Latent,
+    Rope,
+    Temperature,
+    borrowing_attention,
+)
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import AttentionLayout
@@ -135,24 +142,10 @@ class AttentionReader(ModuleReader):
         size: int,
         name: str,
     ) -> Attention:
-        """An attention with the keys and values of an earlier layer, which then keeps them in columns of their own."""
-        lender = self._attentions[source]
-        heads = query.rows // size
-        fits = query.rows == heads * size and out.columns == heads * lender.value_size
-        if not fits or lender.head_size != size or heads % lender.kv_heads or lender.gate:
-            raise DescriptionError(f"{name} does not fit the keys of layer {source}")
+        """An attention with the keys and values of an earlier layer."""
+        norm = self._optional_norm(module, layout.norms[0], size, name)
         rope = self._rope(module, size, index, name)
-        return replace(
-            lender,
-            query_heads=heads,
-            scaling=module.scaling,
-            qkv=[query],
-            columns=None,
-            query_norm=self._optional_norm(module, layout.norms[0], size, name),
-            rope=rope,
-            out=out,
-            source=source,
-        )
+        return borrowing_attention(self._attentions[source], source, size, query, norm, rope, out, module.scaling, name)
 
     def _latent_attention(self, module: Any, index: int, name: str) -> Attention:
         """Queries, keys and values from latent vectors; the last part of all keys is the same and is rotated."""
@@ -223,30 +216,6 @@ class AttentionReader(ModuleReader):
         if sinks is not None and sinks.shape != (heads,):
             raise DescriptionError(f"{name} has other learned sinks than one for each of {heads} heads")
         return as_float32(sinks, name)
-
-
-def with_lent_columns(attentions: Sequence[Attention | None]) -> list[Attention | None]:
-    """The attentions of all layers; keys and values that later ones use get columns that no other layer writes to."""
-    found = [attention for attention in attentions if attention]
-    sources = dict.fromkeys(attention.source for attention in found if attention.source is not None)
-    free = max((sum(matrix.rows for matrix in attention.qkv) for attention in found), default=0)
-    lent: dict[int, Attention] = {}
-    for number in sources:
-        lender = attentions[number]
-        assert lender is not None
-        columns = [0]
-        for matrix in lender.qkv[1:]:
-            columns.append(free)
-            free += matrix.rows
-        offsets = replace(lender.heads, key_offset=columns[1], value_offset=columns[-1])
-        lent[number] = replace(lender, columns=columns, heads=offsets)
-
-    def placed(number: int, attention: Attention | None) -> Attention | None:
-        if attention is None or attention.source is None:
-            return lent.get(number, attention)
-        return replace(attention, heads=replace(lent[attention.source].heads, query_offset=0))
-
-    return [placed(number, attention) for number, attention in enumerate(attentions)]
 
 
 def _weight_count(module: Any) -> int:

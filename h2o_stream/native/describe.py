@@ -16,8 +16,8 @@ from torch import nn
 
 from h2o_stream.native import layouts
 from h2o_stream.native.abi import Activation, dtype_name
-from h2o_stream.native.attention import Attention
-from h2o_stream.native.attention_modules import AttentionReader, with_lent_columns
+from h2o_stream.native.attention import Attention, with_lent_columns
+from h2o_stream.native.attention_modules import AttentionReader
 from h2o_stream.native.description import (
     Description,
     DescriptionError,

@@ -113,8 +113,22 @@ _STATE_SPACE = {"ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", 
 _DELTA = {"attn_qkv", "attn_gate", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_norm", "ssm_out"}
 """And of those of a gated delta rule, but for its betas and decays."""
 
-_PARAMETERS = ("_bias", ".sinks")
+_PARAMETERS = ("_bias", ".sinks", ".layer_scalar")
 """Ends of names that are of parameters, not of modules."""
+
+_OWN_EMBEDDINGS = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": f"{_LAYER}per_layer_input_gate",
+    "proj": f"{_LAYER}per_layer_projection",
+    "post_norm": f"{_LAYER}post_per_layer_input_norm",
+    "layer_output_scale": f"{_LAYER}layer_scalar",
+}
+"""Of embeddings of tokens in each layer, and of factors on what layers give."""
+
+OFTEN_DENSE = ("per_layer_model_proj",)
+"""Matrices that llama.cpp's quantizer leaves as they are."""
 
 BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
 _AFTER = {"after_attention": "post_attention_norm", "after_mlp": "post_ffw_norm"}
@@ -146,6 +160,8 @@ class Architecture:
         rotates_sliding: where some layers slide, the others have no positions.
         scoring: how a router's logits become scores, if the file does not say.
         normalizes_experts: the weights of a token's experts are divided by their sum, unless the file says otherwise.
+        normed_values: values are normed, without weights.
+        scaling: of queries times keys, where it does not follow from the size of heads.
         large: number of layers of a model that scales queries by its hidden size and not by its heads'; 0 for none.
         rms_norms: norms are RMS norms, whatever a file calls their epsilon.
         gates_attention: the rows of each head's query are followed by those of a gate of the attention's output.
@@ -177,6 +193,8 @@ class Architecture:
     rotates_sliding: bool = False
     scoring: Scoring = Scoring.SOFTMAX
     normalizes_experts: bool = False
+    normed_values: bool = False
+    scaling: float = 0.0
     large: int = 0
     rms_norms: bool = False
     gates_attention: bool = False
@@ -281,6 +299,15 @@ ARCHITECTURES = {
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA_2, full_every=2, large=46),
     "gemma3": replace(_GEMMA_2, full_every=6, local_theta=10_000.0, local_plain=True, large=62),
+    "gemma4": Architecture(
+        activation=Activation.GELU_TANH,
+        scales_embeddings=True,
+        norms=BEFORE | _AFTER,
+        local_plain=True,
+        normed_values=True,
+        scaling=1.0,
+        checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH | _OWN_EMBEDDINGS,
+    ),
     "phi3": Architecture(fused_mlp=True, checkpoint_names=_CHECKPOINT_NAMES | _FUSED),
     "starcoder2": Architecture(activation=Activation.GELU_TANH, checkpoint_names=_CHECKPOINT_NAMES | _UNGATED),
     "nemotron": Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0),

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.native.abi import GateKind, MatrixKind, Scoring
-from h2o_stream.native.attention import Attention, Gate, HeadOffsets, Latent, Rope, Temperature
+from h2o_stream.native.abi import GateKind, MatrixKind, NormKind, Scoring
+from h2o_stream.native.attention import (
+    Attention,
+    Gate,
+    HeadOffsets,
+    Latent,
+    Rope,
+    Temperature,
+    borrowing_attention,
+    with_lent_columns,
+)
 from h2o_stream.native.description import (
     Description,
     DescriptionError,
     Layer,
+    LayerEmbeddings,
     Matrix,
     Mlp,
     Norm,
+    OwnEmbedding,
 )
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.latent import LatentSizes, latent_attention
@@ -24,7 +36,7 @@ from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
-from h2o_stream.runtime.weights import Weights
+from h2o_stream.runtime.weights import Weights, small_matrix
 
 
 def describe_file(architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> Description:
@@ -45,6 +57,7 @@ def describe_file(architecture: Architecture, parameters: Parameters, weights: W
 class _FileReader:
     def __init__(self, architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> None:
         self._architecture, self._parameters, self._weights, self._dtype = architecture, parameters, weights, dtype
+        self._attentions: dict[int, Attention] = {}
 
     def read(self) -> Description:
         parameters, weights = self._parameters, self._weights
@@ -54,8 +67,10 @@ class _FileReader:
         scale = parameters.embedding_scale
         if dense:  # transformers has the factor in the dtype of the embedding
             scale = float(rounded(numpy.array([scale], numpy.float32), self._dtype)[0])
+        layers = [self._layer(number) for number in range(parameters.num_layers)]
+        attentions = with_lent_columns([layer.attention for layer in layers])
         return Description(
-            layers=[self._layer(number) for number in range(parameters.num_layers)],
+            layers=[replace(layer, attention=found) for layer, found in zip(layers, attentions, strict=True)],
             embedding=embedding,
             embedding_scale=scale,
             learned_positions=None,
@@ -67,7 +82,31 @@ class _FileReader:
             residual_scale=parameters.residual_scale,
             dtype=self._dtype,
             logits_dtype=self._dtype if dense else "float32",
+            layer_embeddings=self._layer_embeddings() if parameters.own_embedding else None,
         )
+
+    def _layer_embeddings(self) -> LayerEmbeddings:
+        parameters, weights, name = self._parameters, self._weights, "per_layer_token_embd"
+        size, hidden = parameters.own_embedding, parameters.hidden_size
+        columns = size * parameters.num_layers
+        return LayerEmbeddings(
+            embedding=weights.matrix(name, None, parameters.vocabulary, columns),
+            projection=weights.matrix("per_layer_model_proj", None, columns, hidden),
+            norm=self._norm("per_layer_proj_norm", None),
+            scale=size**0.5,
+            projection_scale=hidden**-0.5,
+            output_scale=2**-0.5,
+        )
+
+    def _own_embedding(self, number: int) -> OwnEmbedding | None:
+        size, hidden = self._parameters.own_embedding, self._parameters.hidden_size
+        if not size:
+            return None
+        gate, out = (
+            self._weights.matrix("inp_gate", number, size, hidden),
+            self._weights.matrix("proj", number, hidden, size),
+        )
+        return OwnEmbedding(gate, out, self._norm("post_norm", number))
 
     def _norm(self, name: str, layer: int | None, needed: bool = True) -> Norm:
         weight = self._weights.vector(name, layer)
@@ -85,7 +124,7 @@ class _FileReader:
         if experts and weights.has("ffn_gate_inp", number):
             mlp = self._experts(number, experts)
         elif weights.has("ffn_down", number):
-            mlp = self._mlp(number, self._parameters.inner_size)
+            mlp = self._mlp(number, self._parameters.layer_shape(number).inner_size)
         attention = None
         if attends:
             attention = self._latent(number, latent) if latent else self._attention(number)
@@ -94,12 +133,15 @@ class _FileReader:
             names = {"before_attention" if attends or mixes else "before_mlp": names["before_attention"]}
         norms = {role: self._norm(name, number) for role, name in names.items()}
         by_role: dict[str, Any] = {role: norms.get(role, Norm()) for role in NORM_ROLES}
+        scale = weights.vector("layer_output_scale", number)
         return Layer(
             attention=attention,
             mixer=describe_mixer(self._architecture, self._parameters, weights, number) if mixes else None,
             mlp=mlp,
             **by_role,
             parallel=self._architecture.parallel,
+            own_embedding=self._own_embedding(number),
+            output_scale=1.0 if scale is None else float(scale[0]),
         )
 
     def _mlp(self, number: int, inner: int, kind: str = "") -> Mlp:
@@ -145,40 +187,55 @@ class _FileReader:
     def _dense(self, name: str, number: int, rows: int) -> Matrix:
         """A small matrix [rows, hidden] that is not packed, in the dtype of the model."""
         numbers, hidden = self._weights.vector(name, number), self._parameters.hidden_size
-        if numbers is None or numbers.size != rows * hidden:
-            raise DescriptionError(f"{name} of layer {number} is not {rows} rows of {hidden}")
-        numbers, bias = numbers.reshape(rows, hidden), self._weights.vector(name, number, "bias")
-        if self._dtype == "float32":
-            return Matrix(numbers, bias, rows, hidden, MatrixKind.FLOAT32)
-        return Matrix((numbers.view(numpy.uint32) >> 16).astype(numpy.uint16), bias, rows, hidden, MatrixKind.BFLOAT16)
+        matrix = small_matrix(numbers, rows, hidden, self._dtype, f"{name} of layer {number}")
+        return replace(matrix, bias=self._weights.vector(name, number, "bias"))
 
     def _attention(self, number: int) -> Attention:
-        parameters, weights, size = self._parameters, self._weights, self._parameters.head_size
-        query_rows, kv_rows = parameters.query_heads * size, parameters.kv_heads * size
-        gated = 2 if self._architecture.gates_attention else 1
-        rows = {"attn_q": gated * query_rows, "attn_k": kv_rows, "attn_v": kv_rows}
+        parameters, weights, shape = self._parameters, self._weights, self._parameters.layer_shape(number)
+        size, source, gated = shape.head_size, parameters.source(number), self._architecture.gates_attention
+        query_rows, kv_rows = parameters.query_heads * size, shape.kv_heads * size
+        stride = 2 * size if gated else size
+        keys = parameters.query_heads * stride
+        rows = {"attn_q": keys, "attn_k": kv_rows, "attn_v": kv_rows}
         if weights.has("attn_qkv", number):
             rows = {"attn_qkv": query_rows + 2 * kv_rows}
+        elif source is not None:
+            rows = {"attn_q": query_rows}
+        elif not weights.has("attn_v", number):  # keys, before they are normed, are values, too
+            del rows["attn_v"]
         norms = [self._norm(name, number, needed=False) for name in ("attn_q_norm", "attn_k_norm")]
-        return Attention(
+        qkv = [weights.matrix(name, number, count, parameters.hidden_size) for name, count in rows.items()]
+        out = weights.matrix("attn_output", number, parameters.hidden_size, query_rows)
+        if source is not None:
+            lender, name = self._attentions[source], f"the attention of layer {number}"
+            rope = self._rope(number, size)
+            return borrowing_attention(lender, source, size, qkv[0], norms[0], rope, out, parameters.scaling, name)
+        values = keys if len(qkv) == 2 else keys + kv_rows
+        one = numpy.ones(size, numpy.float32)
+        described = Attention(
             query_heads=parameters.query_heads,
-            kv_heads=parameters.kv_heads,
+            kv_heads=shape.kv_heads,
             head_size=size,
             value_size=size,
             scaling=parameters.scaling,
             softcap=parameters.softcap,
-            qkv=[weights.matrix(name, number, count, parameters.hidden_size) for name, count in rows.items()],
-            heads=HeadOffsets(0, gated * size, gated * query_rows, size, gated * query_rows + kv_rows, size),
+            qkv=qkv,
+            heads=HeadOffsets(0, stride, keys, size, values, size),
             query_norm=norms[0],
             key_norm=norms[1],
-            rope=self._rope(number),
-            out=weights.matrix("attn_output", number, parameters.hidden_size, query_rows),
+            rope=self._rope(number, size),
+            out=out,
             norms_all_heads=any(norm.weight is not None and norm.weight.size > size for norm in norms),
             norms_after_rope=parameters.norms_after_rope,
             sink_logits=weights.vector("attn_sinks", number),
             temperature=self._temperature,
-            gate=Gate(GateKind.SIGMOID_GATE, size, 2 * size, size) if self._architecture.gates_attention else None,
+            gate=Gate(GateKind.SIGMOID_GATE, size, stride, size) if gated else None,
+            value_norm=Norm(NormKind.RMS, one, None, parameters.epsilon)
+            if self._architecture.normed_values
+            else Norm(),
         )
+        self._attentions[number] = described
+        return described
 
     def _latent(self, number: int, sizes: LatentSizes) -> Attention:
         """Of layer `number`, with latent keys and values of these sizes."""
@@ -216,8 +273,8 @@ class _FileReader:
         found = self._parameters.temperature
         return Temperature(found[0], float(found[1]), 0, of_positions=True) if found else None
 
-    def _rope(self, number: int) -> Rope | None:
-        rope, size = self._parameters.ropes[number], self._parameters.head_size
+    def _rope(self, number: int, size: int) -> Rope | None:
+        rope = self._parameters.ropes[number]
         if rope is None:
             return None
         order: NDArray[numpy.int32] | None = None

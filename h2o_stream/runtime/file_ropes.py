@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 
-from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf import UNROTATED, GgufFile
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.architectures import Architecture
 from h2o_stream.runtime.rotations import Floats, rope_frequencies, yarn_frequencies
@@ -56,7 +56,8 @@ def ropes_of(
     dims, theta = int(get("dimension_count") or head_size), float(get("freq_base") or 10_000.0)
     whole = _scaled(file, get, theta, dims, architecture.whole_ramp)
     local_theta = float(get("freq_base_swa") or architecture.local_theta or theta)
-    local = RopeParameters(rope_frequencies(local_theta, dims)) if architecture.local_plain else whole
+    local_dims = int(get("dimension_count_swa") or dims)
+    local = RopeParameters(rope_frequencies(local_theta, local_dims)) if architecture.local_plain else whole
     slides, every = any(sliding), architecture.unrotated_every
     if architecture.unrotated_if_original and get("scaling.finetuned") is False:
         every = 1
@@ -76,7 +77,8 @@ def _scaled(file: GgufFile, get: Callable[[str], Any], theta: float, dims: int, 
         limit = int(get("scaling.original_context_length"))
         return RopeParameters(plain / _factors(file, "rope_factors_short"), attention, False, limit)
     if "rope_freqs.weight" in file.tensors:
-        return RopeParameters(plain / _factors(file, "rope_freqs"), attention)
+        factors = _factors(file, "rope_freqs")
+        return RopeParameters(numpy.where(factors < UNROTATED, plain / factors, numpy.float32(0)), attention)
     if kind in (None, "none") or not factor or factor == 1:
         scaled = RopeParameters(plain, attention)
     elif kind == "linear":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy
@@ -15,12 +16,19 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
 from h2o_stream.progress import Progress, ProgressCallback
-from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.architectures import OFTEN_DENSE, Architecture
 from h2o_stream.runtime.file_numbers import as_needed, row_orders
 from h2o_stream.runtime.merged import PARTS, WHOLES, merged
 from h2o_stream.runtime.parameters import Parameters, tensor_name
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.weights import gguf_name, small_matrix
+from h2o_stream.runtime.weights import as_floats, gguf_name, small_matrix
+
+_DENSE: Mapping[str, Callable[[NDArray[numpy.uint8]], Floats]] = {
+    "F32": lambda blocks: blocks.view(numpy.float32),
+    "F16": lambda blocks: blocks.view(numpy.float16).astype(numpy.float32),
+    "BF16": lambda blocks: as_floats(blocks.view(numpy.uint16), "tensor"),
+}
+"""Types of numbers in files, and how they are read."""
 
 
 class GgufWeights:
@@ -53,7 +61,8 @@ class GgufWeights:
         """See `Weights`."""
         names = (gguf_name(key, layer) for key in (name, *PARTS.get(name, ())[:1]))
         tensor = next(filter(None, (self.file.tensors.get(f"{key}.weight") for key in names)), None)
-        if tensor is not None and tensor.type.name == "F32" and name in self.architecture.other_forms:
+        may_be_dense = name in OFTEN_DENSE or name in self.architecture.other_forms
+        if tensor is not None and may_be_dense and tensor.type.name in _DENSE:
             return small_matrix(self.numbers(tensor), rows, columns, self.dtype, tensor.name)
         form = None if tensor is None else self.form(tensor)
         if tensor is None or form is None or (form.rows, form.columns) != (rows, columns):
@@ -128,10 +137,11 @@ class GgufWeights:
         Raises:
             DescriptionError: it has another type.
         """
-        if tensor.type.name != "F32":
+        read = _DENSE.get(tensor.type.name)
+        if read is None:
             raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
         _, name, kind = tensor_name(tensor.name)
-        numbers = self.file.blocks(tensor).view(numpy.float32)
+        numbers = read(self.file.blocks(tensor))
         return as_needed(numbers, name, kind, self.architecture, self._orders, self.dtype, as_saved)
 
     def _take(self, size: int) -> NDArray[numpy.uint8]:

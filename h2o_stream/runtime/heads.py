@@ -55,27 +55,34 @@ def measured_windows(
     """
     total = len(description.layers)
     progress(Progress("measuring", 0, total))
-    layers = [*zip(description.layers, sliding, strict=True)]
-    evicting = [window is None for layer, window in layers if layer.attention]
-    windows = iter(retrieval_windows(attention_to_copy(description, sliding, context)[evicting]))
+    windows = iter(retrieval_windows(attention_to_copy(description, sliding, context)))
     progress(Progress("measuring", total, total))
-    return [next(windows) if layer.attention and window is None else (HeadWindow(),) for layer, window in layers]
+    return [next(windows) if evicts else (HeadWindow(),) for evicts in _evicting(description, sliding)]
+
+
+def _evicting(description: Description, sliding: Sequence[int | None]) -> list[bool]:
+    """Whether each layer has heads with windows of their own; arguments as of `measured_windows`."""
+    layers = zip(description.layers, sliding, strict=True)
+    return [layer.attention is not None and window is None for layer, window in layers]
 
 
 def attention_to_copy(description: Description, sliding: Sequence[int | None], context: int) -> Floats:
     """Fraction of attention on the previous occurrence of the current token and the token after it, in text read twice.
 
     Returns:
-        [layers with attention, Hkv] float32.
+        [layers that evict, Hkv] float32.
     """
     tokens = repeated_tokens(description.embedding.rows, num_rows(num_weights(description)), context)
     found = [_measure(description, sliding, row[None]) for row in tokens]
     mean: Floats = numpy.mean(found, 0, dtype=numpy.float32)
-    return mean
+    counts = [shape.kv_heads if shape else 0 for shape in head_shapes(description)]
+    by_layer = numpy.split(mean, numpy.cumsum(counts)[:-1])
+    evicting = _evicting(description, sliding)
+    return numpy.stack([heads for heads, evicts in zip(by_layer, evicting, strict=True) if evicts])
 
 
 def _measure(description: Description, sliding: Sequence[int | None], tokens: NDArray[numpy.int64]) -> Floats:
-    """[layers with attention, Hkv] for tokens [1, n], through a cache that holds all of them."""
+    """[KV heads of all layers] for tokens [1, n], through a cache that holds all of them."""
     native, count = library.loaded(), tokens.shape[1]
     assert native is not None, "the weights are packed"
     shapes = head_shapes(description)
@@ -85,8 +92,7 @@ def _measure(description: Description, sliding: Sequence[int | None], tokens: ND
     ]
     plan = CacheConfig("recent", count, sinks=0, span=0, positions="absolute", chunk=0)
     cache = RuntimeCache(plan, layers, description.dtype, count, lambda: "")
-    heads = [shape.kv_heads for shape in shapes if shape]
-    copied = numpy.zeros((len(heads), heads[0]), numpy.float32)
+    copied = numpy.zeros(sum(shape.kv_heads for shape in shapes if shape), numpy.float32)
     cache.prepare(count)
     stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
     if stepper.prompt(tokens, keep=1, copied=copied) is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,15 @@ class MixerParameters:
     value_size: int
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a layer, where they are not those of all: see `Parameters`."""
+
+    head_size: int
+    kv_heads: int
+    inner_size: int
+
+
 @dataclass(frozen=True, eq=False)
 class Parameters:
     """Numbers of a model.
@@ -94,6 +103,9 @@ class Parameters:
         latent: sizes of latent keys and values, None if there are none.
         latent_queries: size of latent queries, 0 if there are none.
         mixer: of recurrent layers that have heads.
+        layer_shapes: of each layer, if they differ.
+        borrowing: the last layers, so many, use keys and values of the last layer of their kind before them.
+        own_embedding: size of the embeddings of tokens in each layer, 0 for none.
     """
 
     num_layers: int
@@ -121,6 +133,28 @@ class Parameters:
     latent: LatentSizes | None = None
     latent_queries: int = 0
     mixer: MixerParameters | None = None
+    layer_shapes: tuple[LayerShape, ...] = ()
+    borrowing: int = 0
+    own_embedding: int = 0
+
+    def layer_shape(self, layer: int) -> LayerShape:
+        """Sizes of a layer."""
+        shared = LayerShape(self.head_size, self.kv_heads, self.inner_size)
+        return self.layer_shapes[layer] if self.layer_shapes else shared
+
+    def source(self, layer: int) -> int | None:
+        """The layer whose keys and values a layer uses, None if it has its own.
+
+        Raises:
+            DescriptionError: there is no such layer.
+        """
+        first = self.num_layers - self.borrowing
+        if layer < first:
+            return None
+        alike = [other for other in range(first) if (self.sliding[other] is None) == (self.sliding[layer] is None)]
+        if not alike:
+            raise DescriptionError(f"layer {layer} uses keys of an earlier layer of its kind, and there is none")
+        return alike[-1]
 
     @property
     def windows(self) -> list[int | None]:
@@ -142,8 +176,10 @@ class Parameters:
 
 
 _READ = """
-attention.head_count attention.head_count_kv attention.key_length attention.key_length_mla attention.kv_lora_rank
-attention.layer_norm_epsilon attention.q_lora_rank attention.recurrent_layers attention.value_length_mla
+attention.head_count attention.head_count_kv attention.key_length attention.key_length_mla attention.key_length_swa
+attention.kv_lora_rank attention.layer_norm_epsilon attention.q_lora_rank attention.recurrent_layers
+attention.shared_kv_layers attention.value_length_mla attention.value_length_swa embedding_length_per_layer_input
+rope.dimension_count_swa
 attention.layer_norm_rms_epsilon attention.scale attention.sliding_window attention.sliding_window_pattern
 attention.temperature_scale rope.scaling.yarn_log_multiplier
 attention.value_length attn_logit_softcapping block_count context_length embedding_length embedding_scale
@@ -198,7 +234,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
         if not latent and int(get("attention.value_length") or head_size) != head_size:
             raise DescriptionError("heads of keys and values have different sizes")
         epsilon, sliding = get("attention.layer_norm_rms_epsilon"), _sliding(architecture, count, get)
-        plain_scaling = (hidden / heads if architecture.large == count else head_size) ** -0.5
+        plain_scaling = architecture.scaling or (hidden / heads if architecture.large == count else head_size) ** -0.5
         logit_scale = float(get("logit_scale") or 1.0)
         return Parameters(
             num_layers=count,
@@ -226,6 +262,9 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             norms_after_rope=architecture.norms_after_rope and "blk.0.attn_q_norm.weight" in file.tensors,
             experts=_experts(file, architecture, get) if get("expert_count") else None,
             latent=latent,
+            layer_shapes=_layer_shapes(count, head_size, sliding, get),
+            borrowing=int(get("attention.shared_kv_layers") or 0),
+            own_embedding=int(get("embedding_length_per_layer_input") or 0),
             latent_queries=int(get("attention.q_lora_rank") or 0),
             mixer=_mixer(get) if get("ssm.time_step_rank") else None,
         )
@@ -261,6 +300,29 @@ def _mixer(get: Callable[[str], Any]) -> MixerParameters:
     heads = int(get("ssm.time_step_rank"))
     return MixerParameters(
         int(get("ssm.group_count")), heads, int(get("ssm.state_size")), int(get("ssm.inner_size")) // heads
+    )
+
+
+def _layer_shapes(
+    layers: int, head_size: int, sliding: Sequence[int | None], get: Callable[[str], Any]
+) -> tuple[LayerShape, ...]:
+    """Sizes of each layer, if layers with a sliding window have heads of their own size.
+
+    Raises:
+        DescriptionError: heads of keys and values have different sizes.
+    """
+    local = get("attention.key_length_swa")
+    if local is None:
+        return ()
+    if local != get("attention.value_length_swa"):
+        raise DescriptionError("heads of keys and values have different sizes")
+    heads, inner = (
+        size if isinstance(size, list) else [size] * layers
+        for size in (get("attention.head_count_kv"), get("feed_forward_length"))
+    )
+    return tuple(
+        LayerShape(head_size if window is None else int(local), int(heads[number]), int(inner[number]))
+        for number, window in enumerate(sliding)
     )
 
 

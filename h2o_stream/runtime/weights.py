@@ -19,7 +19,7 @@ from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.packing import tiles_shape
-from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.architectures import OFTEN_DENSE, Architecture
 from h2o_stream.runtime.file_numbers import as_needed, rounded, row_orders
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
@@ -72,9 +72,8 @@ class FolderWeights:
         """See `Weights`."""
         module = packed_name(self._architecture, name, layer)
         tiles, kind = self._arrays.get(f"{module}.tiles"), self._kinds.get(module)
-        if tiles is None and self._architecture.other_forms:
-            numbers = self.vector(name, layer)
-            return small_matrix(numbers, rows, columns, self._dtype, module)
+        if tiles is None and (self._architecture.other_forms or name in OFTEN_DENSE):
+            return small_matrix(self.vector(name, layer), rows, columns, self._dtype, module)
         if tiles is None or kind is None or kind not in MatrixKind.__members__:
             raise DescriptionError(f"it has no packed {module}")
         if tiles.shape != tiles_shape(MatrixKind[kind], rows, columns):
