@@ -45,11 +45,12 @@ def dequantized(file: GgufFile, tensor: GgufTensor) -> Floats:
     Raises:
         DescriptionError: the type cannot be read.
     """
+    from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     blocks: NDArray[numpy.uint8] = file.blocks(tensor).reshape(-1, tensor.nbytes // math.prod(tensor.shape[:-1]))
     try:
-        numbers: Floats = dequantize(blocks, tensor.type).reshape(tensor.shape)
+        numbers: Floats = dequantize(blocks, GGMLQuantizationType(tensor.type)).reshape(tensor.shape)
     except NotImplementedError as error:
         raise DescriptionError(f"{tensor.name} is {tensor.type.name}, which cannot be read") from error
     return numbers
