@@ -356,6 +356,7 @@ def test_described_in_bfloat16(name: str, write: Callable[..., Path]) -> None:
     [
         "GLM-4",
         "GLM-4 MoE",
+        "Gemma 4",
         "DeepSeek V2 Lite",
         "DeepSeek V3",
         "ERNIE 4.5 MoE",
