@@ -19,7 +19,7 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import config_parameters, sources
-from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.comparison import difference, same_weights
 from h2o_stream.runtime.known import read_known
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
@@ -27,7 +27,7 @@ from h2o_stream.runtime.sources import Checkpoint
 from tests.families import LLAMA3, PARTIAL, SLIDING, YARN, tiny
 from tests.test_first_start import chat
 from tests.test_gguf_names import LAYERED, LINEAR, THETA
-from tests.test_runtime import SIZES, TEXT
+from tests.test_runtime import EXPERTS, SHARED, SIZES, TEXT
 from tests.tolerance import relative_error
 
 GEMMA = {**SIZES, "sliding_window": 24, "query_pre_attn_scalar": 8}
@@ -43,6 +43,10 @@ MODELS = {
     "Gemma 3": tiny("Gemma3", "Gemma3Text", **{**GEMMA, **LAYERED}, layer_types=SLIDING),
     "Phi 3": tiny("Phi3", **{**SIZES, **PARTIAL}, sliding_window=200),
     "Starcoder 2": tiny("Starcoder2", **{**SIZES, **THETA}),
+    "Qwen 2 MoE": tiny("Qwen2Moe", **{**SIZES, **THETA, **SHARED}),
+    "Qwen 3 MoE": tiny("Qwen3Moe", **{**SIZES, **THETA, **EXPERTS}, norm_topk_prob=True),
+    "OLMoE": tiny("Olmoe", **{**SIZES, **THETA, **EXPERTS}),
+    "Mixtral": tiny("Mixtral", **{**SIZES, **THETA}, num_local_experts=4),
 }
 DTYPES = ("float32", "bfloat16")
 
@@ -139,22 +143,28 @@ class TestServed:
         assert not isinstance(again.model, RuntimeModel)
 
     @pytest.mark.parametrize("quantize", ["int8", "int4"])
-    def test_weights_that_were_packed_before(
-        self, quantize: str, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("least", [0, 2**30])
+    def test_packed_weights(
+        self, quantize: str, least: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for module in (packed_folder, user_cache):
             monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
-        monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
+        for module in (packed_weights, sources):
+            monkeypatch.setattr(module, "MIN_BYTES", least)
         path = saved("Gemma 2", tmp_path / "model", words)
         config = ModelConfig(str(path), dtype="float32", quantize=quantize)
         cache = CacheConfig(window=20, chunk=4)
-        first = load_model(config, cache, "auto", print, print)
-        assert "were not packed before" in first.why_transformers
-        second = load_model(config, cache, "auto", print, print)
-        assert isinstance(second.model, RuntimeModel)
+        notes: list[str] = []
+        first, again = (load_model(config, cache, "auto", notes.append, print) for _ in range(2))
+        assert len(notes) == (not least)
+        theirs = load(config, from_packed=False)
+        for ours in (first, again):
+            assert isinstance(ours.model, RuntimeModel)
+            assert difference(ours.model.description, describe(theirs.model)) == ""
+            assert same_weights(ours.model.description, describe(theirs.model))
         with (
-            Engine(first.model, first.tokenizer, cache) as other,
-            Engine(second.model, second.tokenizer, cache) as engine,
+            Engine(theirs.model, theirs.tokenizer, cache) as other,
+            Engine(again.model, again.tokenizer, cache) as engine,
         ):
             expected, found = (torch.from_numpy(each.served.forward(TEXT[:60])) for each in (other, engine))
         assert relative_error(found, expected) < 1e-2

@@ -135,3 +135,14 @@ def test_experts_within_a_tile() -> None:
     gate, down = packed(MatrixKind.INT8, 6 * 8, 64, 0), replace(experts.down, columns=8)
     with pytest.raises(DescriptionError, match="multiple of 16"):
         replace(experts, gate=gate, up=gate, down=down, inner_size=8, stride=8)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_router_whose_best_experts_have_all_the_weight(normalized: bool) -> None:
+    """In bfloat16 the weights of a token's experts add up to 1 then, normalized or not, for most inputs."""
+    sizes = {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = tiny("Qwen3Moe", **sizes, norm_topk_prob=normalized)()
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data *= 40
+    layers = describe(model.bfloat16()).layers
+    assert [layer.mlp.router.normalized for layer in layers] == [normalized] * len(layers)

@@ -1,9 +1,11 @@
 """The first start of a GGUF file needs no torch; meanwhile it is compared with transformers' model."""
 
+import io
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -26,6 +28,8 @@ from h2o_stream.runtime.known import read_known
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import ModelFile
+from h2o_stream.ui.start import finish_check
+from h2o_stream.ui.terminal import SafeConsole, Terminal
 from tests.test_runtime import TEXT, keep_all, written
 
 DTYPE = "float32"
@@ -130,6 +134,40 @@ class TestCheck:
         failed = BackgroundCheck("x", tmp_path / "none.gguf", DTYPE)
         assert failed.wait(60)
         assert "none.gguf" in failed.failure
+
+
+class Waiting:
+    """A check that takes some frames."""
+
+    complaint = failure = stage = ""
+
+    def __init__(self, *stages: str) -> None:
+        self._stages = list(stages)
+
+    def wait(self, timeout_s: float = float("inf")) -> bool:
+        if not self._stages:
+            return True
+        self.stage = self._stages.pop(0)
+        if self.stage == "Ctrl-C":
+            raise KeyboardInterrupt
+        return timeout_s == float("inf")
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("skipped", [True, False])
+def test_waiting_for_the_check(live: bool, skipped: bool) -> None:
+    """One line says what is waited for; on a terminal also what the check does, and for how long."""
+    terminal, drawn = Terminal(), io.StringIO()
+    terminal.live, terminal.console = live, SafeConsole(file=drawn, force_terminal=live, width=150)
+    check: Any = Waiting("starting", "reading it", *["Ctrl-C"] * skipped, "comparing weights", "comparing weights")
+    loaded: Any = SimpleNamespace(
+        model=SimpleNamespace(check=check), interrupts=SimpleNamespace(requested=False), name="tiny", check=lambda: None
+    )
+    finish_check(loaded, terminal)
+    shown = drawn.getvalue()
+    assert "checking tiny against transformers, only this time (Ctrl-C skips)" in shown
+    assert ("comparing weights, 0 s" in shown) == (live and not skipped)
+    assert ("not checked; the next start does it" in shown) == (skipped and live)
 
 
 class TestStates:

@@ -273,6 +273,9 @@ CASES = {
 ROUNDED = ("GLM-4 MoE", "ERNIE 4.5 MoE", "DeepSeek V3", "Gemma")
 """Families that are described in bfloat16, too; `make test-all` takes all."""
 
+KEPT = ("GLM-4 MoE", "Gemma 4", "DeepSeek V3", "HunYuan", "Granite MoE", "LFM2")
+"""Families that are described from kept weights, too; `make test-all` takes all."""
+
 HYBRID = {
     "granitehybrid", "qwen35", "qwen35moe", "qwen3next", "falcon-h1", "nemotron_h", "lfm2moe",
 }  # fmt: skip
@@ -352,31 +355,37 @@ def test_described_in_bfloat16(name: str, write: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "GLM-4",
-        "GLM-4 MoE",
-        "Gemma 4",
-        "DeepSeek V2 Lite",
-        "DeepSeek V3",
-        "ERNIE 4.5 MoE",
-        "HunYuan",
-        "Cohere",
-        "Granite MoE",
-        "Gemma",
-    ],
+    "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
+)
+def test_described_from_a_file_that_is_not_quantized(name: str, write: Callable[..., Path]) -> None:
+    """DeepSeek's are refused: parts of a matrix would have to be put together."""
+    path = write(name, GGMLQuantizationType.F16)
+    if CASES[name].architecture == "deepseek2":
+        with pytest.raises(DescriptionError, match="F16"):
+            ModelFile(str(path), path, "bfloat16").describe(print)
+        return
+    loaded = load(ModelConfig(str(path), dtype="bfloat16")).model
+    assert difference(ModelFile(str(path), path, "bfloat16").describe(print), describe(loaded)) == ""
+
+
+@pytest.mark.parametrize("writes", ["torch", "runtime"])
+@pytest.mark.parametrize(
+    "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
 )
 def test_described_from_weights_that_were_packed_before(
-    name: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, writes: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the runtime; transformers maps the same file, and does not write another."""
+    """By either; transformers maps the file that the runtime has written, and does not write another."""
     keep_all(tmp_path, monkeypatch)
     path = write(name)
-    described = ModelFile(str(path), path, "float32").describe(print, print)
+    if writes == "runtime":
+        ModelFile(str(path), path, "float32").describe(print, print)
+    else:
+        load(ModelConfig(str(path), dtype="float32"))
     kept = next((tmp_path / "cache" / "packed").glob("*/model.safetensors"))
     before = kept.stat()
     loaded = load(ModelConfig(str(path), dtype="float32")).model
-    assert difference(described, describe(loaded)) == ""
+    assert difference(ModelFile(str(path), path, "float32").describe(print), describe(loaded)) == ""
     assert before.st_ino == kept.stat().st_ino
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models.precision import WeightSizes, choose_precision
+from h2o_stream.models.fitting import WeightSizes, choose_precision
+from h2o_stream.models.precision import weight_sizes
 from h2o_stream.models.quantize import packed_bytes
 from tests.conftest import make_llama
 
@@ -61,7 +62,7 @@ def test_without_the_library_nothing_is_packed() -> None:
 def test_sizes_are_those_of_the_packed_model() -> None:
     with torch.device("meta"):
         model = make_llama(heads=4, size=64, vocab=1000)
-    sizes = WeightSizes.of(model)
+    sizes = weight_sizes(model)
     numbers = sum(weight.numel() for weight in model.parameters())
     assert sizes.float32 == 4 * numbers
     assert 1.06 * numbers < packed_bytes(model, "int8") < 1.2 * numbers

@@ -18,11 +18,13 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
 from h2o_stream.models import load as models_load
 from h2o_stream.models import packed_folder, packed_weights, user_cache
+from h2o_stream.models.fitting import dtype_name
 from h2o_stream.models.gguf_model import weights_difference
 from h2o_stream.models.load import load
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.models.precision import allowed_dtypes, dtype_name
+from h2o_stream.models.precision import allowed_dtypes
 from h2o_stream.native import library
+from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import loading, sources
@@ -79,14 +81,17 @@ MODELS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     ),
     "Starcoder 2": ("starcoder2", tiny("Starcoder2", **{**SIZES, **THETA}), {**NORM, **BASE}),
 }
+DENSE = ("Llama, biases", "Qwen 3 MoE")
+"""Models whose files are tested without blocks, too; `make test-all` takes all."""
+
 TEXT = [number * 7 % 61 + 3 for number in range(300)]
 
 
-def written(folder: Path, name: str) -> Path:
-    """The GGUF file of a model in blocks of 8 bits."""
+def written(folder: Path, name: str, stored: str = "Q8_0") -> Path:
+    """The GGUF file of a model, with matrices of this type."""
     architecture, make, keys = MODELS[name]
     path = folder / "model.gguf"
-    write_model(path, make(), architecture, quantize=GGMLQuantizationType.Q8_0, **keys)
+    write_model(path, make(), architecture, quantize=GGMLQuantizationType[stored], **keys)
     return path
 
 
@@ -123,11 +128,24 @@ class TestDescription:
         source = ModelFile(str(path), path, "float32")
         assert difference(source.describe(print), describe(model)) == ""
 
-    @pytest.mark.parametrize("name", ["Llama, biases", "Gemma 2", "Qwen 2 MoE"])
+    @pytest.mark.parametrize("name", MODELS)
     def test_rounded_as_the_model(self, name: str, tmp_path: Path) -> None:
         path = written(tmp_path, name)
         model = load(ModelConfig(str(path), dtype="bfloat16")).model
         assert difference(ModelFile(str(path), path, "bfloat16").describe(print), describe(model)) == ""
+
+    @pytest.mark.parametrize(
+        "name", [name if name in DENSE else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS]
+    )
+    @pytest.mark.parametrize("stored", ["F32", "F16", "BF16"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_of_files_that_are_not_quantized(self, name: str, stored: str, dtype: str, tmp_path: Path) -> None:
+        path = written(tmp_path, name, stored)
+        model = load(ModelConfig(str(path), dtype=dtype)).model
+        description = ModelFile(str(path), path, dtype).describe(print)
+        assert difference(description, describe(model)) == ""
+        kept = stored == "BF16" or dtype == "bfloat16"
+        assert description.output.kind == (MatrixKind.BFLOAT16 if kept else MatrixKind.FLOAT32)
 
     @pytest.mark.parametrize("name", ["Llama, biases", "Gemma 3", "Phi 3", "Starcoder 2", "Qwen 2 MoE"])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -180,10 +198,6 @@ class TestDescription:
         write_model(path, tiny("Llama", **{**SIZES, **YARN})(), "llama", quantize=GGMLQuantizationType.Q8_0, **keys)
         with pytest.raises(DescriptionError, match="yarn_ext_factor is 0.5"):
             ModelFile(str(path), path, "float32")
-        plain = tmp_path / "plain.gguf"
-        write_model(plain, tiny("Llama", **SIZES)(), "llama", **RMS, **EIGHT)
-        with pytest.raises(DescriptionError, match="F32"):
-            ModelFile(str(plain), plain, "float32").describe(print)
 
 
 CONFIGS = {
@@ -237,6 +251,16 @@ class TestStream:
                 expected, found = (engine.served.forward(TEXT[start:stop]) for engine in (theirs, ours))
                 numpy.testing.assert_allclose(found, expected, rtol=0, atol=1e-2)
             assert ours.counts == theirs.counts
+
+    @pytest.mark.parametrize("name", DENSE)
+    def test_a_file_that_is_not_quantized(self, name: str, tmp_path: Path) -> None:
+        theirs, ours = through_both(written(tmp_path, name, "F16"), CacheConfig(window=40, chunk=16))
+        with theirs, ours:
+            for start, stop in ((0, 100), (100, 101), (101, 160), (160, 161)):
+                expected, found = (engine.served.forward(TEXT[start:stop]) for engine in (theirs, ours))
+                numpy.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+            theirs.served.load_state_dict(ours.served.state_dict())
+            assert theirs.tokens == ours.tokens
 
     @pytest.mark.parametrize("kv_bits", [16, 8])
     def test_states_go_from_one_to_the_other(self, file: Path, kv_bits: int) -> None:

@@ -28,7 +28,7 @@ from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.memory import trim_heap
-from h2o_stream.models.precision import dtype_name
+from h2o_stream.models.fitting import dtype_name
 from h2o_stream.resources import cache_folder, read_text, write_atomically
 
 TINY = "tiny"

@@ -16,13 +16,14 @@ from filelock import FileLock
 
 from h2o_stream.config import ModelConfig
 from h2o_stream.memory import limit_kernel_caches
+from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.packed_folder import COMPARED_FILE, WEIGHTS_FILE
 from h2o_stream.models.user_cache import folder_lock
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.progress import ignore
 from h2o_stream.resources import cache_folder
-from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.comparison import difference, same_weights
 from h2o_stream.runtime.known import Known, read_known, save_known
 from h2o_stream.runtime.sources import Checkpoint, ModelFile, Source
 from h2o_stream.startup import importing, let_idle_threads_sleep, quieten_libraries
@@ -49,9 +50,12 @@ def check(name: str, path: Path, variant: str) -> Known:
     from h2o_stream.models.load import load
 
     dtype, _, quantize = variant.partition(" ")
-    config = ModelConfig(name, dtype=dtype, device="cpu", offline=True, quantize=quantize or "auto")
-    loaded = load(config, source=str(path))
+    as_it_is = "auto" if path.is_file() and GgufFile(path).quantized else "none"
+    _say("reading it through transformers")
+    config = ModelConfig(name, dtype=dtype, device="cpu", offline=True, quantize=quantize or as_it_is)
+    loaded = load(config, source=str(path), from_packed=not quantize)
     try:
+        _say("comparing weights")
         source = Checkpoint(name, path, dtype, quantize) if quantize else ModelFile(name, path, dtype)
         reason = _weights_difference(source, loaded.model) or _difference(source, loaded)
     except DescriptionError as error:
@@ -67,11 +71,17 @@ def _weights_difference(source: Source, model: Any) -> str:
     They are removed if they do, and on disk if they do not.
     """
     from h2o_stream.models.gguf_model import weights_difference
+    from h2o_stream.native.describe import describe
 
     folder = source.folder
-    if not isinstance(source, ModelFile) or folder is None or not folder.exists() or (folder / COMPARED_FILE).exists():
+    if folder is None or not folder.exists() or (folder / COMPARED_FILE).exists():
         return ""
-    if name := weights_difference(source.file, model, model.dtype):
+    if isinstance(source, ModelFile):
+        name = weights_difference(source.file, model, model.dtype)
+    else:
+        ours, theirs = source.describe(ignore), describe(model)
+        name = "" if not difference(ours, theirs) and same_weights(ours, theirs) else "the packed folder"
+    if name:
         with folder_lock(folder):
             shutil.rmtree(folder, ignore_errors=True)
         return f"{name} has other weights"
@@ -95,13 +105,20 @@ def _difference(source: Source, loaded: LoadedModel) -> str:
         return reason
     if source.tokenizer()[0].backend_tokenizer.to_str() != loaded.tokenizer.backend_tokenizer.to_str():
         return "its tokenizer is another"
+    _say("comparing what both compute")
     model = source.model(description, (), "", str)
     verification = Verification(loaded.model, "gap", "auto", ())
     return verification.why_not_served(lambda config: model.serve(config).forward)
 
 
+def _say(stage: str) -> None:
+    """Tell `BackgroundCheck` what is done now."""
+    sys.stdout.write(f"{stage}\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
-    """Entry point: NAME PATH VARIANT. Why nothing could be compared is written as one line."""
+    """Entry point: NAME PATH VARIANT. Each stage is written as a line, as is why nothing could be compared."""
     name, path, variant = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -117,10 +134,11 @@ def main() -> None:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock):
             if read_known(path, variant) is None:
+                _say("importing transformers")
                 with importing():
                     import h2o_stream.attachment.verification
                     import h2o_stream.models.load  # noqa: F401
                 check(name, path, variant)
     except Exception as error:  # noqa: BLE001
-        sys.stdout.write(" ".join(str(error).split()) or type(error).__name__)
+        _say(" ".join(str(error).split()) or type(error).__name__)
         sys.exit(1)

@@ -11,11 +11,11 @@ from transformers.initialization import no_init_weights
 
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.memory import format_bytes, free_bytes
+from h2o_stream.models.fitting import MAX_SHARE
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_names import Weight, model_weights
 from h2o_stream.models.huge_pages import HugePageBuffer
 from h2o_stream.models.packed_experts import split_experts
-from h2o_stream.models.precision import MAX_SHARE
 from h2o_stream.models.quantize import PackedConfig, packable
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import GGUF_KINDS, ROWS, columns_fit, pack, repack, tiles_shape

@@ -33,6 +33,7 @@ from h2o_stream.errors import (
 from h2o_stream.memory import free_bytes, trim_heap
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
+from h2o_stream.models.fitting import Precision, choose_precision, dtype_name
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
@@ -42,15 +43,12 @@ from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.packed_folder import MIN_GGUF_BYTES, packed_folder
 from h2o_stream.models.packed_weights import save_packed
 from h2o_stream.models.precision import (
-    Precision,
-    WeightSizes,
     allowed_dtypes,
-    choose_precision,
     device_map_kwargs,
     device_of,
-    dtype_name,
     dtype_of,
     tensor_parallel_kwargs,
+    weight_sizes,
 )
 from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import with_template
@@ -66,9 +64,11 @@ def load(
     notify: Callable[[str], None] = ignore,
     progress: ProgressCallback = ignore,
     source: str | None = None,
+    from_packed: bool = True,
 ) -> LoadedModel:
     """Load the model that `config` names. With a `cache`, unsupported architectures are refused before weights are
-    read. `source` is what `find` has returned, if it was called before.
+    read. `source` is what `find` has returned, if it was called before. Without `from_packed`, checkpoints are packed
+    anew, and what was kept of them is neither used nor replaced.
 
     `notify` gets one-line messages about slow steps and automatic choices; `progress` may stop loading
     (`ProgressCallback`).
@@ -83,7 +83,7 @@ def load(
         source = source or find(config.model, config.offline, progress)
         config = _offline_if_unreachable(config, source)
         try:
-            return _Loader(config, source, notify, progress).load(cache)
+            return _Loader(config, source, notify, progress, from_packed).load(cache)
         except (H2OStreamError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -101,9 +101,15 @@ class _Loader:
     """Loads one model from the result of `find`; the other arguments are those of `load`."""
 
     def __init__(
-        self, config: ModelConfig, source: str, notify: Callable[[str], None], progress: ProgressCallback
+        self,
+        config: ModelConfig,
+        source: str,
+        notify: Callable[[str], None],
+        progress: ProgressCallback,
+        from_packed: bool,
     ) -> None:
         disable_progress_bar()  # replaced by our own
+        self._from_packed = from_packed
         self._config, self._notify, self._progress = config, notify, progress
         self._file, self._source = _open_source(source, notify)
         self._local = {"local_files_only": True} if config.offline else {}
@@ -148,7 +154,7 @@ class _Loader:
         quantized = getattr(self._hf_config, "quantization_config", None) is not None
         precision = choose_precision(
             config.model,
-            WeightSizes.of(skeleton),
+            weight_sizes(skeleton),
             free_bytes(),
             "none" if quantized and config.quantize == "auto" else config.quantize,
             allowed_dtypes(config.dtype),
@@ -160,7 +166,9 @@ class _Loader:
             return self._load_packed(precision, skeleton)
         model = self._load_dense(precision.dtype, skeleton)
         move_to_huge_pages(model)
-        return model if self._file else self._with_digest(model, f"{dtype_name(precision.dtype)} none")
+        if self._file is not None and self._file.quantized:
+            return model
+        return self._with_digest(model, dtype_name(precision.dtype) + ("" if self._file else " none"))
 
     def _load_to_devices(self) -> Any:
         """Load to a GPU, or across several devices or processes."""
@@ -220,7 +228,7 @@ class _Loader:
             return model
 
         path = local_path(source, self._config.offline)
-        model = self._load_cached(path, precision.quantize, precision.dtype, read)
+        model = self._load_cached(path, precision.quantize, precision.dtype, read) if self._from_packed else read()
         return self._with_digest(model, f"{dtype_name(precision.dtype)} {precision.quantize}")
 
     def _load_cached(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:

@@ -16,6 +16,9 @@ from h2o_stream.resources import cache_folder
 FORMAT = 1
 """Version of the packed format, incremented when the layout of tiles changes."""
 
+MIN_BYTES = 64 * 2**20
+"""Minimum size of packed weights for keeping them; smaller models are packed quickly."""
+
 MIN_GGUF_BYTES = 2**30
 """Minimum size of a GGUF file for keeping its repacked weights; smaller files are repacked quickly."""
 

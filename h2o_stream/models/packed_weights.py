@@ -15,11 +15,8 @@ import safetensors.torch
 from torch import Tensor
 
 from h2o_stream.models.new_packed_folder import NotCachedError, new_packed_folder
-from h2o_stream.models.packed_folder import WEIGHTS_FILE
+from h2o_stream.models.packed_folder import MIN_BYTES, WEIGHTS_FILE
 from h2o_stream.progress import Progress, ProgressCallback
-
-MIN_BYTES = 64 * 2**20
-"""Minimum size for caching; smaller models are packed quickly."""
 
 _REPORT_INTERVAL_S = 0.2
 """Interval of progress reports while writing."""

@@ -157,9 +157,18 @@ def _mixed_sparsely(router: Router, logits: Tensor) -> Tensor:
 
 
 def inputs_of(router: Router, dtype: torch.dtype) -> Tensor:
-    """[n, hidden] inputs for which rounding does not change the choice."""
+    """[n, hidden] inputs for which rounding does not change the choice: of size 1, then small ones with logits up to 1.
+
+    With large logits a few experts may have all the weight, which is 1 then whether it is normalized or not.
+    """
     random = torch.Generator().manual_seed(0)
     x = torch.randn((_SAMPLED, router.matrix.columns), generator=random, device="cpu").to(dtype)
+    exponent = float(_logits(router, x).abs().max().clamp(1).log2().ceil())
+    return torch.cat((_clear(router, x), _clear(router, x * 2**-exponent)))  # a power of 2 rounds nothing
+
+
+def _clear(router: Router, x: Tensor) -> Tensor:
+    """The inputs for which the chosen experts are farthest from the others."""
     scores = _scores(router, x)
     if router.choice_bias is not None:
         scores = scores + router.choice_bias

@@ -127,9 +127,6 @@ _OWN_EMBEDDINGS = {
 }
 """Of embeddings of tokens in each layer, and of factors on what layers give."""
 
-OFTEN_DENSE = ("per_layer_model_proj",)
-"""Matrices that llama.cpp's quantizer leaves as they are."""
-
 BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
 _AFTER = {"after_attention": "post_attention_norm", "after_mlp": "post_ffw_norm"}
 """llama.cpp's names of a layer's norms, by role."""

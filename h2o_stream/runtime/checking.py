@@ -6,6 +6,7 @@ The process loads the file through transformers and compares (`engine.check`). I
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,9 @@ _CODE = "from h2o_stream.engine.check import main; main()"
 
 _POLL_S = 0.05
 
+_BEGINNING = "starting"
+"""The stage before the process says one."""
+
 
 class BackgroundCheck:
     """A check that runs while the model is used already, from `begin` on.
@@ -30,13 +34,15 @@ class BackgroundCheck:
 
     Attributes:
         failure: why the file could not be checked, once that is known; or nothing.
+        stage: what the check does now, as one line.
     """
 
     def __init__(self, name: str, path: Path, variant: str) -> None:
         self._name, self._path, self._variant = name, path, variant
         self._process: subprocess.Popen[str] | None = None
         self._known: Known | None = None
-        self.failure = ""
+        self._listener: threading.Thread | None = None
+        self.failure, self.stage = "", _BEGINNING
 
     def begin(self) -> None:
         """Begin in the background, if that has not happened: after the first token, which has the machine to itself."""
@@ -49,6 +55,8 @@ class BackgroundCheck:
                 text=True,
                 start_new_session=True,  # Ctrl-C ends a reply, not the check
             )
+            self._listener = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
+            self._listener.start()
 
     @property
     def ended(self) -> bool:
@@ -57,12 +65,27 @@ class BackgroundCheck:
             return True
         if self._process is None or self._process.poll() is None:
             return False
-        output, _ = self._process.communicate()
+        self._close()
         with suppress(OSError, H2OStreamError):  # the file may be gone
             self._known = read_known(self._path, self._variant)
         if self._known is None:
-            self.failure = output.strip() or "its process was ended"
+            said = self._process.returncode > 0 and self.stage != _BEGINNING
+            self.failure = self.stage if said else "its process was ended"
         return True
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        """Read what the process writes: a line at each stage, and at last why nothing could be compared."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.stage = line.strip()
+
+    def _close(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        assert self._listener is not None
+        self._process.wait()
+        self._listener.join()
+        self._process.stdout.close()
 
     @property
     def complaint(self) -> str:
@@ -103,4 +126,4 @@ class BackgroundCheck:
         """End the check without a result; the next start begins it again."""
         if self._process is not None and not self.ended:
             self._process.kill()
-            self._process.communicate()
+            self._close()

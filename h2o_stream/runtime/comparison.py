@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Description, Matrix
+from h2o_stream.native.experts import Experts
 from h2o_stream.native.mixers import GatedDelta
 from h2o_stream.runtime.delta_comparison import layout_differences
 from h2o_stream.runtime.weights import as_floats
@@ -28,9 +29,18 @@ def difference(ours: Description, theirs: Description) -> str:
     return next(_differences("the model", ours, theirs), "")
 
 
+def same_weights(ours: Description, theirs: Description) -> bool:
+    """Whether all weights of all matrices are equal, in descriptions between which `difference` finds nothing."""
+    pairs = zip((*ours.matrices, ours.embedding), (*theirs.matrices, theirs.embedding), strict=True)
+    whole = slice(None)
+    return all(numpy.array_equal(_numbers(mine, whole), _numbers(other, whole)) for mine, other in pairs)
+
+
 def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
     if isinstance(ours, Matrix) and isinstance(theirs, Matrix):
         yield from _matrices(name, ours, theirs)
+    elif isinstance(ours, Experts) and isinstance(theirs, Experts) and ours.stride != theirs.stride:
+        yield from _experts(name, ours, theirs)
     elif isinstance(ours, GatedDelta) and isinstance(theirs, GatedDelta) and _layout(ours) != _layout(theirs):
         same = {key: getattr(ours, key) for key in ("projections", "columns", "out", "out_in_turns")}
         if found := next(_differences(name, ours, replace(theirs, **same)), ""):
@@ -58,6 +68,25 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
 
 def _layout(mixer: GatedDelta) -> tuple[Any, ...]:
     return mixer.columns, len(mixer.projections), mixer.out_in_turns
+
+
+def _experts(name: str, ours: Experts, theirs: Experts) -> Iterator[str]:
+    """The same for experts of which one side has the rows of gates and of what they are for in one matrix."""
+    for field in fields(ours):
+        if field.name not in ("gate", "up", "stride"):
+            mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+            yield from _differences(f"{field.name} of {name}", mine, other)
+    for part in ("gate", "up"):
+        matrices = [getattr(experts, part) for experts in (ours, theirs)]
+        if None in matrices:
+            yield from _differences(f"{part} of {name}", *matrices)
+            continue
+        for expert in range(ours.router.matrix.rows):
+            rows = (
+                matrix.row_range(expert * experts.stride, experts.inner_size)
+                for matrix, experts in zip(matrices, (ours, theirs), strict=True)
+            )
+            yield from _matrices(f"{part} of {name}, expert {expert}", *rows)
 
 
 def _matrices(name: str, ours: Matrix, theirs: Matrix) -> Iterator[str]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
 
-from h2o_stream.native.abi import Activation, NormKind
+from h2o_stream.native.abi import Activation, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime.architectures import ARCHITECTURES
+from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
 from h2o_stream.runtime.file_ropes import RopeParameters
-from h2o_stream.runtime.parameters import Parameters
+from h2o_stream.runtime.parameters import ExpertParameters, Parameters
 from h2o_stream.runtime.rotations import Floats, rope_frequencies
 
 Config = Mapping[str, Any]
@@ -28,12 +28,26 @@ class _ModelType:
         tied: whether the output layer is the embedding.
         head_size: 0 if it follows from the hidden size.
         slides: ``all`` layers have the sliding window if there is one, ``some`` do, or ``none``.
+        expert_size: what the inner size of experts is called.
+        normalizes_experts: whether the weights of a token's experts are divided by their sum.
+        names: of modules on disk, where they are others than in transformers' models.
     """
 
     architecture: str
     tied: bool = False
     head_size: int = 0
     slides: str = "none"
+    expert_size: str = "intermediate_size"
+    normalizes_experts: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+_MIXTRAL = {
+    "ffn_gate_inp": "model.layers.{layer}.block_sparse_moe.gate",
+    "ffn_gate_exps": "model.layers.{layer}.block_sparse_moe.experts.w1",
+    "ffn_down_exps": "model.layers.{layer}.block_sparse_moe.experts.w2",
+    "ffn_up_exps": "model.layers.{layer}.block_sparse_moe.experts.w3",
+}
 
 
 _MODEL_TYPES = {
@@ -45,6 +59,10 @@ _MODEL_TYPES = {
     "gemma3_text": _ModelType("gemma3", tied=True, head_size=256, slides="some"),
     "phi3": _ModelType("phi3", slides="all"),
     "starcoder2": _ModelType("starcoder2", tied=True, slides="all"),
+    "qwen2_moe": _ModelType("qwen2moe", expert_size="moe_intermediate_size"),
+    "qwen3_moe": _ModelType("qwen3moe", expert_size="moe_intermediate_size"),
+    "olmoe": _ModelType("olmoe"),
+    "mixtral": _ModelType("llama", slides="all", normalizes_experts=True, names=_MIXTRAL),
 }
 """By transformers' name."""
 
@@ -59,8 +77,8 @@ _NEUTRAL = ("quantization_config", "use_bidirectional_attention", "clip_qkv", "m
 """Entries that change what is computed, unless they are missing or false."""
 
 
-def parameters_of_config(config: Config) -> tuple[str, Parameters]:
-    """llama.cpp's name of a checkpoint's architecture, and its parameters.
+def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
+    """The architecture of a checkpoint, and its parameters.
 
     Raises:
         DescriptionError: its type or a parameter is not known here, or one is missing.
@@ -69,6 +87,7 @@ def parameters_of_config(config: Config) -> tuple[str, Parameters]:
     if kind is None or not all(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
         raise DescriptionError(f"{config.get('model_type')} is not in the table of checkpoints")
     architecture = ARCHITECTURES[kind.architecture]
+    architecture = replace(architecture, checkpoint_names={**architecture.checkpoint_names, **kind.names})
     for key in _NEUTRAL:
         if config.get(key) and not (key == "quantization_config" and config[key].get("quant_method") == "h2o"):
             raise DescriptionError(f"its {key} is {config[key]}")
@@ -82,7 +101,7 @@ def parameters_of_config(config: Config) -> tuple[str, Parameters]:
         head_size = int(config.get("head_dim") or kind.head_size or hidden // heads)
         sliding = _sliding(kind, config, layers)
         local, main = (None if rope is None else _scaled(rope, head_size) for rope in _ropes(config))
-        return kind.architecture, Parameters(
+        return architecture, Parameters(
             num_layers=layers,
             hidden_size=hidden,
             inner_size=int(config["intermediate_size"]),
@@ -100,14 +119,32 @@ def parameters_of_config(config: Config) -> tuple[str, Parameters]:
             softcap=float(config.get("attn_logit_softcapping") or 0),
             logit_softcap=float(config.get("final_logit_softcapping") or 0),
             embedding_scale=hidden**0.5 if architecture.scales_embeddings else 1.0,
+            experts=_experts(kind, config),
         )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 
+def _experts(kind: _ModelType, config: Config) -> ExpertParameters | None:
+    count = config.get("num_experts") or config.get("num_local_experts")
+    if count is None:
+        return None
+    return ExpertParameters(
+        count=int(count),
+        chosen=int(config["num_experts_per_tok"]),
+        inner_size=int(config[kind.expert_size]),
+        shared_size=int(config.get("shared_expert_intermediate_size") or 0),
+        scoring=Scoring.SOFTMAX,
+        normalized=bool(config.get("norm_topk_prob", kind.normalizes_experts)),
+        scale=1.0,
+    )
+
+
 def _sliding(kind: _ModelType, config: Config, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer."""
     window = config.get("sliding_window")
+    if kind.slides == "none" and config.get("use_sliding_window"):
+        raise DescriptionError(f"its sliding_window is {window}")
     if not window or kind.slides == "none" or config.get("use_sliding_window") is False:
         return (None,) * layers
     if kind.slides == "all":

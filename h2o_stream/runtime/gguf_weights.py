@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -14,21 +14,15 @@ from h2o_stream.models.gguf_header import GgufTensor
 from h2o_stream.models.pages import HugePages
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
+from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
 from h2o_stream.progress import Progress, ProgressCallback
-from h2o_stream.runtime.architectures import OFTEN_DENSE, Architecture
+from h2o_stream.runtime.architectures import Architecture
 from h2o_stream.runtime.file_numbers import as_needed, row_orders
-from h2o_stream.runtime.merged import PARTS, WHOLES, merged
+from h2o_stream.runtime.merged import PARTS, WHOLES, dequantized, merged
 from h2o_stream.runtime.parameters import Parameters, tensor_name
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.weights import as_floats, gguf_name, small_matrix
-
-_DENSE: Mapping[str, Callable[[NDArray[numpy.uint8]], Floats]] = {
-    "F32": lambda blocks: blocks.view(numpy.float32),
-    "F16": lambda blocks: blocks.view(numpy.float16).astype(numpy.float32),
-    "BF16": lambda blocks: as_floats(blocks.view(numpy.uint16), "tensor"),
-}
-"""Types of numbers in files, and how they are read."""
+from h2o_stream.runtime.weights import as_floats, dense_matrix, gguf_name, small_matrix
 
 
 class GgufWeights:
@@ -40,6 +34,9 @@ class GgufWeights:
         parameters: of the file.
         dtype: of the model's vectors.
         progress: gets the bytes read.
+
+    Attributes:
+        num_dense: how many numbers there are in matrices that are not packed.
     """
 
     def __init__(
@@ -55,15 +52,18 @@ class GgufWeights:
         self._orders = row_orders(architecture, parameters)
         self._pages: HugePages | None = None
         self._matrices = [tensor for tensor in file.tensors.values() if tensor.type.name in GGUF_KINDS]
+        dense = (tensor for tensor in file.tensors.values() if is_dense(tensor) and len(tensor.shape) > 1)
+        self.num_dense = sum(math.prod(tensor.shape) for tensor in dense)
         self._done, self._total = 0, sum(tensor.nbytes for tensor in self._matrices)
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
         names = (gguf_name(key, layer) for key in (name, *PARTS.get(name, ())[:1]))
         tensor = next(filter(None, (self.file.tensors.get(f"{key}.weight") for key in names)), None)
-        may_be_dense = name in OFTEN_DENSE or name in self.architecture.other_forms
-        if tensor is not None and may_be_dense and tensor.type.name in _DENSE:
+        if tensor is not None and tensor.type.name == "F32" and name in self.architecture.other_forms:
             return small_matrix(self.numbers(tensor), rows, columns, self.dtype, tensor.name)
+        if tensor is not None and is_dense(tensor) and name not in PARTS:
+            return self._dense(tensor, self.vector(name, layer, "bias"), rows, columns)
         form = None if tensor is None else self.form(tensor)
         if tensor is None or form is None or (form.rows, form.columns) != (rows, columns):
             raise DescriptionError(f"its {gguf_name(name, layer)}.weight is {form}, not {(rows, columns)}")
@@ -137,12 +137,31 @@ class GgufWeights:
         Raises:
             DescriptionError: it has another type.
         """
-        read = _DENSE.get(tensor.type.name)
-        if read is None:
-            raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
         _, name, kind = tensor_name(tensor.name)
-        numbers = read(self.file.blocks(tensor))
+        numbers = as_floats(self._stored(tensor), tensor.name).reshape(-1)
         return as_needed(numbers, name, kind, self.architecture, self._orders, self.dtype, as_saved)
+
+    def _dense(self, tensor: GgufTensor, bias: Floats | None, rows: int, columns: int) -> Matrix:
+        """A matrix that is not packed, in the order of rows that transformers has.
+
+        Raises:
+            DescriptionError: it has another shape, or would have to be put together anew.
+        """
+        if (math.prod(tensor.shape[:-1]), tensor.shape[-1]) != (rows, columns):
+            raise DescriptionError(f"its {tensor.name} is {tensor.shape}, not {(rows, columns)}")
+        by_columns = bias is not None and "_exps." in tensor.name  # in transformers: they could not be compared
+        if self.architecture.heads_in_turns or by_columns:
+            raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
+        numbers, order = self._stored(tensor).reshape(rows, columns), self._orders.get(tensor_name(tensor.name)[1])
+        matrix = dense_matrix(numbers if order is None else numbers[order], bias, self.dtype)
+        if not numpy.may_share_memory(matrix.weights, numbers):
+            self.file.release(tensor)
+        return matrix
+
+    def _stored(self, tensor: GgufTensor) -> NDArray[Any]:
+        """The numbers of a tensor that is not packed, in the dtype of the file."""
+        stored = _STORED.get(tensor.type)
+        return dequantized(self.file, tensor) if stored is None else self.file.blocks(tensor).view(stored)
 
     def _take(self, size: int) -> NDArray[numpy.uint8]:
         if self._pages is None:
@@ -168,6 +187,15 @@ class PackedForm:
     def nbytes(self) -> int:
         """Of the tiles."""
         return math.prod(self.tiles)
+
+
+_STORED = {TensorType.F32: numpy.float32, TensorType.F16: numpy.float16, TensorType.BF16: numpy.uint16}
+"""The dtypes of numbers; uint16 stands for bfloat16."""
+
+
+def is_dense(tensor: GgufTensor) -> bool:
+    """Whether a tensor is not packed: numbers, or blocks of a type that kernels do not know, which are unpacked."""
+    return tensor.type.name not in GGUF_KINDS
 
 
 def packed_kind(tensor: GgufTensor) -> MatrixKind:

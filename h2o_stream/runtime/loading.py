@@ -67,7 +67,7 @@ def _load_without_torch(
     """
     if reason := _why_not(config, engine):
         raise DescriptionError(reason)
-    source = _source(config, path, _dtype(config.dtype))
+    source = _source(config, path, _dtype(config.dtype), notify)
     parameters, known = source.parameters, read_known(path, source.variant)
     if known is not None and known.difference:
         raise DescriptionError(f"its file was found to be read wrongly without them: {known.difference}")
@@ -95,17 +95,18 @@ def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
     return not unmeasured and not why_not_served(cache, model.max_distance, model.refused_positions)
 
 
-def _source(config: ModelConfig, path: Path, dtype: str) -> Source:
-    """What a model is described from.
+def _source(config: ModelConfig, path: Path, dtype: str, notify: Callable[[str], None]) -> Source:
+    """What a model is described from. `notify`: see `Checkpoint`.
 
     Raises:
         DescriptionError: see `ModelFile` and `Checkpoint`.
     """
     if path.is_file():
-        if config.quantize != "auto":
+        source = ModelFile(config.model, path, dtype)
+        if config.quantize not in (("auto",) if source.file.quantized else ("auto", "none")):
             raise DescriptionError("its file is packed in another way, or not at all")
-        return ModelFile(config.model, path, dtype)
-    return Checkpoint(config.model, path, dtype, "none" if config.quantize == "auto" else config.quantize)
+        return source
+    return Checkpoint(config.model, path, dtype, config.quantize, notify)
 
 
 def _why_not(config: ModelConfig, engine: EngineChoice) -> str:

@@ -5,33 +5,34 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from h2o_stream.attachment.measurements import LONG_S
+from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.memory import free_bytes
 from h2o_stream.models.file_tokenizers import file_tokenizer
+from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, WeightSizes, choose_precision
 from h2o_stream.models.generation_config import read_generation_config
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.packed_folder import MIN_GGUF_BYTES, packed_folder
+from h2o_stream.models.packed_folder import MIN_BYTES, MIN_GGUF_BYTES, packed_folder
 from h2o_stream.models.templates import with_template
 from h2o_stream.models.tokenizer import FileTokenizer, read_object
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
+from h2o_stream.runtime.checkpoint_packing import KINDS, PackedCheckpoint, packed_size
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
+from h2o_stream.runtime.gguf_entries import gguf_entries
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import measured_windows
 from h2o_stream.runtime.known import Windows, read_windows, save_windows
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.packed_file import write_packed
 from h2o_stream.runtime.parameters import Parameters, parameters_of_gguf
-from h2o_stream.runtime.weights import CheckpointWeights, FolderWeights, Weights
-
-_SHARE = 0.6
-"""Share of the free memory that dense weights may take, as `models.precision` has it where it chooses."""
+from h2o_stream.runtime.weights import SAFETENSORS_DTYPES, CheckpointWeights, FolderWeights, Weights
 
 
 class Source(ABC):
@@ -146,15 +147,17 @@ class ModelFile(Source):
         parameters = parameters_of_gguf(self.file)
         architecture, generation = ARCHITECTURES[self.file.architecture], read_generation_config(self.file)
         self._kept_as = "gguf-runtime" if architecture.other_forms else "gguf"
-        folder = packed_folder(name, path, self._kept_as) if self.file.nbytes >= MIN_GGUF_BYTES else None
+        kept = self.file.quantized and self.file.nbytes >= MIN_GGUF_BYTES
+        folder = packed_folder(name, path, self._kept_as) if kept else None
         super().__init__(path, dtype, dtype, architecture, parameters, generation, folder)
 
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
         weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, progress)
+        _check_fits(weights.num_dense, self.dtype)
         folder = self.folder
         if folder is not None and notify is not None and not folder.exists():
             metadata = {"model": self._name, "quantize": self._kept_as, "source": str(self.path.absolute())}
-            write_packed(weights, metadata, folder, notify)
+            write_packed(gguf_entries(weights), metadata, folder, notify)
         return weights if folder is None or not folder.exists() else self._packed()
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
@@ -169,29 +172,65 @@ class Checkpoint(Source):
         name: what the user typed.
         path: of the folder.
         dtype: of the model.
-        quantize: ``none``, or the format ``int8`` or ``int4`` in which its weights were packed before.
+        quantize: ``none``; ``int8`` or ``int4`` for packed matrices; or ``auto`` for the widest that fits into memory.
+        notify: gets a line about a choice that may surprise.
 
     Raises:
         DescriptionError: its type or a parameter is not known here, or only transformers can tell what to load.
         ModelNotFoundError: a file is damaged.
     """
 
-    def __init__(self, name: str, path: Path, dtype: str, quantize: str) -> None:
+    def __init__(
+        self, name: str, path: Path, dtype: str, quantize: str, notify: Callable[[str], None] = ignore
+    ) -> None:
         try:
-            found, parameters = parameters_of_config(read_object(path / "config.json"))
+            config = read_object(path / "config.json")
+            architecture, parameters = parameters_of_config(config)
         except (OSError, ValueError) as error:
             raise DescriptionError(f"its config.json cannot be read: {error}") from error
-        folder = None if quantize == "none" else packed_folder(name, path, quantize)
+        self._name, self._dense = name, CheckpointWeights(path, architecture, parameters, dtype)
+        precision = self._precision(quantize, dtype)
+        if precision.reason:
+            notify(precision.reason)
+        self._quantize = precision.quantize
+        folder = None if self._quantize == "none" else packed_folder(name, path, self._quantize)
         generation = read_generation_config(path)
-        super().__init__(path, dtype, f"{dtype} {quantize}", ARCHITECTURES[found], parameters, generation, folder)
+        super().__init__(path, dtype, f"{dtype} {self._quantize}", architecture, parameters, generation, folder)
+        if self._quantize != "none":
+            self._check_packs_as_transformers(config)
+
+    def _precision(self, quantize: str, dtype: str) -> Precision:
+        weights, own = self._dense, FileDtype(dtype)
+        int8, int4 = (packed_size(weights, each, own.itemsize) for each in KINDS)
+        largest = max((array.size for array in weights.arrays.values()), default=0)
+        sizes = WeightSizes(4 * weights.num_weights, int8, int4, 2 * largest)
+        try:
+            return choose_precision(self._name, sizes, free_bytes(), quantize, (own,))
+        except OutOfMemoryError as error:
+            raise DescriptionError(str(error)) from error
+
+    def _check_packs_as_transformers(self, config: Mapping[str, Any]) -> None:
+        """Raises DescriptionError if transformers would pack something else than is in the file."""
+        stored = {SAFETENSORS_DTYPES[self._dense.arrays[name].dtype.type] for name in self._dense.arrays}
+        own = config.get("dtype") or config.get("torch_dtype")
+        if self.parameters.experts:
+            raise DescriptionError("its experts would not be packed")
+        if len(stored) != 1 or own not in (None, _DTYPE_NAMES.get(*stored)):
+            raise DescriptionError(f"its weights are in {', '.join(sorted(stored))}, and {own} by its config")
 
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
-        if self.folder is not None:
-            return self._packed()
-        weights = CheckpointWeights(self.path, self.architecture, self.dtype)
-        if weights.num_weights * (2 if self.dtype == "bfloat16" else 4) > _SHARE * free_bytes():
-            raise DescriptionError("its weights may have to be packed to fit into memory")
-        return weights
+        folder = self.folder
+        if folder is None:
+            return self._dense
+        if not folder.exists():
+            packed = PackedCheckpoint(self._dense, self._quantize, progress)
+            if notify is None or packed.nbytes < MIN_BYTES:
+                return packed
+            metadata = {"model": self._name, "quantize": self._quantize, "source": str(self.path.absolute())}
+            write_packed(packed.entries(), metadata, folder, notify)
+            if not folder.exists():
+                return packed
+        return self._packed()
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""
@@ -199,3 +238,13 @@ class Checkpoint(Source):
         if found is None:
             raise DescriptionError("only transformers can tell what its tokenizer is")
         return with_template(found)
+
+
+_DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Of config.json, by those of safetensors."""
+
+
+def _check_fits(num_weights: int, dtype: str) -> None:
+    """Raises DescriptionError if so many weights that are not packed may have to be."""
+    if num_weights * FileDtype(dtype).itemsize > DEFAULT_SHARE * free_bytes():
+        raise DescriptionError("its weights may have to be packed to fit into memory")

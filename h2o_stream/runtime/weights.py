@@ -5,9 +5,10 @@ Vectors are float32 arrays that hold what the model's dtype can hold, as when tr
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.packing import tiles_shape
-from h2o_stream.runtime.architectures import OFTEN_DENSE, Architecture
+from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import as_needed, rounded, row_orders
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
@@ -47,6 +48,22 @@ class Weights(Protocol):
         """Whether there is such a matrix."""
 
 
+def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matrix:
+    """A matrix that is not packed, of numbers [rows, columns].
+
+    Those in bfloat16 (uint16) stay so in a model of float32, which multiplies the same. Those in float32 are rounded to
+    the dtype of the model. There are no kernels for float16: it is exact in float32, and in bfloat16 it is rounded, as
+    where transformers reads it.
+    """
+    if numbers.dtype == numpy.float16:
+        numbers = numbers.astype(numpy.float32)
+    if numbers.dtype == numpy.float32 and dtype == "bfloat16":
+        numbers = (rounded(numbers, dtype).view(numpy.uint32) >> 16).astype(numpy.uint16)
+    kind = MatrixKind.FLOAT32 if numbers.dtype == numpy.float32 else MatrixKind.BFLOAT16
+    rows, columns = numbers.shape
+    return Matrix(numbers, bias, rows, columns, kind)
+
+
 class FolderWeights:
     """The weights of a folder that `models.packed_weights` has written, or `packed_file`, mapped.
 
@@ -72,8 +89,12 @@ class FolderWeights:
         """See `Weights`."""
         module = packed_name(self._architecture, name, layer)
         tiles, kind = self._arrays.get(f"{module}.tiles"), self._kinds.get(module)
-        if tiles is None and (self._architecture.other_forms or name in OFTEN_DENSE):
-            return small_matrix(self.vector(name, layer), rows, columns, self._dtype, module)
+        if tiles is None and self._architecture.other_forms:
+            numbers = self.vector(name, layer)
+            return small_matrix(numbers, rows, columns, self._dtype, module)
+        stored = self._arrays.get(f"{module}.weight")
+        if stored is not None and stored.size == rows * columns:
+            return dense_matrix(stored.reshape(rows, columns), self.vector(name, layer, "bias"), self._dtype)
         if tiles is None or kind is None or kind not in MatrixKind.__members__:
             raise DescriptionError(f"it has no packed {module}")
         if tiles.shape != tiles_shape(MatrixKind[kind], rows, columns):
@@ -87,7 +108,7 @@ class FolderWeights:
             forms = self._architecture, self._orders, self._dtype
             return None if numbers is None else as_needed(numbers, name, kind, *forms)
         numbers = self._floats(self._architecture.parameter_name(name, layer, kind))
-        return None if numbers is None else _with_offset(numbers, self._architecture, name, kind)
+        return None if numbers is None else _with_offset(rounded(numbers, self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
@@ -129,43 +150,74 @@ class CheckpointWeights:
     Args:
         folder: with safetensors files.
         architecture: of the model.
+        parameters: of the model.
         dtype: of the model.
 
     Attributes:
+        arrays: the tensors by name.
         num_weights: how many numbers there are.
 
     Raises:
         DescriptionError: there are other files, or one is damaged.
     """
 
-    def __init__(self, folder: Path, architecture: Architecture, dtype: str) -> None:
-        self._architecture, self._dtype = architecture, dtype
-        self._arrays: dict[str, NDArray[Any]] = {}
+    def __init__(self, folder: Path, architecture: Architecture, parameters: Parameters, dtype: str) -> None:
+        self._architecture, self._parameters, self._dtype = architecture, parameters, dtype
+        self.arrays: dict[str, NDArray[Any]] = {}
         for path in checkpoint_files(folder):
-            self._arrays |= mapped_tensors(path)
-        self.num_weights = sum(array.size for array in self._arrays.values())
+            self.arrays |= mapped_tensors(path)
+        self.num_weights = sum(array.size for array in self.arrays.values())
+
+    def module_name(self, name: str, layer: int | None) -> str:
+        """The name of a module in transformers."""
+        return self._architecture.module_name(name, layer)
+
+    def matrices(self) -> Iterator[tuple[str, int | None]]:
+        """The names and layers of all linear layers and of the embedding."""
+        layers = range(self._parameters.num_layers)
+        for name in self._architecture.checkpoint_names:
+            if name == OUTPUT and self._parameters.tied:
+                continue
+            for layer in (None,) if name in (EMBEDDING, OUTPUT) else layers:
+                found = self.arrays.get(f"{self.module_name(name, layer)}.weight")
+                if found is not None and found.ndim == 2:
+                    yield name, layer
+
+    def stored(self, name: str, layer: int | None, rows: int, columns: int) -> NDArray[Any]:
+        """A matrix [rows, columns] as in the file, in float32, bfloat16 (uint16) or float16.
+
+        Raises:
+            DescriptionError: it is missing or of another shape.
+        """
+        module = self.module_name(name, layer)
+        stored = self._of_experts(module) if _EXPERTS in module else self.arrays.get(f"{module}.weight")
+        if stored is None or stored.shape != (rows, columns) or stored.dtype == numpy.uint8:
+            raise DescriptionError(
+                f"its {module}.weight is {None if stored is None else stored.shape}, not {(rows, columns)}"
+            )
+        return stored
+
+    def _of_experts(self, module: str) -> NDArray[Any] | None:
+        """The matrices of all experts of a layer below each other, as a copy; None if there are none."""
+        names = (f"{module}.weight".replace(_EXPERTS, f"{_EXPERTS}{number}.") for number in itertools.count())
+        arrays = [self.arrays[name] for name in itertools.takewhile(self.arrays.__contains__, names)]
+        return numpy.concatenate(arrays) if arrays else None
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
-        """See `Weights`. Numbers that bfloat16 holds stay so in a model of float32, which multiplies the same."""
-        module = self._architecture.module_name(name, layer)
-        stored = self._arrays.get(f"{module}.weight")
-        if stored is None or stored.shape != (rows, columns) or stored.dtype == numpy.uint8:
-            raise DescriptionError(f"its {module}.weight is {stored and stored.shape}, not {(rows, columns)}")
-        if stored.dtype == numpy.float32 and self._dtype == "bfloat16":
-            stored = (rounded(stored, self._dtype).view(numpy.uint32) >> 16).astype(numpy.uint16)
-        kind = MatrixKind.FLOAT32 if stored.dtype == numpy.float32 else MatrixKind.BFLOAT16
-        return Matrix(stored, self.vector(name, layer, "bias"), rows, columns, kind)
+        """See `Weights` and `dense_matrix`."""
+        stored = self.stored(name, layer, rows, columns)
+        return dense_matrix(stored, self.vector(name, layer, "bias"), self._dtype)
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        stored = self._arrays.get(self._architecture.parameter_name(name, layer, kind))
+        stored = self.arrays.get(self._architecture.parameter_name(name, layer, kind))
         if stored is None:
             return None
         return _with_offset(rounded(as_floats(stored, name), self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
-        return f"{self._architecture.module_name(name, layer)}.weight" in self._arrays
+        return f"{self.module_name(name, layer)}.weight" in self.arrays
 
 
 def _with_offset(numbers: Floats, architecture: Architecture, name: str, kind: str) -> Floats:
@@ -175,13 +227,13 @@ def _with_offset(numbers: Floats, architecture: Architecture, name: str, kind: s
 
 
 def as_floats(stored: NDArray[Any], name: str) -> Floats:
-    """Numbers of a safetensors file in float32.
+    """Numbers of a file in float32.
 
     Raises:
         DescriptionError: they are in another dtype.
     """
-    if stored.dtype == numpy.float32:
-        return stored
+    if stored.dtype in (numpy.float32, numpy.float16):
+        return stored.astype(numpy.float32, copy=False)
     if stored.dtype != numpy.uint16:
         raise DescriptionError(f"its {name} is in {stored.dtype}")
     return (stored.astype(numpy.uint32) << 16).view(numpy.float32)
@@ -204,8 +256,14 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return paths
 
 
-_DTYPES = {"U8": numpy.uint8, "F32": numpy.float32, "BF16": numpy.uint16}
+_EXPERTS = ".experts."
+"""In names of modules of which each expert has one; on disk its number follows."""
+
+_DTYPES = {"U8": numpy.uint8, "F32": numpy.float32, "BF16": numpy.uint16, "F16": numpy.float16}
 """Of the tensors of checkpoints, by safetensors' names."""
+
+SAFETENSORS_DTYPES: dict[type, str] = {dtype: name for name, dtype in _DTYPES.items()}
+"""The opposite."""
 
 
 def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:

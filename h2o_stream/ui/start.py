@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from rich.text import Text
 
 from h2o_stream.config import Settings, model_sampling
 from h2o_stream.engine.engine import Engine
@@ -13,6 +16,7 @@ from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.progress import ProgressCallback
+from h2o_stream.runtime.checking import BackgroundCheck
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import JsonlWriter
@@ -28,6 +32,9 @@ _NOTICED_BYTES = 2**20
 
 _UNNOTICED_S = 0.3
 """A check that ends within this time is waited for without a word."""
+
+_REDRAWN_S = 0.5
+"""How often the stage of a check that is waited for is drawn."""
 
 
 @dataclass
@@ -143,14 +150,26 @@ def finish_check(loaded: LoadedConversation, terminal: Terminal) -> None:
         return
     try:
         if not check.wait(_UNNOTICED_S):
-            terminal.note(f"checking {loaded.name} against transformers, only this time (Ctrl-C skips) ...", "dim")
-            check.wait()
+            _wait(check, loaded.name, terminal)
     except KeyboardInterrupt:
         terminal.note("not checked; the next start does it", style="dim")
         return
     loaded.check()
     if check.failure:
         terminal.note(f"{loaded.name} could not be checked against transformers: {check.failure}", style="dim")
+
+
+def _wait(check: BackgroundCheck, name: str, terminal: Terminal) -> None:
+    """Wait for a check, with a line that says so; on a live terminal it says what the check does now, too."""
+    line = f"checking {name} against transformers, only this time (Ctrl-C skips)"
+    if terminal.quiet or not terminal.live:
+        terminal.note(f"{line} ...", "dim")
+        check.wait()
+        return
+    begun = time.monotonic()
+    with terminal.console.status(Text(line)) as status:
+        while not check.wait(_REDRAWN_S):
+            status.update(Text(f"{line}: {check.stage}, {time.monotonic() - begun:.0f} s", overflow="ellipsis"))
 
 
 @contextmanager

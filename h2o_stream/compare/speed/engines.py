@@ -138,7 +138,7 @@ class _TransformersRunner(Runner):
 
     def info(self) -> EngineInfo:
         from h2o_stream.attachment.model_facts import context_of
-        from h2o_stream.models.precision import dtype_name
+        from h2o_stream.models.fitting import dtype_name
 
         unlimited = self.spec.engine == OURS and self.spec.cache.policy != "full"
         context = None if unlimited else context_of(self.model.config)

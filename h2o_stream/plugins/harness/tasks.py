@@ -14,7 +14,7 @@ from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.precision import dtype_name
+from h2o_stream.models.fitting import dtype_name
 from h2o_stream.plugins.harness.command import require_harness
 from h2o_stream.plugins.harness.options import TasksOptions
 from h2o_stream.resources import project_file

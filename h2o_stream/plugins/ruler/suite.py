@@ -16,7 +16,7 @@ from h2o_stream.compare.folder import JobResult
 from h2o_stream.config import CacheConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.precision import dtype_name
+from h2o_stream.models.fitting import dtype_name
 from h2o_stream.plugins.ruler.answers import ask_at_once, ask_in_turns, ask_without_context
 from h2o_stream.plugins.ruler.items import Haystack, Item, make_item
 from h2o_stream.plugins.ruler.options import Form, RulerOptions
