@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.native.abi import GateKind, MatrixKind, NormKind, Scoring
+from h2o_stream.native.abi import GateKind, NormKind, Scoring
 from h2o_stream.native.attention import (
     Attention,
     Gate,
@@ -20,6 +20,7 @@ from h2o_stream.native.attention import (
     with_lent_columns,
 )
 from h2o_stream.native.description import (
+    DENSE,
     Description,
     DescriptionError,
     Layer,
@@ -63,16 +64,13 @@ class _FileReader:
         parameters, weights = self._parameters, self._weights
         shape = parameters.vocabulary, parameters.hidden_size
         embedding = weights.matrix(EMBEDDING, None, *shape)
-        dense = embedding.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16)
-        scale = parameters.embedding_scale
-        if dense:  # transformers has the factor in the dtype of the embedding
-            scale = float(rounded(numpy.array([scale], numpy.float32), self._dtype)[0])
+        dense = embedding.kind in DENSE
         layers = [self._layer(number) for number in range(parameters.num_layers)]
         attentions = with_lent_columns([layer.attention for layer in layers])
         return Description(
             layers=[replace(layer, attention=found) for layer, found in zip(layers, attentions, strict=True)],
             embedding=embedding,
-            embedding_scale=scale,
+            embedding_scale=self._scale_of(embedding, parameters.embedding_scale),
             learned_positions=None,
             learned_offset=0,
             norm=self._norm(self._architecture.final_norm, None),
@@ -85,15 +83,22 @@ class _FileReader:
             layer_embeddings=self._layer_embeddings() if parameters.own_embedding else None,
         )
 
+    def _scale_of(self, embedding: Matrix, scale: float) -> float:
+        """The factor on an embedding, which transformers has in its dtype."""
+        if embedding.kind not in DENSE:
+            return scale
+        return float(rounded(numpy.array([scale], numpy.float32), self._dtype)[0])
+
     def _layer_embeddings(self) -> LayerEmbeddings:
         parameters, weights, name = self._parameters, self._weights, "per_layer_token_embd"
         size, hidden = parameters.own_embedding, parameters.hidden_size
         columns = size * parameters.num_layers
+        embedding = weights.matrix(name, None, parameters.vocabulary, columns)
         return LayerEmbeddings(
-            embedding=weights.matrix(name, None, parameters.vocabulary, columns),
+            embedding=embedding,
             projection=weights.matrix("per_layer_model_proj", None, columns, hidden),
             norm=self._norm("per_layer_proj_norm", None),
-            scale=size**0.5,
+            scale=self._scale_of(embedding, size**0.5),
             projection_scale=hidden**-0.5,
             output_scale=2**-0.5,
         )
