@@ -10,7 +10,10 @@ import torch
 from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
+from h2o_stream.compare.speed.engines import weight_bytes
+from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig
+from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.load import load
 from h2o_stream.models.packed_experts import SplitExperts
 from h2o_stream.native import library
@@ -133,3 +136,18 @@ def test_described_from_weights_that_were_packed_before(tmp_path: Path, monkeypa
     loaded = load(ModelConfig(str(path), dtype="float32")).model
     assert difference(described, describe(loaded)) == ""
     assert before.st_ino == kept.stat().st_ino
+
+
+def test_a_step_reads_the_chosen_experts(tmp_path: Path) -> None:
+    """Two of four, of the file and of the packed model."""
+    path = written(tmp_path, model_of(), {**KEYS, "expert_used_count": 2})
+    file, model = GgufFile(path), load(ModelConfig(str(path), dtype="float32")).model
+    table = file.tensors["token_embd.weight"]
+    experts = sum(tensor.nbytes for tensor in file.tensors.values() if "_exps." in tensor.name)
+    assert step_bytes(file) == file.nbytes - experts // 2 - table.nbytes + table.nbytes // table.shape[0]
+    tiles = [(name, tensor.nbytes) for name, tensor in model.named_buffers() if name.endswith(".tiles")]
+    others = sum(tensor.nbytes for tensor in model.parameters()) + sum(nbytes for _, nbytes in tiles)
+    unread = sum(nbytes for name, nbytes in tiles if ".experts." in name) // 2
+    embedding = model.get_input_embeddings().tiles.nbytes
+    rope = sum(tensor.nbytes for name, tensor in model.named_buffers() if not name.endswith(".tiles"))
+    assert weight_bytes(model) == others + rope - unread - embedding + embedding // table.shape[0]

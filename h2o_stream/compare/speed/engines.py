@@ -128,6 +128,7 @@ class _TransformersRunner(Runner):
         torch.set_grad_enabled(False)
         self._torch, self._stack = torch, ExitStack()
         self.model = _model_of(spec)
+        self._weight_bytes = weight_bytes(self.model)
         self.cache: Any = None
         self._start()
 
@@ -142,7 +143,7 @@ class _TransformersRunner(Runner):
 
         unlimited = self.spec.engine == OURS and self.spec.cache.policy != "full"
         context = None if unlimited else context_of(self.model.config)
-        return EngineInfo(dtype_name(self.model.dtype), weight_bytes(self.model), context)
+        return EngineInfo(dtype_name(self.model.dtype), self._weight_bytes, context)
 
     def step(self, tokens: Sequence[int]) -> None:
         ids = self._torch.tensor([list(tokens)], device=self.model.device)
@@ -185,7 +186,9 @@ class _H2ORunner(_TransformersRunner):
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a step reads: each weight once, and of an untied embedding one row."""
+    """Bytes of weights that a step reads: each weight once, of an untied embedding one row, and of experts the chosen
+    ones, if the model is described natively.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     table = _largest(embedding)
     tied = head is not None and _largest(head, table).data_ptr() == table.data_ptr()
@@ -194,7 +197,21 @@ def weight_bytes(model: Any) -> int:
     for start, stop in sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors):
         total += max(stop - max(start, end), 0)  # views of one tensor are counted once
         end = max(end, stop)
-    return total
+    return total - _unchosen_bytes(model)
+
+
+def _unchosen_bytes(model: Any) -> int:
+    """Bytes of the experts that a token does not go through."""
+    from h2o_stream.native.describe import describe
+    from h2o_stream.native.description import DescriptionError
+    from h2o_stream.native.experts import Experts
+
+    try:
+        mlps = [layer.mlp for layer in describe(model).layers]
+    except DescriptionError:
+        return 0
+    whole = [(mlp, sum(matrix.weights.nbytes for matrix in mlp.matrices)) for mlp in mlps if isinstance(mlp, Experts)]
+    return sum(nbytes - mlp.nbytes for mlp, nbytes in whole)
 
 
 def _largest(module: Any, *others: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 from h2o_stream.compare.speed.engines import LLAMA_CPP, OPENVINO, EngineInfo, EngineSpec, Runner
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.find import gguf_file
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT
 
 NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
 NO_OPENVINO = "the peer openvino needs openvino-genai; pip install 'h2o-stream[bench]'"
@@ -39,7 +41,19 @@ class _FileRunner(Runner):
         return path
 
     def _describe(self, path: Path, context: int | None) -> None:
-        self._info = EngineInfo("as in the file", path.stat().st_size, context)
+        self._info = EngineInfo("as in the file", step_bytes(GgufFile(path)), context)
+
+
+def step_bytes(file: GgufFile) -> int:
+    """Bytes of a file's weights that a step reads, see `engines.weight_bytes`."""
+    chosen, count = (file.metadata.get(f"{file.architecture}.expert_{name}count", 1) for name in ("used_", ""))
+    total = 0
+    for tensor in file.tensors.values():
+        if tensor.name == f"{EMBEDDING}.weight" and f"{OUTPUT}.weight" in file.tensors:
+            total += tensor.nbytes // tensor.shape[0]
+        else:
+            total += tensor.nbytes * chosen // count if "_exps." in tensor.name else tensor.nbytes
+    return total
 
 
 class _LlamaCppRunner(_FileRunner):
