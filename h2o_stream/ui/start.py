@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from rich.text import Text
@@ -25,7 +26,7 @@ from h2o_stream.session.turn import Turn
 from h2o_stream.ui.format import format_bytes, sampling_line, sampling_values
 from h2o_stream.ui.interrupts import Interrupts
 from h2o_stream.ui.loading import show_loading
-from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.terminal import Terminal, one_line
 
 _NOTICED_BYTES = 2**20
 """From this many on, bytes that a turn has read from disk are worth a line."""
@@ -161,7 +162,7 @@ def finish_check(loaded: LoadedConversation, terminal: Terminal) -> None:
 
 def _wait(check: BackgroundCheck, name: str, terminal: Terminal) -> None:
     """Wait for a check, with a line that says so; on a live terminal it says what the check does now, too."""
-    line = f"checking {name} against transformers, only this time (Ctrl-C skips)"
+    line = f"checking {one_line(PurePath(name).name or name)} against transformers, only this time (Ctrl-C skips)"
     if terminal.quiet or not terminal.live:
         terminal.note(f"{line} ...", "dim")
         check.wait()
