@@ -196,7 +196,7 @@ def stored(
         values = values + 1
     elif name.endswith("conv.conv.weight"):
         values = values[:, 0]
-    elif "shared_expert_gate" in name:
+    elif "shared_expert_gate" in name and arch != "qwen3next":
         values = values[0]
     stored_name = names.get_name(owner) or names.get_name(owner.replace("model.", "backbone."))
     if renamed := next((renamed for end, renamed in RENAMED.items() if name.endswith(end)), None):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -38,7 +39,7 @@ from tests.test_gguf_families import (
     served_logits,
 )  # fmt: skip
 from tests.test_gguf_names import THETA
-from tests.test_runtime import keep_all
+from tests.test_runtime import keep_all, through_both
 
 LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"]}
 NORM = {"attention.layer_norm_rms_epsilon": 1e-6}
@@ -222,3 +223,23 @@ def test_packed_and_native(name: str, tmp_path: Path) -> None:
         found = [loaded(tokens[:, :40], past_key_values=cache).logits[0, -1:]]
         found += [loaded(tokens[:, n : n + 1], past_key_values=cache).logits[0] for n in range(40, len(TEXT))]
     assert difference_of(torch.cat(found).numpy(), expected[39:].numpy()) < 2e-3
+
+
+@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@pytest.mark.parametrize("name", ["Granite 4", "Qwen 3.5 with more value heads", "Falcon-H1", "LFM2 with experts"])
+def test_streams_go_on_from_states(name: str, tmp_path: Path) -> None:
+    """Saved without torch and continued through transformers, and back; undone, and continued twice."""
+    path = written(name, tmp_path, GGMLQuantizationType.Q8_0)
+    theirs, ours = through_both(path, CacheConfig(window=40, chunk=16))
+    with theirs, ours:
+        for engine, other in ((ours, theirs), (theirs, ours)):
+            engine.reset()
+            list(engine.prefill(TEXT[:45]))
+            state = engine.state_dict()
+            expected = engine.served.forward(TEXT[45:])
+            other.load_state_dict(state)
+            numpy.testing.assert_allclose(other.served.forward(TEXT[45:]), expected, rtol=0, atol=5e-3)
+            engine.load_state_dict(state)
+            assert list(engine.tokens) == TEXT[:45]
+            numpy.testing.assert_array_equal(engine.served.forward(TEXT[45:]), expected)
+            assert engine.counts == other.counts

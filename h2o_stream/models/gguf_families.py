@@ -228,6 +228,8 @@ class FamilyProcessor(Qwen2MoeTensorProcessor):
             return GGUFTensor(weights, None, {})
         if self._family.derived:
             weights = gguf_hybrids.as_in_transformers(weights, name, self._config)
+        if "ffn_gate_inp_shexp" in name and weights.ndim > 1:  # one row, or a vector
+            return GGUFTensor(weights, name, {})
         if self._family.norm_offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
             return GGUFTensor(weights - self._family.norm_offset, name, {})
         if self._family.permuted and re.search(r"attn_[qk]\.", name):
