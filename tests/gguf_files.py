@@ -278,6 +278,7 @@ RENAMED = {
     "e_score_correction_bias": ("exp_probs_b", "bias"), "block_sparse_moe.router.weight": ("ffn_gate_inp", "weight"),
     "block_sparse_moe.experts.down_proj": ("ffn_down_exps", "weight"),
     "feed_forward.experts.down_proj": ("ffn_down_exps", "weight"),
+    "mixer.experts.down_proj": ("ffn_down_exps", "weight"), "mixer.experts.up_proj": ("ffn_up_exps", "weight"),
     "feed_forward.gate.weight": ("ffn_gate_inp", "weight"), "expert_bias": ("exp_probs_b", "bias"),
 }  # fmt: skip
 """Names that the converter changes itself, by the end of those in transformers."""

@@ -277,7 +277,7 @@ KEPT = ("GLM-4 MoE", "Gemma 4", "DeepSeek V3", "HunYuan", "Granite MoE", "LFM2")
 """Families that are described from kept weights, too; `make test-all` takes all."""
 
 HYBRID = {
-    "granitehybrid", "qwen35", "qwen35moe", "qwen3next", "falcon-h1", "nemotron_h", "lfm2moe",
+    "granitehybrid", "qwen35", "qwen35moe", "qwen3next", "falcon-h1", "nemotron_h", "nemotron_h_moe", "lfm2moe",
 }  # fmt: skip
 """Architectures that `test_gguf_hybrids` tests."""
 

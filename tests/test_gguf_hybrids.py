@@ -130,6 +130,29 @@ CASES = {
         nemotron("mlp"),
         {**NEMOTRON_KEYS, "feed_forward_length": [0, 96, 0, 96]},
     ),
+    "Nemotron-H with experts": (
+        "nemotron_h_moe",
+        nemotron(
+            "moe",
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=64,
+            routed_scaling_factor=1.7,
+        ),
+        {
+            **NEMOTRON_KEYS,
+            **EXPERT_KEYS,
+            **SMALL_KEYS,
+            "feed_forward_length": [0, 32, 0, 32],
+            "expert_shared_feed_forward_length": 64,
+            "expert_shared_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.7,
+            "expert_group_count": 1,
+            "expert_group_used_count": 1,
+        },
+    ),
     "LFM2 with experts": (
         "lfm2moe",
         model(

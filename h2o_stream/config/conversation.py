@@ -47,6 +47,9 @@ THINKING_VARIABLES: Mapping[str, tuple[bool | int, bool | int]] = {
 }
 """Variables by which chat templates let thinking be switched, with their values for on and off."""
 
+THINKING_WORDS = (("/think", "/no_think"), ("/think", "/nothink"))
+"""Words in messages that templates without such a variable look for, for on and off."""
+
 
 @dataclass(frozen=True)
 class Settings:

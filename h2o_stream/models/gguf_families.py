@@ -130,6 +130,7 @@ FAMILIES = {
     "qwen3next": Family("qwen3_next", _QWEN_EXPERTS, norm_offset=1.0, derived=gguf_hybrids.qwen_config),
     "falcon-h1": Family("falcon_h1", derived=gguf_hybrids.falcon_config),
     "nemotron_h": Family("nemotron_h", _NEMOTRON, derived=gguf_hybrids.nemotron_config),
+    "nemotron_h_moe": Family("nemotron_h", _NEMOTRON | _SHARED, derived=gguf_hybrids.nemotron_config),
     "lfm2moe": Family("lfm2_moe", _LFM2_EXPERTS, derived=gguf_hybrids.convolution_config),
     "command-r": Family("cohere", {"logit_scale": "logit_scale"}),
     "cohere2": Family("cohere2", {"logit_scale": "logit_scale"}, full_every=4),
@@ -228,6 +229,9 @@ class FamilyProcessor(Qwen2MoeTensorProcessor):
             return GGUFTensor(weights, None, {})
         if self._family.derived:
             weights = gguf_hybrids.as_in_transformers(weights, name, self._config)
+        mapping = kwargs.get("tensor_key_mapping") or {}
+        if mapping.get(name.removesuffix(".weight"), "").endswith("experts.up_proj"):  # without gates
+            return GGUFTensor(weights, name, {})
         if "ffn_gate_inp_shexp" in name and weights.ndim > 1:  # one row, or a vector
             return GGUFTensor(weights, name, {})
         if self._family.norm_offset and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):

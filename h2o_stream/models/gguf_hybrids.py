@@ -35,6 +35,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "mixer.dt_bias": ("ssm_dt.bias",),
     "mixer.conv1d.bias": ("ssm_conv1d.bias",),
     "mixer.gate.e_score_correction_bias": ("exp_probs_b.bias",),
+    **{f"mixer.experts.{part}_proj": (f"ffn_{part}_exps",) for part in ("up", "down")},
+    **{f"mixer.experts.{part}_proj.weight": (f"ffn_{part}_exps.weight",) for part in ("up", "down")},
     **{
         f"mixer.{part}.weight": (f"{name}.weight",)
         for part, name in {

@@ -20,7 +20,7 @@ _CLAMPED = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
 
 
 class SplitExperts(nn.Module):
-    """The experts of a block, as three linear layers: in each, the rows of all experts follow one another.
+    """The experts of a block, as three linear layers, or two without gates: the rows of all experts follow one another.
 
     Args:
         experts: of transformers, of a known kind (`can_split`); may be on the meta device, as the layers are.
@@ -37,12 +37,11 @@ class SplitExperts(nn.Module):
         else:
             self.num_experts, self.hidden_size, self.inner_size = experts.down_proj.shape
             self.act_fn = experts.act_fn
-        sizes = (
-            (self.hidden_size, self.inner_size),
-            (self.hidden_size, self.inner_size),
-            (self.inner_size, self.hidden_size),
-        )
-        for name, (columns, rows) in zip(_MATRICES, sizes, strict=True):
+        self.is_gated = not is_ungated(experts)
+        for name in _MATRICES if self.is_gated else _MATRICES[1:]:
+            columns, rows = self.hidden_size, self.inner_size
+            if name == _MATRICES[-1]:
+                columns, rows = rows, columns
             self.add_module(name, nn.Linear(columns, self.num_experts * rows, bias=clamped, device="meta"))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -50,15 +49,18 @@ class SplitExperts(nn.Module):
         y = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             tokens, places = torch.where(top_k_index == expert)
-            gate, up, down = self.expert(expert)
+            *first, down = self.expert(expert)
             x = hidden_states[tokens]
-            inner = self._apply_gate(torch.cat((gate(x), up(x)), -1))
+            inner = self._apply_gate(torch.cat([layer(x) for layer in first], -1))
             outputs = down(inner) * top_k_weights[tokens, places, None]
             y.index_add_(0, tokens, outputs.to(y.dtype))
         return y
 
     def _apply_gate(self, both: Tensor) -> Tensor:
         """The input of `down` from gates and what they are for."""
+        if not self.is_gated:
+            activated: Tensor = self.act_fn(both)
+            return activated
         gate, up = both.chunk(2, -1)
         if hasattr(self, "act_fn"):
             inner: Tensor = self.act_fn(gate) * up
@@ -68,8 +70,8 @@ class SplitExperts(nn.Module):
         return clamped
 
     def expert(self, index: int) -> list[PackedLinear]:
-        """Gate, up and down of one expert, sharing memory."""
-        return [self._rows_of(self.get_submodule(name), index) for name in _MATRICES]
+        """Gate, if there are gates, up and down of one expert, sharing memory."""
+        return [self._rows_of(layer, index) for layer in self.children() if hasattr(layer, "tiles")]
 
     def _rows_of(self, layer: Any, index: int) -> PackedLinear:
         rows = layer.out_features // self.num_experts
@@ -80,7 +82,16 @@ class SplitExperts(nn.Module):
 
 def can_split(experts: Any) -> bool:
     """Whether experts are of a kind that `SplitExperts` computes, and of whole tiles each."""
-    return is_plain(experts) or is_clamped(experts)
+    return is_plain(experts) or is_clamped(experts) or is_ungated(experts)
+
+
+def is_ungated(experts: Any) -> bool:
+    """Whether experts are stacked matrices of MLPs without gates (Nemotron-H), of whole tiles each."""
+    shapes = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
+    if shapes.keys() != {"up_proj", "down_proj"} or not hasattr(experts, "act_fn") or hasattr(experts, "_apply_gate"):
+        return False
+    count, hidden, inner = shapes["down_proj"]
+    return shapes["up_proj"] == (count, inner, hidden) and not (hidden % ROWS or inner % ROWS)
 
 
 def is_clamped(experts: Any) -> bool:
@@ -130,5 +141,5 @@ def split_experts(model: Any, names: set[str] | None = None) -> None:
         names: of the matrices that are needed; None for all.
     """
     for name, module in list(model.named_modules()):
-        if (names is None or f"{name}.{_MATRICES[0]}" in names) and can_split(module):
+        if (names is None or f"{name}.{_MATRICES[-1]}" in names) and can_split(module):
             model.set_submodule(name, SplitExperts(module))

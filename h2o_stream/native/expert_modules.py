@@ -62,7 +62,7 @@ def has_experts(module: Any) -> bool:
 
 def _is_split(experts: Any) -> bool:
     """Whether experts are packed linear layers, see `models.packed_experts`."""
-    return all(hasattr(getattr(experts, name, None), "tiles") for name in _SPLIT)
+    return all(hasattr(getattr(experts, name, None), "tiles") for name in _SPLIT[1:])
 
 
 @torch.no_grad()
@@ -152,8 +152,9 @@ def _described(experts: Any, router: Router, name: str) -> Experts:
     else:
         activation, parameters = gated_activation_of(_gates_of(experts), experts, name)
     if _is_split(experts):
-        gate, up, down = (matrix_of(getattr(experts, key), f"{key} of {name}") for key in _SPLIT)
-        inner = down.columns
+        keys = [key for key in _SPLIT if hasattr(experts, key)]
+        *gates, up, down = (matrix_of(getattr(experts, key), f"{key} of {name}") for key in keys)
+        gate, inner = gates[0] if gates else None, down.columns
         return Experts(router, gate, up, down, inner, inner, activation, parameters=parameters)
     if not hasattr(experts, "gate_up_proj"):
         up, down = (dense_matrix(getattr(experts, key).flatten(0, 1), None, f"{key} of {name}") for key in _STACKED[1])
@@ -223,8 +224,10 @@ def _apply(experts: Experts, module: Any, x: Tensor, shared: Any) -> Tensor:
 def _apply_expert(experts: Experts, module: Any, index: int, x: Tensor) -> Tensor:
     activation: tuple[Activation, tuple[float, ...]] = experts.activation, experts.parameters
     if _is_split(module):
-        gate, up, down = module.expert(index)
-        outputs: Tensor = down(gated(*activation, gate(x[None]), up(x[None])))[0]
+        *first, down = module.expert(index)
+        parts = [layer(x[None]) for layer in first]
+        gate, up = parts if experts.gate else (parts[0], torch.ones((), device="cpu"))
+        outputs: Tensor = down(gated(*activation, gate, up))[0]
         return outputs
     if experts.gate is None:
         inner = gated(*activation, functional.linear(x, module.up_proj[index]), torch.ones((), device="cpu"))

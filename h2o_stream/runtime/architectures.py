@@ -319,6 +319,7 @@ ARCHITECTURES = {
     "granitehybrid": replace(_GRANITE, unrotated_if_original=True, other_forms=_STATE_SPACE),
     "falcon-h1": Architecture(other_forms=_STATE_SPACE),
     "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "qwen35": replace(_QWEN_HYBRID, heads_in_turns=True),
     "qwen35moe": replace(_QWEN_HYBRID, heads_in_turns=True),
     "qwen3next": _QWEN_HYBRID,

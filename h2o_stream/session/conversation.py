@@ -14,7 +14,7 @@ from functools import partial
 
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.state import Array, State
-from h2o_stream.config import THINKING_VARIABLES, RecallConfig, RecallMode
+from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS, RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
@@ -115,8 +115,8 @@ class Conversation:
             H2OStreamError: the chat template has no switch for it. Nothing has changed.
         """
         if self.metadata.template.thinking_switch is None:
-            variables = ", ".join(THINKING_VARIABLES)
-            raise H2OStreamError(f"the model's chat template has no switch for thinking ({variables})")
+            switches = ", ".join((*THINKING_VARIABLES, *(off for _, off in THINKING_WORDS)))
+            raise H2OStreamError(f"the model's chat template has no switch for thinking ({switches})")
         self._thinking = thinking
         self.metadata = replace(self.metadata, template=self._template(self.system))
 

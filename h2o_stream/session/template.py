@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from h2o_stream.config import THINKING_VARIABLES
+from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS
 from h2o_stream.errors import DataError, UnsupportedModelError
 from h2o_stream.session.control_tokens import ControlTokens
 from h2o_stream.session.messages import Message, Tool, UserTurn, with_placeholders
@@ -80,10 +80,13 @@ class ChatTemplate:
         self._special = tuple(token.content for token in self._added.values())
         self._controls = ControlTokens(tokenizer)
         self._nonce = secrets.token_hex(8)
-        self._variables = dict[str, bool | int]()
-        if thinking is not None and self.thinking_switch:
-            on, off = THINKING_VARIABLES[self.thinking_switch]
-            self._variables = {self.thinking_switch: on if thinking else off}
+        self._variables, self._word = dict[str, bool | int](), ""
+        switch = "" if thinking is None else self.thinking_switch or ""
+        if switch in THINKING_VARIABLES:
+            on, off = THINKING_VARIABLES[switch]
+            self._variables = {switch: on if thinking else off}
+        elif switch:
+            self._word = next(on for on, off in THINKING_WORDS if off == switch) if thinking else switch
 
     def first_turn(self, user: UserTurn) -> Prompt:
         """The first turn. Everything before the user's message is pinned, including system prompt and tools.
@@ -139,11 +142,18 @@ class ChatTemplate:
 
     @cached_property
     def thinking_switch(self) -> str | None:
-        """The variable of the template that switches thinking on and off; None if it has none."""
+        """The variable of the template that switches thinking on and off, or the word in messages that switches it off;
+        None if it has none.
+        """
         messages = [_message("user", _USER)]
         for name, (on, off) in THINKING_VARIABLES.items():
             if self._render(messages, variables={name: on}) != self._render(messages, variables={name: off}):
                 return name
+        for words in THINKING_WORDS:
+            if words[1] in self._tokenizer.get_chat_template():
+                on_text, off_text = (self._render(_with_word(messages, word)).replace(word, "") for word in words)
+                if on_text != off_text:
+                    return words[1]
         return None
 
     def _num_thinking(self, tokens: Sequence[int], after: str) -> int | None:
@@ -224,7 +234,8 @@ class ChatTemplate:
     ) -> str:
         options = {"tokenize": False, "add_generation_prompt": True, **(variables or self._variables)}
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **options))
+            messages = _with_word(messages, self._word)
+            return str(self._tokenizer.apply_chat_template(messages, tools=list(tools) or None, **options))
         except (TemplateError, TypeError) as error:
             message = f"the chat template fails: {error}; use a model with another template"
             raise UnsupportedModelError(message) from error
@@ -268,6 +279,15 @@ class ChatTemplate:
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
+
+
+def _with_word(messages: Sequence[Message], word: str) -> list[Message]:
+    """The messages, the user's last one with a word at its end."""
+    last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return [
+        {**message, "content": f"{message['content']} {word}"} if word and place == last else message
+        for place, message in enumerate(messages)
+    ]
 
 
 def _with_marked_calls(message: Message) -> Message:

@@ -36,6 +36,9 @@ class Markers:
 _TAG = re.compile(r"[<\[◁][|｜]?[\w:]*(?:think|thought|reason|inner_prefix)[\w:]*[|｜]?[>\]▷]", re.IGNORECASE)  # noqa: RUF001
 """A tag by whose name thinking may begin. It counts only with its counterpart."""
 
+_SPLIT = re.compile(r"""\.split\(\s*["']([<\[◁][|｜]?/[^"'\s]+)["']""")  # noqa: RUF001
+"""Where a template divides past replies at a closing tag."""
+
 _WORDS = (("start", "end"), ("begin", "end"), ("prefix", "suffix"))
 """Words that tell an opening tag from its closing one, if a slash does not."""
 
@@ -53,7 +56,7 @@ def find_markers(template: str, added: Collection[str], prompt: str) -> Markers 
     """How a model marks its thinking; None if it is not known to think.
 
     The evidence is a pair of tags for thinking, each in the template or an added token; or an opening tag with which
-    the template itself ends the prompt.
+    the template itself ends the prompt; or a closing tag at which it divides past replies.
     """
     for channels in _CHANNELS:
         if all(marker in template for marker in channels.all):
@@ -67,7 +70,10 @@ def find_markers(template: str, added: Collection[str], prompt: str) -> Markers 
                     Markers(opening, closing, (f"<{around}>",), f"</{around}>") if around else Markers(opening, closing)
                 )
     ending = next((tag for tag in tags if prompt.rstrip().endswith(tag)), None)
-    return None if ending is None else Markers(ending, next(_counterparts(ending)))
+    if ending is not None:
+        return Markers(ending, next(_counterparts(ending)))
+    pairs = ((closing.replace("/", "", 1), closing) for closing in _SPLIT.findall(template))
+    return next((Markers(*pair) for pair in pairs if _TAG.fullmatch(pair[0])), None)
 
 
 def _counterparts(opening: str) -> Iterator[str]:
