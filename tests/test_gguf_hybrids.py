@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.config import ModelConfig
+from h2o_stream.engine.check import check
 from h2o_stream.models.load import load
 from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
@@ -203,6 +204,22 @@ def test_described_from_the_file(name: str, tmp_path: Path, monkeypatch: pytest.
         assert len([*(tmp_path / "cache" / "packed").glob("*/model.safetensors")]) == 1
         loaded = expected if dtype == "float32" else load(ModelConfig(str(path), dtype=dtype)).model
         assert difference(described, describe(loaded)) == ""
+
+
+def test_kept_weights_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the file, as transformers cannot map them; which keeps none of its own then."""
+    keep_all(tmp_path, monkeypatch)
+    path, folders = written("Qwen 3.5", tmp_path, GGMLQuantizationType.Q8_0), tmp_path / "cache" / "packed"
+    ModelFile(str(path), path, "float32").describe(print, print)
+    assert check(str(path), path, "float32").difference == ""
+    (kept,) = folders.glob("*/model.safetensors")
+    assert (kept.parent / "compared").exists()
+    (kept.parent / "compared").unlink()
+    data = bytearray(kept.read_bytes())
+    data[-1] ^= 1
+    kept.write_bytes(data)
+    assert "has other weights" in check(str(path), path, "float32").difference
+    assert not [*folders.glob("*/model.safetensors")]
 
 
 def test_what_differs_is_found(tmp_path: Path) -> None:

@@ -51,15 +51,21 @@ def check(name: str, path: Path, variant: str) -> Known:
 
     dtype, _, quantize = variant.partition(" ")
     as_it_is = "auto" if path.is_file() and GgufFile(path).quantized else "none"
-    _say("reading it through transformers")
     config = ModelConfig(name, dtype=dtype, device="cpu", offline=True, quantize=quantize or as_it_is)
-    loaded = load(config, source=str(path), from_packed=not quantize)
+    source: Checkpoint | ModelFile | None = None
     try:
-        _say("comparing weights")
         source = Checkpoint(name, path, dtype, quantize) if quantize else ModelFile(name, path, dtype)
-        reason = _weights_difference(source, loaded.model) or _difference(source, loaded)
     except DescriptionError as error:
         reason = str(error)
+    _say("reading it through transformers")
+    kept_apart = isinstance(source, ModelFile) and source.kept_apart
+    loaded = load(config, source=str(path), from_packed=not (quantize or kept_apart))
+    if source is not None:
+        try:
+            _say("comparing weights")
+            reason = _weights_difference(source, loaded.model) or _difference(source, loaded)
+        except DescriptionError as error:
+            reason = str(error)
     known = Known(model_digest(loaded.model), reason)
     save_known(path, variant, known)
     return known
@@ -76,7 +82,9 @@ def _weights_difference(source: Source, model: Any) -> str:
     folder = source.folder
     if folder is None or not folder.exists() or (folder / COMPARED_FILE).exists():
         return ""
-    if isinstance(source, ModelFile):
+    if isinstance(source, ModelFile) and source.kept_apart:
+        name = source.kept_difference()
+    elif isinstance(source, ModelFile):
         name = weights_difference(source.file, model, model.dtype)
     else:
         ours, theirs = source.describe(ignore), describe(model)

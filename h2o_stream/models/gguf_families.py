@@ -64,7 +64,6 @@ _QWEN_EXPERTS = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _NEMOTRON = {
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
     "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
 }
 _LFM2_EXPERTS = {

@@ -122,6 +122,7 @@ def nemotron_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
         "ssm_state_size": int(get("ssm.state_size")),
         "conv_kernel": int(get("ssm.conv_kernel")),
         "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
+        "layer_norm_epsilon": get("attention.layer_norm_rms_epsilon") or get("attention.layer_norm_epsilon"),
         "time_step_min": 0.0,
     }
 

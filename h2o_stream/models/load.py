@@ -67,7 +67,7 @@ def load(
     from_packed: bool = True,
 ) -> LoadedModel:
     """Load the model that `config` names. With a `cache`, unsupported architectures are refused before weights are
-    read. `source` is what `find` has returned, if it was called before. Without `from_packed`, checkpoints are packed
+    read. `source` is what `find` has returned, if it was called before. Without `from_packed`, weights are packed
     anew, and what was kept of them is neither used nor replaced.
 
     `notify` gets one-line messages about slow steps and automatic choices; `progress` may stop loading
@@ -202,7 +202,8 @@ class _Loader:
             weights, packed = packed_state_dict(file, skeleton, dtype, self._progress)
             return self._with_weights(weights, dtype=dtype, quantization_config=packed)
 
-        model = self._load_cached(file.path, "gguf", dtype, read) if file.nbytes >= MIN_GGUF_BYTES else read()
+        keeps = self._from_packed and file.nbytes >= MIN_GGUF_BYTES
+        model = self._load_cached(file.path, "gguf", dtype, read) if keeps else read()
         return self._with_digest(model, dtype_name(dtype))
 
     def _with_digest(self, model: Any, variant: str) -> Any:

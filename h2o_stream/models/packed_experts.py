@@ -88,7 +88,8 @@ def can_split(experts: Any) -> bool:
 def is_ungated(experts: Any) -> bool:
     """Whether experts are stacked matrices of MLPs without gates (Nemotron-H), of whole tiles each."""
     shapes = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
-    if shapes.keys() != {"up_proj", "down_proj"} or not hasattr(experts, "act_fn") or hasattr(experts, "_apply_gate"):
+    plain = hasattr(experts, "act_fn") and not any(getattr(experts, flag, True) for flag in ("has_gate", *_NOT_PLAIN))
+    if shapes.keys() != {"up_proj", "down_proj"} or not plain:
         return False
     count, hidden, inner = shapes["down_proj"]
     return shapes["up_proj"] == (count, inner, hidden) and not (hidden % ROWS or inner % ROWS)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from h2o_stream.models.packed_folder import FORMAT, WEIGHTS_FILE
 from h2o_stream.native.abi import MatrixKind
+from h2o_stream.runtime.weights import mapped_tensors
 
 _ALIGNMENT = 64
 """Of the first tensor, in bytes; packed tensors come first, and are multiples of it."""
@@ -79,6 +80,21 @@ def write_packed(
         modules = {entry.name.removesuffix(".tiles"): entry.kind.name for entry in entries if entry.kind is not None}
         config = {"quantization_config": {"quant_method": "h2o", "format": FORMAT, "modules": modules}}
         (partial / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def packed_difference(entries: Iterable[Entry], folder: Path) -> str:
+    """The first tensor in a folder that is not, bit by bit, what would be written; or nothing.
+
+    Raises:
+        DescriptionError: the folder is damaged, or a tensor cannot be packed.
+    """
+    arrays = mapped_tensors(folder / WEIGHTS_FILE)
+    for entry in entries:
+        expected, found = numpy.empty(entry.nbytes, numpy.uint8), arrays.get(entry.name)
+        entry.fill(expected)
+        if found is None or not numpy.array_equal(found.reshape(-1).view(numpy.uint8), expected):
+            return entry.name
+    return ""
 
 
 def _mapped(path: Path, entries: list[Entry]) -> mmap.mmap:

@@ -30,7 +30,7 @@ from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import measured_windows
 from h2o_stream.runtime.known import Windows, read_windows, save_windows
 from h2o_stream.runtime.model import RuntimeModel
-from h2o_stream.runtime.packed_file import write_packed
+from h2o_stream.runtime.packed_file import packed_difference, write_packed
 from h2o_stream.runtime.parameters import Parameters, parameters_of_gguf
 from h2o_stream.runtime.weights import SAFETENSORS_DTYPES, CheckpointWeights, FolderWeights, Weights
 
@@ -137,6 +137,9 @@ class ModelFile(Source):
         path: of the file.
         dtype: of vectors, keys and values.
 
+    Attributes:
+        kept_apart: whether transformers cannot map the packed weights that are kept.
+
     Raises:
         DescriptionError: its architecture or a parameter is not known here.
         ModelNotFoundError, UnsupportedModelError: see `GgufFile`.
@@ -146,7 +149,8 @@ class ModelFile(Source):
         self.file, self._name = GgufFile(path), name
         parameters = parameters_of_gguf(self.file)
         architecture, generation = ARCHITECTURES[self.file.architecture], read_generation_config(self.file)
-        self._kept_as = "gguf-runtime" if architecture.other_forms else "gguf"
+        self.kept_apart = bool(architecture.other_forms)
+        self._kept_as = "gguf-runtime" if self.kept_apart else "gguf"
         kept = self.file.quantized and self.file.nbytes >= MIN_GGUF_BYTES
         folder = packed_folder(name, path, self._kept_as) if kept else None
         super().__init__(path, dtype, dtype, architecture, parameters, generation, folder)
@@ -159,6 +163,11 @@ class ModelFile(Source):
             metadata = {"model": self._name, "quantize": self._kept_as, "source": str(self.path.absolute())}
             write_packed(gguf_entries(weights), metadata, folder, notify)
         return weights if folder is None or not folder.exists() else self._packed()
+
+    def kept_difference(self) -> str:
+        """The first packed weight that was kept apart and is not, bit by bit, that of the file; or nothing."""
+        weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, ignore)
+        return "" if self.folder is None else packed_difference(gguf_entries(weights), self.folder)
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""
