@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from h2o_stream.models.gguf import GgufFile
 
-ARCHITECTURE = ("general.architecture", GGUFValueType.STRING, b"llama")
 ROW = 32
 """Size of a tensor's data: 8 numbers of 32 bits."""
 
@@ -64,9 +63,10 @@ def composed(
     version: bytes = struct.pack("<I", 3),
     num_tensors: int = -1,
     num_keys: int = -1,
+    architecture: str = "llama",
 ) -> bytes:
     """A file with an architecture, `keys` and `tensors`."""
-    keys = (key(*ARCHITECTURE), *keys)
+    keys = (key("general.architecture", GGUFValueType.STRING, architecture.encode()), *keys)
     counts = (len(tensors) if num_tensors < 0 else num_tensors, len(keys) if num_keys < 0 else num_keys)
     head = b"".join([magic, version, struct.pack("<QQ", *counts), *keys, *tensors])
     return head + bytes(-len(head) % 32) + data
@@ -298,5 +298,5 @@ def split(path: Path, folder: Path, count: int) -> list[Path]:
         )
         data = b"".join(file.blocks(each).tobytes() + bytes(-each.nbytes % 32) for each in mine)
         parts.append(folder / f"split-{number + 1:05}-of-{count:05}.gguf")
-        parts[-1].write_bytes(composed(*keys, tensors=infos, data=data))
+        parts[-1].write_bytes(composed(*keys, tensors=infos, data=data, architecture=file.architecture))
     return parts
