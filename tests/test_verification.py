@@ -119,6 +119,12 @@ class TestAccepts:
         with attach(model, CacheConfig(window=12, span=0, chunk=4)):
             pass
 
+    def test_several_tokens_that_end_a_text(self) -> None:
+        """As in the configs of Llama 3 and GLM-4."""
+        settings = {**GROUPED, "eos_token_id": [2, 3], "bos_token_id": None}
+        with attach(tiny("Llama", **settings)(), CacheConfig(window=8)) as cache:
+            assert cache.engine_note.startswith("native")
+
     def test_a_prompt_of_one_part(self) -> None:
         """JetMoE needs contiguous attention outputs."""
         model, ids = make("jetmoe"), torch.arange(3, 23)[None]

@@ -234,7 +234,8 @@ class Verification:
         config = self._model.config
         text = config.get_text_config()
         settings = {**config.to_dict(), **text.to_dict()}
-        special = {value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))}
+        named = [value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))]
+        special = {token for value in named for token in (value if isinstance(value, list) else [value])}
         usual = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or [0]
         chosen = torch.randint(len(usual), (1, self._count), generator=torch.Generator().manual_seed(0), device="cpu")
         return torch.tensor(usual, device="cpu")[chosen].to(input_device(self._model))
