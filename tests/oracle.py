@@ -72,6 +72,9 @@ class Rules:
     matches: int = 0
     reach: int = 0
     """Evicted tokens that a query attends to, and the largest distance at which it sees them; 0 for no memory."""
+    period: int = 1
+    prompt_period: int = 1
+    """Tokens from one search of a head in the memory to the next: in steps; in prompts, but for the last chunk."""
     transient: tuple[tuple[int, range], ...] = ()
     """How many tokens were seen when tokens were said to be evicted first, and which."""
 
@@ -94,6 +97,11 @@ class Oracle:
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
     memory: dict[tuple[int, int], list[Kept]] = field(default_factory=dict)
     """By layer and head: evicted tokens, in 8 bits."""
+    stepping: bool = False
+    asking: bool = False
+    """Whether tokens are fed as steps: heads then take turns in searching their memory. Or as the end of a prompt."""
+    found: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)
+    """By layer and head: what each of the last queries attended to in the memory."""
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """By layer and head: [G, D] of every token, scaled."""
 
@@ -167,15 +175,19 @@ class Oracle:
             keys, values = (torch.stack([getattr(token, name) for token in held]) for name in ("key", "value"))
             indices = torch.tensor([token.index for token in held])
             spans = torch.tensor([0 if rules.pinned(token.index) else rules.span for token in held])
+            remembered = [] if own_window else self.memory.setdefault((number, head), [])
+            of_head = q[head * groups : (head + 1) * groups]
+            candidates = self.candidates(number, head, of_head, scaling, remembered)
             for i in range(new):
-                queries, count = q[head * groups : (head + 1) * groups, i], len(held) - new + i + 1
+                queries, count = of_head[:, i], len(held) - new + i + 1
                 ages = self.seen + i - indices[:count]
                 visible = Visible(keys[:count], values[:count], ages, spans[:count], indices[:count])
                 sink = sinks[head * groups : (head + 1) * groups, None]
-                remembered = [] if own_window else self.memory.setdefault((number, head), [])
-                lag = new - 1 - i
+                found_here = self.remembered_logits(number, queries, scaling, remembered, new - 1 - i, candidates[i])
+                if found_here.shape[1]:
+                    self.found[number, head] = places_of(found_here)
                 weights, output = self.attend(
-                    number, queries, visible, scaling, softcap, own_window, sink, remembered, lag
+                    number, queries, visible, scaling, softcap, own_window, sink, remembered, found_here
                 )
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
@@ -202,12 +214,11 @@ class Oracle:
         own_window: int | None,
         sink: Tensor,
         remembered: list[Kept],
-        lag: int,
+        found: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D].
 
-        `sink` is one more logit [G, 1] without a value. Of the `remembered` tokens each query attends to the best, at
-        distances from the newest token of the chunk, which is `lag` tokens newer than the query.
+        `sink` is one more logit [G, 1] without a value. `found` [G, m] are the logits of `remembered` tokens.
         """
         positions = "absolute" if own_window else self.rules.positions
         age = visible.age
@@ -220,31 +231,64 @@ class Oracle:
             logits[:, age >= window] = -torch.inf
         if chunk := self.chunks[number]:
             logits[:, visible.index // chunk < visible.index[-1] // chunk] = -torch.inf
-        found, values = logits[:, :0], visible.value[:0]
-        if remembered and self.rules.matches:
-            newest = int(visible.index[-1]) + lag
-            far = torch.tensor([min(newest - token.index, self.rules.reach) - lag for token in remembered])
-            keys = self.rotate(number, torch.stack([token.key for token in remembered]), far)
-            found, values = queries @ keys.T * scaling, torch.stack([token.value for token in remembered])
-            if softcap is not None:
-                found = softcap * torch.tanh(found / softcap)
-            best, order = found.sort(stable=True, dim=-1, descending=True)  # equal ones are repeated tokens
-            count = min(self.rules.matches, len(remembered))
-            if count < len(remembered):
-                gaps = best[:, count - 1] - best[:, count]
-                self.margin = min(self.margin, min(gaps[gaps > 0].tolist(), default=math.inf))
-            found = torch.full_like(found, -torch.inf).scatter(1, order[:, :count], best[:, :count])
+        values = torch.stack([token.value for token in remembered]) if remembered else visible.value[:0]
+        if softcap is not None:
+            found = torch.where(found.isinf(), found, softcap * torch.tanh(found / softcap))
         weights = torch.cat((logits, found, sink), 1).softmax(-1)
         kept = logits.shape[1]
         output = weights[:, :kept] @ visible.value + weights[:, kept:-1] @ values
         return weights[:, :kept], output
+
+    def remembered_logits(
+        self, number: int, queries: Tensor, scaling: float, remembered: list[Kept], lag: int, candidates: Tensor
+    ) -> Tensor:
+        """Logits [G, m] of remembered tokens: of the best of `candidates` [G, m], and -inf.
+
+        Distances are those from the newest token of the chunk, which is `lag` tokens newer than the queries.
+        """
+        if not (remembered and self.rules.matches):
+            return queries[:, :0]
+        newest = self.newest
+        far = torch.tensor([min(newest - token.index, self.rules.reach) - lag for token in remembered])
+        keys = self.rotate(number, torch.stack([token.key for token in remembered]), far)
+        found = (queries @ keys.T * scaling).masked_fill(~candidates, -torch.inf)
+        best, order = found.sort(stable=True, dim=-1, descending=True)  # equal ones are repeated tokens
+        count = min(self.rules.matches, len(remembered))
+        if count < len(remembered):
+            gaps = best[:, count - 1] - best[:, count]
+            self.margin = min(self.margin, min(gaps[gaps > 0].tolist(), default=math.inf))
+        return torch.full_like(found, -torch.inf).scatter(1, order[:, :count], best[:, :count])
+
+    def candidates(self, number: int, head: int, q: Tensor, scaling: float, remembered: list[Kept]) -> list[Tensor]:
+        """The remembered tokens among which the queries q [G, n, D] of a head find the best: [G, m] bool for each."""
+        (groups, new, _), count = q.shape, len(remembered)
+        period = 1 if self.asking else self.rules.prompt_period
+        self.newest = self.seen + new - 1
+        every = torch.ones(groups, count, dtype=torch.bool)
+        if self.stepping:
+            if (self.seen + number * len(self.held[number]) + head) % self.rules.period == 0:
+                return [every]
+            return [torch.stack([around(places, count) for places in self.found.get((number, head), [[]] * groups)])]
+        block = max(n for n in (1, 2, 4, 8, 16, 32) if n == 1 or n * groups <= 48)
+        masks = []
+        for first in range(0, new, block):
+            last, mask = min(first + block, new), every
+            if period > 1 and count:
+                logits = (
+                    self.remembered_logits(number, q[:, i], scaling, remembered, new - 1 - i, every)
+                    for i in range(first, last, period)
+                )
+                found = [place for each in logits for places in places_of(each) for place in places]
+                mask = around(found, count).expand(groups, -1)
+            masks += [mask] * (last - first)
+        return masks
 
     def remember(self, layer: int, head: int, evicted: list[Kept], seen: int) -> None:
         """Put evicted tokens in memory, in 8 bits; not those that were transient."""
         if self.rules.matches:
             self.memory[layer, head] += [
                 Kept(token.index, in_8_bits(token.key), in_8_bits(token.value))
-                for token in evicted
+                for token in sorted(evicted, key=lambda token: token.index)
                 if not self.rules.is_transient(token.index, seen)
             ]
 
@@ -360,6 +404,19 @@ class Oracle:
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]
+
+
+def places_of(found: Tensor) -> list[list[int]]:
+    """The places of the logits [G, m] that are not -inf."""
+    return [row.isfinite().nonzero()[:, 0].tolist() for row in found]
+
+
+def around(places: list[int], count: int) -> Tensor:
+    """The surroundings of places among `count`: [count] bool."""
+    mask = torch.zeros(count, dtype=torch.bool)
+    for place in places:
+        mask[max(place - 1, 0) : place + 4] = True
+    return mask
 
 
 def in_8_bits(x: Tensor) -> Tensor:

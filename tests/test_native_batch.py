@@ -1,5 +1,7 @@
 """Steps of several caches at once: each stream as if it were alone, whatever the others hold and protect."""
 
+from typing import Literal
+
 import numpy
 import pytest
 
@@ -19,18 +21,20 @@ def model() -> RuntimeModel:
     return loaded
 
 
-def opened(model: RuntimeModel, number: int) -> ServedRuntime:
+def opened(model: RuntimeModel, number: int, memory: Literal["off", "auto"] = "off") -> ServedRuntime:
     """A stream of its own length, window, pins and tokens that go first."""
-    served = model.serve(CacheConfig(window=(48, 64)[number % 2]))
+    served = model.serve(CacheConfig(window=(48, 64)[number % 2], memory=memory))
     served.cache.pin(number, 2 * number)
     served.cache.evict_first(20, 20 + number)
     served.forward([5 + 11 * number + 7 * i for i in range(30 + 5 * number)])
     return served
 
 
-@pytest.mark.parametrize("count", [2, 9])
-def test_together_as_alone(model: RuntimeModel, count: int) -> None:
-    alone, together = ([opened(model, number) for number in range(count)] for _ in range(2))
+@pytest.mark.parametrize(("count", "memory"), [(2, "off"), (9, "off"), (3, "auto")])
+def test_together_as_alone(model: RuntimeModel, count: int, memory: Literal["off", "auto"]) -> None:
+    alone, together = (
+        [opened(model, number + (4 if memory == "auto" else 0), memory) for number in range(count)] for _ in range(2)
+    )
     assert len({rules(served.stepper) for served in together}) == 1
     native = library.loaded()
     assert native is not None

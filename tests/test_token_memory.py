@@ -35,6 +35,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "MEMORY_DISTANCE", DISTANCE)
     monkeypatch.setattr(config, "MEMORY_MATCHES", MATCHES)
     monkeypatch.setattr(config, "MEMORY_CANDIDATES", 2048)
+    monkeypatch.setattr(config, "MEMORY_PERIOD", 1)
+    monkeypatch.setattr(config, "MEMORY_PROMPT_PERIOD", 1)
 
 
 def remembering(**changes: Any) -> tuple[CacheConfig, Rules]:
@@ -58,6 +60,18 @@ def test_native_attention_is_the_oracles(groups: int, positions: Any) -> None:
 def test_without_heavy_hitters() -> None:
     made, rules = remembering(policy="sink", heavy=None, sinks=4, positions="rolling")
     assert compare(make_llama(groups=3), made, rules, tokens_of(4, 60), 33, ONE_CODE)
+
+
+@pytest.mark.parametrize(("groups", "chunk"), [(1, 8), (3, 8), (3, 20)])
+def test_queries_share_a_search(groups: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads search with some tokens; the others look around what was found. No token is said twice."""
+    monkeypatch.setattr(config, "MEMORY_PERIOD", 3)
+    monkeypatch.setattr(config, "MEMORY_PROMPT_PERIOD", 4)
+    monkeypatch.setattr(config, "MEMORY_MATCHES", 2)
+    made, rules = remembering(chunk=chunk)
+    tokens = (torch.randperm(61, generator=torch.Generator().manual_seed(groups)) + 3).tolist()
+    rules = replace(rules, period=3, prompt_period=4, matches=2)
+    assert compare(make_llama(groups=groups), made, rules, tokens, 50, ONE_CODE)
 
 
 def test_a_long_stream_with_pins_and_transient_tokens() -> None:

@@ -50,6 +50,7 @@ class MemoryPart(NamedTuple):
         memory: a `TokenMemory`.
         first: index of its first head.
         centre: index of its first centre.
+        found: index of the first place that its queries have found.
         scan: where it begins in a segment, in bytes, for what is scanned.
         data: the same for the rest.
     """
@@ -57,6 +58,7 @@ class MemoryPart(NamedTuple):
     memory: Any
     first: int
     centre: int
+    found: int
     scan: int
     data: int
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy
+from numpy.typing import NDArray
 
+from h2o_stream import config
 from h2o_stream.cache.group_rules import GroupRules, HeadShape, MemoryPart
 from h2o_stream.cache.segment_file import Segment, SegmentFile, digest_of
 from h2o_stream.cache.state import Array, State, decode_json, encode_json, require_array, with_prefix
 from h2o_stream.cache.windows import HeadWindow
-from h2o_stream.config import MEMORY_SHARE
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError
 
 PREFIX = "memory."
 """What the names of its arrays in states begin with."""
@@ -65,17 +66,34 @@ def retrieving(windows: Sequence[Sequence[HeadWindow]]) -> list[list[bool]]:
     total = sum(group.weight for group in groups)
     shares = sorted({group.share for group in groups}, reverse=True)
     weights = [sum(group.weight for group in groups if group.share >= share) for share in shares]
-    fitting = [share for share, weight in zip(shares, weights, strict=True) if weight <= MEMORY_SHARE * total]
+    fitting = [share for share, weight in zip(shares, weights, strict=True) if weight <= config.MEMORY_SHARE * total]
     least = min(fitting, default=shares[-1] if len(shares) == 1 else shares[0]) if shares else 0.0
     return [[group.share >= least for group in layer] for layer in windows]
 
 
+class HeadPart(NamedTuple):
+    """Where a head is in a memory.
+
+    Attributes:
+        data: first byte of its records in a segment, each of which begins with the index of a token, an int32.
+        record: bytes of a record.
+        found: its first place in what queries have found.
+        queries: query heads that share it.
+    """
+
+    data: int
+    record: int
+    found: int
+    queries: int
+
+
 @dataclass(frozen=True)
 class _Layout:
-    """How large the memory of a stream is."""
+    """How large the memory of a stream is, and where its heads are."""
 
-    heads: int
+    heads: Sequence[HeadPart]
     floats: int
+    places: int
     tokens: int
     max_segments: int
 
@@ -86,6 +104,7 @@ class StreamMemory:
     Attributes:
         counts: [heads] int64, tokens in memory; native code counts them.
         centres: [floats] float32, of the sketches of all heads.
+        found: [places] int32, what the last queries of all heads attended to; -1 for nothing.
         addresses: [n] int64, those of the segments.
         segments: as many as are needed.
         dropped: tokens of each head that were forgotten, because the memory was full.
@@ -93,8 +112,9 @@ class StreamMemory:
 
     def __init__(self, layout: _Layout, file: SegmentFile) -> None:
         self._layout, self._file = layout, file
-        self.counts = numpy.zeros(layout.heads, numpy.int64)
+        self.counts = numpy.zeros(len(layout.heads), numpy.int64)
         self.centres = numpy.zeros(layout.floats, numpy.float32)
+        self.found = numpy.full(layout.places, -1, numpy.int32)
         self.addresses = numpy.zeros(layout.max_segments, numpy.int64)
         self.segments: list[Segment] = []
         self.dropped = 0
@@ -127,8 +147,31 @@ class StreamMemory:
     def _drop_oldest(self) -> None:
         self.dropped += self._layout.tokens
         numpy.maximum(self.counts - self._layout.tokens, 0, out=self.counts)
+        self.found[:] = numpy.where(self.found < self._layout.tokens, -1, self.found - self._layout.tokens)
         del self.segments[0]
         self.addresses[:-1] = self.addresses[1:]
+
+    def token_indices(self, head: int) -> NDArray[numpy.int32]:
+        """The tokens that a head has in memory, in the order in which it evicted them."""
+        parts = [self._indices_in(segment, head) for segment in self.segments]
+        return numpy.concatenate([numpy.empty(0, numpy.int32), *parts])[: self.counts[head]]
+
+    def _indices_in(self, segment: Segment, head: int) -> NDArray[numpy.int32]:
+        part = self._layout.heads[head]
+        records = segment[part.data : part.data + part.record * self._layout.tokens].reshape(-1, part.record)
+        return numpy.ascontiguousarray(records[:, :4]).view(numpy.int32)[:, 0]
+
+    def looked_back(self) -> list[int]:
+        """The token in memory that each query head attends to most, as far as there is one."""
+        tokens = list[int]()
+        for head in self._layout.heads:
+            last = head.found + head.queries * config.MEMORY_MATCHES
+            for place in self.found[head.found : last : config.MEMORY_MATCHES].tolist():
+                if place >= 0:
+                    segment, row = divmod(place, self._layout.tokens)
+                    first = head.data + row * head.record
+                    tokens.append(int(self.segments[segment][first : first + 4].view(numpy.int32)[0]))
+        return tokens
 
     @property
     def num_sealed(self) -> int:
@@ -154,11 +197,14 @@ class StreamMemory:
         made.dropped = dropped
         made.counts[:] = require_array(arrays, "counts", like=made.counts)
         made.centres[:] = require_array(arrays, "centres", like=made.centres)
-        count = len(arrays) - 2
+        made.found[:] = require_array(arrays, "found", like=made.found)
+        count = len(arrays) - 3
         if not 0 <= count <= len(made.addresses):
             raise H2OStreamError(f"the state does not fit: its memory has {count} segments")
         if not 0 <= made.counts.min(initial=0) <= made.counts.max(initial=0) <= count * self._layout.tokens:
             raise H2OStreamError(f"the state is damaged: its memory has {made.counts.max()} tokens")
+        if not -1 <= made.found.min(initial=-1) <= made.found.max(initial=-1) < made.counts.max(initial=1):
+            raise H2OStreamError("the state is damaged: its memory has found what it does not hold")
         for number in range(count):
             segment = arrays[str(number)]
             if not self._file.is_sealed(segment):
@@ -175,7 +221,8 @@ class StreamMemory:
         segments = {
             str(number): segment if number < sealed else segment.copy() for number, segment in enumerate(self.segments)
         }
-        return {"counts": self.counts.copy(), "centres": self.centres.copy(), **segments}
+        small: State = {"counts": self.counts, "centres": self.centres, "found": self.found}
+        return {name: array.copy() for name, array in small.items()} | segments
 
 
 class TokenMemory:
@@ -186,11 +233,12 @@ class TokenMemory:
         previous: one whose file it shares.
 
     Attributes:
+        limit_bytes: see above.
         rows: by stream; empty before the first token.
     """
 
     def __init__(self, limit_bytes: int, previous: TokenMemory | None = None) -> None:
-        self._limit_bytes, self._room = limit_bytes, 0
+        self.limit_bytes, self._room = limit_bytes, 0
         self._layout: _Layout | None = None
         self._file: SegmentFile | None = previous._file if previous else None
         self.rows: list[StreamMemory] = []
@@ -217,14 +265,23 @@ class TokenMemory:
             if chosen and group.sliding is None
         ]
         data = sum(count * sizes[number].scan for number, _, count in chosen)
-        scan = first = floats = 0
+        if not data:
+            raise ConfigError("no head of this model evicts what --memory could keep; take --memory off")
+        scan = floats = places = 0
+        heads = list[HeadPart]()
         for number, group, count in chosen:
-            group.memory = MemoryPart(self, first, floats, scan, data)
-            first, floats = first + count, floats + count * (shapes[number].key_size + 1)
+            shape = shapes[number]
+            group.memory = MemoryPart(self, len(heads), floats, places, scan, data)
+            queries = shape.query_heads // shape.kv_heads
+            size, record = sizes[number].data, sizes[number].data // sizes[number].tokens
+            found = [places + i * queries * config.MEMORY_MATCHES for i in range(count)]
+            heads += [HeadPart(data + i * size, record, found[i], queries) for i in range(count)]
+            floats += count * (shape.key_size + 1)
+            places += count * queries * config.MEMORY_MATCHES
             scan, data = scan + count * sizes[number].scan, data + count * sizes[number].data
-        most = max(self._limit_bytes // max(data, 1), _MIN_SEGMENTS)
-        self._layout = _Layout(first, floats, sizes[0].tokens, most)
-        if data and (self._file is None or self._file.segment_bytes != data):
+        most = max(self.limit_bytes // data, _MIN_SEGMENTS)
+        self._layout = _Layout(heads, floats, places, sizes[0].tokens, most)
+        if self._file is None or self._file.segment_bytes != data:
             self._file = SegmentFile(data)
 
     def begin(self, rows: int) -> None:
@@ -254,6 +311,11 @@ class TokenMemory:
     def tokens(self) -> int:
         """Tokens in memory, of the head and the stream that have most."""
         return max((int(row.counts.max(initial=0)) for row in self.rows), default=0)
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads that have a memory."""
+        return len(self._layout.heads) if self._layout else 0
 
     @property
     def nbytes(self) -> int:

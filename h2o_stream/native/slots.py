@@ -94,10 +94,11 @@ class BoundLayer:
         attention.layer_index = int(first.layer)
         attention.rope_rows, attention.rotary_dims = (0, 0) if rope is None else rope.shape
         attention.rope = pointer(rope, "float32", attention.rope_rows * attention.rotary_dims)
-        remembering = any(group.memory for group in head_groups)
-        attention.memory_distance = min(config.MEMORY_DISTANCE, attention.rope_rows - 1) if rope is not None else 0
-        attention.memory_candidates = config.MEMORY_CANDIDATES
-        attention.memory_matches = config.MEMORY_MATCHES if remembering else 0
+        if any(group.memory for group in head_groups):
+            attention.memory_distance = min(config.MEMORY_DISTANCE, attention.rope_rows - 1) if rope is not None else 0
+            attention.memory_candidates, attention.memory_matches = config.MEMORY_CANDIDATES, config.MEMORY_MATCHES
+            attention.memory_period = config.MEMORY_PERIOD
+            attention.memory_prompt_period = config.MEMORY_PROMPT_PERIOD
         attention.in_bfloat16 = dtype_name(first.dtype) == "bfloat16"
         attention.kv_bits = plan.kv_bits
         attention.exact_sinks = first.exact_sinks
@@ -131,7 +132,11 @@ class BoundLayer:
             if array is not None:
                 rows[name] = first + row_bytes(array) * numpy.arange(len(rows))
         if group.memory is not None:
-            memory, first, centre, rows["memory_scan"], rows["memory_data"] = group.memory
+            memory, first, centre, found, rows["memory_scan"], rows["memory_data"] = group.memory
+            rows["memory_number"] = first
+            queries = len(heads) * (attention.query_heads // attention.kv_heads)
+            places = [pointer(row.found[found:], "int32", queries * config.MEMORY_MATCHES) for row in memory.rows]
+            rows["memory_found"] = places
             rows["memory_segments"] = [pointer(row.addresses, "int64", 1) for row in memory.rows]
             rows["memory_counts"] = [pointer(row.counts[first:], "int64", len(heads)) for row in memory.rows]
             floats = len(heads) * (attention.head_size + 1)

@@ -15,6 +15,7 @@ from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
 from h2o_stream.resources import is_file, read_text, user_path
 from h2o_stream.session.history import ConversationHistory
+from h2o_stream.session.memory import report_memory
 from h2o_stream.session.retention import retention
 from h2o_stream.session.transcript import Entry, export
 from h2o_stream.session.why import explain
@@ -23,6 +24,7 @@ from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.documents import read_file
 from h2o_stream.ui.format import SOURCES, format_bytes, legend
 from h2o_stream.ui.heatmap import explanation, heatmap
+from h2o_stream.ui.memory import memory_lines
 from h2o_stream.ui.recall import candidates_table
 from h2o_stream.ui.tables import print_report, sessions_table
 from h2o_stream.ui.terminal import one_line
@@ -134,6 +136,11 @@ class Commands:
         context = self._context.loaded.conversation.engine.context
         uses = ", ".join(text for _, text in legend(counts, context))
         self._terminal.note(f"now {uses}; {format_bytes(counts.nbytes)}")
+
+    def _memory(self, argument: str) -> None:
+        conversation = self._history.conversation
+        for line in memory_lines(report_memory(conversation.engine, conversation.turn_spans)):
+            self._terminal.note(line)
 
     def _why(self, argument: str) -> None:
         conversation = self._history.conversation

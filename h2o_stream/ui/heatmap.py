@@ -56,6 +56,10 @@ def explanation(found: Explanation) -> Text:
             f"gone in turn {fate.turn}. Before: {before}, the least that stayed {fate.before.least:.3g}; "
             f"after: the least that stayed there {fate.needed:.3g}"
         )
+    if found.memory is not None:
+        said += f"; in the memory of {found.memory.heads} heads"
+    if found.memory is not None and found.memory.found:
+        said += f", found again from turn {found.turn} by {found.memory.found} query heads"
     return Text.assemble((head, "bold"), said)
 
 

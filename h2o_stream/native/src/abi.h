@@ -114,6 +114,8 @@ struct AttentionLayer {
   int64_t memory_distance;    // the largest at which RoPE sees them; so many of the newest are compared exactly
   int64_t memory_candidates;  // older tokens that are compared exactly, of each query, about
   int64_t memory_matches;     // tokens that a query attends to
+  int64_t memory_period;      // tokens from one search of a head to the next, in steps
+  int64_t memory_prompt_period;  // the same in prompts, whose last chunk searches with every token
 };
 
 constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
@@ -144,7 +146,9 @@ struct Slots {
   const int64_t* memory_segments;     // [n] addresses of the memory's segments, in order; null without a memory
   int64_t* memory_counts;             // [heads]: tokens in memory
   float* memory_centres;              // [heads][D + 1]: of sketches, and the unit of their norms
+  int32_t* memory_found;              // [heads][queries per head][memory_matches]: places, -1 for none
   int64_t memory_scan, memory_data;   // where the group's part of a segment begins, in bytes; see memory.h
+  int64_t memory_number;              // of the first head, among all that have a memory
 };
 
 // ---- the model ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ using namespace slot_kernels;
 
 void DecodeAttention::reserve(int64_t streams, int64_t query_heads, int64_t value_size, int64_t slots,
                               int64_t threads) {
-  query_heads_ = query_heads, streams_reserved_ = streams;
+  query_heads_ = query_heads;
   max_slots_ = simd::padded(slots, 16), blocks_ = simd::padded(slots, kBlockSlots) / kBlockSlots + 1;
   const int64_t heads = streams * query_heads;
   probs_.reserve(heads * max_slots_);
@@ -32,7 +32,6 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
     scratch.accum.reserve(layer.query_heads / layer.kv_heads * layer.value_size);
     if (layer.memory_matches) scratch.search.reserve(layer);
   }
-  if (layer.memory_matches) near_.reserve(streams_reserved_ * query_heads_ * memory::near_stride(layer));
 }
 
 void DecodeAttention::insert_token(const HeadSlots& head, int64_t slot, int32_t token_index, const float* key,
@@ -88,8 +87,13 @@ void DecodeAttention::attend_memory(const HeadSlots& head, const memory::HeadMem
                                     int64_t query, Scratch& scratch) {
   const AttentionLayer& layer = *layer_;
   const float* queries = scratch.queries.at(query * simd::padded(layer.head_size));
-  std::vector<memory::Match>& matches = scratch.search.find(layer, memory, queries, float(layer.scaling),
-                                                            near(stream, head.first_query() + query));
+  const int32_t newest = token_indices_[stream];
+  const float scaling = float(layer.scaling);
+  std::vector<memory::Match>& matches =
+      memory.searches(layer, newest)
+          ? scratch.search.find(layer, memory, newest, queries, scaling)
+          : scratch.search.follow(layer, memory, newest, queries, scaling, memory.found(query));
+  memory.set_found(query, matches);
   const int64_t block = block_number(stream, head.first_query() + query, memory_block(head.slots));
   float maximum = kMinusInfinity, sum = 0;
   for (const memory::Match& match : matches) maximum = std::max(maximum, match.logit);

@@ -81,37 +81,20 @@ class DecodeAttention {
     memory::Search search;
   };
 
-  // Attends to the memories of heads. Threads share the comparison with near tokens, then each takes some queries.
+  // Attends to the memories of heads. Each thread takes some queries.
   template <class Prepare>
   void attend_memories(const Worker& worker, Prepare prepare) {
-    int64_t total = 0;
-    for_each_memory([&](int64_t, const HeadSlots&, const memory::HeadMemory& memory) { total += near_count(memory); });
-    if (!total) return;
-    const Range range = worker.partition(total, kBlockSlots);
-    Scratch& scratch = scratch_[worker.index];
-    const auto prepare_queries = [&](int64_t stream, const HeadSlots& head) {
-      prepare(stream, head.kv_head, scratch.queries.data(), nullptr, nullptr);
-      clear_padding(scratch.queries.data(), head.query_heads());
-    };
-    int64_t before = 0;
-    for_each_memory([&](int64_t stream, const HeadSlots& head, const memory::HeadMemory& memory) {
-      const int64_t count = near_count(memory), first = memory.first_near(*layer_);
-      const int64_t begin = std::max<int64_t>(range.begin - before, 0), end = std::min(range.end - before, count);
-      before += count;
-      if (begin >= end) return;
-      prepare_queries(stream, head);
-      memory::multiply_near(*layer_, memory, token_indices_[stream], scratch.queries.data(), head.query_heads(),
-                            first + begin, first + end, near(stream, head.first_query()),
-                            memory::near_stride(*layer_));
-    });
-    worker.barrier();
     int64_t item = 0;
     for_each_memory([&](int64_t stream, const HeadSlots& head, const memory::HeadMemory& memory) {
+      Scratch& scratch = scratch_[worker.index];
       bool prepared = false;
       for (int64_t query = 0; query < head.query_heads(); ++query) {
         if (!worker.owns(item++)) continue;
-        if (!prepared) prepare_queries(stream, head);
-        prepared = true;
+        if (!prepared) {
+          prepare(stream, head.kv_head, scratch.queries.data(), nullptr, nullptr);
+          clear_padding(scratch.queries.data(), head.query_heads());
+          prepared = true;
+        }
         attend_memory(head, memory, stream, query, scratch);
       }
     });
@@ -124,13 +107,6 @@ class DecodeAttention {
       const memory::HeadMemory memory(*layer_, slots, local_head);
       if (memory.count()) visit(stream, HeadSlots(*layer_, slots, local_head), memory);
     });
-  }
-
-  int64_t near_count(const memory::HeadMemory& memory) const { return memory.count() - memory.first_near(*layer_); }
-
-  // Products of a query head with the near keys of its memory.
-  float* near(int64_t stream, int64_t query_head) const {
-    return near_.at((stream * query_heads_ + query_head) * memory::near_stride(*layer_));
   }
 
   // The number of the block of a head's memory: behind those of its slots.
@@ -199,8 +175,7 @@ class DecodeAttention {
   const int32_t* token_indices_ = nullptr;
 
   int64_t query_heads_ = 0, max_slots_ = 0, blocks_ = 0;
-  int64_t streams_reserved_ = 0;
-  Buffer<float> probs_, maxima_, sums_, outputs_, near_;
+  Buffer<float> probs_, maxima_, sums_, outputs_;
   std::vector<Scratch> scratch_;
 };
 

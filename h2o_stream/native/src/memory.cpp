@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "rope.h"
-#include "slot_kernels.h"
 
 namespace memory {
 
@@ -13,31 +12,25 @@ using simd::kWidth;
 
 namespace {
 
-constexpr int64_t kMaxHeadSize = 4096;   // of a key that is rotated in scratch memory
 constexpr int64_t kLevels = 127;         // of 8 bits with a sign
 constexpr float kNormRoom = 1.5f;        // norms reach so many times the largest of the first tokens
 constexpr int64_t kBlocksAhead = 6;       // that are prefetched
 constexpr int64_t kSampledBest = 16;     // of the sample by which the threshold of sketches is estimated
 constexpr int64_t kMaxSample = 256;      // its blocks
-constexpr int64_t kNearBlock = 64;       // near keys that are multiplied together
+constexpr int32_t kBefore = 1, kAfter = 3;  // surroundings of a place
+static_assert(kSurroundings == kBefore + 1 + kAfter);
 
-// Rows of 8 bits with a sign, as `slot_kernels` take them.
-struct CodeRows {
-  static constexpr bool kAnySize = true;
+// The factor of each of four elements, by the signs of all.
+struct Signs {
+  float factors[4][16];
 
-  const int8_t* codes;
-  int64_t row_size;
-
-  int64_t size() const { return row_size; }
-  const int8_t* at(int64_t slot) const { return codes + slot * row_size; }
-  Floats load(int64_t slot, int64_t i) const { return simd::load(at(slot) + i); }
-  float scalar(int64_t slot, int64_t i) const { return float(at(slot)[i]); }
-  void read(int64_t slot, float* row) const {
-    for (int64_t i = 0; i < row_size; ++i) row[i] = scalar(slot, i);
+  constexpr Signs() : factors() {
+    for (int i = 0; i < 4; ++i) {
+      for (int signs = 0; signs < 16; ++signs) factors[i][signs] = signs >> i & 1 ? 1 : -1;
+    }
   }
-  void prefetch(int64_t slot) const { simd::prefetch(at(slot), row_size); }
-  bool vectorizable() const { return row_size % kWidth == 0; }
 };
+constexpr Signs kSigns;
 
 // Codes of x [size] in 8 bits; returns their scale.
 simd::Half encode(const float* x, int64_t size, int8_t* codes) {
@@ -118,11 +111,28 @@ bool is_remembered(const Slots& slots, int32_t index) {
   return index >= 0;
 }
 
+void HeadMemory::set_found(int64_t query, const std::vector<Match>& matches) const {
+  int32_t* places = found(query);
+  for (size_t i = 0; i < matches.size(); ++i) places[i] = matches[i].place;
+  std::fill(places + matches.size(), places + matches_, -1);
+}
+
+void add_surroundings(std::vector<int32_t>& places, int64_t count, std::vector<int32_t>& out) {
+  std::sort(places.begin(), places.end());
+  out.clear();
+  int32_t next = 0;
+  for (const int32_t place : places) {
+    const int32_t end = std::min(place + kAfter + 1, int32_t(count));
+    for (next = std::max(next, place - kBefore); next < end; ++next) out.push_back(next);
+  }
+}
+
 void HeadMemory::append(int32_t index, const float* key, const float* value) const {
-  const int64_t place = *count_, segment = place / kSegment, row = place % kSegment;
-  indices(segment)[row] = index;
-  scales(segment)[row] = encode(key, layout_.key_size, const_cast<int8_t*>(this->key(place)));
-  scales(segment)[kSegment + row] = encode(value, layout_.value_size, const_cast<int8_t*>(this->value(place)));
+  const int64_t place = *count_;
+  const simd::Half scales[2] = {encode(key, layout_.key_size, const_cast<int8_t*>(this->key(place))),
+                                encode(value, layout_.value_size, const_cast<int8_t*>(this->value(place)))};
+  std::memcpy(record(place), &index, sizeof(index));
+  std::memcpy(record(place) + sizeof(index), scales, sizeof(scales));
   if (place == kCentring - 1) {
     set_centre();
     for (int64_t i = 0; i < place; ++i) write_sketch(i);
@@ -165,80 +175,68 @@ void HeadMemory::write_sketch(int64_t place) const {
   const_cast<uint8_t*>(norms(place / kBlock))[lane] = uint8_t(std::min(code + 0.5f, 255.f));
 }
 
-void multiply_near(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* queries,
-                   int64_t heads, int64_t first, int64_t end, float* near, int64_t stride) {
-  constexpr int64_t kMost = slot_kernels::kMaxHeads;
-  int32_t distances[kNearBlock];
-  alignas(64) Floats products[kMost * kWidth];
-  float scratch[kMaxHeadSize + kWidth];
-  const int64_t origin = memory.first_near(layer), size = simd::padded(layer.head_size);
-  std::fill_n(scratch, size, 0.f);  // what is behind a key is multiplied by zeros
-  for (int64_t last; first < end; first = last) {
-    last = std::min({first + kNearBlock, (first / kSegment + 1) * kSegment, end});
-    for (int64_t place = first; place < last; ++place) {
-      distances[place - first] = std::min(newest - memory.index(place), int32_t(layer.memory_distance));
-    }
-    const CodeRows keys{memory.key(first), memory.key_size()};
-    const slot_kernels::Rotation rotation{layer.rope, layer.rotary_dims, distances};
-    for (int64_t q = 0; q < heads; q += kMost) {
-      const int64_t count = std::min(kMost, heads - q);
-      slot_kernels::query_key_dots(keys, keys, last - first, rotation, scratch, products, queries + q * size, count,
-                                   near + q * stride + first - origin, stride);
-      for (int64_t i = q; i < q + count; ++i) {
-        for (int64_t place = first; place < last; ++place) near[i * stride + place - origin] *= memory.key_scale(place);
-      }
-    }
-  }
-}
-
 void Search::reserve(const AttentionLayer& layer) {
+  const int64_t most = std::max({4 * layer.memory_candidates + kBlock, kCentring, layer.memory_matches * kSurroundings});
   query_.reserve(simd::padded(layer.head_size, 16));
+  rotated_.reserve(simd::padded(layer.head_size, 16));
+  places_.reserve(most);
+  surroundings_.reserve(most);
   tables_.reserve(Layout{layer.head_size, 0}.sketch_bytes() * 32);
   sample_.reserve(kMaxSample * kBlock);
-  found_.reserve(4 * layer.memory_candidates + kBlock);
-  far_.reserve(4 * layer.memory_candidates + kBlock);
-  products_.reserve(far_.size() + kWidth);
+  found_.reserve(most);
+  products_.reserve(most + kWidth);
   matches_.reserve(layer.memory_matches + 1);
 }
 
-std::vector<Match>& Search::find(const AttentionLayer& layer, const HeadMemory& memory, const float* query,
-                                 float scaling, const float* near) {
-  const int64_t begin = memory.first_near(layer), end = memory.count();
-  matches_.clear();
-  if (begin) find_far(layer, memory, query, begin);
-  select(near, end - begin, layer.memory_matches, [begin](int64_t i) { return int32_t(begin + i); });
-  const float cap = float(layer.softcap);
-  for (Match& match : matches_) {
-    match.logit *= scaling;
-    if (cap > 0) match.logit = std::tanh(match.logit / cap) * cap;
+std::vector<Match>& Search::find(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest,
+                                 const float* query, float scaling) {
+  const int64_t count = memory.count();
+  places_.clear();
+  if (count <= std::max(layer.memory_candidates, kCentring)) {
+    for (int64_t place = 0; place < count; ++place) places_.push_back(int32_t(place));
+  } else {
+    scan(layer, memory, newest, query);
+    for (const int64_t found : found_) places_.push_back(~int32_t(found));
   }
-  return matches_;
+  multiply(layer, memory, newest, query, places_);
+  return best_of(layer, places_, products_.data(), scaling);
 }
 
-// Compares the tokens before `end`, all at the largest distance: those with the best sketches exactly.
-void Search::find_far(const AttentionLayer& layer, const HeadMemory& memory, const float* query, int64_t end) {
-  const int64_t size = layer.head_size;
+std::vector<Match>& Search::follow(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest,
+                                   const float* query, float scaling, const int32_t* found) {
+  places_.clear();
+  for (int64_t i = 0; i < layer.memory_matches; ++i) {
+    if (found[i] >= 0) places_.push_back(found[i]);
+  }
+  add_surroundings(places_, memory.count(), surroundings_);
+  multiply(layer, memory, newest, query, surroundings_);
+  return best_of(layer, surroundings_, products_.data(), scaling);
+}
+
+// Products of a query with the keys at some places, each at its own distance.
+void Search::multiply(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* query,
+                      const std::vector<int32_t>& places) {
+  constexpr int64_t kAhead = 16;
+  const int64_t size = layer.head_size, count = int64_t(places.size());
   std::copy_n(query, size, query_.data());
   if (layer.rope) rope::rotate(layer, layer.memory_distance, query_.data());
-  int64_t count = end;
-  if (end <= layer.memory_candidates) {
-    for (int64_t place = 0; place < end; ++place) far_[place] = int32_t(place);
-  } else {
-    scan(memory, end, layer.memory_candidates);
-    count = int64_t(found_.size());
-    for (int64_t i = 0; i < count; ++i) far_[i] = ~int32_t(found_[i]);
-  }
-  constexpr int64_t kAhead = 16;
   for (int64_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) simd::prefetch(memory.key(far_[i + kAhead]), size);
-    products_[i] = product(query_.data(), memory.key(far_[i]), size) * memory.key_scale(far_[i]);
+    if (i + kAhead < count) memory.prefetch_key(places[i + kAhead]);
+    const int32_t place = places[i], distance = newest - memory.index(place);
+    const float* rotated = query_.data();
+    if (layer.rope && distance < layer.memory_distance) {
+      std::copy_n(query, size, rotated_.data());
+      rope::rotate(layer, distance, rotated_.data());
+      rotated = rotated_.data();
+    }
+    products_[i] = product(rotated, memory.key(place), size) * memory.key_scale(place);
   }
-  select(products_.data(), count, layer.memory_matches, [this](int64_t i) { return far_[i]; });
 }
 
-// Puts the largest products among the `wanted` best matches, of equal ones the first.
-template <class Place>
-void Search::select(const float* products, int64_t count, int64_t wanted, Place place) {
+std::vector<Match>& Search::best_of(const AttentionLayer& layer, const std::vector<int32_t>& places,
+                                    const float* products, float scaling) {
+  const int64_t count = int64_t(places.size()), wanted = layer.memory_matches;
+  matches_.clear();
   for (int64_t first = 0; first < count; first += kWidth) {
     const bool full = int64_t(matches_.size()) == wanted;
     uint32_t lanes = passing(products + first, full ? matches_.back().logit : simd::kMinusInfinity);
@@ -252,20 +250,39 @@ void Search::select(const float* products, int64_t count, int64_t wanted, Place 
       }
       auto at = matches_.end();
       while (at != matches_.begin() && product > at[-1].logit) --at;
-      matches_.insert(at, {product, place(i)});
+      matches_.insert(at, {product, places[i]});
     }
   }
+  return with_logits(layer, scaling);
 }
 
-// Finds about `wanted` tokens before `end` whose sketches have the largest products with the query.
-void Search::scan(const HeadMemory& memory, int64_t end, int64_t wanted) {
-  set_tables(query_.data(), memory.key_size());
-  int32_t limit = threshold(memory, end, wanted);
+// Makes logits of products.
+std::vector<Match>& Search::with_logits(const AttentionLayer& layer, float scaling) {
+  const float cap = float(layer.softcap);
+  for (Match& match : matches_) {
+    match.logit *= scaling;
+    if (cap > 0) match.logit = std::tanh(match.logit / cap) * cap;
+  }
+  return matches_;
+}
+
+// Finds about `memory_candidates` tokens whose sketches have the largest products with the query.
+void Search::scan(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* query) {
+  const int64_t end = memory.count(), wanted = layer.memory_candidates, blocks = end / kBlock;
+  set_scale(layer, query);
+  set_distance(layer, memory, query, int32_t(layer.memory_distance));
+  // The score that about `wanted` tokens exceed, judged by whole blocks among them.
+  const int64_t asked = (kSampledBest * end / wanted + kBlock - 1) / kBlock;
+  const int64_t sampled = std::min({blocks, asked, kMaxSample});
+  for (int64_t i = 0; i < sampled; ++i) {
+    score_block(layer, memory, newest, query, i * blocks / sampled, sample_.at(i * kBlock));
+  }
+  int32_t limit = threshold(sampled, std::max<int64_t>(1, wanted * sampled * kBlock / end));
   alignas(64) int16_t scores[kBlock];
   found_.clear();
   for (int64_t block = 0; block * kBlock < end; ++block) {
     if ((block + kBlocksAhead) * kBlock < end) memory.prefetch_sketches(block + kBlocksAhead);
-    score_block(memory, block, scores);
+    score_block(layer, memory, newest, query, block, scores);
     for (uint64_t lanes = passing(scores, limit) & first_lanes(end - block * kBlock); lanes; lanes &= lanes - 1) {
       const int64_t lane = __builtin_ctzll(lanes);
       // In order of scores, then of places, oldest first.
@@ -284,13 +301,9 @@ void Search::keep_best(int64_t wanted) {
   found_.resize(wanted);
 }
 
-// The score that about `wanted` tokens before `end` exceed, judged by whole blocks among them.
-int32_t Search::threshold(const HeadMemory& memory, int64_t end, int64_t wanted) {
-  const int64_t blocks = end / kBlock, asked = (kSampledBest * end / wanted + kBlock - 1) / kBlock;
-  const int64_t sampled = std::min({blocks, asked, kMaxSample});
+// The least score that at most `best` of the sampled ones exceed.
+int32_t Search::threshold(int64_t sampled, int64_t best) const {
   if (!sampled) return INT16_MIN;
-  for (int64_t i = 0; i < sampled; ++i) score_block(memory, i * blocks / sampled, sample_.at(i * kBlock));
-  const int64_t best = std::max<int64_t>(1, wanted * sampled * kBlock / end);
   int32_t low = INT16_MIN, high = INT16_MAX;  // more than `best` exceed `low`, at most as many exceed `high`
   while (high - low > 1) {
     const int32_t middle = (low + high) >> 1;
@@ -301,34 +314,76 @@ int32_t Search::threshold(const HeadMemory& memory, int64_t end, int64_t wanted)
   return high;
 }
 
-// Tables of the sums of a query's elements, each with the sign of a bit, in 7 bits.
+// How sums become codes in 7 bits, whatever the distance: no rotation makes an element larger than its pair.
+void Search::set_scale(const AttentionLayer& layer, const float* query) {
+  const int64_t size = layer.head_size, half = layer.rope ? layer.rotary_dims / 2 : 0;
+  float largest = 0, sum = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t other = i < half ? i + half : i - half;
+    const bool rotates = i < 2 * half;
+    sum += rotates ? std::sqrt(query[i] * query[i] + query[other] * query[other]) : std::fabs(query[i]);
+    if (i % 4 == 3 || i == size - 1) largest = std::max(largest, sum), sum = 0;
+  }
+  inverse_ = largest > 0 ? kLevels / (2 * largest) : 0;
+  shift_ = 0;
+  while (Layout{size, 0}.sketch_bytes() * 2 * (kLevels + 2) << (shift_ + 1) <= INT16_MAX * 2) ++shift_;  // rounding included
+  distance_ = -1;
+}
+
+// Makes the tables for keys at a distance. What the centre of the sketches adds is relative to the largest distance.
+void Search::set_distance(const AttentionLayer& layer, const HeadMemory& memory, const float* query,
+                          int32_t distance) {
+  if (distance == distance_) return;
+  distance_ = distance;
+  const int64_t size = layer.head_size;
+  std::copy_n(query, size, query_.data());
+  if (layer.rope) rope::rotate(layer, distance, query_.data());
+  set_tables(query_.data(), size);
+  const float* centre = memory.centre();
+  float sum = 0;
+  for (int64_t i = 0; i < size; ++i) sum += query_[i] * centre[i];
+  if (distance == layer.memory_distance) far_offset_ = sum;
+  const float unit = centre[size] > 0 ? inverse_ / centre[size] * float(1 << shift_) / 256 : 0;
+  offset_ = int32_t(std::max(-32767.f, std::min((sum - far_offset_) * unit, 32767.f)));
+}
+
+// Tables of the sums of a query's elements, each with the sign of a bit.
 void Search::set_tables(const float* query, int64_t size) {
   const int64_t quads = Layout{size, 0}.sketch_bytes() * 2;
-  float largest = 0, total = 0;
-  const auto sum_of = [&](int64_t quad, auto element) {
-    float sum = 0;
-    for (int64_t i = 4 * quad; i < std::min(4 * quad + 4, size); ++i) sum += element(i);
-    return sum;
-  };
+  float total = 0;
   for (int64_t quad = 0; quad < quads; ++quad) {
-    const float sum = sum_of(quad, [&](int64_t i) { return std::fabs(query[i]); });
-    largest = std::max(largest, sum), total += sum;
-  }
-  const float inverse = largest > 0 ? kLevels / (2 * largest) : 0;
-  for (int64_t quad = 0; quad < quads; ++quad) {
-    const float lowest = sum_of(quad, [&](int64_t i) { return std::fabs(query[i]); });
+    float elements[4] = {}, lowest = 0;
+    for (int64_t i = 4 * quad; i < std::min(4 * quad + 4, size); ++i) elements[i % 4] = query[i];
+    for (const float element : elements) lowest += std::fabs(element);
+    total += lowest;
+    uint8_t* table = tables_.at(quad * 16);
     for (int64_t signs = 0; signs < 16; ++signs) {
-      const float sum = sum_of(quad, [&](int64_t i) { return signs >> i % 4 & 1 ? query[i] : -query[i]; });
-      tables_[quad * 16 + signs] = uint8_t(std::min((sum + lowest) * inverse + 0.5f, float(kLevels)));
+      float sum = lowest;
+      for (int64_t i = 0; i < 4; ++i) sum += kSigns.factors[i][signs] * elements[i];
+      table[signs] = uint8_t(int32_t(std::min(sum * inverse_ + 0.5f, float(kLevels))));
     }
   }
-  bias_ = int32_t(total * inverse + 0.5f);
-  shift_ = 0;
-  while (quads * (kLevels + 2) << (shift_ + 1) <= INT16_MAX * 2) ++shift_;  // rounding included
+  bias_ = int32_t(total * inverse_ + 0.5f);
+}
+
+// Writes the scores of a block, at the distance of one of its tokens.
+void Search::score_block(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* query,
+                         int64_t block, int16_t* scores) {
+  int64_t distance = layer.memory_distance;
+  if ((block + 1) * kBlock > memory.count() - distance) {  // others are older
+    const int64_t middle = std::min(block * kBlock + kBlock / 2, memory.count() - 1);
+    distance = std::min<int64_t>(newest - memory.index(middle), distance);
+  }
+  set_distance(layer, memory, query, int32_t(distance));
+  write_sums(memory, block, scores);
+  if (!offset_) return;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    scores[i] = int16_t(std::max(INT16_MIN, std::min(scores[i] + offset_, INT16_MAX)));
+  }
 }
 
 // Writes the scores of a block: sums minus the bias, times norms; even tokens first.
-void Search::score_block(const HeadMemory& memory, int64_t block, int16_t* to) const {
+void Search::write_sums(const HeadMemory& memory, int64_t block, int16_t* to) const {
   const int64_t bytes = Layout{memory.key_size(), 0}.sketch_bytes();
   const uint8_t *codes = memory.sketches(block), *norms = memory.norms(block), *tables = tables_.data();
 #if defined(H2O_AVX512)
@@ -392,6 +447,7 @@ void Search::score_block(const HeadMemory& memory, int64_t block, int16_t* to) c
 
 void add_values(const HeadMemory& memory, const std::vector<Match>& matches, float* accum) {
   const int64_t size = memory.value_size();
+  for (const Match& match : matches) simd::prefetch(memory.value(match.place), size);
   for (const Match& match : matches) {
     const float weight = match.logit * memory.value_scale(match.place);
     const int8_t* codes = memory.value(match.place);

@@ -2,15 +2,17 @@
 //
 // Keys are un-rotated. Keys and values have 8 bits and a scale per token. Beside them is a sketch of each key: the signs
 // of its difference from a centre, the mean of the head's first keys, and the mean size of that difference. A query
-// compares itself with the newest tokens exactly, with older ones by their sketches, and with the best of these exactly;
-// then it attends to the best of all. Every token is seen at its own distance, but none farther than `memory_distance`,
-// so that for older tokens it is the query that is rotated, once.
+// compares itself with all sketches, and with the keys of the best of these exactly; then it attends to the best of all.
+// Every token is seen at its own distance, but none farther than `memory_distance`, so that for older tokens it is the
+// query that is rotated, once; sketches of newer ones that lie together are compared at one distance. Queries that follow one another find nearly the same:
+// a head searches with one of `memory_period`, the others compare themselves with the surroundings of what was found.
 //
 // Segments of kSegment tokens of all heads lie in memory that Python maps. Tokens are appended as they are evicted; what
 // has been written does not change.
 
 #pragma once
 
+#include <cstring>
 #include <vector>
 
 #include "abi.h"
@@ -22,14 +24,21 @@ namespace memory {
 // Tokens per segment; tokens whose sketches lie together; first tokens of a head, whose mean is the centre.
 constexpr int64_t kSegment = 512, kBlock = 64, kCentring = 256;
 
-// A head's part of a segment. For scanning: sketches [blocks][sketch bytes][kBlock], norms [kSegment]. Data: token
-// indices, scales of keys and of values, keys and values, each [kSegment].
+// A token that a query attends to.
+struct Match {
+  float logit;
+  int32_t place;
+};
+
+// A head's part of a segment. For scanning: sketches [blocks][sketch bytes][kBlock], norms [kSegment]. Data: a record of
+// each token, so that looking at one touches one page: its index, the scales of key and value, key and value.
 struct Layout {
   int64_t key_size, value_size;
 
   int64_t sketch_bytes() const { return (key_size + 7) / 8; }
   int64_t scan_bytes() const { return kSegment * (sketch_bytes() + 1); }
-  int64_t data_bytes() const { return kSegment * (8 + key_size + value_size); }
+  int64_t record_bytes() const { return 8 + key_size + value_size; }
+  int64_t data_bytes() const { return kSegment * record_bytes(); }
 };
 
 class HeadMemory {
@@ -41,6 +50,9 @@ class HeadMemory {
     if (!segments_) return;
     count_ = slots.memory_counts + head;
     centre_ = slots.memory_centres + head * (layer.head_size + 1);
+    matches_ = layer.memory_matches;
+    found_ = slots.memory_found + head * (layer.query_heads / layer.kv_heads) * matches_;
+    number_ = slots.memory_number + head;
     scan_ = slots.memory_scan + head * layout_.scan_bytes(), data_ = slots.memory_data + head * layout_.data_bytes();
   }
 
@@ -49,17 +61,22 @@ class HeadMemory {
   int64_t key_size() const { return layout_.key_size; }
   int64_t value_size() const { return layout_.value_size; }
 
-  // The first of the newest tokens that are compared exactly.
-  int64_t first_near(const AttentionLayer& layer) const {
-    const int64_t count = this->count();
-    return count <= kCentring ? 0 : std::max<int64_t>(0, count - layer.memory_distance);
+  // Whether the head searches with the query of a token. Otherwise it looks around what it found with the one before.
+  // Heads take turns, so that every step costs the same.
+  bool searches(const AttentionLayer& layer, int32_t token) const {
+    return (token + number_) % layer.memory_period == 0;
   }
 
-  int32_t index(int64_t place) const { return indices(place / kSegment)[place % kSegment]; }
-  float key_scale(int64_t place) const { return simd::to_float(scales(place / kSegment)[place % kSegment]); }
-  float value_scale(int64_t place) const { return simd::to_float(scales(place / kSegment)[kSegment + place % kSegment]); }
-  const int8_t* key(int64_t place) const { return keys(place / kSegment) + place % kSegment * layout_.key_size; }
-  const int8_t* value(int64_t place) const { return values(place / kSegment) + place % kSegment * layout_.value_size; }
+  // What the last query of a query head of this KV head attended to: [memory_matches] places, -1 for none.
+  int32_t* found(int64_t query) const { return found_ + query * matches_; }
+  void set_found(int64_t query, const std::vector<Match>& matches) const;
+
+  int32_t index(int64_t place) const { return at<int32_t>(place, 0); }
+  float key_scale(int64_t place) const { return simd::to_float(at<simd::Half>(place, 4)); }
+  float value_scale(int64_t place) const { return simd::to_float(at<simd::Half>(place, 6)); }
+  const int8_t* key(int64_t place) const { return reinterpret_cast<const int8_t*>(record(place)) + 8; }
+  const int8_t* value(int64_t place) const { return key(place) + layout_.key_size; }
+  const float* centre() const { return centre_; }  // [key_size], and the unit of norms
   const uint8_t* sketches(int64_t block) const {
     const int64_t place = block * kBlock;
     return scan(place / kSegment) + place % kSegment * layout_.sketch_bytes();
@@ -68,6 +85,7 @@ class HeadMemory {
     simd::prefetch(sketches(block), kBlock * layout_.sketch_bytes());
     simd::prefetch(norms(block), kBlock);
   }
+  void prefetch_key(int64_t place) const { simd::prefetch(record(place), 8 + layout_.key_size); }
   const uint8_t* norms(int64_t block) const {
     const int64_t place = block * kBlock;
     return scan(place / kSegment) + kSegment * layout_.sketch_bytes() + place % kSegment;
@@ -78,11 +96,15 @@ class HeadMemory {
 
  private:
   uint8_t* scan(int64_t segment) const { return reinterpret_cast<uint8_t*>(segments_[segment]) + scan_; }
-  uint8_t* data(int64_t segment) const { return reinterpret_cast<uint8_t*>(segments_[segment]) + data_; }
-  int32_t* indices(int64_t segment) const { return reinterpret_cast<int32_t*>(data(segment)); }
-  simd::Half* scales(int64_t segment) const { return reinterpret_cast<simd::Half*>(data(segment) + 4 * kSegment); }
-  int8_t* keys(int64_t segment) const { return reinterpret_cast<int8_t*>(data(segment) + 8 * kSegment); }
-  int8_t* values(int64_t segment) const { return keys(segment) + kSegment * layout_.key_size; }
+  uint8_t* record(int64_t place) const {
+    return reinterpret_cast<uint8_t*>(segments_[place / kSegment]) + data_ + place % kSegment * layout_.record_bytes();
+  }
+  template <class Number>
+  Number at(int64_t place, int64_t offset) const {
+    Number number;
+    std::memcpy(&number, record(place) + offset, sizeof(Number));
+    return number;
+  }
   void set_centre() const;
   void write_sketch(int64_t place) const;
 
@@ -90,26 +112,19 @@ class HeadMemory {
   const int64_t* segments_ = nullptr;
   int64_t* count_ = nullptr;
   float* centre_ = nullptr;
+  int32_t* found_ = nullptr;
+  int64_t matches_ = 0, number_ = 0;
   int64_t scan_ = 0, data_ = 0;
 };
 
 // Whether a token that is evicted is remembered: not if it was transient, because then it repeats another.
 bool is_remembered(const Slots& slots, int32_t index);
 
-// A token that a query attends to.
-struct Match {
-  float logit;
-  int32_t place;
-};
+// Places and those around them, in order, of a memory with `count` tokens.
+void add_surroundings(std::vector<int32_t>& places, int64_t count, std::vector<int32_t>& out);
 
-// Products of queries [heads][padded head_size] with near keys, from the one at place `first` up to `end`, each at its own
-// distance from token `newest`: near[q * stride + place - first_near].
-void multiply_near(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* queries,
-                   int64_t heads, int64_t first, int64_t end, float* near, int64_t stride);
-
-// Most tokens of a memory that are compared exactly, and the room for their products.
-inline int64_t max_near(const AttentionLayer& layer) { return std::max(layer.memory_distance, kCentring); }
-inline int64_t near_stride(const AttentionLayer& layer) { return simd::padded(max_near(layer), 64) + 16; }
+// Most places around one.
+constexpr int64_t kSurroundings = 5;
 
 // Finds what queries attend to. One for each thread.
 class Search {
@@ -117,27 +132,43 @@ class Search {
   void reserve(const AttentionLayer& layer);
 
   // The tokens that a query [head_size], un-rotated, attends to, best first, with logits: products times `scaling`.
-  // `near` has its products with the near keys.
-  std::vector<Match>& find(const AttentionLayer& layer, const HeadMemory& memory, const float* query, float scaling,
-                           const float* near);
+  // Distances are those from token `newest`.
+  std::vector<Match>& find(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* query,
+                           float scaling);
+
+  // The same for a query between two searches, `found` being what the one before it attended to, and `newest` its token.
+  std::vector<Match>& follow(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* query,
+                             float scaling, const int32_t* found);
+
+  // The best of some places, with their products.
+  std::vector<Match>& best_of(const AttentionLayer& layer, const std::vector<int32_t>& places, const float* products,
+                              float scaling);
 
  private:
-  void find_far(const AttentionLayer& layer, const HeadMemory& memory, const float* query, int64_t end);
-  void scan(const HeadMemory& memory, int64_t end, int64_t wanted);
+  void multiply(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* query,
+                const std::vector<int32_t>& places);
+  std::vector<Match>& with_logits(const AttentionLayer& layer, float scaling);
+  void scan(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* query);
+  void set_scale(const AttentionLayer& layer, const float* query);
+  void set_distance(const AttentionLayer& layer, const HeadMemory& memory, const float* query, int32_t distance);
   void set_tables(const float* query, int64_t size);
-  void score_block(const HeadMemory& memory, int64_t block, int16_t* scores) const;
-  int32_t threshold(const HeadMemory& memory, int64_t end, int64_t wanted);
+  void score_block(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, const float* query,
+                   int64_t block, int16_t* scores);
+  void write_sums(const HeadMemory& memory, int64_t block, int16_t* scores) const;
+  int32_t threshold(int64_t sampled, int64_t best) const;
   void keep_best(int64_t wanted);
-  template <class Place>
-  void select(const float* products, int64_t count, int64_t wanted, Place place);
 
-  Buffer<float> query_;
+  Buffer<float> query_, rotated_;
+  std::vector<int32_t> places_, surroundings_;
   Buffer<uint8_t> tables_;        // [sketch bytes][2][16]: sums for the low and the high four signs of a byte
+  float inverse_ = 0;             // codes of a sum of 1
   int32_t bias_ = 0, shift_ = 0;  // the sum of a product of 0; bits to the left that sums have room for
+  int32_t distance_ = -1;         // of the tables
+  float far_offset_ = 0;          // product of the centre and the query at the largest distance
+  int32_t offset_ = 0;            // what the centre adds to scores at `distance_`, in place of that
   Buffer<int16_t> sample_;        // scores of some blocks
-  std::vector<int64_t> found_;    // scores and places of far tokens, in one number each
-  Buffer<int32_t> far_;           // their places
-  Buffer<float> products_;        // and products
+  std::vector<int64_t> found_;    // scores and places, in one number each
+  Buffer<float> products_;        // of places
   std::vector<Match> matches_;
 };
 

@@ -53,8 +53,9 @@ struct Scratch {
   Buffer<float> weights, squares;        // [rows]: factor on a row's contribution to the scores
 
   memory::Search search;
-  Buffer<float> near;                                // [rows][stride]: products with the near keys of the memory
-  Buffer<float> query;                               // [head_size]
+  Buffer<float> products;                            // [rows][stride]: products with keys of the memory
+  Buffer<float> around;                              // panels of keys around what was found
+  std::vector<int32_t> found, surroundings;          // places in the memory
   std::vector<std::vector<memory::Match>> matches;   // by row
 };
 
@@ -83,12 +84,16 @@ class Head {
   struct Block;
   void set_decays();
   void start_chunk();
-  void prepare_memory(int64_t block, Scratch& scratch);
-  int64_t near_count() const { return memory_.count() - memory_.first_near(*layer_); }
   void remember_evicted();
   void attend_block(int64_t block, int64_t split, Scratch& scratch);
   void read_queries(const Block& block, float* queries) const;
+  int64_t memory_period() const {
+    return chunk_begin_ + num_new_ == count_ ? 1 : layer_->memory_prompt_period;
+  }
   void search_memory(const Block& block, Scratch& scratch) const;
+  void search_around(const Block& block, Scratch& scratch) const;
+  template <class Place>
+  void read_memory_keys(int64_t count, Place place, Scratch& scratch, float* panels) const;
   void softmax(const Block& block, int64_t stride, Scratch& scratch) const;
   void add_memory(const Block& block, int64_t value_stride, Scratch& scratch) const;
   void write_outputs(const Block& block, int64_t stride, const Scratch& scratch) const;
@@ -120,7 +125,6 @@ class Head {
   int64_t score_stride_ = 0;
 
   Buffer<float> keys_, values_;                         // panels of rotated keys; [keys][padded value_size]
-  Buffer<float> near_keys_;                             // panels of the memory's near keys, rotated
   Buffer<float> sums_, squares_;                        // [splits][score_stride]: attention received
   Buffer<float> scores_, long_term_scores_, worth_;     // [keys]
   Buffer<int32_t> index_, rank_, slot_, order_;         // [keys]

@@ -86,14 +86,18 @@ void Scratch::reserve(const AttentionLayer& layer, int64_t num_keys) {
   squares.reserve(rows);
   if (!layer.memory_matches) return;
   search.reserve(layer);
-  near.reserve(rows * memory::near_stride(layer));
-  query.reserve(layer.head_size);
+  const int64_t period = layer.memory_prompt_period;
+  const int64_t searched = (block_queries(groups) + period - 1) / period * groups;
+  const int64_t most = simd::padded(searched * layer.memory_matches * memory::kSurroundings, kKeyBlock);
+  products.reserve(rows * most);
+  around.reserve(most * layer.head_size);
+  found.reserve(rows * layer.memory_matches), surroundings.reserve(most);
   if (int64_t(matches.size()) < rows) matches.resize(rows);
   for (std::vector<memory::Match>& row : matches) row.reserve(layer.memory_matches);
 }
 
 int64_t Head::key_blocks() const {
-  return (num_keys_ + kKeyBlock - 1) / kKeyBlock + (near_count() + kKeyBlock - 1) / kKeyBlock;
+  return (num_keys_ + kKeyBlock - 1) / kKeyBlock;
 }
 int64_t Head::splits() const { return split_count(num_new_, groups_); }
 
@@ -105,8 +109,6 @@ int64_t Head::first_key_from(int64_t index) const {
 
 // Rotates keys and stores them as panels [head_size][kPanel].
 void Head::prepare(int64_t block, Scratch& scratch) {
-  const int64_t blocks = (num_keys_ + kKeyBlock - 1) / kKeyBlock;
-  if (block >= blocks) return prepare_memory(block - blocks, scratch);
   const int64_t begin = block * kKeyBlock, end = std::min(begin + kKeyBlock, num_keys_), size = layer_->head_size;
   const int64_t value_size = layer_->value_size, value_stride = simd::padded(value_size);
   const int32_t newest = int32_t(seen_ + num_new_) - 1;
@@ -129,22 +131,23 @@ void Head::prepare(int64_t block, Scratch& scratch) {
   }
 }
 
-// The same for the near keys of the memory.
-void Head::prepare_memory(int64_t block, Scratch& scratch) {
-  const int64_t first = memory_.first_near(*layer_), size = layer_->head_size;
-  const int64_t begin = block * kKeyBlock, end = std::min(begin + kKeyBlock, near_count());
+// Rotates at most kKeyBlock keys of the memory and stores them as panels.
+template <class Place>
+void Head::read_memory_keys(int64_t count, Place place_of, Scratch& scratch, float* panels) const {
+  const int64_t size = layer_->head_size;
   const int32_t newest = int32_t(seen_ + num_new_) - 1;
   float* rows = scratch.keys.data();
-  for (int64_t i = begin; i < end; ++i) {
-    float* key = rows + (i - begin) * size;
-    const int8_t* codes = memory_.key(first + i);
-    const float scale = memory_.key_scale(first + i);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t place = place_of(i);
+    float* key = rows + i * size;
+    const int8_t* codes = memory_.key(place);
+    const float scale = memory_.key_scale(place);
     for (int64_t j = 0; j < size; ++j) key[j] = scale * float(codes[j]);
     if (!layer_->rope) continue;
-    rope::rotate_inverse(*layer_, std::min<int64_t>(newest - memory_.index(first + i), layer_->memory_distance), key);
+    rope::rotate_inverse(*layer_, std::min<int64_t>(newest - memory_.index(place), layer_->memory_distance), key);
   }
-  for (int64_t i = begin; i < end; i += gemm::kPanel) {
-    transpose(rows + (i - begin) * size, std::min(gemm::kPanel, end - i), size, near_keys_.at(i * size));
+  for (int64_t i = 0; i < count; i += gemm::kPanel) {
+    transpose(rows + i * size, std::min(gemm::kPanel, count - i), size, panels + i * size);
   }
 }
 
@@ -204,16 +207,43 @@ void Head::read_queries(const Block& block, float* query) const {
   }
 }
 
-// Finds what each query attends to in the memory. Far tokens are at the largest distance from the chunk's newest token.
+// Finds what each query attends to in the memory: one of `memory_prompt_period` tokens searches, or all. Distances
+// are those from the chunk's newest token.
 void Head::search_memory(const Block& block, Scratch& scratch) const {
-  const int64_t size = layer_->head_size, near = near_count(), stride = memory::near_stride(*layer_);
-  for (int64_t i = 0; i < near; i += gemm::kPanel) {
-    gemm::multiply<false>({scratch.queries.data(), size}, {near_keys_.at(i * size), gemm::kPanel}, scratch.near.at(i),
-                          stride, block.rows, size, std::min(gemm::kPanel, near - i));
+  const int64_t size = layer_->head_size, period = memory_period();
+  const int32_t newest = int32_t(seen_ + num_new_) - 1;
+  scratch.found.clear();
+  for (int64_t row = 0; row < block.rows; ++row) {
+    if (row / groups_ % period) continue;
+    const std::vector<memory::Match>& matches =
+        scratch.search.find(*layer_, memory_, newest, scratch.queries.at(row * size), 1);
+    if (period == 1) scratch.matches[row] = matches;
+    for (const memory::Match& match : matches) scratch.found.push_back(match.place);
+  }
+  if (period > 1) search_around(block, scratch);
+  if (block.query_end != num_new_) return;
+  for (int64_t group = 0; group < groups_; ++group) {
+    memory_.set_found(group, scratch.matches[block.rows - groups_ + group]);
+  }
+}
+
+// Compares all queries with the surroundings of what some of them have found.
+void Head::search_around(const Block& block, Scratch& scratch) const {
+  const int64_t size = layer_->head_size;
+  memory::add_surroundings(scratch.found, memory_.count(), scratch.surroundings);
+  const int64_t count = int64_t(scratch.surroundings.size()), stride = simd::padded(count, kKeyBlock);
+  for (int64_t begin = 0; begin < count; begin += kKeyBlock) {
+    read_memory_keys(
+        std::min(kKeyBlock, count - begin), [&](int64_t i) { return scratch.surroundings[begin + i]; }, scratch,
+        scratch.around.at(begin * size));
+  }
+  for (int64_t i = 0; i < count; i += gemm::kPanel) {
+    gemm::multiply<false>({scratch.queries.data(), size}, {scratch.around.at(i * size), gemm::kPanel},
+                          scratch.products.at(i), stride, block.rows, size, std::min(gemm::kPanel, count - i));
   }
   for (int64_t row = 0; row < block.rows; ++row) {
-    scratch.matches[row] = scratch.search.find(*layer_, memory_, scratch.queries.at(row * size), 1,
-                                               scratch.near.at(row * stride));
+    scratch.matches[row] =
+        scratch.search.best_of(*layer_, scratch.surroundings, scratch.products.at(row * stride), 1);
   }
 }
 

@@ -14,7 +14,6 @@ void Head::reserve(const AttentionLayer& layer, int64_t num_keys, int64_t chunk)
   const int64_t padded = simd::padded(num_keys, kKeyBlock), groups = layer.query_heads / layer.kv_heads;
   keys_.reserve(padded * layer.head_size);
   values_.reserve(num_keys * simd::padded(layer.value_size));
-  if (layer.memory_matches) near_keys_.reserve(simd::padded(memory::max_near(layer), kKeyBlock) * layer.head_size);
   if (policies::needs_attention(layer)) sums_.reserve(split_count(chunk, groups) * padded);
   if (layer.long_term > 0) squares_.reserve(split_count(chunk, groups) * padded);
   for (Buffer<float>* buffer : {&scores_, &long_term_scores_, &worth_}) buffer->reserve(num_keys);

@@ -1,0 +1,22 @@
+"""How the memory behind the window is described."""
+
+from __future__ import annotations
+
+from h2o_stream.session.memory import MemoryReport
+from h2o_stream.ui.format import format_bytes
+
+_TURNS = 3
+"""Turns that are named, at most."""
+
+
+def memory_lines(report: MemoryReport) -> list[str]:
+    """What it holds, and what the last token found in it."""
+    forgotten = f"; the oldest {report.forgotten:,} are forgotten" if report.forgotten else ""
+    lines = [
+        f"memory: {report.tokens:,} tokens of {report.heads} heads, {format_bytes(report.nbytes)} on disk of at most "
+        f"{format_bytes(report.limit_bytes)}{forgotten}"
+    ]
+    if report.turns:
+        turns = ", ".join(f"turn {turn} ({count})" for turn, count in report.turns[:_TURNS])
+        lines.append(f"found again, by how many of {report.queries} query heads: {turns}")
+    return lines
