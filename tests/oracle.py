@@ -73,8 +73,7 @@ class Rules:
     reach: int = 0
     """Evicted tokens that a query attends to, and the largest distance at which it sees them; 0 for no memory."""
     period: int = 1
-    prompt_period: int = 1
-    """Tokens from one search of a head in the memory to the next: in steps; in prompts, but for the last chunk."""
+    """Steps from one search of a head in the memory to the next."""
     transient: tuple[tuple[int, range], ...] = ()
     """How many tokens were seen when tokens were said to be evicted first, and which."""
 
@@ -98,8 +97,7 @@ class Oracle:
     memory: dict[tuple[int, int], list[Kept]] = field(default_factory=dict)
     """By layer and head: evicted tokens, in 8 bits."""
     stepping: bool = False
-    asking: bool = False
-    """Whether tokens are fed as steps: heads then take turns in searching their memory. Or as the end of a prompt."""
+    """Whether tokens are fed as steps: heads then take turns in searching their memory."""
     found: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)
     """By layer and head: what each of the last queries attended to in the memory."""
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -262,26 +260,13 @@ class Oracle:
     def candidates(self, number: int, head: int, q: Tensor, scaling: float, remembered: list[Kept]) -> list[Tensor]:
         """The remembered tokens among which the queries q [G, n, D] of a head find the best: [G, m] bool for each."""
         (groups, new, _), count = q.shape, len(remembered)
-        period = 1 if self.asking else self.rules.prompt_period
         self.newest = self.seen + new - 1
         every = torch.ones(groups, count, dtype=torch.bool)
         if self.stepping:
             if (self.seen + number * len(self.held[number]) + head) % self.rules.period == 0:
                 return [every]
             return [torch.stack([around(places, count) for places in self.found.get((number, head), [[]] * groups)])]
-        block = max(n for n in (1, 2, 4, 8, 16, 32) if n == 1 or n * groups <= 48)
-        masks = []
-        for first in range(0, new, block):
-            last, mask = min(first + block, new), every
-            if period > 1 and count:
-                logits = (
-                    self.remembered_logits(number, q[:, i], scaling, remembered, new - 1 - i, every)
-                    for i in range(first, last, period)
-                )
-                found = [place for each in logits for places in places_of(each) for place in places]
-                mask = around(found, count).expand(groups, -1)
-            masks += [mask] * (last - first)
-        return masks
+        return [every] * new
 
     def remember(self, layer: int, head: int, evicted: list[Kept], seen: int) -> None:
         """Put evicted tokens in memory, in 8 bits; not those that were transient."""

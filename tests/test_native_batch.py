@@ -5,6 +5,7 @@ from typing import Literal
 import numpy
 import pytest
 
+from h2o_stream import config
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper, rules
@@ -57,3 +58,14 @@ def test_other_rules_are_told_apart(model: RuntimeModel) -> None:
     for each in served:
         each.forward([5, 6, 7])
     assert len({rules(each.stepper) for each in served}) == 3
+
+
+def test_a_prompt_shares_searches(model: RuntimeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of 8 tokens searches the memory, logits are nearer to those of searching with all than without."""
+    tokens = [5 + 17 * i % 4001 for i in range(700)] + [5 + 17 * i % 4001 for i in range(300)]
+    logits = {}
+    for name, memory, period in (("all", "auto", 1), ("shared", "auto", 8), ("none", "off", 1)):
+        monkeypatch.setattr(config, "MEMORY_PROMPT_PERIOD", period)
+        logits[name] = model.serve(CacheConfig(window=64, memory=memory)).forward(tokens)
+    shared, none = (numpy.linalg.norm(logits[name] - logits["all"]) for name in ("shared", "none"))
+    assert 0 < shared < 0.5 * none

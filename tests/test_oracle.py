@@ -41,11 +41,7 @@ def compare(
     """
     oracle, chunk = Oracle(model, rules), config.plan().chunk or prompt
     chunks = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
-    expected = list[torch.Tensor]()
-    for number, part in enumerate(chunks, 1):
-        oracle.asking = number == len(chunks)
-        expected.append(oracle.feed(part))
-    wanted = [oracle.kept(0)]
+    expected, wanted = [oracle.feed(part) for part in chunks], [oracle.kept(0)]
     oracle.stepping = True
     for token in tokens[prompt:]:
         expected.append(oracle.feed([token]))

@@ -63,14 +63,13 @@ def test_without_heavy_hitters() -> None:
 
 
 @pytest.mark.parametrize(("groups", "chunk"), [(1, 8), (3, 8), (3, 20)])
-def test_queries_share_a_search(groups: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads search with some tokens; the others look around what was found. No token is said twice."""
+def test_steps_share_a_search(groups: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads search in one of 3 steps, and look around what was found in the others. No token is said twice."""
     monkeypatch.setattr(config, "MEMORY_PERIOD", 3)
-    monkeypatch.setattr(config, "MEMORY_PROMPT_PERIOD", 4)
     monkeypatch.setattr(config, "MEMORY_MATCHES", 2)
     made, rules = remembering(chunk=chunk)
     tokens = (torch.randperm(61, generator=torch.Generator().manual_seed(groups)) + 3).tolist()
-    rules = replace(rules, period=3, prompt_period=4, matches=2)
+    rules = replace(rules, period=3, matches=2)
     assert compare(make_llama(groups=groups), made, rules, tokens, 50, ONE_CODE)
 
 
