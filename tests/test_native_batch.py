@@ -68,4 +68,4 @@ def test_a_prompt_shares_searches(model: RuntimeModel, monkeypatch: pytest.Monke
         monkeypatch.setattr(config, "MEMORY_PROMPT_PERIOD", period)
         logits[name] = model.serve(CacheConfig(window=64, memory=memory)).forward(tokens)
     shared, none = (numpy.linalg.norm(logits[name] - logits["all"]) for name in ("shared", "none"))
-    assert 0 < shared < 0.5 * none
+    assert 0 < shared < 0.85 * none
