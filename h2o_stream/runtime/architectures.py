@@ -165,6 +165,7 @@ class Architecture:
         heads_in_turns: value heads are in turns of their key heads: first the first one of each.
         unrotated_if_original: there are no positions, unless the file says that RoPE was finetuned.
         one_part: a layer is an attention, a mixer or an MLP, which the first norm belongs to.
+        ungated_experts: experts have no gates.
         checkpoint_names: of transformers, by llama.cpp's.
         other_forms: llama.cpp's names of tensors that transformers' checkpoints have in another form. Files have these,
             those of `checkpoint_names`, and no others.
@@ -198,6 +199,7 @@ class Architecture:
     heads_in_turns: bool = False
     unrotated_if_original: bool = False
     one_part: bool = False
+    ungated_experts: bool = False
     checkpoint_names: Mapping[str, str] = field(default_factory=lambda: _CHECKPOINT_NAMES)
     other_forms: Collection[str] = ()
 
@@ -220,6 +222,7 @@ _NEMOTRON_H = Architecture(
     unrotated_every=1,
     rms_norms=True,
     one_part=True,
+    ungated_experts=True,
     other_forms=_STATE_SPACE | {"exp_probs_b"},
 )
 _COHERE = Architecture(

@@ -178,9 +178,9 @@ class _FileReader:
                 chosen_groups=experts.chosen_groups,
                 group_worth=experts.group_worth,
             ),
-            gate=weights.matrix("ffn_gate_exps", number, experts.count * inner, hidden)
-            if weights.has("ffn_gate_exps", number)
-            else None,
+            gate=None
+            if self._architecture.ungated_experts
+            else weights.matrix("ffn_gate_exps", number, experts.count * inner, hidden),
             up=weights.matrix("ffn_up_exps", number, experts.count * inner, hidden),
             down=weights.matrix("ffn_down_exps", number, experts.count * hidden, inner),
             inner_size=inner,
