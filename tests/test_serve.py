@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,20 @@ class TestConversations:
         answers, _ = together(server.url, range(12), 2, 24)
         assert [texts(talk) for talk in answers[:3]] == alone
         assert len({json.dumps(texts(talk)) for talk in answers}) == 12
+
+    def test_prompts_of_any_lengths_are_read_together(self, server: Running) -> None:
+        """Also one of a single token, which has no stream yet to be stepped."""
+        prompts = ["One", "One two three.", "word " * 70, "Read this: " + "a b c d " * 80, "x" * 300]
+
+        def ask(prompt: str) -> str:
+            body = {"prompt": prompt, "temperature": 0, "max_tokens": 12}
+            status, answer = post(server.url, "/v1/completions", body)
+            assert status == 200, answer
+            return str(answer["choices"][0]["text"])
+
+        alone = [ask(prompt) for prompt in prompts]
+        with ThreadPoolExecutor(10) as executor:
+            assert list(executor.map(ask, prompts * 2)) == alone * 2
 
     def test_choices(self, server: Running) -> None:
         answer = server.say("Say something.", n=3, temperature=1.5, seed=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import CDLL
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native.abi import STREAM, AttentionLayer, pointer
 from h2o_stream.native.description import Description, NativeModel
-from h2o_stream.native.stepper import MAX_ROWS, Stepper
+from h2o_stream.native.stepper import MAX_ROWS, PromptPlan, Stepper, raise_failure
 from h2o_stream.native.threads import num_threads
 
 
@@ -59,10 +60,56 @@ class BatchStepper:
             self._run(steppers[first : first + MAX_ROWS], self._logits[first : first + MAX_ROWS])
         return self._logits[: len(ids)]
 
-    def _run(self, steppers: Sequence[Stepper], logits: NDArray[numpy.float32]) -> None:
-        streams = numpy.concatenate([stepper.streams for stepper in steppers], dtype=STREAM)
+    def prompt(
+        self, steppers: Sequence[Stepper], tokens: Sequence[NDArray[numpy.int64]], plans: Sequence[PromptPlan]
+    ) -> NDArray[numpy.float32]:
+        """Take several tokens of each stream through the model, and count them.
+
+        Args:
+            steppers: of the caches, each with one row; all of the same `rules`.
+            tokens: [Q] int64 of each.
+            plans: what `Stepper.begin_prompt` has returned for them; all with the same chunk.
+
+        Returns:
+            [B, V] float32 logits after the last token of each.
+
+        Raises:
+            H2OStreamError: there is no memory, or no room in the slots. The caches are undefined.
+        """
+        lengths, ids = numpy.array([len(part) for part in tokens], numpy.int64), numpy.concatenate(tokens)
+        limits = numpy.zeros((len(plans), plans[0].limits.shape[1], max(x.limits.shape[2] for x in plans)), numpy.int64)
+        for row, plan in zip(limits, plans, strict=True):
+            row[:, : plan.limits.shape[2]] = plan.limits[0]
+        logits = numpy.empty((len(tokens), self._logits.shape[1]), numpy.float32)
+        self._fill_layers(steppers)
+        streams = self._begin(steppers)
+        failed = self._native.h2o_forward(
+            ctypes.addressof(self._model.struct),
+            streams.ctypes.data,
+            len(streams),
+            pointer(lengths, "int64", len(streams)),
+            pointer(ids, "int64", int(lengths.sum())),
+            int(lengths.max()),
+            plans[0].chunk,
+            pointer(limits, "int64", limits.size),
+            1,
+            pointer(logits, "float32", logits.size),
+            None,
+            num_threads(),
+        )
+        raise_failure(failed)
+        for stepper in steppers:
+            stepper.end_prompt()
+            stepper.cache.torn = False
+        return logits
+
+    def _begin(self, steppers: Sequence[Stepper]) -> NDArray[Any]:
         for stepper in steppers:
             stepper.cache.begin_token()
+        return numpy.concatenate([stepper.streams for stepper in steppers], dtype=STREAM)
+
+    def _run(self, steppers: Sequence[Stepper], logits: NDArray[numpy.float32]) -> None:
+        streams = self._begin(steppers)
         failed = self._native.h2o_step(
             self._step,
             streams.ctypes.data,

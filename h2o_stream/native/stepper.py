@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import CDLL
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from typing import Any, Protocol
@@ -38,6 +39,27 @@ class Unchanged(Protocol):
 
     def invalidate(self) -> None:
         """Look more closely the next time."""
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """How a prompt is taken: tokens between evictions, and [B, groups, chunks] tokens that may be held after each."""
+
+    chunk: int
+    limits: NDArray[numpy.int64]
+
+
+def raise_failure(code: int) -> None:
+    """Raise what a prompt of the library has returned, unless it is 0.
+
+    Raises:
+        OutOfMemoryError: there is none for so many tokens.
+        H2OStreamError: there are too few slots for them.
+    """
+    if code == TOO_FEW_SLOTS:
+        raise H2OStreamError("there are too few slots for these tokens; use --engine eager")
+    if code:
+        raise OutOfMemoryError("out of memory for so many tokens at once; lower --chunk")
 
 
 class Stepper:
@@ -163,19 +185,10 @@ class Stepper:
             OutOfMemoryError: there is none for so many tokens.
         """
         (rows, new), cache, model = ids.shape, self.cache, self.model
-        lengths = cache.tokens.lengths or (0,) * rows
-        if not self.takes_prompts or not new or len(lengths) != rows:
+        plan = self.begin_prompt(ids)
+        if plan is None:
             return None
-        self._unchanged.invalidate()
-        if not (self._unchanged and self._are_tokens(ids)):
-            return None
-        chunk, keep = cache.plan.chunk or new, min(keep, new) or new
-        ends = [min(start + chunk, new) for start in range(0, new, chunk)]
-        after = [[length + end for end in ends] for length in lengths]
-        cache.make_room_for_prompt(self._shapes, model.description.dtype, (*lengths, *chain.from_iterable(after)), rows)
-        if not self._bind(chunk):
-            return None
-        limits, vocabulary = self._limits(after), model.struct.vocab_size
+        keep, vocabulary = min(keep, new) or new, model.struct.vocab_size
         ids = numpy.ascontiguousarray(ids)
         logits = numpy.empty((rows, keep, vocabulary), numpy.float32)
         cache.begin_token()
@@ -183,22 +196,40 @@ class Stepper:
             ctypes.addressof(model.struct),
             self.streams.ctypes.data,
             rows,
+            None,
             pointer(ids, "int64", rows * new),
             new,
-            chunk,
-            pointer(limits, "int64", rows * len(cache.head_groups) * len(ends)),
+            plan.chunk,
+            pointer(plan.limits, "int64", plan.limits.size),
             keep,
             pointer(logits, "float32", rows * keep * vocabulary),
             pointer(copied, "float32", sum(layer.attention.kv_heads for layer in model.layers)),
             num_threads(),
         )
-        if failed == TOO_FEW_SLOTS:
-            raise H2OStreamError("there are too few slots for these tokens; use --engine eager")
-        if failed:
-            raise OutOfMemoryError("out of memory for so many tokens at once; lower --chunk")
-        cache.count_prompt()
-        self._columns = cache.tokens.columns
+        raise_failure(failed)
+        self.end_prompt()
         return logits
+
+    def begin_prompt(self, ids: NDArray[numpy.int64]) -> PromptPlan | None:
+        """Make room for several tokens of each row [B, Q] and fill `streams`; None if they cannot be taken."""
+        (rows, new), cache = ids.shape, self.cache
+        lengths = cache.tokens.lengths or (0,) * rows
+        if not self.takes_prompts or not new or len(lengths) != rows:
+            return None
+        self._unchanged.invalidate()
+        if not (self._unchanged and self._are_tokens(ids)):
+            return None
+        chunk = cache.plan.chunk or new
+        ends = [min(start + chunk, new) for start in range(0, new, chunk)]
+        after = [[length + end for end in ends] for length in lengths]
+        dtype = self.model.description.dtype
+        cache.make_room_for_prompt(self._shapes, dtype, (*lengths, *chain.from_iterable(after)), rows)
+        return PromptPlan(chunk, self._limits(after)) if self._bind(chunk) else None
+
+    def end_prompt(self) -> None:
+        """Count the tokens of each row, which a prompt has taken."""
+        self.cache.count_prompt()
+        self._columns = self.cache.tokens.columns
 
     def _are_tokens(self, ids: NDArray[numpy.int64]) -> bool:
         """Whether all are in the vocabulary and stand for text; the model's own forward takes or refuses others."""

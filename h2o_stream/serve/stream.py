@@ -1,4 +1,4 @@
-"""The engine of one conversation among many: single tokens wait for a step that takes those of all conversations."""
+"""The engine of one conversation among many: its tokens wait for a step or a prompt that takes those of all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from h2o_stream.config import CacheConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.sampling import Sampler, Scores
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native.batch import rules
-from h2o_stream.native.stepper import Stepper
+from h2o_stream.native.stepper import PromptPlan, Stepper
 
 PREFILL_STEP = 256
 """Prompt tokens at a time, between steps of other conversations."""
@@ -69,17 +70,17 @@ def _logprob(logits: Scores, token: int, count: int) -> Logprob:
 
 
 class WaitingEngine(Engine):
-    """An engine that leaves single tokens to a step of several streams.
+    """An engine that leaves tokens to a step or a prompt of several streams.
 
-    Between the event of a token and `finish_step` the token is not in the cache yet, so nothing else may be done.
+    Between the event of its tokens and `finish` they are not in the cache yet, so nothing else may be done.
 
     Attributes:
-        waiting: the token for the next step, or None.
+        waiting: the tokens for the next step, if it is one, or the next prompt.
     """
 
     def __init__(self, model: LoadedModel, cache: CacheConfig, sampling_defaults: Mapping[str, float]) -> None:
         super().__init__(model.model, model.tokenizer, cache, sampling_defaults=sampling_defaults)
-        self.waiting: int | None = None
+        self.waiting: Sequence[int] = ()
         self.prefill_step = min(self.prefill_step, PREFILL_STEP)
         self._rules: tuple[int, bytes] = (-1, b"")
 
@@ -90,8 +91,18 @@ class WaitingEngine(Engine):
         return stepper
 
     @property
+    def steps(self) -> bool:
+        """Whether a token waits for a step."""
+        return len(self.waiting) == 1 and bool(self.cache.tokens.lengths)
+
+    @property
+    def reads(self) -> bool:
+        """Whether tokens wait for a prompt."""
+        return bool(self.waiting) and not self.steps
+
+    @property
     def rules(self) -> bytes:
-        """Streams with the same can be stepped together."""
+        """Streams with the same can be stepped together, and read together if their prompts have begun."""
         revision = self.stepper.revision
         if self._rules[0] != revision:
             self._rules = revision, rules(self.stepper)
@@ -104,20 +115,22 @@ class WaitingEngine(Engine):
         self.sampling, self.sampler = config, sampler
         return sampler
 
-    def finish_step(self, logits: NDArray[numpy.float32]) -> None:
-        """The waiting token is in the cache; logits [V] are valid until the next step."""
-        self.waiting, self._logits = None, logits
+    def begin_prompt(self) -> PromptPlan:
+        """Prepare the waiting tokens for a prompt.
 
-    def step_alone(self) -> None:
-        """Take the waiting token, if there is one, through the model without others."""
-        if self.waiting is not None:
-            token, self.waiting = self.waiting, None
-            self._logits = self.served.forward([token])
+        Raises:
+            H2OStreamError: they cannot be fed.
+        """
+        plan = self.stepper.begin_prompt(numpy.array([self.waiting], numpy.int64))
+        if plan is None:
+            raise H2OStreamError(f"these tokens cannot be fed: {self.stepper.why_not or 'the model has no such token'}")
+        return plan
+
+    def finish(self, logits: NDArray[numpy.float32]) -> None:
+        """The waiting tokens are in the cache; logits [V] are valid until the next step."""
+        self.waiting, self._logits = (), logits
 
     def _forward(self, tokens: list[int]) -> None:
-        if len(tokens) > 1 or not self.cache.tokens.lengths:
-            super()._forward(tokens)
-            return
-        self._logits, self.waiting = None, tokens[0]
+        self._logits, self.waiting = None, tokens
         self.tokens.extend(tokens)
-        self.cache.prepare(1)
+        self.cache.prepare(len(tokens))

@@ -11,16 +11,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
+
+import numpy
 
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
+from h2o_stream.native.stepper import MAX_ROWS, PromptPlan
 from h2o_stream.serve.conversations import Conversations, Event, Live, Opened, raw_events, turn_events
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.metrics import Metrics
@@ -181,19 +185,41 @@ class Worker:
         )
 
     def _read_prompts(self) -> None:
-        """Read some tokens of prompts, in turn."""
-        budget = PROMPT_TOKENS
-        while budget > 0 and (reading := [job for job in self._jobs if not job.replying]):
-            job = reading[0]
-            self._jobs.remove(job)
-            self._jobs.append(job)
-            before = len(job.live.engine.tokens)
-            self._advance([job])
-            budget -= max(len(job.live.engine.tokens) - before, 1)
-            if job in self._jobs and not job.replying:
-                job.live.engine.step_alone()
+        """Read some tokens of prompts, in turn, and those of short ones at once."""
+        waiting, budget = list[Job](), PROMPT_TOKENS
+        for job in [job for job in self._jobs if not job.replying]:
+            if budget <= 0 or len(waiting) == MAX_ROWS:
+                break
+            if not job.live.engine.waiting:
+                self._advance([job])
+            if job in self._jobs and job.live.engine.reads:
+                waiting.append(job)
+                budget -= len(job.live.engine.waiting)
+                self._jobs.remove(job)  # to the end
+                self._jobs.append(job)
+        ready = []
+        for job in waiting:
+            try:
+                ready.append((job, job.live.engine.begin_prompt()))
+            except Exception as error:  # noqa: BLE001 - one prompt must not end the others
+                self._fail(job, error)
+        for jobs, plans in _alike(ready, lambda each: (each[0].live.engine.rules, each[1].chunk)):
+            self._read(jobs, plans)
 
-    def _advance(self, jobs: list[Job]) -> None:
+    def _read(self, jobs: Sequence[Job], plans: Sequence[PromptPlan]) -> None:
+        engines = [job.live.engine for job in jobs]
+        parts = [numpy.array(engine.waiting, numpy.int64) for engine in engines]
+        try:
+            logits = self._batch.prompt([engine.stepper for engine in engines], parts, plans)
+        except H2OStreamError as error:
+            for job in jobs:
+                self._fail(job, error)
+            return
+        for job, row in zip(jobs, logits, strict=True):
+            job.live.engine.finish(row)
+        self._advance(jobs)
+
+    def _advance(self, jobs: Sequence[Job]) -> None:
         """Take each reply to its next event."""
         for job in jobs:
             try:
@@ -210,15 +236,13 @@ class Worker:
                 job.replying = True
 
     def _step(self) -> None:
-        waiting = [job for job in self._jobs if job.live.engine.waiting is not None]
-        waiting.sort(key=lambda job: job.live.engine.rules)
-        for _, group in groupby(waiting, key=lambda job: job.live.engine.rules):
-            jobs = list(group)
+        waiting = [(job,) for job in self._jobs if job.live.engine.steps]
+        for (jobs,) in _alike(waiting, lambda each: each[0].live.engine.rules):
             engines = [job.live.engine for job in jobs]
             started = time.perf_counter()
             try:
                 logits = self._batch.step(
-                    [engine.stepper for engine in engines], [engine.waiting or 0 for engine in engines]
+                    [engine.stepper for engine in engines], [engine.waiting[0] for engine in engines]
                 )
             except H2OStreamError as error:
                 for job in jobs:
@@ -226,7 +250,7 @@ class Worker:
                 continue
             shared = len(waiting) > len(jobs)
             for engine, row in zip(engines, logits, strict=True):
-                engine.finish_step(row.copy() if shared else row)
+                engine.finish(row.copy() if shared else row)
             self._metrics.stepped(len(jobs), time.perf_counter() - started)
 
     def _send(self) -> None:
@@ -319,6 +343,12 @@ class Worker:
     def _release(self, live: Live) -> None:
         if live.kept is not None:
             self._conversations.busy.discard(live.kept.id)
+
+
+def _alike(items: list[tuple[Any, ...]], key: Callable[[Any], Any]) -> Iterator[tuple[tuple[Any, ...], ...]]:
+    """Groups of tuples whose keys are equal, each as the tuple of its columns."""
+    for _, group in groupby(sorted(items, key=key), key):
+        yield tuple(zip(*group, strict=True))
 
 
 def _as_api_error(error: Exception) -> ApiError:

@@ -1,7 +1,7 @@
 #include "batch_step.h"
 
 BatchStep::BatchStep(const Model& model, const Stream* streams, int64_t count, int64_t threads)
-    : Prompt(model, streams, count, 1, 1, nullptr, threads), tokens_(count) {
+    : Prompt(model, streams, count, nullptr, 1, 1, nullptr, threads), tokens_(count) {
   rounds_logits_ = in_bfloat16_;
   for (int64_t stream = 0; stream < count; ++stream) tokens_[stream] = streams[stream].token;
 }

@@ -8,8 +8,8 @@
 #include "layer_parts.h"
 #include "threads.h"
 
-Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t new_tokens, int64_t chunk,
-               const int64_t* limits, int64_t threads)
+Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, const int64_t* lengths, int64_t new_tokens,
+               int64_t chunk, const int64_t* limits, int64_t threads)
     : model_(model),
       streams_(streams),
       stream_count_(count),
@@ -17,9 +17,15 @@ Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t
       chunk_(chunk > 0 ? std::min(chunk, new_tokens) : new_tokens),
       limits_(limits),
       threads_(std::max<int64_t>(threads, 1)),
-      count_(count * new_tokens),
       slots_(count),
-      counts_(count, new_tokens) {
+      counts_(count, new_tokens),
+      starts_(count + 1) {
+  if (lengths) counts_.assign(lengths, lengths + count);
+  for (int64_t stream = 0; stream < count; ++stream) {
+    starts_[stream + 1] = starts_[stream] + counts_[stream];
+    stream_of_.insert(stream_of_.end(), counts_[stream], int32_t(stream));
+  }
+  count_ = starts_[count];
   const Layer& last = model.layers[model.layer_count - 1];
   groups_ = last.first_group + last.group_count;
   buffers_.resize(model.layer_count);
@@ -39,7 +45,7 @@ bool Prompt::fits() {
 }
 
 void Prompt::reserve() {
-  const int64_t hidden = model_.hidden_size, block = std::min(count_, kBlock);
+  const int64_t hidden = model_.hidden_size, block = std::min(count_, kBlock), places = stream_count_ * new_tokens_;
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     const AttentionLayer& shape = layer.attention;
@@ -53,10 +59,10 @@ void Prompt::reserve() {
     for (int64_t i = 0; i < layer.latent_count; ++i) latent_ = std::max(latent_, layer.latent[i].matrix.columns);
     if (layer.gate_kind != kNoGate) gate_width_ = std::max(gate_width_, shape.query_heads * layer.gate_size);
     experts_ = std::max(experts_, layer.experts.router.rows), chosen_ = std::max(chosen_, layer.experts.chosen);
-    query_.reserve(count_ * shape.query_heads * shape.head_size);
-    keys_of_layer(layer).reserve(count_ * shape.kv_heads * shape.head_size);
-    values_of_layer(layer).reserve(count_ * shape.kv_heads * shape.value_size);
-    attended_.reserve(count_ * shape.query_heads * shape.value_size);
+    query_.reserve(places * shape.query_heads * shape.head_size);
+    keys_of_layer(layer).reserve(places * shape.kv_heads * shape.head_size);
+    values_of_layer(layer).reserve(places * shape.kv_heads * shape.value_size);
+    attended_.reserve(places * shape.query_heads * shape.value_size);
   }
   x_.reserve(count_ * hidden);
   indices_.reserve(count_);
@@ -94,6 +100,7 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copi
     }
     if (attends(layer)) {
       attend_slots(layer);
+      close_gaps(layer);
       gate(layer);
     }
     if (index + 1 == model_.layer_count) drop_all_but(keep);
@@ -107,8 +114,8 @@ void Prompt::embed(const int64_t* tokens) {
   const int64_t hidden = model_.hidden_size;
   const float scale = float(model_.embedding_scale);
   for_each_token(count_, [&](int64_t token, const Worker&) {
-    const int64_t seen = *streams_[token / new_tokens_].slots->seen;
-    indices_[token] = int32_t(seen + token % new_tokens_);
+    const int64_t stream = stream_of_[token];
+    indices_[token] = int32_t(*streams_[stream].slots->seen + token - starts_[stream]);
     float* x = x_.at(token * hidden);
     read_row(model_.embedding, tokens[token], x);
     for (int64_t i = 0; i < hidden; ++i) x[i] *= scale;
@@ -132,6 +139,16 @@ void Prompt::embed_for_layers(const int64_t* tokens) {
   });
 }
 
+// Moves the attention of the tokens of all streams together.
+void Prompt::close_gaps(const Layer& layer) {
+  const int64_t size = layer.attention.query_heads * layer.attention.value_size;
+  for (int64_t stream = 1; stream < stream_count_; ++stream) {
+    if (starts_[stream] == stream * new_tokens_) continue;
+    std::memmove(attended_.at(starts_[stream] * size), attended_.at(stream * new_tokens_ * size),
+                 counts_[stream] * size * sizeof(float));
+  }
+}
+
 // Moves the last `keep` tokens of each stream to the front: after the last layer has mixed tokens no others are needed.
 void Prompt::drop_all_but(int64_t keep) {
   const int64_t hidden = model_.hidden_size;
@@ -140,7 +157,7 @@ void Prompt::drop_all_but(int64_t keep) {
     std::memmove(rows.at(to * size), rows.at(from * size), count * size * sizeof(float));
   };
   for (int64_t stream = 0; stream < stream_count_; ++stream) {
-    const int64_t from = (stream + 1) * new_tokens_ - keep, to = stream * keep;
+    const int64_t from = starts_[stream + 1] - keep, to = stream * keep;
     keep_rows(x_, hidden, from, to, keep);
     if (attends(last)) keep_rows(attended_, last.out.columns, from, to, keep);
     if (has_mixer(last)) keep_rows(mixed_, last.mixer.out.columns, from, to, keep);
@@ -196,23 +213,25 @@ void Prompt::output(float* logits) {
 // Advances the token counters, of which several groups may share one.
 void Prompt::advance() {
   for (int64_t stream = 0; stream < stream_count_; ++stream) {
-    const int64_t seen = indices_[stream * new_tokens_] + new_tokens_;
+    const int64_t seen = indices_[starts_[stream]] + counts_[stream];
     for (int64_t group = 0; group < groups_; ++group) *streams_[stream].slots[group].seen = seen;
   }
 }
 
 extern "C" {
 
-// Takes `new_tokens` of each of `count` streams through a model, and evicts; see `Prompt`. `chunk` 0 is for all tokens.
+// Takes `new_tokens` of each of `count` streams through a model, and evicts; see `Prompt`. With `lengths` [count] they are
+// the tokens of the longest one, and `tokens` has no gaps. `chunk` 0 is for all tokens.
 // Tokens must be in the vocabulary; those in `streams` are ignored. Tables of rotations must reach the distances of as
 // many tokens as there are in all slots and in a chunk. `copied` gets the attention of every KV head to the copies in
 // the tokens of a single stream, which come twice and are rotated by their positions (copied.h); null for none.
 //
 // Returns 0; 1 if out of memory, when the slots are undefined; 2 if there are too few slots, with nothing changed.
-int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* tokens, int64_t new_tokens,
-                    int64_t chunk, const int64_t* limits, int64_t keep, float* logits, float* copied, int64_t threads) {
+int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* lengths,
+                    const int64_t* tokens, int64_t new_tokens, int64_t chunk, const int64_t* limits, int64_t keep,
+                    float* logits, float* copied, int64_t threads) {
   try {
-    Prompt prompt(*model, streams, count, new_tokens, chunk, limits, threads);
+    Prompt prompt(*model, streams, count, lengths, new_tokens, chunk, limits, threads);
     if (!prompt.fits()) return 2;
     prompt.run(tokens, keep, logits, copied);
     return 0;

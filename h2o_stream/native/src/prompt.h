@@ -17,17 +17,18 @@
 
 class Prompt {
  public:
-  // `new_tokens` of each of `count` streams, with evictions after every `chunk` of them. `limits` is [count][groups of
-  // all layers][chunks]: the tokens that a group may hold after each chunk.
-  Prompt(const Model& model, const Stream* streams, int64_t count, int64_t new_tokens, int64_t chunk,
-         const int64_t* limits, int64_t threads);
+  // `lengths` [count] tokens of each of `count` streams, `new_tokens` at most and, if it is null, of each, with evictions
+  // after every `chunk` of them. `limits` is [count][groups of all layers][chunks of `new_tokens`]: the tokens that a
+  // group may hold after each chunk.
+  Prompt(const Model& model, const Stream* streams, int64_t count, const int64_t* lengths, int64_t new_tokens,
+         int64_t chunk, const int64_t* limits, int64_t threads);
 
   virtual ~Prompt() = default;
 
   // Whether there are slots for all tokens to keep.
   bool fits();
 
-  // Takes `tokens` [count][new_tokens] through the model. Writes logits [count][keep][vocab_size], those of the last
+  // Takes `tokens`, those of one stream after those of another, through the model. Writes logits [count][keep][vocab_size], those of the last
   // `keep` tokens of each stream. `copied`, if not null, gets what `measure_copied` does for each layer.
   void run(const int64_t* tokens, int64_t keep, float* logits, float* copied);
 
@@ -45,6 +46,7 @@ class Prompt {
   void multiply_out(const Layer& layer, int64_t first, int64_t size);
   void project_latent(const Layer& layer, int64_t size);
   void gate(const Layer& layer);
+  void close_gaps(const Layer& layer);
   void drop_all_but(int64_t keep);
   void finish(const Layer& layer);
   void feed_mlp(const Layer& layer, int64_t size);
@@ -57,8 +59,14 @@ class Prompt {
   void output(float* logits);
   void advance();
 
+  // Where the query, key and value of a token are: those of a stream have room for `new_tokens_`.
+  int64_t place(int64_t token) const {
+    const int64_t stream = stream_of_[token];
+    return stream * new_tokens_ + token - starts_[stream];
+  }
+
   int64_t index_of(const Layer& layer) const { return &layer - model_.layers; }
-  // Keys and values [tokens][heads][size] of a layer, which other layers may share.
+  // Keys and values [streams][new tokens][heads][size] of a layer, which other layers may share.
   Buffer<float>& keys_of_layer(const Layer& layer) { return keys_[buffers_[layer.kv_source]]; }
   Buffer<float>& values_of_layer(const Layer& layer) { return values_[buffers_[layer.kv_source]]; }
 
@@ -92,6 +100,8 @@ class Prompt {
   int64_t count_;                               // tokens in the residual stream
   std::vector<const Slots*> slots_;             // of the current layer, by stream
   std::vector<int64_t> counts_;                 // new tokens, by stream
+  std::vector<int64_t> starts_;                 // first tokens of the streams, and the end of the last one
+  std::vector<int32_t> stream_of_;              // by token
   int64_t strides_[9];                          // of the current layer's query, key and value
   int64_t groups_, qkv_size_ = 0, inner_ = 0;   // groups of all layers; maxima over layers
   int64_t latent_ = 0, gate_width_ = 0;         // the same
@@ -100,7 +110,7 @@ class Prompt {
   int64_t experts_ = 0, chosen_ = 0;            // the same
 
   Buffer<float> x_;                                                       // the residual stream [tokens][hidden_size]
-  Buffer<float> query_, attended_;                                        // [tokens][heads][size]
+  Buffer<float> query_, attended_;                                        // [streams][new tokens][heads][size]
   Buffer<float> gates_;                                                   // [tokens][gate_width_]: as in `qkv_`
   Buffer<float> layer_embeddings_, layer_projections_;                    // [tokens][layers][size]
   std::vector<int64_t> buffers_;                                          // of the keys of each layer: 0 is for those

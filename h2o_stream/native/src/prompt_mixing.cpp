@@ -69,14 +69,14 @@ void Prompt::project(const Layer& layer, int64_t first, int64_t size) {
     const Heads queries = queries_of(layer, qkv, indices_[token]);
     for (int64_t head = 0; head < shape.query_heads; ++head) {
       prepare_head(layer, queries, head, indices_[token], angles,
-                   query_.at((token * shape.query_heads + head) * shape.head_size));
+                   query_.at((place(token) * shape.query_heads + head) * shape.head_size));
     }
     if (layer.kv_source != index_of(layer)) return;
     const Heads keys = keys_of(layer, qkv);
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
-      const int64_t place = token * shape.kv_heads + head;
-      prepare_head(layer, keys, head, indices_[token], angles, keys_of_layer(layer).at(place * shape.head_size));
-      prepare_value(layer, qkv, head, values_of_layer(layer).at(place * shape.value_size));
+      const int64_t row = place(token) * shape.kv_heads + head;
+      prepare_head(layer, keys, head, indices_[token], angles, keys_of_layer(layer).at(row * shape.head_size));
+      prepare_value(layer, qkv, head, values_of_layer(layer).at(row * shape.value_size));
     }
   });
 }
@@ -88,10 +88,10 @@ void Prompt::run_mixer(const Mixer& mixer, int64_t first, int64_t size) {
     multiply(mixer.in[i], normed_.data(), size, qkv_.at(column), qkv_size_, in_bfloat16_, threads_);
   }
   for (int64_t begin = first; begin < first + size;) {
-    const int64_t stream = begin / new_tokens_, end = std::min(first + size, (stream + 1) * new_tokens_);
+    const int64_t stream = stream_of_[begin], end = std::min(first + size, starts_[stream + 1]);
     const MixerTokens tokens{qkv_.at((begin - first) * qkv_size_), end - begin, qkv_size_,
                              streams_[stream].states + mixer.first_state, mixed_.at(begin * mixer.out.columns),
-                             new_tokens_ > 1 || indices_[begin] == 0};
+                             counts_[stream] > 1 || indices_[begin] == 0};
     parallel(threads_, [&](const Worker& worker) {
       mix(mixer, tokens, mixer_scratch_.at(worker.index * mixer_scratch_size_), worker);
     });
