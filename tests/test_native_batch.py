@@ -9,6 +9,7 @@ from h2o_stream import config
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper, rules
+from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
 
@@ -69,3 +70,32 @@ def test_a_prompt_shares_searches(model: RuntimeModel, monkeypatch: pytest.Monke
         logits[name] = model.serve(CacheConfig(window=64, memory=memory)).forward(tokens)
     shared, none = (numpy.linalg.norm(logits[name] - logits["all"]) for name in ("shared", "none"))
     assert 0 < shared < 0.85 * none
+
+
+@pytest.mark.parametrize(("steps", "prompts"), [(0, (21, 1, 40)), (2, (30,)), (7, (9, 70, 3))])
+def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts: tuple[int, ...]) -> None:
+    """Prompts of any lengths, also of streams that have begun."""
+    alone, together = ([opened(model, number) for number in range(steps + len(prompts))] for _ in range(2))
+    alone[-1], together[-1] = (model.serve(CacheConfig(window=64)) for _ in range(2))
+    native = library.loaded()
+    assert native is not None
+    batch = BatchStepper(native, model.description)
+    for step in range(3):
+        counts = (1,) * steps + prompts
+        tokens = [[100 + step + 3 * number + i for i in range(count)] for number, count in enumerate(counts)]
+        for served, part in zip((*alone, *together), tokens * 2, strict=True):
+            served.cache.prepare(len(part))
+        wanted = [served.forward(part) for served, part in zip(alone[:steps], tokens, strict=False)]
+        ids = [numpy.array([part]) for part in tokens]
+        for served, part in zip(alone[steps:], ids[steps:], strict=True):
+            read = served.stepper.prompt(part, keep=1)
+            assert read is not None
+            served.cache.torn = False
+            wanted.append(read[0, 0])
+        steppers = [served.stepper for served in together]
+        plans = list(map(Stepper.begin_prompt, steppers[steps:], ids[steps:]))
+        logits = batch.forward(steppers[:steps], steppers[steps:], tokens, plans)
+        assert numpy.array_equal(logits, wanted)
+    for one, other in zip(alone, together, strict=True):
+        first, second = one.state_dict(), other.state_dict()
+        assert all(numpy.array_equal(first[name], second[name]) for name in first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import CDLL
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -50,37 +51,41 @@ class BatchStepper:
             OutOfMemoryError: there is none for so many streams.
         """
         ids = numpy.array(tokens, numpy.int64)
-        for number, stepper in enumerate(steppers):
-            if not stepper.begin_step(ids[number : number + 1]):
-                raise H2OStreamError(f"this token cannot be fed: {stepper.why_not or 'the model has no such token'}")
-        if len(self._logits) < len(ids):
-            self._logits = numpy.empty((len(ids), self._logits.shape[1]), numpy.float32)
+        self._begin_steps(steppers, ids)
+        logits = self._room_for(len(ids))
         self._fill_layers(steppers)
         for first in range(0, len(ids), MAX_ROWS):
-            self._run(steppers[first : first + MAX_ROWS], self._logits[first : first + MAX_ROWS])
-        return self._logits[: len(ids)]
+            self._run(steppers[first : first + MAX_ROWS], logits[first : first + MAX_ROWS])
+        return logits
 
-    def prompt(
-        self, steppers: Sequence[Stepper], tokens: Sequence[NDArray[numpy.int64]], plans: Sequence[PromptPlan]
-    ) -> NDArray[numpy.float32]:
-        """Take several tokens of each stream through the model, and count them.
+    def forward(
+        self, stepped: Sequence[Stepper], read: Sequence[Stepper], tokens: Sequence[Sequence[int]],
+        plans: Sequence[PromptPlan],
+    ) -> NDArray[numpy.float32]:  # fmt: skip
+        """Take a token of some streams and several tokens of others through the model, and count them.
 
         Args:
-            steppers: of the caches, each with one row; all of the same `rules`.
-            tokens: [Q] int64 of each.
-            plans: what `Stepper.begin_prompt` has returned for them; all with the same chunk.
+            stepped: of the caches that take one token, each with one row.
+            read: of the others; all of the same `rules`.
+            tokens: of all of them, in this order.
+            plans: what `Stepper.begin_prompt` has returned for those that are read; all with the same chunk.
 
         Returns:
-            [B, V] float32 logits after the last token of each.
+            [B, V] float32 logits after the last token of each, valid until the next step.
 
         Raises:
-            H2OStreamError: there is no memory, or no room in the slots. The caches are undefined.
+            H2OStreamError: a stream cannot be stepped; nothing was touched.
+            OutOfMemoryError: there is none for so many tokens. The caches are undefined.
         """
-        lengths, ids = numpy.array([len(part) for part in tokens], numpy.int64), numpy.concatenate(tokens)
-        limits = numpy.zeros((len(plans), plans[0].limits.shape[1], max(x.limits.shape[2] for x in plans)), numpy.int64)
-        for row, plan in zip(limits, plans, strict=True):
+        lengths = numpy.array([len(part) for part in tokens], numpy.int64)
+        ids = numpy.fromiter(chain.from_iterable(tokens), numpy.int64)
+        self._begin_steps(stepped, ids[: len(stepped)])
+        steppers, logits = [*stepped, *read], self._room_for(len(lengths))
+        limits = numpy.zeros(
+            (len(lengths), plans[0].limits.shape[1], max(plan.limits.shape[2] for plan in plans)), numpy.int64
+        )
+        for row, plan in zip(limits[len(stepped) :], plans, strict=True):
             row[:, : plan.limits.shape[2]] = plan.limits[0]
-        logits = numpy.empty((len(tokens), self._logits.shape[1]), numpy.float32)
         self._fill_layers(steppers)
         streams = self._begin(steppers)
         failed = self._native.h2o_forward(
@@ -95,13 +100,27 @@ class BatchStepper:
             1,
             pointer(logits, "float32", logits.size),
             None,
+            len(stepped),
             num_threads(),
         )
         raise_failure(failed)
-        for stepper in steppers:
+        for stepper in stepped:
+            stepper.end_step()
+        for stepper in read:
             stepper.end_prompt()
+        for stepper in steppers:
             stepper.cache.torn = False
         return logits
+
+    def _begin_steps(self, steppers: Sequence[Stepper], ids: NDArray[numpy.int64]) -> None:
+        for number, stepper in enumerate(steppers):
+            if not stepper.begin_step(ids[number : number + 1]):
+                raise H2OStreamError(f"this token cannot be fed: {stepper.why_not or 'the model has no such token'}")
+
+    def _room_for(self, rows: int) -> NDArray[numpy.float32]:
+        if len(self._logits) < rows:
+            self._logits = numpy.empty((rows, self._logits.shape[1]), numpy.float32)
+        return self._logits[:rows]
 
     def _begin(self, steppers: Sequence[Stepper]) -> NDArray[Any]:
         for stepper in steppers:

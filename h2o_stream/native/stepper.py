@@ -204,6 +204,7 @@ class Stepper:
             keep,
             pointer(logits, "float32", rows * keep * vocabulary),
             pointer(copied, "float32", sum(layer.attention.kv_heads for layer in model.layers)),
+            0,
             num_threads(),
         )
         raise_failure(failed)

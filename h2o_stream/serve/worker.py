@@ -1,7 +1,7 @@
-"""The thread that owns the model: reads prompts in parts, and steps all replies at once.
+"""The thread that owns the model: steps all replies at once, and reads prompts in parts beside them.
 
-Conversations join and leave between two steps. Every step takes a token of each reply; between steps up to
-`PROMPT_TOKENS` of prompts are read, so that nobody waits for a long one.
+Conversations join and leave between two steps. Every step takes a token of each reply and about `PROMPT_TOKENS` of
+prompts, so that nobody waits for a long one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any
-
-import numpy
 
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
-from h2o_stream.native.stepper import MAX_ROWS, PromptPlan
+from h2o_stream.native.stepper import PromptPlan
 from h2o_stream.serve.conversations import Conversations, Event, Live, Opened, raw_events, turn_events
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.metrics import Metrics
@@ -36,7 +32,7 @@ from h2o_stream.session.turn import Turn
 _log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 256
-"""Prompt tokens that are read between two steps."""
+"""Prompt tokens that are read in a step."""
 
 _WRITERS = 2
 """Threads that save conversations."""
@@ -127,9 +123,8 @@ class Worker:
         while not (self._stopped and not self._jobs and not self._saving):
             self._take_actions()
             self._start_jobs()
-            self._read_prompts()
-            self._advance([job for job in self._jobs if job.replying and job.event is None])
-            self._step()
+            self._advance([job for job in self._jobs if not job.live.engine.waiting])
+            self._forward()
             self._send()
 
     def _take_actions(self) -> None:
@@ -184,41 +179,6 @@ class Worker:
             "conversation %s %s: %d turns known, %d to read", name, opened.origin, opened.known, len(opened.unread)
         )
 
-    def _read_prompts(self) -> None:
-        """Read some tokens of prompts, in turn, and those of short ones at once."""
-        waiting, budget = list[Job](), PROMPT_TOKENS
-        for job in [job for job in self._jobs if not job.replying]:
-            if budget <= 0 or len(waiting) == MAX_ROWS:
-                break
-            if not job.live.engine.waiting:
-                self._advance([job])
-            if job in self._jobs and job.live.engine.reads:
-                waiting.append(job)
-                budget -= len(job.live.engine.waiting)
-                self._jobs.remove(job)  # to the end
-                self._jobs.append(job)
-        ready = []
-        for job in waiting:
-            try:
-                ready.append((job, job.live.engine.begin_prompt()))
-            except Exception as error:  # noqa: BLE001 - one prompt must not end the others
-                self._fail(job, error)
-        for jobs, plans in _alike(ready, lambda each: (each[0].live.engine.rules, each[1].chunk)):
-            self._read(jobs, plans)
-
-    def _read(self, jobs: Sequence[Job], plans: Sequence[PromptPlan]) -> None:
-        engines = [job.live.engine for job in jobs]
-        parts = [numpy.array(engine.waiting, numpy.int64) for engine in engines]
-        try:
-            logits = self._batch.prompt([engine.stepper for engine in engines], parts, plans)
-        except H2OStreamError as error:
-            for job in jobs:
-                self._fail(job, error)
-            return
-        for job, row in zip(jobs, logits, strict=True):
-            job.live.engine.finish(row)
-        self._advance(jobs)
-
     def _advance(self, jobs: Sequence[Job]) -> None:
         """Take each reply to its next event."""
         for job in jobs:
@@ -235,23 +195,54 @@ class Worker:
             elif isinstance(job.event, Token | Turn):
                 job.replying = True
 
-    def _step(self) -> None:
-        waiting = [(job,) for job in self._jobs if job.live.engine.steps]
-        for (jobs,) in _alike(waiting, lambda each: each[0].live.engine.rules):
-            engines = [job.live.engine for job in jobs]
-            started = time.perf_counter()
+    def _forward(self) -> None:
+        """Take a token of every reply, and some of prompts, through the model."""
+        groups: dict[bytes, tuple[list[Job], list[Job], list[PromptPlan]]] = {}
+        for job in self._jobs:
+            if job.live.engine.steps:
+                groups.setdefault(job.live.engine.rules, ([], [], []))[0].append(job)
+        for job, plan in self._begin_prompts():
+            steps, reads, plans = groups.setdefault(job.live.engine.rules, ([], [], []))
+            if plans and plans[0].chunk != plan.chunk:
+                steps, reads, plans = groups.setdefault(job.live.engine.rules + b"%d" % plan.chunk, ([], [], []))
+            reads.append(job)
+            plans.append(plan)
+        for steps, reads, plans in groups.values():
+            self._forward_together(steps, reads, plans, shared=len(groups) > 1)
+
+    def _begin_prompts(self) -> Iterator[tuple[Job, PromptPlan]]:
+        """Choose parts of prompts, in turn."""
+        budget = PROMPT_TOKENS
+        for job in [job for job in self._jobs if job.live.engine.reads]:
+            if budget <= 0:
+                return
+            budget -= len(job.live.engine.waiting)
+            self._jobs.remove(job)  # to the end
+            self._jobs.append(job)
             try:
-                logits = self._batch.step(
-                    [engine.stepper for engine in engines], [engine.waiting[0] for engine in engines]
-                )
-            except H2OStreamError as error:
-                for job in jobs:
-                    self._fail(job, error)
+                plan = job.live.engine.begin_prompt()
+            except Exception as error:  # noqa: BLE001 - one prompt must not end the others
+                self._fail(job, error)
                 continue
-            shared = len(waiting) > len(jobs)
-            for engine, row in zip(engines, logits, strict=True):
-                engine.finish(row.copy() if shared else row)
-            self._metrics.stepped(len(jobs), time.perf_counter() - started)
+            yield job, plan
+
+    def _forward_together(
+        self, steps: Sequence[Job], reads: Sequence[Job], plans: Sequence[PromptPlan], shared: bool
+    ) -> None:
+        started, engines = time.perf_counter(), [job.live.engine for job in (*steps, *reads)]
+        steppers, tokens = [engine.stepper for engine in engines], [engine.waiting for engine in engines]
+        try:
+            if plans:
+                logits = self._batch.forward(steppers[: len(steps)], steppers[len(steps) :], tokens, plans)
+            else:
+                logits = self._batch.step(steppers, [part[0] for part in tokens])
+        except H2OStreamError as error:
+            for job in (*steps, *reads):
+                self._fail(job, error)
+            return
+        for engine, row in zip(engines, logits, strict=True):
+            engine.finish(row.copy() if shared else row)
+        self._metrics.stepped(len(engines), time.perf_counter() - started)
 
     def _send(self) -> None:
         """Send what happened."""
@@ -343,12 +334,6 @@ class Worker:
     def _release(self, live: Live) -> None:
         if live.kept is not None:
             self._conversations.busy.discard(live.kept.id)
-
-
-def _alike(items: list[tuple[Any, ...]], key: Callable[[Any], Any]) -> Iterator[tuple[tuple[Any, ...], ...]]:
-    """Groups of tuples whose keys are equal, each as the tuple of its columns."""
-    for _, group in groupby(sorted(items, key=key), key):
-        yield tuple(zip(*group, strict=True))
 
 
 def _as_api_error(error: Exception) -> ApiError:

@@ -150,6 +150,7 @@ void attend(const AttentionLayer& layer, const LayerSlots& slots, const NewToken
     }
   }
   run(layer, tokens, tasks, max_slots, std::max<int64_t>(threads, 1));
+  if (tokens.starts) return;
   const int64_t bytes = layer.query_heads * layer.value_size * (tokens.in_bfloat16 ? 2 : 4);
   for (int64_t stream = 0; stream < tokens.streams; ++stream) {
     std::memset(static_cast<char*>(tokens.output) + (stream * tokens.tokens + tokens.counts[stream]) * bytes, 0,

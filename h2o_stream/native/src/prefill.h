@@ -13,7 +13,7 @@
 
 namespace prefill {
 
-// The new tokens of all streams, left-aligned, and the output.
+// The new tokens of all streams and the output: left-aligned or, with `starts`, those of one stream after those of another.
 struct NewTokens {
   const void *query, *key, *value;  // [streams][heads][tokens][size]
   const int64_t* strides;           // [3][3]: elements per stream, head and token, of query, key and value
@@ -21,8 +21,14 @@ struct NewTokens {
   const int64_t* counts;            // [streams]: tokens of each stream; the other outputs are zero
   int64_t streams, tokens, chunk;   // `chunk` tokens between evictions
   bool in_bfloat16;                 // otherwise float32, whatever the slots hold
+  const int64_t* starts = nullptr;  // [streams]: the first token of each; then nothing else is written
 
   int64_t chunks(int64_t count) const { return (count + chunk - 1) / chunk; }
+  int64_t output_row(int64_t stream) const { return starts ? starts[stream] : stream * tokens; }
+  // Of query, key or value: the elements before a stream.
+  int64_t elements_before(int64_t stream, int64_t which) const {
+    return starts ? starts[stream] * strides[3 * which + 2] : stream * strides[3 * which];
+  }
 };
 
 // The slots of a layer, and how many tokens they may hold.

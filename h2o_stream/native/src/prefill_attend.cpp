@@ -287,7 +287,7 @@ void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
 void Head::write_outputs(const Block& block, int64_t stride, const Scratch& scratch) const {
   const int64_t size = layer_->value_size, first_head = slots_->heads[local_head_] * groups_;
   for (int64_t row = 0; row < block.rows; ++row) {
-    const int64_t token = stream_ * tokens_->tokens + chunk_begin_ + block.query_begin + row / groups_;
+    const int64_t token = tokens_->output_row(stream_) + chunk_begin_ + block.query_begin + row / groups_;
     const int64_t at = (token * layer_->query_heads + first_head + row % groups_) * size;
     const float* accum = scratch.accum.at(row * stride);
     const float scale = scratch.weights[row];

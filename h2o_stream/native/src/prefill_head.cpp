@@ -230,7 +230,7 @@ void Head::write_back() {
 void Head::read_new(int64_t which, int64_t head, int64_t token, int64_t size, float* x) const {
   const void* tensors[] = {tokens_->query, tokens_->key, tokens_->value};
   const int64_t* strides = tokens_->strides + 3 * which;
-  const int64_t at = stream_ * strides[0] + head * strides[1] + (chunk_begin_ + token) * strides[2];
+  const int64_t at = tokens_->elements_before(stream_, which) + head * strides[1] + (chunk_begin_ + token) * strides[2];
   store::read(tensors[which], tokens_->in_bfloat16, at, size, x);
 }
 

@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "activation.h"
+#include "batch_step.h"
 #include "copied.h"
 #include "layer_parts.h"
 #include "threads.h"
@@ -45,7 +46,7 @@ bool Prompt::fits() {
 }
 
 void Prompt::reserve() {
-  const int64_t hidden = model_.hidden_size, block = std::min(count_, kBlock), places = stream_count_ * new_tokens_;
+  const int64_t hidden = model_.hidden_size, block = std::min(count_, kBlock);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     const AttentionLayer& shape = layer.attention;
@@ -59,10 +60,10 @@ void Prompt::reserve() {
     for (int64_t i = 0; i < layer.latent_count; ++i) latent_ = std::max(latent_, layer.latent[i].matrix.columns);
     if (layer.gate_kind != kNoGate) gate_width_ = std::max(gate_width_, shape.query_heads * layer.gate_size);
     experts_ = std::max(experts_, layer.experts.router.rows), chosen_ = std::max(chosen_, layer.experts.chosen);
-    query_.reserve(places * shape.query_heads * shape.head_size);
-    keys_of_layer(layer).reserve(places * shape.kv_heads * shape.head_size);
-    values_of_layer(layer).reserve(places * shape.kv_heads * shape.value_size);
-    attended_.reserve(places * shape.query_heads * shape.value_size);
+    query_.reserve(count_ * shape.query_heads * shape.head_size);
+    keys_of_layer(layer).reserve(count_ * shape.kv_heads * shape.head_size);
+    values_of_layer(layer).reserve(count_ * shape.kv_heads * shape.value_size);
+    attended_.reserve(count_ * shape.query_heads * shape.value_size);
   }
   x_.reserve(count_ * hidden);
   indices_.reserve(count_);
@@ -100,7 +101,6 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copi
     }
     if (attends(layer)) {
       attend_slots(layer);
-      close_gaps(layer);
       gate(layer);
     }
     if (index + 1 == model_.layer_count) drop_all_but(keep);
@@ -137,16 +137,6 @@ void Prompt::embed_for_layers(const int64_t* tokens) {
     multiply(model_.layer_projection, x_.at(first * model_.hidden_size), count, layer_projections_.at(first * size),
              size, false, threads_);
   });
-}
-
-// Moves the attention of the tokens of all streams together.
-void Prompt::close_gaps(const Layer& layer) {
-  const int64_t size = layer.attention.query_heads * layer.attention.value_size;
-  for (int64_t stream = 1; stream < stream_count_; ++stream) {
-    if (starts_[stream] == stream * new_tokens_) continue;
-    std::memmove(attended_.at(starts_[stream] * size), attended_.at(stream * new_tokens_ * size),
-                 counts_[stream] * size * sizeof(float));
-  }
 }
 
 // Moves the last `keep` tokens of each stream to the front: after the last layer has mixed tokens no others are needed.
@@ -213,7 +203,7 @@ void Prompt::output(float* logits) {
 // Advances the token counters, of which several groups may share one.
 void Prompt::advance() {
   for (int64_t stream = 0; stream < stream_count_; ++stream) {
-    const int64_t seen = indices_[starts_[stream]] + counts_[stream];
+    const int64_t seen = indices_[starts_[stream]] + starts_[stream + 1] - starts_[stream];
     for (int64_t group = 0; group < groups_; ++group) *streams_[stream].slots[group].seen = seen;
   }
 }
@@ -226,11 +216,19 @@ extern "C" {
 // many tokens as there are in all slots and in a chunk. `copied` gets the attention of every KV head to the copies in
 // the tokens of a single stream, which come twice and are rotated by their positions (copied.h); null for none.
 //
+// The first `steps` streams have one token each, which is taken as in `h2o_step`; then `keep` is 1.
+//
 // Returns 0; 1 if out of memory, when the slots are undefined; 2 if there are too few slots, with nothing changed.
 int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* lengths,
                     const int64_t* tokens, int64_t new_tokens, int64_t chunk, const int64_t* limits, int64_t keep,
-                    float* logits, float* copied, int64_t threads) {
+                    float* logits, float* copied, int64_t steps, int64_t threads) {
   try {
+    if (steps) {
+      BatchStep step(*model, streams, count, steps, lengths, new_tokens, chunk, limits, threads);
+      if (!step.fits()) return 2;
+      step.run(tokens, logits);
+      return 0;
+    }
     Prompt prompt(*model, streams, count, lengths, new_tokens, chunk, limits, threads);
     if (!prompt.fits()) return 2;
     prompt.run(tokens, keep, logits, copied);

@@ -46,7 +46,6 @@ class Prompt {
   void multiply_out(const Layer& layer, int64_t first, int64_t size);
   void project_latent(const Layer& layer, int64_t size);
   void gate(const Layer& layer);
-  void close_gaps(const Layer& layer);
   void drop_all_but(int64_t keep);
   void finish(const Layer& layer);
   void feed_mlp(const Layer& layer, int64_t size);
@@ -59,14 +58,8 @@ class Prompt {
   void output(float* logits);
   void advance();
 
-  // Where the query, key and value of a token are: those of a stream have room for `new_tokens_`.
-  int64_t place(int64_t token) const {
-    const int64_t stream = stream_of_[token];
-    return stream * new_tokens_ + token - starts_[stream];
-  }
-
   int64_t index_of(const Layer& layer) const { return &layer - model_.layers; }
-  // Keys and values [streams][new tokens][heads][size] of a layer, which other layers may share.
+  // Keys and values [tokens][heads][size] of a layer, which other layers may share.
   Buffer<float>& keys_of_layer(const Layer& layer) { return keys_[buffers_[layer.kv_source]]; }
   Buffer<float>& values_of_layer(const Layer& layer) { return values_[buffers_[layer.kv_source]]; }
 
@@ -110,7 +103,7 @@ class Prompt {
   int64_t experts_ = 0, chosen_ = 0;            // the same
 
   Buffer<float> x_;                                                       // the residual stream [tokens][hidden_size]
-  Buffer<float> query_, attended_;                                        // [streams][new tokens][heads][size]
+  Buffer<float> query_, attended_;                                        // [tokens][heads][size]
   Buffer<float> gates_;                                                   // [tokens][gate_width_]: as in `qkv_`
   Buffer<float> layer_embeddings_, layer_projections_;                    // [tokens][layers][size]
   std::vector<int64_t> buffers_;                                          // of the keys of each layer: 0 is for those

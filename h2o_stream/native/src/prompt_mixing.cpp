@@ -28,14 +28,14 @@ prefill::NewTokens Prompt::tokens_of(const Layer& layer) {
   const int64_t heads[] = {shape.query_heads, shape.kv_heads, shape.kv_heads};
   const int64_t sizes[] = {shape.head_size, shape.head_size, shape.value_size};
   for (int64_t i = 0; i < 3; ++i) {
-    strides_[3 * i] = new_tokens_ * heads[i] * sizes[i];
+    strides_[3 * i] = 0;
     strides_[3 * i + 1] = sizes[i];
     strides_[3 * i + 2] = heads[i] * sizes[i];
   }
   const bool in_bfloat16 = false;
   return {query_.data(),    keys_of_layer(layer).data(), values_of_layer(layer).data(), strides_,
           attended_.data(), counts_.data(),              stream_count_,                 new_tokens_,
-          chunk_,           in_bfloat16};
+          chunk_,           in_bfloat16,            starts_.data()};
 }
 
 // Writes the queries, keys and values of a layer, and takes the tokens through its recurrent mixer.
@@ -69,12 +69,12 @@ void Prompt::project(const Layer& layer, int64_t first, int64_t size) {
     const Heads queries = queries_of(layer, qkv, indices_[token]);
     for (int64_t head = 0; head < shape.query_heads; ++head) {
       prepare_head(layer, queries, head, indices_[token], angles,
-                   query_.at((place(token) * shape.query_heads + head) * shape.head_size));
+                   query_.at((token * shape.query_heads + head) * shape.head_size));
     }
     if (layer.kv_source != index_of(layer)) return;
     const Heads keys = keys_of(layer, qkv);
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
-      const int64_t row = place(token) * shape.kv_heads + head;
+      const int64_t row = token * shape.kv_heads + head;
       prepare_head(layer, keys, head, indices_[token], angles, keys_of_layer(layer).at(row * shape.head_size));
       prepare_value(layer, qkv, head, values_of_layer(layer).at(row * shape.value_size));
     }
@@ -91,7 +91,7 @@ void Prompt::run_mixer(const Mixer& mixer, int64_t first, int64_t size) {
     const int64_t stream = stream_of_[begin], end = std::min(first + size, starts_[stream + 1]);
     const MixerTokens tokens{qkv_.at((begin - first) * qkv_size_), end - begin, qkv_size_,
                              streams_[stream].states + mixer.first_state, mixed_.at(begin * mixer.out.columns),
-                             counts_[stream] > 1 || indices_[begin] == 0};
+                             starts_[stream + 1] - starts_[stream] > 1 || indices_[begin] == 0};
     parallel(threads_, [&](const Worker& worker) {
       mix(mixer, tokens, mixer_scratch_.at(worker.index * mixer_scratch_size_), worker);
     });
