@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.config import Settings
+from h2o_stream.config import CacheConfig, Settings
 from h2o_stream.memory import disk_bytes
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.session.turn import Timings, Turn
@@ -51,11 +51,20 @@ def test_the_user_is_told_once(verbose: bool, weights: Path, capsys: pytest.Capt
     model, missing = LoadedModel("name", None, None, file=weights), LoadedModel("name", None, None)
     conversation: Any = LoadedConversation(None, None, model, Settings())  # type: ignore[arg-type]
     terminal, shown = Terminal(verbose=verbose), list[str]()
-    for nbytes in (SIZE, 0, SIZE // 2, SIZE):
+    for nbytes in (2**30, 0, 2**29, 2**30):
         conversation.note_disk(turn(nbytes), terminal)
         shown.append(capsys.readouterr().err)
     assert ["do not stay in memory" in lines for lines in shown] == [False, False, True, False]
     assert ["were read from disk" in lines for lines in shown] == [verbose and count > 0 for count in (1, 0, 1, 1)]
     unknown = replace(conversation, model=missing)
-    unknown.note_disk(turn(100 * SIZE), terminal)
+    unknown.note_disk(turn(2**31), terminal)
+    assert "memory" not in capsys.readouterr().err
+
+
+def test_other_files_are_no_weights(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A small model's first turns read more than its weights: libraries, texts, and a memory on disk."""
+    model, searching = LoadedModel("name", None, None, file=weights), Settings(cache=CacheConfig(memory="auto"))
+    for settings, nbytes in ((Settings(), 10 * SIZE), (searching, 2**31)):
+        conversation: Any = LoadedConversation(None, None, model, settings)  # type: ignore[arg-type]
+        conversation.note_disk(turn(nbytes), Terminal())
     assert "memory" not in capsys.readouterr().err

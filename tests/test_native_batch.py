@@ -99,3 +99,15 @@ def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts:
     for one, other in zip(alone, together, strict=True):
         first, second = one.state_dict(), other.state_dict()
         assert all(numpy.array_equal(first[name], second[name]) for name in first)
+
+
+def test_addresses_that_were_bound_anew_are_told_apart(model: RuntimeModel) -> None:
+    """Also where a cache has the place in memory of one that is gone, or is bound for a longer prompt."""
+    bindings: list[int] = []
+    for _ in range(2):
+        served = model.serve(CacheConfig(window=48, chunk=0))
+        for length in (3, 40):
+            served.forward(list(range(5, 5 + length)))
+            bindings.append(served.stepper.binding)
+        del served
+    assert len(set(bindings)) == 4

@@ -29,7 +29,7 @@ class BatchStepper:
     def __init__(self, native: CDLL, description: Description) -> None:
         self._native, self._model = native, NativeModel(description)
         self._step = native.h2o_step_open(ctypes.addressof(self._model.struct))
-        self._filled: tuple[tuple[int, int], ...] = ()
+        self._filled: tuple[int, ...] = ()
         self._logits = numpy.empty((0, self._model.struct.vocab_size), numpy.float32)
 
     def __del__(self) -> None:
@@ -145,7 +145,7 @@ class BatchStepper:
 
     def _fill_layers(self, steppers: Sequence[Stepper]) -> None:
         """Take over rules and addresses that are the same for all, with the longest table of rotations."""
-        filled = tuple((id(stepper), stepper.revision) for stepper in steppers)
+        filled = tuple(stepper.binding for stepper in steppers)
         if filled == self._filled:
             return
         self._filled = filled

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from math import prod
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ MAX_ROWS = 64
 
 _BYTES_PER_THREAD = 2**20
 """Weights that a thread should have to read in a step, to be worth waiting for."""
+
+_BINDINGS = count()
+"""Numbers of what was bound, whichever stepper it was."""
 
 _DENSE = set(DENSE)
 """Weights whose products with many vectors are faster in torch."""
@@ -76,6 +79,7 @@ class Stepper:
         takes_prompts: whether `prompt` serves the model.
         why_not: why the cache as it is now cannot be served, or nothing.
         revision: of the cache, for which the addresses of its slots are bound.
+        binding: number of these addresses, which those of no other stepper and no other time have.
         streams: [B] `abi.STREAM`, the rows of the next step.
     """
 
@@ -91,6 +95,7 @@ class Stepper:
         self._native = native
         self._layers: list[BoundLayer] = []
         self.revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
+        self.binding = -1
         self._bound_tokens = 0
         mixers = enumerate(layer.mixer for layer in model.description.layers)
         self._state_shapes = {number: mixer.states for number, mixer in mixers if mixer}
@@ -277,7 +282,7 @@ class Stepper:
         rows = len(self._slots)
         self.streams = numpy.zeros(rows, dtype=STREAM)
         self.streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)
-        self._layers, self._steady = bound, False
+        self._layers, self._steady, self.binding = bound, False, next(_BINDINGS)
 
     def _bind_states(self) -> None:
         """Bind the addresses of all recurrent states, which whoever else uses the model may replace."""

@@ -31,6 +31,9 @@ from h2o_stream.ui.terminal import Terminal, one_line
 _NOTICED_BYTES = 2**20
 """From this many on, bytes that a turn has read from disk are worth a line."""
 
+_FORGOTTEN_BYTES = 2**30
+"""Up to so many bytes that all turns have read from disk may be other files than the weights."""
+
 _UNNOTICED_S = 0.3
 """A check that ends within this time is waited for without a word."""
 
@@ -54,7 +57,8 @@ class LoadedConversation:
             terminal.detail(f"{format_bytes(turn.disk_bytes)} were read from disk meanwhile")
         before, size = self._disk_bytes, self.model.file_bytes
         self._disk_bytes += turn.disk_bytes
-        if size and before <= size < self._disk_bytes:
+        only_weights = size and self.settings.cache.memory == "off"  # a memory on disk is read, too
+        if only_weights and before <= max(size, _FORGOTTEN_BYTES) < self._disk_bytes:
             terminal.note(
                 f"the weights of {self.name} do not stay in memory: parts of its {format_bytes(size)} are read from "
                 "disk again and again, which makes replies slow; more free memory or a smaller --model is faster"
