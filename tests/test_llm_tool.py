@@ -36,6 +36,23 @@ def test_a_chat_keeps_its_cache_and_another_process_reads_it_again(model: Any, t
     assert again.prompt("and now?", **options).text() == second.text()
 
 
+def test_another_conversation_is_not_continued(model: Any, tiny_folder: Path) -> None:
+    """Nor is one with other settings: with a schema the model does not think."""
+    options = {"model": str(tiny_folder), "temperature": 0, "max_tokens": 6}
+    engines = []
+    for word in ("hello", "goodbye"):
+        talk = model.conversation()
+        assert talk.prompt(word, **options).text()
+        assert model._open.theirs is talk
+        assert talk.prompt("and now?", **options).text()
+        engines.append(model._open.ours.engine)
+    assert engines[0] is not engines[1]
+    assert model._open.ours._thinking is None
+    assert talk.prompt("and now?", schema={"enum": [1, 2]}, **options).text()
+    assert model._open.ours._thinking is False
+    assert model._open.ours.engine is not engines[1]
+
+
 def test_schemas_and_errors(model: Any, tiny_folder: Path) -> None:
     options = {"model": str(tiny_folder), "temperature": 2, "seed": 3, "max_tokens": 60}
     schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}

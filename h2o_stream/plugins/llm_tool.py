@@ -78,24 +78,26 @@ class H2OModel(llm.Model):
         past = list(conversation.responses) if conversation else []
         options = prompt.options
         system = next((said.prompt.system for said in past if said.prompt.system), None) or prompt.system or None
-        settings = (options.model, options.window, options.policy, system)
+        settings = (options.model, options.window, options.policy, system, bool(prompt.schema))
         opened = self._open
         if (
             opened
             and past
-            and (opened.theirs, opened.settings, opened.turns) == (id(conversation), settings, len(past))
+            and opened.theirs is conversation
+            and (opened.settings, opened.turns) == (settings, len(past))
         ):
             return opened
         if self._open:
             self._open.ours.engine.close()
+            self._open = None
         cache = CacheConfig(policy=options.policy, **({} if options.window is None else {"window": options.window}))
         model = self._load(ModelConfig(options.model), cache)
         engine = Engine(model.model, model.tokenizer, cache, sampling_defaults=model_sampling(model.name))
-        ours = Conversation(engine, system, model.stops, CHAT_RECALL)
+        ours = Conversation(engine, system, model.stops, CHAT_RECALL, False if prompt.schema else None)
         for said in past:
             for _ in ours.feed_turn(said.prompt.prompt, said.text()):
                 pass
-        self._open = _Open(id(conversation), settings, ours, len(past))
+        self._open = _Open(conversation, settings, ours, len(past))
         return self._open
 
     def _load(self, config: ModelConfig, cache: CacheConfig) -> Any:
