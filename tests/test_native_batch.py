@@ -44,9 +44,10 @@ def test_together_as_alone(model: RuntimeModel, count: int, memory: Literal["off
     for step in range(12):
         tokens = [100 + step + 3 * number for number in range(count)]
         wanted = [served.forward([token]) for served, token in zip(alone, tokens, strict=True)]
-        for served in together:
+        for served, token in zip(together, tokens, strict=True):
             served.cache.prepare(1)
-        logits = batch.step([served.stepper for served in together], tokens)
+            assert served.stepper.begin_step(numpy.array([token]))
+        logits = batch.step([served.stepper for served in together])
         assert numpy.array_equal(logits, wanted)
     for one, other in zip(alone, together, strict=True):
         first, second = one.state_dict(), other.state_dict()
@@ -93,6 +94,7 @@ def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts:
             served.cache.torn = False
             wanted.append(read[0, 0])
         steppers = [served.stepper for served in together]
+        assert all(map(Stepper.begin_step, steppers[:steps], map(numpy.ravel, ids[:steps])))
         plans = list(map(Stepper.begin_prompt, steppers[steps:], ids[steps:]))
         logits = batch.forward(steppers[:steps], steppers[steps:], tokens, plans)
         assert numpy.array_equal(logits, wanted)

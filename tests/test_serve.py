@@ -24,6 +24,7 @@ from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import chain, first_hash, parse_dialogue
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.service import Service, load_served
+from h2o_stream.serve.stream import WaitingEngine
 from tests.serve_load import converse, post, texts, together
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -155,6 +156,41 @@ class TestConversations:
         alone = [ask(prompt) for prompt in prompts]
         with ThreadPoolExecutor(10) as executor:
             assert list(executor.map(ask, prompts * 2)) == alone * 2
+
+    @pytest.mark.parametrize("step", ["step", "forward"])
+    def test_a_step_that_fails_ends_its_replies_and_no_others(
+        self, server: Running, monkeypatch: pytest.MonkeyPatch, step: str
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise MemoryError
+
+        body = {"messages": [{"role": "user", "content": f"Name a {step}."}], "temperature": 0, "max_tokens": 8}
+        with monkeypatch.context() as patch:
+            patch.setattr(server.service.worker._batch, step, fail)
+            assert post(server.url, "/v1/chat/completions", body)[0] == 500
+        assert post(server.url, "/v1/chat/completions", body)[0] == 200
+
+    def test_a_token_that_cannot_be_fed_ends_its_reply_only(
+        self, server: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begin, failed = WaitingEngine.begin_step, set[WaitingEngine]()
+
+        def fail_once(engine: WaitingEngine) -> None:
+            if not failed and len([job for job in server.service.worker._jobs if job.live.engine.steps]) == 3:
+                failed.add(engine)
+                engine.waiting = [-1]
+            begin(engine)
+
+        def ask(number: int) -> tuple[int, Any]:
+            said = [{"role": "user", "content": f"Name a tool, {number}."}]
+            return post(server.url, "/v1/chat/completions", {"messages": said, "temperature": 0, "max_tokens": 24})
+
+        monkeypatch.setattr(WaitingEngine, "begin_step", fail_once)
+        with ThreadPoolExecutor(3) as executor:
+            answers = list(executor.map(ask, range(3)))
+        assert failed
+        assert sorted(status for status, _ in answers) == [200, 200, 400]
+        assert "this token cannot be fed" in str(answers)
 
     def test_choices(self, server: Running) -> None:
         answer = server.say("Say something.", n=3, temperature=1.5, seed=1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.native.abi import STREAM, AttentionLayer, pointer
 from h2o_stream.native.description import Description, NativeModel
 from h2o_stream.native.stepper import MAX_ROWS, PromptPlan, Stepper, raise_failure
@@ -36,25 +36,21 @@ class BatchStepper:
         if getattr(self, "_step", None):
             self._native.h2o_step_close(self._step)
 
-    def step(self, steppers: Sequence[Stepper], tokens: Sequence[int]) -> NDArray[numpy.float32]:
+    def step(self, steppers: Sequence[Stepper]) -> NDArray[numpy.float32]:
         """Take a token of each stream through the model, and count it.
 
         Args:
-            steppers: of the caches, each with one row; all of the same `rules`.
-            tokens: [B], one of each.
+            steppers: of the caches, each with one row, begun by `Stepper.begin_step`; all of the same `rules`.
 
         Returns:
             [B, V] float32 logits, valid until the next step.
 
         Raises:
-            H2OStreamError: a stream cannot be stepped; nothing was touched.
             OutOfMemoryError: there is none for so many streams.
         """
-        ids = numpy.array(tokens, numpy.int64)
-        self._begin_steps(steppers, ids)
-        logits = self._room_for(len(ids))
+        logits = self._room_for(len(steppers))
         self._fill_layers(steppers)
-        for first in range(0, len(ids), MAX_ROWS):
+        for first in range(0, len(steppers), MAX_ROWS):
             self._run(steppers[first : first + MAX_ROWS], logits[first : first + MAX_ROWS])
         return logits
 
@@ -65,7 +61,7 @@ class BatchStepper:
         """Take a token of some streams and several tokens of others through the model, and count them.
 
         Args:
-            stepped: of the caches that take one token, each with one row.
+            stepped: of the caches that take one token, each with one row, begun by `Stepper.begin_step`.
             read: of the others; all of the same `rules`.
             tokens: of all of them, in this order.
             plans: what `Stepper.begin_prompt` has returned for those that are read; all with the same chunk.
@@ -74,12 +70,10 @@ class BatchStepper:
             [B, V] float32 logits after the last token of each, valid until the next step.
 
         Raises:
-            H2OStreamError: a stream cannot be stepped; nothing was touched.
             OutOfMemoryError: there is none for so many tokens. The caches are undefined.
         """
         lengths = numpy.array([len(part) for part in tokens], numpy.int64)
         ids = numpy.fromiter(chain.from_iterable(tokens), numpy.int64)
-        self._begin_steps(stepped, ids[: len(stepped)])
         steppers, logits = [*stepped, *read], self._room_for(len(lengths))
         limits = numpy.zeros(
             (len(lengths), plans[0].limits.shape[1], max(plan.limits.shape[2] for plan in plans)), numpy.int64
@@ -111,11 +105,6 @@ class BatchStepper:
         for stepper in steppers:
             stepper.cache.torn = False
         return logits
-
-    def _begin_steps(self, steppers: Sequence[Stepper], ids: NDArray[numpy.int64]) -> None:
-        for number, stepper in enumerate(steppers):
-            if not stepper.begin_step(ids[number : number + 1]):
-                raise H2OStreamError(f"this token cannot be fed: {stepper.why_not or 'the model has no such token'}")
 
     def _room_for(self, rows: int) -> NDArray[numpy.float32]:
         if len(self._logits) < rows:

@@ -17,8 +17,15 @@ class Metrics:
         self._opened = Counter("h2o_turns", "Turns begun", ["origin"], registry=self._registry)
         self._tokens = Counter("h2o_tokens", "Tokens of finished replies", ["kind"], registry=self._registry)
         self._requests = Counter("h2o_requests", "Requests answered", ["path", "status"], registry=self._registry)
-        self._steps = Histogram("h2o_step_seconds", "Time of a decode step", registry=self._registry)
-        self._rows = Histogram("h2o_step_streams", "Streams in a decode step", buckets=_ROWS, registry=self._registry)
+        self._steps = Histogram(
+            "h2o_step_seconds", "Time of a step: a token of each reply, and parts of prompts", registry=self._registry
+        )
+        self._rows = Histogram(
+            "h2o_step_streams",
+            "Streams in a step, with those whose prompts are read",
+            buckets=_ROWS,
+            registry=self._registry,
+        )
         self._gauges = {
             name: Gauge(f"h2o_{name}", text, registry=self._registry)
             for name, text in (
@@ -34,7 +41,7 @@ class Metrics:
         self._opened.labels(origin).inc()
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """A step has taken a token of so many streams."""
+        """A step has taken tokens of so many streams."""
         self._steps.observe(seconds)
         self._rows.observe(rows)
 

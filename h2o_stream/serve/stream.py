@@ -115,6 +115,15 @@ class WaitingEngine(Engine):
         self.sampling, self.sampler = config, sampler
         return sampler
 
+    def begin_step(self) -> None:
+        """Prepare the waiting token for a step.
+
+        Raises:
+            H2OStreamError: it cannot be fed.
+        """
+        if not self.stepper.begin_step(numpy.array(self.waiting, numpy.int64)):
+            raise H2OStreamError(f"this token cannot be fed: {self.stepper.why_not or 'the model has no such token'}")
+
     def begin_prompt(self) -> PromptPlan:
         """Prepare the waiting tokens for a prompt.
 

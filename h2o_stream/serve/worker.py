@@ -46,7 +46,6 @@ class Job:
         ask: what is asked.
         opened: the conversation.
         events: of it.
-        replying: its prompt has been read.
         event: what happened last and was not sent yet.
     """
 
@@ -55,7 +54,6 @@ class Job:
     sampler: LogprobSampler
     events: Iterator[Event]
     deadline: float
-    replying: bool = False
     event: Event | None = None
     prompt_tokens: int = 0
     seen_before: int = 0
@@ -192,15 +190,12 @@ class Worker:
                 continue
             if isinstance(job.event, PrefillProgress):
                 job.prompt_tokens = len(job.live.engine.tokens) - job.seen_before
-            elif isinstance(job.event, Token | Turn):
-                job.replying = True
 
     def _forward(self) -> None:
         """Take a token of every reply, and some of prompts, through the model."""
         groups: dict[bytes, tuple[list[Job], list[Job], list[PromptPlan]]] = {}
-        for job in self._jobs:
-            if job.live.engine.steps:
-                groups.setdefault(job.live.engine.rules, ([], [], []))[0].append(job)
+        for job in self._begin_steps():
+            groups.setdefault(job.live.engine.rules, ([], [], []))[0].append(job)
         for job, plan in self._begin_prompts():
             steps, reads, plans = groups.setdefault(job.live.engine.rules, ([], [], []))
             if plans and plans[0].chunk != plan.chunk:
@@ -209,6 +204,16 @@ class Worker:
             plans.append(plan)
         for steps, reads, plans in groups.values():
             self._forward_together(steps, reads, plans, shared=len(groups) > 1)
+
+    def _begin_steps(self) -> Iterator[Job]:
+        """Choose the replies that take a token."""
+        for job in [job for job in self._jobs if job.live.engine.steps]:
+            try:
+                job.live.engine.begin_step()
+            except Exception as error:  # noqa: BLE001 - one reply must not end the others
+                self._fail(job, error)
+                continue
+            yield job
 
     def _begin_prompts(self) -> Iterator[tuple[Job, PromptPlan]]:
         """Choose parts of prompts, in turn."""
@@ -230,18 +235,19 @@ class Worker:
         self, steps: Sequence[Job], reads: Sequence[Job], plans: Sequence[PromptPlan], shared: bool
     ) -> None:
         started, engines = time.perf_counter(), [job.live.engine for job in (*steps, *reads)]
-        steppers, tokens = [engine.stepper for engine in engines], [engine.waiting for engine in engines]
+        steppers = [engine.stepper for engine in engines]
         try:
             if plans:
+                tokens = [engine.waiting for engine in engines]
                 logits = self._batch.forward(steppers[: len(steps)], steppers[len(steps) :], tokens, plans)
             else:
-                logits = self._batch.step(steppers, [part[0] for part in tokens])
-        except H2OStreamError as error:
+                logits = self._batch.step(steppers)
+            for engine, row in zip(engines, logits, strict=True):
+                engine.finish(row.copy() if shared else row)
+        except Exception as error:  # noqa: BLE001 - a step must not end the server
             for job in (*steps, *reads):
                 self._fail(job, error)
             return
-        for engine, row in zip(engines, logits, strict=True):
-            engine.finish(row.copy() if shared else row)
         self._metrics.stepped(len(engines), time.perf_counter() - started)
 
     def _send(self) -> None:
