@@ -86,6 +86,7 @@ def test_layers() -> None:
         "cache.cache_state",
         "cache.audit",
         "cache.holders",
+        "engine.check",
         "recall.recall",
         "session.history",
         "ui.chat",
@@ -94,7 +95,7 @@ def test_layers() -> None:
     ],
 )
 def test_without_torch(module: str) -> None:
-    """What a chat with a model of the runtime takes."""
+    """What a chat with a model of the runtime takes, and a check before it has lowered its priority."""
     code = f"import sys, h2o_stream.{module}; print(*{{'torch', 'transformers'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -14,7 +14,7 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Description, Matrix
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.mixers import GatedDelta
-from h2o_stream.runtime.delta_comparison import layout_differences
+from h2o_stream.runtime.delta_comparison import as_array, layout_differences
 from h2o_stream.runtime.weights import as_floats
 
 _ROUNDING = 1e-6
@@ -60,7 +60,7 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
         if not math.isclose(ours, theirs, rel_tol=_ROUNDING):
             yield f"{name}: {ours} and {theirs}"
     elif isinstance(ours, numpy.ndarray) and theirs is not None:
-        if not numpy.allclose(ours, _array(theirs), rtol=_ROUNDING, atol=0):
+        if not numpy.allclose(ours, as_array(theirs), rtol=_ROUNDING, atol=0):
             yield f"{name}: other numbers"
     elif ours != theirs:
         yield f"{name}: {ours} and {theirs}"
@@ -107,14 +107,5 @@ def _kind(matrix: Matrix) -> MatrixKind:
 
 def _numbers(matrix: Matrix, part: slice) -> NDArray[Any]:
     """Some numbers of a dense matrix in float32, or some bytes of a packed one."""
-    weights = _array(matrix.weights).reshape(-1)[part]
+    weights = as_array(matrix.weights).reshape(-1)[part]
     return as_floats(weights, "matrix") if matrix.kind == MatrixKind.BFLOAT16 else weights
-
-
-def _array(tensor: Any) -> NDArray[Any]:
-    """A tensor or an array as an array."""
-    if isinstance(tensor, numpy.ndarray):
-        return tensor
-    from h2o_stream.cache.arrays import to_array
-
-    return to_array(tensor)

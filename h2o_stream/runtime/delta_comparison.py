@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.cache.arrays import to_array
 from h2o_stream.native.description import DENSE, Matrix
 from h2o_stream.native.mixers import GatedDelta, HeadColumns
 from h2o_stream.native.packing import gather
@@ -67,11 +67,20 @@ def _rows(matrices: Sequence[Matrix], rows: NDArray[numpy.int64]) -> Floats:
 
 
 def _numbers(matrix: Matrix, rows: NDArray[numpy.int64]) -> Floats:
-    weights = matrix.weights if isinstance(matrix.weights, numpy.ndarray) else to_array(matrix.weights)
+    weights = as_array(matrix.weights)
     if matrix.kind in DENSE:
         return as_floats(weights[rows], "matrix")
     numbers: Floats = gather(weights, matrix.kind, matrix.rows, matrix.columns, rows, "float32")
     return numbers
+
+
+def as_array(tensor: Any) -> NDArray[Any]:
+    """A tensor or an array as an array; no torch is imported for the latter."""
+    if isinstance(tensor, numpy.ndarray):
+        return tensor
+    from h2o_stream.cache.arrays import to_array
+
+    return to_array(tensor)
 
 
 def _with_shared_keys_together(mixer: GatedDelta, rows: Floats) -> Floats:
