@@ -18,7 +18,7 @@ from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine import check as checks
 from h2o_stream.engine.check import check
 from h2o_stream.engine.engine import Engine
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.models.load import load
 from h2o_stream.models.packed_folder import COMPARED_FILE
 from h2o_stream.runtime import checking, file_ropes, sources
@@ -94,6 +94,18 @@ class TestCheck:
         again = loaded(file)
         assert not isinstance(again.model, RuntimeModel)
         assert known.difference in again.why_transformers
+
+    def test_a_lack_of_memory_is_no_difference(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A start without enough memory goes through transformers; nothing of it is kept."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        path = written(tmp_path, "Qwen 3", "F32")
+        with monkeypatch.context() as patch:
+            patch.setattr(sources, "free_bytes", lambda: 2**10)
+            with pytest.raises(OutOfMemoryError, match="the dense weights of .* take"):
+                check(str(path), path, DTYPE)
+            assert "0 MiB of memory are free" in loaded(path).why_transformers
+        assert read_known(path, DTYPE) is None
+        assert isinstance(loaded(path).model, RuntimeModel)
 
     def test_a_wrong_row_of_the_table_is_found(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = {**sources.ARCHITECTURES, "qwen3": replace(sources.ARCHITECTURES["qwen3"], interleaved=True)}

@@ -44,7 +44,7 @@ def check(name: str, path: Path, variant: str) -> Known:
         variant: see `Source`.
 
     Raises:
-        H2OStreamError: transformers cannot load the file, or cannot serve it with a cache.
+        H2OStreamError: transformers cannot load the file, or cannot serve it with a cache; or memory is short.
     """
     from h2o_stream.cache.identity import model_digest
     from h2o_stream.models.load import load

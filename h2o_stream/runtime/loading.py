@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
+from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.loaded import LoadedModel
@@ -46,7 +47,7 @@ def load_model(
     try:
         path = local_path(source, config.offline)
         return _load_without_torch(config, cache, engine, path, notify, progress)
-    except DescriptionError as reason:
+    except (DescriptionError, OutOfMemoryError) as reason:
         from h2o_stream.models.load import load
 
         return replace(load(config, cache, notify, progress, source), why_transformers=str(reason))
@@ -64,6 +65,7 @@ def _load_without_torch(
 
     Raises:
         DescriptionError: that is not possible; the message says why.
+        OutOfMemoryError: its weights do not fit as they are read here.
     """
     if reason := _why_not(config, engine):
         raise DescriptionError(reason)
@@ -99,7 +101,7 @@ def _source(config: ModelConfig, path: Path, dtype: str, notify: Callable[[str],
     """What a model is described from. `notify`: see `Checkpoint`.
 
     Raises:
-        DescriptionError: see `ModelFile` and `Checkpoint`.
+        DescriptionError, OutOfMemoryError: see `ModelFile` and `Checkpoint`.
     """
     if path.is_file():
         source = ModelFile(config.model, path, dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 from h2o_stream.attachment.measurements import LONG_S
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.memory import free_bytes
+from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, WeightSizes, choose_precision
 from h2o_stream.models.generation_config import read_generation_config
@@ -72,7 +72,8 @@ class Source(ABC):
             notify: gets a line when the packed weights of a large file are kept for the next start; None to keep none.
 
         Raises:
-            DescriptionError: weights are missing or cannot be packed; or there is no memory for them.
+            DescriptionError: weights are missing or cannot be packed.
+            OutOfMemoryError: there is no memory for them.
         """
         return describe_file(self.architecture, self.parameters, self._weights(progress, notify), self.dtype)
 
@@ -157,7 +158,7 @@ class ModelFile(Source):
 
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
         weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, progress)
-        _check_fits(weights.num_dense, self.dtype)
+        _check_fits(self._name, weights.num_dense, self.dtype)
         folder = self.folder
         if folder is not None and notify is not None and not folder.exists():
             metadata = {"model": self._name, "quantize": self._kept_as, "source": str(self.path.absolute())}
@@ -187,6 +188,7 @@ class Checkpoint(Source):
     Raises:
         DescriptionError: its type or a parameter is not known here, or only transformers can tell what to load.
         ModelNotFoundError: a file is damaged.
+        OutOfMemoryError: no allowed precision fits.
     """
 
     def __init__(
@@ -213,10 +215,7 @@ class Checkpoint(Source):
         int8, int4 = (packed_size(weights, each, own.itemsize) for each in KINDS)
         largest = max((array.size for array in weights.arrays.values()), default=0)
         sizes = WeightSizes(4 * weights.num_weights, int8, int4, 2 * largest)
-        try:
-            return choose_precision(self._name, sizes, free_bytes(), quantize, (own,))
-        except OutOfMemoryError as error:
-            raise DescriptionError(str(error)) from error
+        return choose_precision(self._name, sizes, free_bytes(), quantize, (own,))
 
     def _check_packs_as_transformers(self, config: Mapping[str, Any]) -> None:
         """Raises DescriptionError if transformers would pack something else than is in the file."""
@@ -253,7 +252,10 @@ _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Of config.json, by those of safetensors."""
 
 
-def _check_fits(num_weights: int, dtype: str) -> None:
-    """Raises DescriptionError if so many weights that are not packed may have to be."""
-    if num_weights * FileDtype(dtype).itemsize > DEFAULT_SHARE * free_bytes():
-        raise DescriptionError("its weights may have to be packed to fit into memory")
+def _check_fits(name: str, num_weights: int, dtype: str) -> None:
+    """Raises OutOfMemoryError if so many weights that are not packed may have to be."""
+    needed, free = num_weights * FileDtype(dtype).itemsize, free_bytes()
+    if needed > DEFAULT_SHARE * free:
+        raise OutOfMemoryError(
+            f"the dense weights of {name} take {format_bytes(needed)}, {format_bytes(free)} of memory are free"
+        )
