@@ -5,6 +5,7 @@ Files are like those of llama.cpp's converter; llama.cpp itself reads them, too,
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.architectures import ARCHITECTURES
 from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import attention_to_copy
 from h2o_stream.runtime.loading import ModelFile
 from h2o_stream.runtime.model import RuntimeModel
@@ -451,12 +453,27 @@ class TestRefused:
         with pytest.raises(DescriptionError, match=f"smollm3.{key} is 2.0"):
             ModelFile(str(path), path, "float32")
 
+    def test_a_list_that_is_too_short(self, write: Callable[..., Path]) -> None:
+        path = write("SmolLM3", **{"attention.sliding_window": 8, "attention.sliding_window_pattern": [True]})
+        with pytest.raises(DescriptionError, match="a parameter is missing"):
+            ModelFile(str(path), path, "float32")
+
     @pytest.mark.parametrize(("name", "refused"), [
         ("SmolLM3", set()), ("Phi 3, LongRoPE", {"absolute"}), ("HunYuan", {"gap", "rolling"}),
     ])  # fmt: skip
     def test_positions(self, name: str, refused: set[str], write: Callable[..., Path]) -> None:
         path = write(name)
         assert ModelFile(str(path), path, "float32").parameters.refused_positions == refused
+
+
+def test_layers_that_only_guess_take_no_memory(write: Callable[..., Path]) -> None:
+    dense = []
+    for guessing in (0, 1):
+        path = write("SmolLM3", None, nextn_predict_layers=guessing)
+        source = ModelFile(str(path), path, "float32")
+        dense.append(GgufWeights(source.file, source.architecture, source.parameters, "float32", print).num_dense)
+        last = [tensor.shape for name, tensor in source.file.tensors.items() if name.startswith("blk.3.")]
+    assert dense[0] - dense[1] == sum(math.prod(shape) for shape in last if len(shape) > 1)
 
 
 def test_the_distance_of_longrope(write: Callable[..., Path]) -> None:

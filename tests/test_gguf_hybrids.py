@@ -13,12 +13,13 @@ from gguf import GGMLQuantizationType
 from h2o_stream import CacheConfig, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.engine.check import check
+from h2o_stream.models.gguf_hybrids import nemotron_config
 from h2o_stream.models.load import load
 from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
-from h2o_stream.native.mixers import GatedDelta
+from h2o_stream.native.mixers import GatedDelta, Mamba2
 from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.sources import ModelFile
 from tests.gguf_files import write_model
@@ -204,6 +205,25 @@ def test_described_from_the_file(name: str, tmp_path: Path, monkeypatch: pytest.
         assert len([*(tmp_path / "cache" / "packed").glob("*/model.safetensors")]) == 1
         loaded = expected if dtype == "float32" else load(ModelConfig(str(path), dtype=dtype)).model
         assert difference(described, describe(loaded)) == ""
+
+
+def test_biases_of_matrices_that_are_not_packed(tmp_path: Path) -> None:
+    biased = granite(1, num_local_experts=0, mamba_proj_bias=True)()
+    for name, bias in biased.named_parameters():
+        if name.endswith("proj.bias"):
+            torch.nn.init.normal_(bias)
+    write_model(tmp_path / "model.gguf", biased, "granitehybrid", None, **{**GRANITE_KEYS, "ssm.group_count": 1})
+    expected = load(ModelConfig(str(tmp_path / "model.gguf"), dtype="float32")).model
+    described = ModelFile("x", tmp_path / "model.gguf", "float32").describe(print)
+    mixer = described.layers[0].mixer
+    assert isinstance(mixer, Mamba2)
+    assert mixer.projections[0].bias is not None
+    assert difference(described, describe(expected)) == ""
+
+
+def test_a_layer_without_known_parts() -> None:
+    with pytest.raises(ValueError, match="layer 0 has no known part"):
+        nemotron_config({"ssm.time_step_rank": 8, "block_count": 1}.get, ())
 
 
 def test_kept_weights_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

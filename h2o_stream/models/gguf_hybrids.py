@@ -104,16 +104,22 @@ def falcon_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
     }
 
 
+_NEMOTRON_KINDS = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+"""Kinds of Nemotron-H's layers by a part that only they have; experts come before what their layers share with MLPs."""
+
+
+def _kind_of_nemotron_layer(number: int, tensors: Collection[str]) -> str:
+    for part, kind in _NEMOTRON_KINDS.items():
+        if f"blk.{number}.{part}.weight" in tensors:
+            return kind
+    raise ValueError(f"layer {number} has no known part")
+
+
 def nemotron_config(get: Get, tensors: Collection[str]) -> dict[str, Any]:
     """Attributes of the config of a Nemotron-H."""
-    heads, kinds = int(get("ssm.time_step_rank")), {
-        "ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp",
-    }  # fmt: skip
+    heads = int(get("ssm.time_step_rank"))
     return {
-        "layers_block_type": [
-            next(kind for part, kind in kinds.items() if f"blk.{number}.{part}.weight" in tensors)
-            for number in range(layer_count(get))
-        ],
+        "layers_block_type": [_kind_of_nemotron_layer(number, tensors) for number in range(layer_count(get))],
         "num_key_value_heads": max(get("attention.head_count_kv")),
         "intermediate_size": max(get("feed_forward_length")),
         "mamba_num_heads": heads,

@@ -194,8 +194,8 @@ class _FileReader:
     def _dense(self, name: str, number: int, rows: int) -> Matrix:
         """A small matrix [rows, hidden] that is not packed, in the dtype of the model."""
         numbers, hidden = self._weights.vector(name, number), self._parameters.hidden_size
-        matrix = small_matrix(numbers, rows, hidden, self._dtype, f"{name} of layer {number}")
-        return replace(matrix, bias=self._weights.vector(name, number, "bias"))
+        bias = self._weights.vector(name, number, "bias")
+        return small_matrix(numbers, bias, rows, hidden, self._dtype, f"{name} of layer {number}")
 
     def _attention(self, number: int) -> Attention:
         parameters, weights, shape = self._parameters, self._weights, self._parameters.layer_shape(number)

@@ -36,7 +36,7 @@ class GgufWeights:
         progress: gets the bytes read.
 
     Attributes:
-        num_dense: how many numbers there are in matrices that are not packed.
+        num_dense: how many numbers there are in matrices that are not packed, of layers that are read.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class GgufWeights:
         self.num_layers = parameters.num_layers
         self._orders = row_orders(architecture, parameters)
         self._pages: HugePages | None = None
-        self._matrices = [tensor for tensor in file.tensors.values() if tensor.type.name in GGUF_KINDS]
-        dense = (tensor for tensor in file.tensors.values() if is_dense(tensor) and len(tensor.shape) > 1)
+        read = [tensor for tensor in file.tensors.values() if (tensor_name(tensor.name)[0] or 0) < self.num_layers]
+        self._matrices = [tensor for tensor in read if not is_dense(tensor)]
+        dense = (tensor for tensor in read if is_dense(tensor) and len(tensor.shape) > 1)
         self.num_dense = sum(math.prod(tensor.shape) for tensor in dense)
         self._done, self._total = 0, sum(tensor.nbytes for tensor in self._matrices)
 
@@ -61,7 +62,8 @@ class GgufWeights:
         names = (gguf_name(key, layer) for key in (name, *PARTS.get(name, ())[:1]))
         tensor = next(filter(None, (self.file.tensors.get(f"{key}.weight") for key in names)), None)
         if tensor is not None and tensor.type.name == "F32" and name in self.architecture.other_forms:
-            return small_matrix(self.numbers(tensor), rows, columns, self.dtype, tensor.name)
+            bias = self.vector(name, layer, "bias")
+            return small_matrix(self.numbers(tensor), bias, rows, columns, self.dtype, tensor.name)
         if tensor is not None and is_dense(tensor) and name not in PARTS:
             return self._dense(tensor, self.vector(name, layer, "bias"), rows, columns)
         form = None if tensor is None else self.form(tensor)
@@ -103,8 +105,8 @@ class GgufWeights:
 
     def _parts(self, tensor: GgufTensor) -> list[GgufTensor]:
         """The tensors of a whole matrix that one of them belongs to."""
-        prefix, inner = tensor.name.split(tensor_name(tensor.name)[1])[0], PARTS[WHOLES[tensor_name(tensor.name)[1]]]
-        parts = [self.file.tensors.get(f"{prefix}{name}.weight") for name in inner]
+        layer, inner, _ = tensor_name(tensor.name)
+        parts = [self.file.tensors.get(f"{gguf_name(name, layer)}.weight") for name in PARTS[WHOLES[inner]]]
         if not all(part is not None and len(part.shape) == 3 for part in parts):
             raise DescriptionError(f"it has {tensor.name} without what belongs to it")
         return [part for part in parts if part is not None]
@@ -115,9 +117,9 @@ class GgufWeights:
         Raises:
             DescriptionError: it cannot be packed.
         """
-        name, parts = tensor_name(tensor.name)[1], [tensor]
+        name = tensor_name(tensor.name)[1]
+        parts = self._parts(tensor) if name in WHOLES else [tensor]
         if name in WHOLES:
-            parts = self._parts(tensor)
             pack(merged(self.file, *parts), MatrixKind.INT8, out)
         else:
             rows, columns, kind = math.prod(tensor.shape[:-1]), tensor.shape[-1], packed_kind(tensor)
@@ -135,7 +137,7 @@ class GgufWeights:
             as_saved: as in transformers' checkpoints: without the offset of norms.
 
         Raises:
-            DescriptionError: it has another type.
+            DescriptionError: its type cannot be read.
         """
         _, name, kind = tensor_name(tensor.name)
         numbers = as_floats(self._stored(tensor), tensor.name).reshape(-1)

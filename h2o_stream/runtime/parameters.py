@@ -268,7 +268,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             latent_queries=int(get("attention.q_lora_rank") or 0),
             mixer=_mixer(get) if get("ssm.time_step_rank") else None,
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 

@@ -90,8 +90,8 @@ class FolderWeights:
         module = packed_name(self._architecture, name, layer)
         tiles, kind = self._arrays.get(f"{module}.tiles"), self._kinds.get(module)
         if tiles is None and self._architecture.other_forms:
-            numbers = self.vector(name, layer)
-            return small_matrix(numbers, rows, columns, self._dtype, module)
+            numbers, bias = self.vector(name, layer), self.vector(name, layer, "bias")
+            return small_matrix(numbers, bias, rows, columns, self._dtype, module)
         stored = self._arrays.get(f"{module}.weight")
         if stored is not None and stored.size == rows * columns:
             return dense_matrix(stored.reshape(rows, columns), self.vector(name, layer, "bias"), self._dtype)
@@ -130,7 +130,7 @@ def gguf_name(name: str, layer: int | None) -> str:
     return name if layer is None else f"blk.{layer}.{name}"
 
 
-def small_matrix(numbers: Floats | None, rows: int, columns: int, dtype: str, name: str) -> Matrix:
+def small_matrix(numbers: Floats | None, bias: Floats | None, rows: int, columns: int, dtype: str, name: str) -> Matrix:
     """A matrix that is not packed, of numbers that `dtype` holds.
 
     Raises:
@@ -138,10 +138,7 @@ def small_matrix(numbers: Floats | None, rows: int, columns: int, dtype: str, na
     """
     if numbers is None or numbers.size != rows * columns:
         raise DescriptionError(f"its {name} is not {rows} rows of {columns}")
-    numbers = numbers.reshape(rows, columns)
-    if dtype == "float32":
-        return Matrix(numbers, None, rows, columns, MatrixKind.FLOAT32)
-    return Matrix((numbers.view(numpy.uint32) >> 16).astype(numpy.uint16), None, rows, columns, MatrixKind.BFLOAT16)
+    return dense_matrix(numbers.reshape(rows, columns), bias, dtype)
 
 
 class CheckpointWeights:
