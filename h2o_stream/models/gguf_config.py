@@ -201,6 +201,7 @@ def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     """Parameters of YaRN. The file's attention factor is on top of what follows from the scaling factor."""
     temperature = _read_metadata(file, "attention.temperature_scale")
     latent = _read_metadata(file, "attention.kv_lora_rank")
+    share = _read_metadata(file, "rope.scaling.yarn_log_multiplier")
     for name, default in _YARN_DEFAULTS.items():
         if (temperature or latent) and name == "yarn_log_multiplier":
             continue
@@ -215,8 +216,7 @@ def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
         found["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
     if temperature:  # of Ministral 3
         found["llama_4_scaling_beta"] = temperature
-        found["mscale"], found["mscale_all_dim"] = 1.0, _read_metadata(file, "rope.scaling.yarn_log_multiplier")
-    share = _read_metadata(file, "rope.scaling.yarn_log_multiplier")
+        found["mscale"], found["mscale_all_dim"] = 1.0, share
     if latent and share:  # its converter multiplies it by 0.1
         found["mscale"] = found["mscale_all_dim"] = share / 0.1
     return {"rope_type": "yarn", "factor": factor} | {name: value for name, value in found.items() if value}

@@ -132,13 +132,13 @@ class BoundLayer:
             if array is not None:
                 rows[name] = first + row_bytes(array) * numpy.arange(len(rows))
         if group.memory is not None:
-            memory, first, centre, found, rows["memory_scan"], rows["memory_data"] = group.memory
-            rows["memory_number"] = first
+            memory, first_head, centre, found, rows["memory_scan"], rows["memory_data"] = group.memory
+            rows["memory_number"] = first_head
             queries = len(heads) * (attention.query_heads // attention.kv_heads)
             places = [pointer(row.found[found:], "int32", queries * config.MEMORY_MATCHES) for row in memory.rows]
             rows["memory_found"] = places
             rows["memory_segments"] = [pointer(row.addresses, "int64", 1) for row in memory.rows]
-            rows["memory_counts"] = [pointer(row.counts[first:], "int64", len(heads)) for row in memory.rows]
+            rows["memory_counts"] = [pointer(row.counts[first_head:], "int64", len(heads)) for row in memory.rows]
             floats = len(heads) * (attention.head_size + 1)
             rows["memory_centres"] = [pointer(row.centres[centre:], "float32", floats) for row in memory.rows]
         rows["heads"], rows["head_count"] = pointer(heads, "int32", len(heads)), len(heads)

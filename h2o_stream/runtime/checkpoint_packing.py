@@ -36,6 +36,10 @@ class PackedCheckpoint:
     def __init__(self, weights: CheckpointWeights, quantize: str, progress: ProgressCallback) -> None:
         self._weights, self._progress = weights, progress
         self._kinds = packed_kinds(weights, quantize)
+        self._sizes = {
+            module: packed_bytes(kind, *weights.arrays[f"{module}.weight"].shape)
+            for module, kind in self._kinds.items()
+        }
         self._pages: HugePages | None = None
         self._done, self._total = 0, sum(weights.arrays[f"{module}.weight"].size for module in self._kinds)
 
@@ -59,14 +63,6 @@ class PackedCheckpoint:
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
         return self._weights.has(name, layer)
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        """Bytes of the packed matrices by module."""
-        return {
-            module: packed_bytes(kind, *self._weights.arrays[f"{module}.weight"].shape)
-            for module, kind in self._kinds.items()
-        }
 
     @property
     def nbytes(self) -> int:

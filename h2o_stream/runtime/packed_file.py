@@ -30,7 +30,7 @@ class Entry:
     """A tensor of the packed file.
 
     Attributes:
-        name: in transformers.
+        name: in the file, with what it is of its module.
         dtype: safetensors' name.
         shape: of the tensor.
         nbytes: of the tensor.
@@ -65,7 +65,7 @@ def write_packed(
         notify: gets a line about what is written, or why it is not.
 
     Raises:
-        DescriptionError: a tensor has no name in transformers, or cannot be packed.
+        DescriptionError: a tensor has no name, or cannot be packed.
     """
     from h2o_stream.models.new_packed_folder import NotCachedError, new_packed_folder
 
