@@ -59,10 +59,10 @@ def saved(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Path:
     return folder
 
 
-def compared(folder: Path) -> Path:
+def compared(folder: Path, quantize: str = "none") -> Path:
     """The same folder, whose model is known to be right: the processes that tests start do not compare it again."""
     for dtype in ("bfloat16", "float32"):
-        assert not check(str(folder), folder, f"{dtype} none").difference
+        assert not check(str(folder), folder, f"{dtype} {quantize}").difference
     return folder
 
 

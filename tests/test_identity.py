@@ -22,7 +22,7 @@ from h2o_stream.models.quantize import packed_kinds, replace_module
 from h2o_stream.native.packing import pack
 from tests import families
 from tests.commands import invoke
-from tests.conftest import make_llama, saved, with_exhaustive
+from tests.conftest import compared, make_llama, saved, with_exhaustive
 from tests.families import each_family
 
 TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -206,7 +206,8 @@ class TestInTheShell:
 
     @pytest.fixture
     def model(self, tmp_path: Path, tokenizer: Any) -> Path:
-        return saved(make_llama(size=16, vocab=len(tokenizer)), tokenizer, tmp_path / "model")
+        folder = saved(make_llama(size=16, vocab=len(tokenizer)), tokenizer, tmp_path / "model")
+        return compared(folder, "int8")
 
     def test_a_folder_is_of_one(self, model: Path, text: Path, tmp_path: Path) -> None:
         options = ["nll", "-m", model, "--text", text, "--tokens", "100", "--windows", "32"]
