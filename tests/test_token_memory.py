@@ -1,5 +1,6 @@
 """The memory of evicted tokens: what native attention finds in it, against the oracle; undo, states, limits."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from h2o_stream import CacheConfig, attach, config
 from h2o_stream.cache.arrays import to_arrays, to_tensors
 from h2o_stream.cache.segment_file import SegmentFile
 from h2o_stream.cache.token_memory import retrieving
-from h2o_stream.cache.windows import HeadWindow
+from h2o_stream.cache.windows import HeadWindow, Schedule
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.native import library
 from h2o_stream.session.state_files import StateFiles
@@ -179,19 +180,112 @@ def test_rows_of_a_batch_are_as_alone() -> None:
 
 
 def test_the_oldest_go_when_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = remembering(memory=1)  # as little as there can be: two segments
+    made, _ = remembering(memory=1)  # as little as there can be: three segments
     model = make_llama()
     with torch.no_grad(), attach(model, made) as cache:
         for start in range(0, 2400, 300):
             fed(model, cache, tokens_of(3, 2400)[start : start + 300])
             (row,) = cache.memory.rows
-            assert len(row.segments) <= 2
+            assert len(row.segments) <= 3
         assert row.dropped > 0
         assert row.dropped + row.counts.max() <= 2400
         state, tokens = cache.state_dict(), tokens_of(4, 40)
         wanted = fed(model, cache, tokens)
         cache.load_state_dict(state)
         assert torch.equal(fed(model, cache, tokens), wanted)
+
+
+def disk_for(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a disk have room for so many segments."""
+    extend = SegmentFile._extend
+
+    def limited(self: SegmentFile) -> int:
+        if self._used >= segments:
+            raise OSError(28, "No space left on device")
+        return extend(self)
+
+    monkeypatch.setattr(SegmentFile, "_extend", limited)
+
+
+@pytest.mark.parametrize("full_disk", [False, True])
+def test_forwards_longer_than_what_is_dropped(full_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest segment has less in it than tokens are counted when it goes: heads never have more than there is."""
+    if full_disk:
+        disk_for(3, monkeypatch)
+    made, _ = remembering(memory="auto" if full_disk else 1, window=256, heavy=None, chunk=128)
+    model, tokens, end, dropped = make_llama(), tokens_of(5, 5200), 0, set[int]()
+    with torch.no_grad(), attach(model, made) as cache:
+        for count in (100, 1024, 400, 1, 1024, 1024, 511, 1, 1024):
+            fed(model, cache, tokens[end : end + count])
+            end += count
+            (row,) = cache.memory.rows
+            dropped.add(row.dropped)
+            assert row.counts.max() <= 512 * len(row.segments)
+            assert row.dropped <= end
+    assert len(dropped) > 3
+
+
+def test_a_forward_longer_than_the_memory_is_refused() -> None:
+    """Before anything is changed, and with how many there may be."""
+    made, _ = remembering(memory=1)
+    model, tokens = make_llama(), tokens_of(6, 1700)
+    with torch.no_grad(), attach(model, made) as cache:
+        for first in (0, 600):
+            if first:
+                fed(model, cache, tokens[:first])
+            with pytest.raises(H2OStreamError, match="1600 tokens at once do not fit.* feed at most 1024, or raise"):
+                fed(model, cache, tokens[:1600])
+        refused = fed(model, cache, tokens[600:650])
+        cache.reset()
+        fed(model, cache, tokens[:600])
+        assert torch.equal(fed(model, cache, tokens[600:650]), refused)
+
+
+@pytest.mark.parametrize("window", [100, 256, 400])
+def test_there_is_room_whatever_the_forwards(window: int) -> None:
+    """Counted as native code does, with windows that shrink, stay and grow."""
+    made, _ = remembering(memory=1, window=256, heavy=None)
+    draw = random.Random(window)
+    schedule = Schedule(256, (), window) if window <= 256 else Schedule(256, tuple(range(257, window)), window)
+    with attach(make_llama(), made) as cache:
+        memory = cache.memory
+        assert memory is not None
+        for group in cache.evicting_groups:
+            group.set_schedule(schedule)
+        for longest in (2, 300, 1024) * 4:
+            memory.begin(1)
+            seen = 0
+            for _ in range(40 if longest > 2 else 3000):
+                before, seen = seen, seen + draw.randint(1, longest)
+                memory.make_room([seen], [before])
+                (row,) = memory.rows
+                row.counts += seen - schedule.held(seen) - (before - schedule.held(before))
+                assert row.counts.max() <= 512 * len(row.segments)
+
+
+def test_rows_of_other_lengths_keep_what_they_have() -> None:
+    """What a long row needs is not dropped from a short one."""
+    made, _ = remembering(memory=1)
+    with attach(make_llama(), made) as cache:
+        cache.make_memory_room([1000, 100])
+        cache.tokens.lengths = (1000, 100)
+        cache.make_room_for_prompt([], "float32", (1000, 100, 2000, 1100), 2)
+        assert [row.dropped for row in cache.memory.rows] == [512, 0]
+
+
+def test_copies_of_rows_need_room_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = remembering()
+    model, tokens = make_llama(groups=3), tokens_of(5, 120)
+    batch = torch.tensor([tokens[:100], tokens[20:]])
+    with torch.no_grad(), attach(model, made) as cache:
+        model(batch, past_key_values=cache)
+        state = cache.state_dict()
+        wanted = model(batch[:, :3], past_key_values=cache).logits
+        cache.load_state_dict(state)
+        disk_for(0, monkeypatch)
+        with pytest.raises(H2OStreamError, match="No space left on device; take --memory off"):
+            cache.reorder_cache(torch.tensor([1, 0, 1, 0, 1, 0, 1]))
+        assert torch.equal(model(batch[:, :3], past_key_values=cache).logits, wanted)
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

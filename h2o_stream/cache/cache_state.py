@@ -92,7 +92,7 @@ def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None
         group.load(arrays)
         group.filled = filled[number]
     if cache.memory is not None:
-        cache.memory.load(state, len(cache.tokens.lengths))
+        cache.memory.load(state, cache.tokens.lengths)
     cache.first_prompt = prompt
     cache.windows.pins, cache.windows.transient = (_ranges(state, name) for name in _RANGES)
     if not 0 < cache.seen_tokens <= columns:

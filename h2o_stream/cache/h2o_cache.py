@@ -126,14 +126,18 @@ class H2OCache(WindowedCache):
         self.continue_as(self.restored(arrays))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes a copy of row beam_idx[i], scores and ranks included."""
+        """Row i becomes a copy of row beam_idx[i], scores and ranks included.
+
+        Raises:
+            H2OStreamError: the memory has no room on disk. Nothing has changed.
+        """
         if self.tokens.lengths:
-            for holder in self.holders:
-                holder.select_rows(beam_idx)
-            self.tokens.select_rows(beam_idx.tolist())
             if self.memory is not None:
                 self.memory.select_rows(beam_idx.tolist())
                 self._revision.bump()
+            for holder in self.holders:
+                holder.select_rows(beam_idx)
+            self.tokens.select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows."""

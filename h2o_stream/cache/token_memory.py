@@ -27,8 +27,8 @@ PREFIX = "memory."
 ABOUT = "memory"
 """The array that tells of them."""
 
-_MIN_SEGMENTS = 2
-
+_MIN_SEGMENTS = 3
+"""Room for the tokens of a forward, `PREFILL_STEP_MAX`, and a segment that is being filled."""
 
 MEMORY_FILE = "memory-"
 """What the names of files with segments begin with."""
@@ -71,6 +71,10 @@ def retrieving(windows: Sequence[Sequence[HeadWindow]]) -> list[list[bool]]:
     return [[group.share >= least for group in layer] for layer in windows]
 
 
+def _on_disk(error: OSError) -> H2OStreamError:
+    return H2OStreamError(f"the memory cannot be put on disk: {error.strerror or error}; take --memory off")
+
+
 class HeadPart(NamedTuple):
     """Where a head is in a memory.
 
@@ -91,11 +95,27 @@ class HeadPart(NamedTuple):
 class _Layout:
     """How large the memory of a stream is, and where its heads are."""
 
+    groups: Sequence[GroupRules]
     heads: Sequence[HeadPart]
     floats: int
     places: int
     tokens: int
-    max_segments: int
+    limit: int
+
+    @property
+    def shrinkage(self) -> int:
+        """Tokens that a head may evict besides as many as arrive, because its window shrinks in a stream."""
+        return max(0, *(group.schedule.common - group.schedule.window for group in self.groups))
+
+    @property
+    def min_segments(self) -> int:
+        """As many as hold a forward."""
+        return _MIN_SEGMENTS + -(-self.shrinkage // self.tokens)
+
+    @property
+    def max_segments(self) -> int:
+        """As many as fit into the limit."""
+        return max(self.limit, self.min_segments)
 
 
 class StreamMemory:
@@ -119,26 +139,48 @@ class StreamMemory:
         self.segments: list[Segment] = []
         self.dropped = 0
 
-    def make_room(self, seen: int) -> int:
-        """Make room for a stream of `seen` tokens, each of which may have been evicted; for how many there is.
+    def most_in_memory(self, seen: int) -> int:
+        """The most that a head may have in memory in a stream of `seen` tokens, if no more were dropped than seen."""
+        return seen + self._layout.shrinkage - self.dropped
 
-        The oldest are forgotten if the memory is full.
+    def make_room(self, seen: int, before: int) -> int:
+        """Make room for what a stream of `seen` tokens may have evicted; for how many tokens there is.
+
+        The oldest are forgotten if the memory is full, but no more than have been fed: otherwise heads could have more
+        in memory than was seen and not dropped.
+
+        Args:
+            seen: tokens of the stream after the next forward.
+            before: how many of them have been fed.
 
         Raises:
-            H2OStreamError: there is no room on disk.
+            H2OStreamError: there is no room on disk, or none for so many tokens at once; the stream can go on.
         """
         tokens = self._layout.tokens
-        while self.dropped + len(self.segments) * tokens < seen:
-            if len(self.segments) >= len(self.addresses):
-                self._drop_oldest()
-            try:
-                self._add(self._file.take())
-            except OSError as error:
-                if len(self.segments) < _MIN_SEGMENTS:
-                    reason = error.strerror or error
-                    raise H2OStreamError(f"the memory cannot be put on disk: {reason}; take --memory off") from error
-                self._drop_oldest()
-        return self.dropped + len(self.segments) * tokens
+        while (missing := self.most_in_memory(seen) - len(self.segments) * tokens) > 0:
+            if len(self.segments) < len(self.addresses) and self._grow():
+                continue
+            if self.dropped + -(-missing // tokens) * tokens > before:
+                most = max((len(self.segments) - 1) * tokens - self._layout.shrinkage, 0)
+                raise H2OStreamError(
+                    f"{seen - before} tokens at once do not fit into the memory; feed at most {most}, or raise --memory"
+                )
+            self._drop_oldest()
+        return self.dropped + len(self.segments) * tokens - self._layout.shrinkage
+
+    def _grow(self) -> bool:
+        """Add a segment; whether there is room on disk.
+
+        Raises:
+            H2OStreamError: there is none for as many as are needed.
+        """
+        try:
+            self._add(self._file.take())
+        except OSError as error:
+            if len(self.segments) < self._layout.min_segments:
+                raise _on_disk(error) from error
+            return False
+        return True
 
     def _add(self, segment: Segment) -> None:
         self.addresses[len(self.segments)] = segment.ctypes.data
@@ -279,8 +321,8 @@ class TokenMemory:
             floats += count * (shape.key_size + 1)
             places += count * queries * config.MEMORY_MATCHES
             scan, data = scan + count * sizes[number].scan, data + count * sizes[number].data
-        most = max(self.limit_bytes // data, _MIN_SEGMENTS)
-        self._layout = _Layout(heads, floats, places, sizes[0].tokens, most)
+        groups = [group for _, group, _ in chosen]
+        self._layout = _Layout(groups, heads, floats, places, sizes[0].tokens, self.limit_bytes // data)
         if self._file is None or self._file.segment_bytes != data:
             self._file = SegmentFile(data)
 
@@ -294,18 +336,29 @@ class TokenMemory:
         """Forget everything."""
         self.rows, self._room = [], 0
 
-    def make_room(self, lengths: Sequence[int]) -> None:
-        """Make room for streams of so many tokens.
+    def make_room(self, lengths: Sequence[int], before: Sequence[int]) -> None:
+        """Make room for streams of so many tokens, of which there were `before`.
 
         Raises:
-            H2OStreamError: there is no room on disk.
+            H2OStreamError: there is no room on disk, or none for so many tokens at once.
         """
         if max(lengths) > self._room:
-            self._room = min(row.make_room(length) for row, length in zip(self.rows, lengths, strict=True))
+            self._room = min(row.make_room(*seen) for row, *seen in zip(self.rows, lengths, before, strict=True))
+
+    def invalidate_room(self) -> None:
+        """Find out again how much room is needed, since windows have changed."""
+        self._room = 0
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Row i becomes a copy of row `rows[i]`."""
-        self.rows, self._room = [self.rows[row].fork() for row in rows], 0
+        """Row i becomes a copy of row `rows[i]`.
+
+        Raises:
+            H2OStreamError: there is no room on disk. Nothing has changed.
+        """
+        try:
+            self.rows, self._room = [self.rows[row].fork() for row in rows], 0
+        except OSError as error:
+            raise _on_disk(error) from error
 
     @property
     def tokens(self) -> int:
@@ -333,24 +386,27 @@ class TokenMemory:
         about = {"dropped": [row.dropped for row in self.rows], "sealed": digests}
         return changing | {ABOUT: encode_json(about)}, sealed
 
-    def load(self, state: Mapping[str, Array], rows: int) -> None:
-        """Continue with the streams of a state.
+    def load(self, state: Mapping[str, Array], lengths: Sequence[int]) -> None:
+        """Continue with the streams of a state, of so many tokens.
 
         Raises:
             H2OStreamError: they do not fit, are damaged, or there is no room on disk.
         """
         about = decode_json(state, ABOUT)
-        if self._layout is None or self._file is None or len(about["dropped"]) != rows:
+        if self._layout is None or self._file is None or len(about["dropped"]) != len(lengths):
             raise H2OStreamError("the state does not fit: it has a memory, which needs native steps")
         for name, digest in about["sealed"].items():
             segment = require_array(state, name)
             if not self._file.is_sealed(segment) and digest_of(segment) != digest:
                 raise H2OStreamError(f"the state is damaged: {name} is not what was saved")
-        self.begin(rows)
+        self.begin(len(lengths))
         try:
             self.rows = [
                 row.of(with_prefix(state, f"{PREFIX}{number}."), int(dropped))
                 for number, (row, dropped) in enumerate(zip(self.rows, about["dropped"], strict=True))
             ]
         except OSError as error:
-            raise H2OStreamError(f"the memory cannot be put on disk: {error.strerror or error}") from error
+            raise _on_disk(error) from error
+        for row, length in zip(self.rows, lengths, strict=True):
+            if not 0 <= row.dropped <= length or row.counts.max(initial=0) > row.most_in_memory(length):
+                raise H2OStreamError(f"the state is damaged: its memory has more than {length} tokens")

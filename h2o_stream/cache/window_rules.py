@@ -88,13 +88,13 @@ class WindowRules(ABC, Generic[Spec, Group]):
         """Make room in the memory for rows of so many tokens.
 
         Raises:
-            H2OStreamError: there is none on disk.
+            H2OStreamError: there is none on disk, or none for so many at once.
         """
         if self.memory is not None:
             if not self.memory.rows:
                 self.memory.begin(len(lengths))
                 self._revision.bump()
-            self.memory.make_room(lengths)
+            self.memory.make_room(lengths, self.tokens.lengths or (0,) * len(lengths))
 
     def start_stream(self) -> None:
         """Count from 0 again, with all slots released and without transient tokens; pins stay."""
@@ -278,6 +278,8 @@ class WindowRules(ABC, Generic[Spec, Group]):
         schedules = {group.schedule for group in self.head_groups}
         self._settled = max(schedule.settled for schedule in schedules)
         self._stage_ends = frozenset(end for schedule in schedules for end in schedule.stages)
+        if self.memory is not None:
+            self.memory.invalidate_room()
         self._revision.bump()
 
     @property
@@ -308,7 +310,8 @@ class WindowRules(ABC, Generic[Spec, Group]):
             lengths: tokens of every row, now and after each chunk.
             rows: B.
         """
-        self.make_memory_room([max(lengths)] * rows)
+        before = self.tokens.lengths or (0,) * rows
+        self.make_memory_room([length + max(lengths) - max(before) for length in before])
         for number, shape in enumerate(shapes):
             for group in self.groups_of(number):
                 if group.is_initialized:
