@@ -241,12 +241,12 @@ def test_a_forward_longer_than_the_memory_is_refused() -> None:
         assert torch.equal(fed(model, cache, tokens[600:650]), refused)
 
 
-@pytest.mark.parametrize("window", [100, 256, 400])
-def test_there_is_room_whatever_the_forwards(window: int) -> None:
+@pytest.mark.parametrize(("common", "window"), [(256, 256), (256, 400), (2048, 500)])
+def test_there_is_room_whatever_the_forwards(common: int, window: int) -> None:
     """Counted as native code does, with windows that shrink, stay and grow."""
     made, _ = remembering(memory=1, window=256, heavy=None)
     draw = random.Random(window)
-    schedule = Schedule(256, (), window) if window <= 256 else Schedule(256, tuple(range(257, window)), window)
+    schedule = Schedule(common, tuple(range(common + 1, window)), window)
     with attach(make_llama(), made) as cache:
         memory = cache.memory
         assert memory is not None
