@@ -25,8 +25,8 @@ PATH = re.compile(r"(?<![\w./~-])[\w*][\w*./-]*\.(?:py|cpp|h)\b(?!\()|(?<=`)[\w*
 PAIR = re.compile(r"`([A-Za-z_][\w.]*)`\s+(?:\(|in\s+)`([\w./]+\.(?:py|cpp|h))`")
 MODULES = re.compile(r"^\| modules? of `([\w/]+)/`.*\n\| ---.*\n((?:\|.*\n)+)", re.M)
 
-ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "cuda", "0=10GiB", "--install-completion", "..")
-"""Commands that other tests run (several processes, the harness), need a GPU, or are not literal."""
+ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "h2o-serve", "cuda", "0=10GiB", "--install-completion", "..")
+"""Commands that other tests run (several processes, the harness, the server), need a GPU, or are not literal."""
 
 SMALL: dict[str, str] = {
     "h2o-chat": "-n 2", "h2o-stream": "-n 2 --turns 1", "nll": "--tokens 60 --policies full,h2o --windows 24",
