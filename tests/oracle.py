@@ -70,7 +70,7 @@ class Rules:
     """Window by layer, head and tokens seen, where windows differ; and number of recent tokens by layer and head."""
     pins: tuple[range, ...] = ()
     matches: int = 0
-    reach: int = 0
+    max_distance: int = 0
     """Evicted tokens that a query attends to, and the largest distance at which it sees them; 0 for no memory."""
     period: int = 1
     """Steps from one search of a head in the memory to the next."""
@@ -181,7 +181,7 @@ class Oracle:
                 ages = self.seen + i - indices[:count]
                 visible = Visible(keys[:count], values[:count], ages, spans[:count], indices[:count])
                 sink = sinks[head * groups : (head + 1) * groups, None]
-                found_here = self.remembered_logits(number, queries, scaling, remembered, new - 1 - i, candidates[i])
+                found_here = self.memory_logits(number, queries, scaling, remembered, new - 1 - i, candidates[i])
                 if found_here.shape[1]:
                     self.found[number, head] = places_of(found_here)
                 weights, output = self.attend(
@@ -199,7 +199,7 @@ class Oracle:
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
-                self.remember(number, head, [token for token in held if token not in lists[head]], self.seen + new)
+                self.add_to_memory(number, head, [token for token in held if token not in lists[head]], self.seen + new)
         return mixed
 
     def attend(
@@ -237,7 +237,7 @@ class Oracle:
         output = weights[:, :kept] @ visible.value + weights[:, kept:-1] @ values
         return weights[:, :kept], output
 
-    def remembered_logits(
+    def memory_logits(
         self, number: int, queries: Tensor, scaling: float, remembered: list[Kept], lag: int, candidates: Tensor
     ) -> Tensor:
         """Logits [G, m] of remembered tokens: of the best of `candidates` [G, m], and -inf.
@@ -247,7 +247,7 @@ class Oracle:
         if not (remembered and self.rules.matches):
             return queries[:, :0]
         newest = self.newest
-        far = torch.tensor([min(newest - token.index, self.rules.reach) - lag for token in remembered])
+        far = torch.tensor([min(newest - token.index, self.rules.max_distance) - lag for token in remembered])
         keys = self.rotate(number, torch.stack([token.key for token in remembered]), far)
         found = (queries @ keys.T * scaling).masked_fill(~candidates, -torch.inf)
         best, order = found.sort(stable=True, dim=-1, descending=True)  # equal ones are repeated tokens
@@ -268,7 +268,7 @@ class Oracle:
             return [torch.stack([around(places, count) for places in self.found.get((number, head), [[]] * groups)])]
         return [every] * new
 
-    def remember(self, layer: int, head: int, evicted: list[Kept], seen: int) -> None:
+    def add_to_memory(self, layer: int, head: int, evicted: list[Kept], seen: int) -> None:
         """Put evicted tokens in memory, in 8 bits; not those that were transient."""
         if self.rules.matches:
             self.memory[layer, head] += [

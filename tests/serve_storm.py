@@ -1,6 +1,6 @@
 """A bounded storm on an h2o-serve on this machine: wrong requests, thousands at once, clients that leave.
 
-python -m tests.serve_storm http://127.0.0.1:8000 --pid PID --requests 20000 --at-once 10000
+python -m tests.serve_storm http://127.0.0.1:8000 --pid PID --requests 20000 --concurrency 10000
 """
 
 import argparse
@@ -47,9 +47,9 @@ async def ask(host: str, port: int, body: bytes, read: int = -1) -> str:
         writer.close()
 
 
-async def storm(host: str, port: int, bodies: list[bytes], at_once: int, read: int = -1) -> Counter[str]:
-    """The answers to all bodies, so many at once."""
-    gate, found = asyncio.Semaphore(at_once), Counter[str]()
+async def storm(host: str, port: int, bodies: list[bytes], concurrency: int, read: int = -1) -> Counter[str]:
+    """The answers to all bodies, so many of them concurrently."""
+    gate, found = asyncio.Semaphore(concurrency), Counter[str]()
 
     async def one(body: bytes) -> None:
         async with gate:
@@ -70,27 +70,27 @@ async def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--pid", type=int, required=True)
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--at-once", type=int, default=10_000)
-    given = parser.parse_args()
-    place = urlsplit(given.url)
+    parser.add_argument("--concurrency", type=int, default=10_000)
+    options = parser.parse_args()
+    place = urlsplit(options.url)
     host, port = place.hostname or "127.0.0.1", place.port or 80
 
-    async def report(name: str, bodies: list[bytes], at_once: int, read: int = -1) -> None:
+    async def measure(name: str, bodies: list[bytes], concurrency: int, read: int = -1) -> None:
         start = time.perf_counter()
-        found = await storm(host, port, bodies, at_once, read)
+        found = await storm(host, port, bodies, concurrency, read)
         took = time.perf_counter() - start
-        print(f"{name}: {dict(found)} in {took:.1f} s; {resident(given.pid):.0f} MiB", flush=True)
+        print(f"{name}: {dict(found)} in {took:.1f} s; {resident(options.pid):.0f} MiB", flush=True)
 
     for name, body in BODIES.items():
-        await report(name, [body] * 4, 4)
+        await measure(name, [body] * 4, 4)
     stream = json.dumps(CHAT | {"stream": True, "max_tokens": 2000}).encode()
-    await report("clients that leave", [stream] * 64, 32, 300)
-    await report(f"{given.at_once} at once", [BODIES["a reply"]] * given.at_once, given.at_once)
+    await measure("clients that leave", [stream] * 64, 32, 300)
+    await measure(f"{options.concurrency} at once", [BODIES["a reply"]] * options.concurrency, options.concurrency)
     for part in range(4):
         mixed = [BODIES["bad JSON"], BODIES["a wrong role"], BODIES["no message"], b'{"n": 99}'] * (
-            given.requests // 16
+            options.requests // 16
         )
-        await report(f"requests, part {part + 1} of 4", mixed, 64)
+        await measure(f"requests, part {part + 1} of 4", mixed, 64)
 
 
 if __name__ == "__main__":

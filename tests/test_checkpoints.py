@@ -143,20 +143,20 @@ class TestServed:
         assert not isinstance(again.model, RuntimeModel)
 
     @pytest.mark.parametrize("quantize", ["int8", "int4"])
-    @pytest.mark.parametrize("least", [0, 2**30])
+    @pytest.mark.parametrize("min_bytes", [0, 2**30])
     def test_packed_weights(
-        self, quantize: str, least: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
+        self, quantize: str, min_bytes: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for module in (packed_folder, user_cache):
             monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
         for module in (packed_weights, sources):
-            monkeypatch.setattr(module, "MIN_BYTES", least)
+            monkeypatch.setattr(module, "MIN_BYTES", min_bytes)
         path = saved("Gemma 2", tmp_path / "model", words)
         config = ModelConfig(str(path), dtype="float32", quantize=quantize)
         cache = CacheConfig(window=20, chunk=4)
         notes: list[str] = []
         first, again = (load_model(config, cache, "auto", notes.append, print) for _ in range(2))
-        assert len(notes) == (not least)
+        assert len(notes) == (not min_bytes)
         theirs = load(config, from_packed=False)
         for ours in (first, again):
             assert isinstance(ours.model, RuntimeModel)

@@ -53,9 +53,9 @@ def test_as_typer_converts(kind: Any, default: Any, settings: dict[str, Any]) ->
         for plainly in (False, True):
             app, seen = command(kind, default, plainly, **settings)
             outcomes.append((typer.testing.CliRunner().invoke(app, arguments).exit_code, seen or None))
-        given, converted = outcomes
-        assert converted[0] == given[0], arguments
-        assert repr(converted[1]) == repr(given[1]), arguments
+        by_typer, converted = outcomes
+        assert converted[0] == by_typer[0], arguments
+        assert repr(converted[1]) == repr(by_typer[1]), arguments
 
 
 def test_types_of_gguf_files() -> None:

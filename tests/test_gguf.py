@@ -242,20 +242,20 @@ class TestFile:
         file.release(table)
         assert resident_of(embedded_file) < touched - 0.9 * table.nbytes
 
-    @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system is not told")
+    @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice")
     @pytest.mark.parametrize("fits", [True, False])
     def test_the_system_forgets_what_does_not_fit_twice(
         self, fits: bool, embedded_file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        told: list[tuple[int, ...]] = []
-        monkeypatch.setattr(os, "posix_fadvise", lambda _, *span: told.append(span))
+        spans: list[tuple[int, ...]] = []
+        monkeypatch.setattr(os, "posix_fadvise", lambda _, *span: spans.append(span))
         file = GgufFile(embedded_file)
         monkeypatch.setattr(gguf_module, "free_bytes", lambda: (3 if fits else 1.5) * file.nbytes)
         table = file.tensors["token_embd.weight"]
         file.release(table)
         start = table.offset // mmap.PAGESIZE * mmap.PAGESIZE
         span = (start, table.offset + table.nbytes - start, os.POSIX_FADV_DONTNEED)
-        assert told == ([] if fits else [span])
+        assert spans == ([] if fits else [span])
 
     def test_other_alignments(self, tmp_path: Path) -> None:
         writer = gguf.GGUFWriter(tmp_path / "wide.gguf", "llama")

@@ -251,8 +251,8 @@ def test_what_differs_is_found(tmp_path: Path) -> None:
         first = described.layers[0].mixer
         assert isinstance(first, GatedDelta)
         swapped = replace(first.columns, value=first.columns.gate, gate=first.columns.value)
-        turned = replace(first, out_in_turns=not first.out_in_turns)
-        for mixer in (replace(first, columns=swapped), turned, replace(first, rate=first.rate * 1.01)):
+        in_turns = replace(first, out_in_turns=not first.out_in_turns)
+        for mixer in (replace(first, columns=swapped), in_turns, replace(first, rate=first.rate * 1.01)):
             layers = [replace(described.layers[0], mixer=mixer), *described.layers[1:]]
             assert "mixer of 0 of layers" in difference(replace(described, layers=layers), describe(loaded))
 

@@ -47,7 +47,7 @@ def remembering(**changes: Any) -> tuple[CacheConfig, Rules]:
     )
     plan = made.plan()
     rules = Rules(plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, long_term=plan.long_term)
-    return made, replace(rules, matches=MATCHES, reach=DISTANCE)
+    return made, replace(rules, matches=MATCHES, max_distance=DISTANCE)
 
 
 @pytest.mark.parametrize("positions", ["gap", "rolling"])

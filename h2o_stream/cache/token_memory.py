@@ -25,7 +25,7 @@ PREFIX = "memory."
 """What the names of its arrays in states begin with."""
 
 ABOUT = "memory"
-"""The array that tells of them."""
+"""The array that describes them."""
 
 _MIN_SEGMENTS = 3
 """Room for the tokens of a forward, `PREFILL_STEP_MAX`, and a segment that is being filled."""
@@ -35,7 +35,7 @@ MEMORY_FILE = "memory-"
 
 
 def sealed_segments(state: Mapping[str, Array]) -> dict[str, str]:
-    """The arrays of a state that never change, with names for their files, which tell of their content."""
+    """The arrays of a state that never change, with names for their files, which identify their content."""
     if ABOUT not in state:
         return {}
     return {name: f"{MEMORY_FILE}{digest}" for name, digest in decode_json(state, ABOUT)["sealed"].items()}
@@ -67,8 +67,8 @@ def retrieving(windows: Sequence[Sequence[HeadWindow]]) -> list[list[bool]]:
     shares = sorted({group.share for group in groups}, reverse=True)
     weights = [sum(group.weight for group in groups if group.share >= share) for share in shares]
     fitting = [share for share, weight in zip(shares, weights, strict=True) if weight <= config.MEMORY_SHARE * total]
-    least = min(fitting, default=shares[-1] if len(shares) == 1 else shares[0]) if shares else 0.0
-    return [[group.share >= least for group in layer] for layer in windows]
+    minimum = min(fitting, default=shares[-1] if len(shares) == 1 else shares[0]) if shares else 0.0
+    return [[group.share >= minimum for group in layer] for layer in windows]
 
 
 def _on_disk(error: OSError) -> H2OStreamError:
@@ -161,9 +161,10 @@ class StreamMemory:
             if len(self.segments) < len(self.addresses) and self._grow():
                 continue
             if self.dropped + -(-missing // tokens) * tokens > before:
-                most = max((len(self.segments) - 1) * tokens - self._layout.shrinkage, 0)
+                max_tokens = max((len(self.segments) - 1) * tokens - self._layout.shrinkage, 0)
                 raise H2OStreamError(
-                    f"{seen - before} tokens at once do not fit into the memory; feed at most {most}, or raise --memory"
+                    f"{seen - before} tokens at once do not fit into the memory; feed at most {max_tokens}, "
+                    "or raise --memory"
                 )
             self._drop_oldest()
         return self.dropped + len(self.segments) * tokens - self._layout.shrinkage
@@ -328,7 +329,7 @@ class TokenMemory:
 
     def begin(self, rows: int) -> None:
         """Start so many streams."""
-        assert self._layout, "native steps have told the sizes"
+        assert self._layout, "native steps have allocated it"
         assert self._file
         self.rows, self._room = [StreamMemory(self._layout, self._file) for _ in range(rows)], 0
 

@@ -239,7 +239,6 @@ class CacheConfig:
             raise ConfigError(f"memory needs keys and values where layers compute, not --cache-device {self.device}")
         if (self.positions or POLICIES[self.policy].positions) == "absolute":
             raise ConfigError("memory needs keys that are not rotated yet; take --positions gap, or --memory off")
-
         if self.chunk is not None and not 0 < self.chunk <= MEMORY_DISTANCE:
             raise ConfigError(f"chunk is {self.chunk}; with --memory, --chunk takes 1 to {MEMORY_DISTANCE} tokens")
 

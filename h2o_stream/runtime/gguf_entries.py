@@ -14,10 +14,7 @@ from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.gguf_weights import GgufWeights, is_dense
 from h2o_stream.runtime.packed_file import Entry
 from h2o_stream.runtime.parameters import NOT_WEIGHTS, tensor_name
-from h2o_stream.runtime.weights import packed_name
-
-_NAMES = {"float32": "F32", "bfloat16": "BF16"}
-"""Of dtypes in safetensors."""
+from h2o_stream.runtime.weights import SAFETENSORS_NAMES, packed_name
 
 
 def gguf_entries(source: GgufWeights) -> Iterator[Entry]:
@@ -48,7 +45,7 @@ def gguf_entries(source: GgufWeights) -> Iterator[Entry]:
             name = source.architecture.parameter_name(inner, layer, kind)
             width = 4 if source.dtype == "float32" else 2
             fill = partial(_write_numbers, source, tensor)
-            yield Entry(name, _NAMES[source.dtype], shape, width * math.prod(shape), fill)
+            yield Entry(name, SAFETENSORS_NAMES[source.dtype], shape, width * math.prod(shape), fill)
 
 
 def _write_numbers(source: GgufWeights, tensor: GgufTensor, out: NDArray[numpy.uint8]) -> None:

@@ -15,7 +15,7 @@ from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights
 
 _CONVOLUTION, _STATE_SPACE, _DELTA = "shortconv.in_proj", "ssm_in", "ssm_conv1d"
-"""Tensors that tell kinds of mixers apart, in this order."""
+"""Tensors by which kinds of mixers are recognized, in this order."""
 
 
 def has_mixer(weights: Weights, layer: int) -> bool:

@@ -32,7 +32,13 @@ from h2o_stream.runtime.known import Windows, read_windows, save_windows
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.packed_file import packed_difference, write_packed
 from h2o_stream.runtime.parameters import Parameters, parameters_of_gguf
-from h2o_stream.runtime.weights import SAFETENSORS_DTYPES, CheckpointWeights, FolderWeights, Weights
+from h2o_stream.runtime.weights import (
+    SAFETENSORS_DTYPES,
+    SAFETENSORS_NAMES,
+    CheckpointWeights,
+    FolderWeights,
+    Weights,
+)
 
 
 class Source(ABC):
@@ -211,20 +217,20 @@ class Checkpoint(Source):
             self._check_packs_as_transformers(config)
 
     def _precision(self, quantize: str, dtype: str) -> Precision:
-        weights, own = self._dense, FileDtype(dtype)
-        int8, int4 = (packed_size(weights, each, own.itemsize) for each in KINDS)
+        weights, model_dtype = self._dense, FileDtype(dtype)
+        int8, int4 = (packed_size(weights, each, model_dtype.itemsize) for each in KINDS)
         largest = max((array.size for array in weights.arrays.values()), default=0)
         sizes = WeightSizes(4 * weights.num_weights, int8, int4, 2 * largest)
-        return choose_precision(self._name, sizes, free_bytes(), quantize, (own,))
+        return choose_precision(self._name, sizes, free_bytes(), quantize, (model_dtype,))
 
     def _check_packs_as_transformers(self, config: Mapping[str, Any]) -> None:
         """Raises DescriptionError if transformers would pack something else than is in the file."""
-        stored = {SAFETENSORS_DTYPES[self._dense.arrays[name].dtype.type] for name in self._dense.arrays}
-        own = config.get("dtype") or config.get("torch_dtype")
+        stored = {SAFETENSORS_DTYPES[array.dtype.type] for array in self._dense.arrays.values()}
+        dtype = config.get("dtype") or config.get("torch_dtype")
         if self.parameters.experts:
             raise DescriptionError("its experts would not be packed")
-        if len(stored) != 1 or own not in (None, _DTYPE_NAMES.get(*stored)):
-            raise DescriptionError(f"its weights are in {', '.join(sorted(stored))}, and {own} by its config")
+        if len(stored) != 1 or (dtype is not None and SAFETENSORS_NAMES.get(dtype) not in stored):
+            raise DescriptionError(f"its weights are in {', '.join(sorted(stored))}, and {dtype} by its config")
 
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
         folder = self.folder
@@ -246,10 +252,6 @@ class Checkpoint(Source):
         if found is None:
             raise DescriptionError("only transformers can tell what its tokenizer is")
         return with_template(found)
-
-
-_DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Of config.json, by those of safetensors."""
 
 
 def _check_fits(name: str, num_weights: int, dtype: str) -> None:

@@ -262,6 +262,9 @@ _DTYPES = {"U8": numpy.uint8, "F32": numpy.float32, "BF16": numpy.uint16, "F16":
 SAFETENSORS_DTYPES: dict[type, str] = {dtype: name for name, dtype in _DTYPES.items()}
 """The opposite."""
 
+SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""safetensors' names of dtypes, by those of config.json."""
+
 
 def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """The tensors of a safetensors file by name, as views of the mapped file; bfloat16 numbers are uint16.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from h2o_stream.session.memory import MemoryReport
 from h2o_stream.ui.format import format_bytes
 
-_TURNS = 3
-"""Turns that are named, at most."""
+_MAX_TURNS = 3
+"""Maximum number of turns that are named."""
 
 
 def memory_lines(report: MemoryReport) -> list[str]:
@@ -17,6 +17,6 @@ def memory_lines(report: MemoryReport) -> list[str]:
         f"{format_bytes(report.limit_bytes)}{forgotten}"
     ]
     if report.turns:
-        turns = ", ".join(f"turn {turn} ({count})" for turn, count in report.turns[:_TURNS])
+        turns = ", ".join(f"turn {turn} ({count})" for turn, count in report.turns[:_MAX_TURNS])
         lines.append(f"found again, by how many of {report.queries} query heads: {turns}")
     return lines
