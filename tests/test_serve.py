@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,47 +14,15 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
 
-from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.native import library
-from h2o_stream.serve.app import make_app
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import chain, first_hash, parse_dialogue
-from h2o_stream.serve.requests import Options
-from h2o_stream.serve.service import Service, load_served
 from h2o_stream.serve.stream import WaitingEngine
 from tests.serve_load import converse, post, texts, together
+from tests.served import Running, reply
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
-
-CACHE, MODEL = CacheConfig(window=64), ModelConfig(dtype="float32")
-
-
-class Running:
-    """A server in a thread."""
-
-    def __init__(self, folder: Path, **config: Any) -> None:
-        self.service = Service(load_served(MODEL, CACHE), ServeConfig(folder=folder, **config), Options(CACHE))
-        self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), port=0, log_level="warning"))
-        self._thread = threading.Thread(target=self._server.run)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-
-    def say(self, *messages: str, **more: Any) -> Any:
-        """The answer to messages of user and assistant in turn."""
-        roles = ("user", "assistant")
-        listed = [{"role": roles[number % 2], "content": text} for number, text in enumerate(messages)]
-        body = {"messages": listed, "temperature": 0, "max_tokens": 8, **more}
-        status, answer = post(self.url, "/v1/chat/completions", body)
-        assert status == 200, answer
-        return answer
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-def reply(answer: Any) -> str:
-    return str(answer["choices"][0]["message"]["content"])
 
 
 class TestMessages:

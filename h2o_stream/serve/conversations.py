@@ -231,12 +231,14 @@ class Conversations:
 
     def drop(self, live: Live) -> None:
         """Forget what is in memory of a conversation."""
-        live.conversation.recall.close()
-        live.engine.close()
         if live.kept is not None:
             self.awake.pop(live.kept.id, None)
             if not live.kept.nbytes:
                 self._store.forget(live.kept)
+        try:
+            live.conversation.recall.close()
+        finally:
+            live.engine.close()
 
     def commit(self, live: Live) -> None:
         """Save the turns that are not on disk yet. The conversation is busy; any thread may do it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.stream import Logprob
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,3 +105,12 @@ class Ask:
     grammar: Grammar | None = None
     after: tuple[str, int] | None = None
     raw: bool = False
+
+    def tell(self, message: Message) -> bool:
+        """Send a message. False if that is not possible any more, for example because the client's loop is closed."""
+        try:
+            self.send(message)
+        except Exception as error:  # noqa: BLE001 - a client that cannot be told must not end the server
+            _log.warning("a client cannot be told of its reply: %s", error)
+            return False
+        return True

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +136,16 @@ class Store:
             before: turns of a branch before the new ones, if it is not on disk yet.
 
         Raises:
-            DataError: for example, the disk is full.
+            DataError: for example, the disk is full. The conversation is as it was.
         """
-        kept.used = time.time()
         numbers = [entry.turn for entry in entries[len(entries) - len(hashes) :]]
-        kept.hashes, kept.turns = [*kept.hashes, *hashes], [*kept.turns, *numbers]
+        longer = replace(kept, hashes=[*kept.hashes, *hashes], turns=[*kept.turns, *numbers], used=time.time())
         with self._session(kept, create=True) as session:
-            write_atomically(self._folder / kept.id / _FILE, json.dumps(_record(kept, self._model)).encode(), PRIVATE)
+            if session.transcript.entries and session.transcript.entries[-1].turn > kept.turns[-1]:
+                session.undo(kept.turns[-1])  # a turn whose state could not be saved
+            record = json.dumps(_record(longer, self._model)).encode()
+            with file_errors(self._folder):
+                write_atomically(self._folder / kept.id / _FILE, record, PRIVATE)
             if not session.transcript.entries and len(before) + len(entries) > 1:
                 last = entries[-1].turn
                 session.add_all(header, [*before, *entries], lambda turn: state if turn == last else None)
@@ -150,6 +153,7 @@ class Store:
                 for entry in entries[:-1]:
                     session.add(entry, None, header)
                 session.add(entries[-1], state, header)
+        kept.hashes, kept.turns, kept.used = longer.hashes, longer.turns, longer.used
         kept.nbytes = _size(self._folder / kept.id)
 
     def index(self, kept: Kept, hashes: Sequence[str]) -> None:

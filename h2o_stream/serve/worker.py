@@ -12,59 +12,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 from h2o_stream.engine.events import PrefillProgress, Token
-from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
 from h2o_stream.native.stepper import PromptPlan
-from h2o_stream.serve.conversations import Conversations, Event, Live, Opened, raw_events, turn_events
+from h2o_stream.serve.conversations import Conversations, Opened, raw_events, turn_events
+from h2o_stream.serve.endings import Endings, Job, as_api_error
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.metrics import Metrics
-from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen, Started
-from h2o_stream.serve.stream import LogprobSampler
-from h2o_stream.session.transcript import Entry
+from h2o_stream.serve.replies import Ask, Failed, Piece, Started
 from h2o_stream.session.turn import Turn
 
 _log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 256
 """Prompt tokens that are read in a step."""
-
-_WRITERS = 2
-"""Threads that save conversations."""
-
-
-@dataclass(eq=False)
-class Job:
-    """A reply that is being made.
-
-    Attributes:
-        ask: what is asked.
-        opened: the conversation.
-        events: of it.
-        event: what happened last and was not sent yet.
-    """
-
-    ask: Ask
-    opened: Opened
-    sampler: LogprobSampler
-    events: Iterator[Event]
-    deadline: float
-    event: Event | None = None
-    prompt_tokens: int = 0
-    seen_before: int = 0
-    pieces: list[str] = field(default_factory=list)
-    thinking: list[str] = field(default_factory=list)
-    tokens: int = 0
-
-    @property
-    def live(self) -> Live:
-        """The conversation."""
-        return self.opened.live
 
 
 class Worker:
@@ -88,9 +52,8 @@ class Worker:
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._asked: deque[Ask] = deque()
         self._jobs: list[Job] = []
-        self._saving = 0
         self._stopped = False
-        self._writers = ThreadPoolExecutor(_WRITERS, "h2o-save")
+        self._endings = Endings(self._jobs, conversations, metrics, self.call)
         self._thread = threading.Thread(target=self._run, name="h2o-serve")
 
     def start(self) -> None:
@@ -101,7 +64,7 @@ class Worker:
         """End all replies, save what was said, and wait for the thread."""
         self.call(self._stop)
         self._thread.join()
-        self._writers.shutdown()
+        self._endings.close()
 
     def submit(self, ask: Ask) -> None:
         """Answer a request; see `Ask.send`."""
@@ -118,15 +81,19 @@ class Worker:
     # the thread
 
     def _run(self) -> None:
-        while not (self._stopped and not self._jobs and not self._saving):
-            self._take_actions()
-            self._start_jobs()
-            self._advance([job for job in self._jobs if not job.live.engine.waiting])
-            self._forward()
-            self._send()
+        while not (self._stopped and not self._jobs and not self._endings.saving):
+            try:
+                self._take_actions()
+                self._start_jobs()
+                self._advance([job for job in self._jobs if not job.live.engine.waiting])
+                self._forward()
+                self._send()
+            except Exception as error:  # noqa: BLE001 - nothing may end the server
+                for job in list(self._jobs):
+                    self._endings.give_up(job, error)
 
     def _take_actions(self) -> None:
-        idle = not self._jobs and not (self._asked and self._saving < self._running)
+        idle = not self._jobs and not (self._asked and self._endings.saving < self._running)
         while True:
             try:
                 action = self._actions.get(block=idle)
@@ -138,18 +105,18 @@ class Worker:
     def _stop(self) -> None:
         self._stopped = True
         for ask in self._asked:
-            ask.send(Failed(ApiError(503, "the server is stopping")))
+            ask.tell(Failed(ApiError(503, "the server is stopping")))
         self._asked.clear()
         for job in list(self._jobs):
-            self._interrupt(job)
+            self._endings.interrupt(job)
 
     def _start_jobs(self) -> None:
-        while self._asked and len(self._jobs) + self._saving < self._running:
+        while self._asked and len(self._jobs) + self._endings.saving < self._running:
             ask = self._asked.popleft()
             try:
                 self._start(ask)
             except Exception as error:  # noqa: BLE001 - a request must not end the server
-                ask.send(Failed(_as_api_error(error)))
+                ask.tell(Failed(as_api_error(error)))
 
     def _start(self, ask: Ask) -> None:
         conversations = self._conversations
@@ -159,34 +126,40 @@ class Worker:
             opened = conversations.open_after(*ask.after, ask.options)
         else:
             opened = conversations.open(ask.dialogue, ask.options, ask.keep)
+        try:
+            self._begin(ask, opened)
+        except Exception:
+            self._endings.discard(opened.live)
+            raise
+
+    def _begin(self, ask: Ask, opened: Opened) -> None:
         live = opened.live
+        name, turns = (live.kept.id, len(live.kept.hashes)) if live.kept else ("", 0)
         if live.kept is not None:
-            conversations.busy.add(live.kept.id)
+            self._conversations.busy.add(name)
         sampler = live.engine.sample_by(ask.config, ask.logprobs)
         live.engine.grammar = ask.grammar
         read = raw_events if ask.raw else turn_events
-        events = read(opened, ask.dialogue.user)
-        job = Job(ask, opened, sampler, events, time.monotonic() + self._timeout_s)
+        job = Job(ask, opened, sampler, read(opened, ask.dialogue.user), time.monotonic() + self._timeout_s)
         job.seen_before = len(live.engine.tokens)
-        self._jobs.append(job)
         self._metrics.opened(opened.origin)
-        name = live.kept.id if live.kept else ""
-        turns = len(live.kept.hashes) if live.kept else 0
-        ask.send(Started(name, turns + len(opened.unread)))
+        self._jobs.append(job)
         _log.info(
             "conversation %s %s: %d turns known, %d to read", name, opened.origin, opened.known, len(opened.unread)
         )
+        if not ask.tell(Started(name, turns + len(opened.unread))):
+            self._endings.interrupt(job)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
         """Take each reply to its next event."""
         for job in jobs:
             try:
-                if time.monotonic() > job.deadline:
-                    self._interrupt(job, "length")
+                if job.late:
+                    self._endings.interrupt(job, "length")
                     continue
-                job.event = next(job.events, None)
+                job.event = next(job.events)
             except Exception as error:  # noqa: BLE001 - one reply must not end the others
-                self._fail(job, error)
+                self._endings.give_up(job, error)
                 continue
             if isinstance(job.event, PrefillProgress):
                 job.prompt_tokens = len(job.live.engine.tokens) - job.seen_before
@@ -211,7 +184,7 @@ class Worker:
             try:
                 job.live.engine.begin_step()
             except Exception as error:  # noqa: BLE001 - one reply must not end the others
-                self._fail(job, error)
+                self._endings.give_up(job, error)
                 continue
             yield job
 
@@ -227,7 +200,7 @@ class Worker:
             try:
                 plan = job.live.engine.begin_prompt()
             except Exception as error:  # noqa: BLE001 - one prompt must not end the others
-                self._fail(job, error)
+                self._endings.give_up(job, error)
                 continue
             yield job, plan
 
@@ -246,7 +219,7 @@ class Worker:
                 engine.finish(row.copy() if shared else row)
         except Exception as error:  # noqa: BLE001 - a step must not end the server
             for job in (*steps, *reads):
-                self._fail(job, error)
+                self._endings.give_up(job, error)
             return
         self._metrics.stepped(len(engines), time.perf_counter() - started)
 
@@ -257,7 +230,7 @@ class Worker:
             if isinstance(event, Token):
                 self._send_token(job, event)
             elif isinstance(event, Turn):
-                self._end(job, event)
+                self._endings.end(job, event)
 
     def _send_token(self, job: Job, event: Token) -> None:
         job.tokens += 1
@@ -266,86 +239,12 @@ class Worker:
         logprobs = job.sampler.take()
         counts = event.counts if job.ask.slots else None
         if event.text or event.thinking or logprobs or counts:
-            job.ask.send(Piece(event.text, event.thinking or "", logprobs, counts))
-
-    def _end(self, job: Job, turn: Turn) -> None:
-        """A reply has ended."""
-        rest = turn.text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
-        if any(rest):
-            job.ask.send(Piece(*rest, ()))
-        if turn.finish == "oom" or (turn.finish == "context" and not turn.text):
-            self._fail(job, H2OStreamError(turn.detail))
-            return
-        entry = Entry(turn.number, job.ask.dialogue.user, turn.text, "said", turn.finish, "", turn.thinking)
-        self._save(job, entry, "length" if turn.finish == "length" else "stop")
-
-    def _interrupt(self, job: Job, finish: str = "interrupted") -> None:
-        """Stop a reply. Before its first token, the conversation goes back to where it was."""
-        close = getattr(job.events, "close", None)
-        if close is not None:
-            close()
-        if not job.tokens or job.live.conversation.torn:
-            self._fail(job, ApiError(408, "the reply took too long") if finish == "length" else None)
-            return
-        number = job.live.conversation.metadata.turns
-        text, thinking = "".join(job.pieces), "".join(job.thinking)
-        self._save(job, Entry(number, job.ask.dialogue.user, text, "said", "interrupted", "", thinking), finish)
+            told = job.ask.tell(Piece(event.text, event.thinking or "", logprobs, counts))
+            if not told:
+                self._endings.interrupt(job)
 
     def _cancel(self, ask: Ask) -> None:
         if ask in self._asked:
             self._asked.remove(ask)
         for job in [job for job in self._jobs if job.ask is ask]:
-            self._interrupt(job)
-
-    def _fail(self, job: Job, error: Exception | None) -> None:
-        """Give a reply up, and the conversation's turn with it."""
-        self._jobs.remove(job)
-        self._release(job.live)
-        self._conversations.drop(job.live)
-        if error is not None:
-            job.ask.send(Failed(_as_api_error(error)))
-
-    def _save(self, job: Job, entry: Entry, finish: str) -> None:
-        """Save a turn before its end is sent."""
-        self._jobs.remove(job)
-        live, counts = job.live, job.live.engine.counts
-        live.add(entry)
-        kept = live.kept
-        seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, counts)
-        done = Done(
-            finish, entry.text, entry.thinking, seen, kept.id if kept else "",
-            len(kept.hashes) - 1 + len(live.hashes) if kept else 0,
-            job.opened.origin, job.opened.known, len(job.opened.unread),
-        )  # fmt: skip
-        self._metrics.replied(seen)
-        if kept is None:
-            self._conversations.drop(live)
-            job.ask.send(done)
-            return
-        self._saving += 1
-        future = self._writers.submit(self._conversations.commit, live)
-        future.add_done_callback(lambda saved: self.call(lambda: self._saved(job, done, saved.exception())))
-
-    def _saved(self, job: Job, done: Done, error: BaseException | None) -> None:
-        self._saving -= 1
-        self._release(job.live)
-        if error is not None:
-            _log.warning("a turn is not saved: %s", error)
-            self._conversations.drop(job.live)
-            job.ask.send(Failed(ApiError(500, f"the turn was not saved: {error}")))
-            return
-        self._conversations.committed(job.live)
-        job.ask.send(done)
-
-    def _release(self, live: Live) -> None:
-        if live.kept is not None:
-            self._conversations.busy.discard(live.kept.id)
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, H2OStreamError):
-        return ApiError(400, str(error))
-    _log.error("a reply failed", exc_info=error)
-    return ApiError(500, f"unexpected {type(error).__name__}")
+            self._endings.interrupt(job)

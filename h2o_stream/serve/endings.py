@@ -1,0 +1,184 @@
+"""Replies that are being made, and how they end: saved, interrupted, or given up. Used by the worker's thread.
+
+Whatever goes wrong here ends one reply, of which its client is told once; the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.serve.conversations import Conversations, Event, Live, Opened
+from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.metrics import Metrics
+from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
+from h2o_stream.serve.stream import LogprobSampler
+from h2o_stream.session.transcript import Entry
+from h2o_stream.session.turn import Turn
+
+_log = logging.getLogger(__name__)
+
+_WRITERS = 2
+"""Threads that save conversations."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A reply that is being made.
+
+    Attributes:
+        ask: what is asked.
+        opened: the conversation.
+        events: of it.
+        event: what happened last and was not sent yet.
+    """
+
+    ask: Ask
+    opened: Opened
+    sampler: LogprobSampler
+    events: Iterator[Event]
+    deadline: float
+    event: Event | None = None
+    prompt_tokens: int = 0
+    seen_before: int = 0
+    pieces: list[str] = field(default_factory=list)
+    thinking: list[str] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def live(self) -> Live:
+        """The conversation."""
+        return self.opened.live
+
+    @property
+    def late(self) -> bool:
+        """Whether the reply has taken too long."""
+        return time.monotonic() > self.deadline
+
+
+class Endings:
+    """Ends replies.
+
+    Args:
+        jobs: the replies being made; those that end are removed.
+        conversations: of the server.
+        metrics: are counted here.
+        call: does something in the worker's thread.
+
+    Attributes:
+        saving: replies whose turns are being saved.
+    """
+
+    def __init__(
+        self,
+        jobs: list[Job],
+        conversations: Conversations,
+        metrics: Metrics,
+        call: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._jobs, self._conversations, self._metrics, self._call = jobs, conversations, metrics, call
+        self._writers = ThreadPoolExecutor(_WRITERS, "h2o-save")
+        self.saving = 0
+
+    def close(self) -> None:
+        """Wait for the threads that save."""
+        self._writers.shutdown()
+
+    def end(self, job: Job, turn: Turn) -> None:
+        """A reply has ended: save it, and tell its client."""
+        with self._giving_up(job):
+            if turn.finish == "oom" or (turn.finish == "context" and not turn.text):
+                raise H2OStreamError(turn.detail)
+            rest = turn.text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
+            if any(rest):
+                job.ask.tell(Piece(*rest, ()))
+            entry = Entry(turn.number, job.ask.dialogue.user, turn.text, "said", turn.finish, "", turn.thinking)
+            self._save(job, entry, "length" if turn.finish == "length" else "stop")
+
+    def interrupt(self, job: Job, finish: str = "interrupted") -> None:
+        """Stop a reply; what was said stays. Before its first token, the conversation goes back to where it was."""
+        with self._giving_up(job):
+            close = getattr(job.events, "close", None)
+            if close is not None:
+                close()
+            if not job.tokens or job.live.conversation.torn:
+                self.give_up(job, ApiError(408, "the reply took too long") if finish == "length" else None)
+                return
+            number = job.live.conversation.metadata.turns
+            text, thinking = "".join(job.pieces), "".join(job.thinking)
+            self._save(job, Entry(number, job.ask.dialogue.user, text, "said", "interrupted", "", thinking), finish)
+
+    def give_up(self, job: Job, error: BaseException | None) -> None:
+        """End a reply without its turn, and tell its client why, if there is an error."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+        self.discard(job.live)
+        if error is not None:
+            job.ask.tell(Failed(as_api_error(error)))
+
+    def discard(self, live: Live) -> None:
+        """Forget what is in memory of a conversation; it goes on from what is on disk."""
+        self._release(live)
+        try:
+            self._conversations.drop(live)
+        except Exception as error:  # noqa: BLE001 - the others go on
+            _log.error("a conversation was not closed", exc_info=error)
+
+    @contextmanager
+    def _giving_up(self, job: Job) -> Iterator[None]:
+        """Give a reply up if anything goes wrong inside."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - one reply must not end the others
+            self.give_up(job, error)
+
+    def _save(self, job: Job, entry: Entry, finish: str) -> None:
+        """Save a turn before its end is sent."""
+        self._jobs.remove(job)
+        live, counts = job.live, job.live.engine.counts
+        live.add(entry)
+        kept = live.kept
+        seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, counts)
+        done = Done(
+            finish, entry.text, entry.thinking, seen, kept.id if kept else "",
+            len(kept.hashes) - 1 + len(live.hashes) if kept else 0,
+            job.opened.origin, job.opened.known, len(job.opened.unread),
+        )  # fmt: skip
+        self._metrics.replied(seen)
+        if kept is None:
+            self.discard(live)
+            job.ask.tell(done)
+            return
+        future = self._writers.submit(self._conversations.commit, live)
+        self.saving += 1
+        future.add_done_callback(lambda saved: self._call(lambda: self._saved(job, done, saved.exception())))
+
+    def _saved(self, job: Job, done: Done, error: BaseException | None) -> None:
+        self.saving -= 1
+        with self._giving_up(job):
+            if error is not None:
+                _log.warning("a turn was not saved: %s", error)
+                reason, _, _ = str(error).partition(";")
+                raise ApiError(500, f"the turn was not saved: {reason}", code="not_saved") from error
+            self._conversations.committed(job.live)
+            self._release(job.live)
+            job.ask.tell(done)
+
+    def _release(self, live: Live) -> None:
+        if live.kept is not None:
+            self._conversations.busy.discard(live.kept.id)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, H2OStreamError):
+        return ApiError(400, str(error))
+    _log.error("a reply failed", exc_info=error)
+    return ApiError(500, f"unexpected {type(error).__name__}")

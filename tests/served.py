@@ -1,0 +1,50 @@
+"""An h2o-serve of the embedded model in a thread of the tests."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
+from h2o_stream.serve.app import make_app
+from h2o_stream.serve.requests import Options
+from h2o_stream.serve.service import Service, load_served
+from tests.serve_load import post
+
+CACHE, MODEL = CacheConfig(window=64), ModelConfig(dtype="float32")
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, folder: Path, model: ModelConfig = MODEL, **config: Any) -> None:
+        self.service = Service(load_served(model, CACHE), ServeConfig(folder=folder, **config), Options(CACHE))
+        self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), port=0, log_level="warning"))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    def ask(self, *messages: str, **more: Any) -> tuple[int, Any]:
+        """Status and answer to messages of user and assistant in turn."""
+        roles = ("user", "assistant")
+        listed = [{"role": roles[number % 2], "content": text} for number, text in enumerate(messages)]
+        return post(self.url, "/v1/chat/completions", {"messages": listed, "temperature": 0, "max_tokens": 8, **more})
+
+    def say(self, *messages: str, **more: Any) -> Any:
+        """The answer, which must be one."""
+        status, answer = self.ask(*messages, **more)
+        assert status == 200, answer
+        return answer
+
+
+def reply(answer: Any) -> str:
+    """What was replied."""
+    return str(answer["choices"][0]["message"]["content"])

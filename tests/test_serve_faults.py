@@ -1,0 +1,139 @@
+"""Faults of the disk, of clients and of the server itself: one conversation gets an error, the others go on."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_stream.config import ModelConfig, SamplingConfig
+from h2o_stream.native import library
+from h2o_stream.serve.conversations import Conversations, Live
+from h2o_stream.serve.endings import Endings
+from h2o_stream.serve.messages import Dialogue
+from h2o_stream.serve.metrics import Metrics
+from h2o_stream.serve.replies import Ask, Message, Piece
+from h2o_stream.serve.store import Store
+from h2o_stream.serve.worker import Worker
+from h2o_stream.session import state_files
+from tests.served import Running, reply
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("served"), ModelConfig(str(tiny_folder), dtype="float32"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(autouse=True)
+def _goes_on(server: Running) -> Iterator[None]:
+    """After each fault the server answers, and nothing is left of the reply that failed."""
+    yield
+    server.say("Are you there?")
+    worker, conversations = server.service.worker, server.service.conversations
+    assert worker._thread.is_alive()
+    assert (worker._jobs, worker._endings.saving, conversations.busy, server.service.active) == ([], 0, set(), 0)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> list[Any]:
+    """Let the first call of a function fail. Returns a list that is not empty after that."""
+    failed, original, lock = list[Any](), getattr(owner, name), threading.Lock()
+
+    def call(*values: Any, **named: Any) -> Any:
+        with lock:
+            first = not failed
+            failed.append(values)
+        if first:
+            raise error
+        return original(*values, **named)
+
+    monkeypatch.setattr(owner, name, call)
+    return failed
+
+
+FAULTS = [
+    (Store, "save"), (Store, "index"), (Store, "to_forget"), (Live, "add"), (Conversations, "commit"),
+    (Conversations, "committed"), (Conversations, "open"), (Metrics, "opened"), (Metrics, "replied"),
+    (Endings, "_save"), (Worker, "_begin"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
+def test_one_reply_fails(server: Running, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    failed = fail_once(monkeypatch, owner, name, ZeroDivisionError())
+    with ThreadPoolExecutor(3) as executor:
+        answers = list(executor.map(lambda number: server.ask(f"{name} {number}?"), range(3)))
+    assert failed
+    assert sorted(status for status, _ in answers) == [200, 200, 500]
+    refused = next(answer["error"]["message"] for status, answer in answers if status == 500)
+    assert "ZeroDivisionError" in refused or refused.startswith("the turn was not saved: ")
+
+
+def test_what_fails_between_replies_ends_them_only(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = fail_once(monkeypatch, Metrics, "stepped", ZeroDivisionError())
+    assert server.ask("What fails?")[0] == 500
+    assert failed
+
+
+def test_a_conversation_that_cannot_be_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        failed = fail_once(patch, Conversations, "drop", ZeroDivisionError())
+        assert server.ask("Once.", store=False, n=2)[0] == 200
+    assert failed
+
+
+def test_a_full_disk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conversation goes on from its last turn that was saved; the others are saved meanwhile."""
+    first, other = reply(server.say("One.")), reply(server.say("Another."))
+    with monkeypatch.context() as patch:
+        failed = fail_once(patch, state_files, "write_atomically", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        status, answer = server.ask("One.", first, "Two.")
+        assert server.say("Another.", other, "Two.")["h2o"]["origin"] == "continued"
+    assert failed
+    error = answer["error"]
+    assert (status, error["code"], error["type"]) == (500, "not_saved", "server_error")
+    assert error["message"].endswith("No space left on device")
+    second = server.say("One.", first, "Two.")
+    assert (second["h2o"]["origin"], second["h2o"]["turn"]) == ("continued", 2)
+    kept = server.service.store.conversations[second["h2o"]["conversation"]]
+    assert [entry.prompt for entry in server.service.store.entries(kept, 2)] == ["One.", "Two."]
+    assert server.say("One.", first, "Two.", reply(second), "Three.")["h2o"]["origin"] == "continued"
+
+
+def test_a_first_turn_on_a_full_disk_leaves_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {*server.service.store.conversations}
+    with monkeypatch.context() as patch:
+        fail_once(patch, state_files, "write_atomically", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        assert server.ask("Full.")[0] == 500
+    assert {*server.service.store.conversations} == before
+    assert server.say("Full.")["h2o"]["origin"] == "new"
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
+    """What was said until then stays, as if the client had left."""
+    options, told, failed = server.service.options, list[Message](), threading.Event()
+
+    def send(message: Message) -> None:
+        if len(told) == after:
+            failed.set()
+            raise RuntimeError("Event loop is closed")
+        told.append(message)
+
+    before = {*server.service.store.conversations}
+    config = SamplingConfig(temperature=0, max_tokens=200)
+    server.service.worker.submit(Ask(Dialogue(None, (), "Tell me."), options, config, send))
+    assert failed.wait(10)
+    server.say("Is it saved?")
+    new = [kept for name, kept in server.service.store.conversations.items() if name not in before]
+    entries = [entry for kept in new for entry in server.service.store.entries(kept, 1) if entry.prompt == "Tell me."]
+    said = "".join(message.text for message in told if isinstance(message, Piece))
+    assert len(entries) == bool(after)
+    assert all(entry.finish == "interrupted" and entry.text.startswith(said) for entry in entries)
