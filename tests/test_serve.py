@@ -2,10 +2,6 @@
 
 import http.client
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -312,44 +308,3 @@ class TestLimits:
         while server.service.active and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not server.service.active
-
-
-COMMAND = "import sys; from h2o_stream.cli.serve import main; sys.argv = ['h2o-serve', *sys.argv[1:]]; main()"
-
-
-def test_a_killed_server_has_every_finished_turn(tmp_path: Path) -> None:
-    def start() -> tuple[subprocess.Popen[bytes], str]:
-        options = ["--port", "8791", "--folder", str(tmp_path), "--window", "64", "--dtype", "float32", "--quiet"]
-        process = subprocess.Popen([sys.executable, "-c", COMMAND, *options])
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                connection = http.client.HTTPConnection("127.0.0.1:8791")
-                connection.request("GET", "/health")
-                connection.getresponse()
-                break
-            except OSError:
-                time.sleep(0.1)
-        return process, "http://127.0.0.1:8791"
-
-    process, url = start()
-    try:
-        answers, _ = together(url, range(4), 1, 6)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    process, url = start()
-    try:
-        for number, talk in enumerate(answers):
-            history = [
-                {
-                    "role": "user",
-                    "content": f"Tell me about {('rivers', 'trains', 'bread', 'moons')[number]} number {number}.",
-                },
-                {"role": "assistant", "content": texts(talk)[0]},
-            ]
-            answer = converse(url, number, 1, 4, history)[0]
-            assert answer["h2o"]["origin"] == "continued"
-    finally:
-        process.terminate()
-        assert process.wait(20) in (0, 143)

@@ -1,6 +1,7 @@
 """Faults of the disk, of clients and of the server itself: one conversation gets an error, the others go on."""
 
 import errno
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from h2o_stream.serve.replies import Ask, Message, Piece
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session import state_files
+from tests.serve_kill import Server, kill_under_load
 from tests.served import Running, reply
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -137,3 +139,25 @@ def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
     said = "".join(message.text for message in told if isinstance(message, Piece))
     assert len(entries) == bool(after)
     assert all(entry.finish == "interrupted" and entry.text.startswith(said) for entry in entries)
+
+
+def test_a_conversation_that_was_never_written_is_deleted(server: Running, tmp_path: Path) -> None:
+    """A server that is killed while it saves the first turn leaves a folder without one."""
+    model = server.service.model.model.digest
+    for name in ("a" * 32, "kept-by-the-user"):
+        (tmp_path / name).mkdir()
+        record = {"model": model, "key": [], "system": None, "hashes": ["a", "b"], "turns": [0, 1]}
+        (tmp_path / name / "serve.json").write_text(json.dumps(record))
+    store = Store(tmp_path, model, 3, 2**30, 1e6)
+    assert not store.conversations
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["kept-by-the-user"]
+    store.close()
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_a_killed_server_has_every_finished_turn(tiny_folder: Path, tmp_path: Path, kills: int) -> None:
+    with Server(tmp_path, "-m", str(tiny_folder), "--window", "64", "--dtype", "float32") as killed:
+        talks = kill_under_load(killed, 4, kills, tokens=40, seconds=(0.3, 0.5))
+    assert [line for talk in talks for line in talk.lost] == []
+    assert sum(talk.interrupted for talk in talks) > 0
+    assert min(talk.turns for talk in talks) > 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import shutil
 import time
@@ -25,6 +26,7 @@ from h2o_stream.session.transcript import Entry, Header
 _log = logging.getLogger(__name__)
 
 _FILE = "serve.json"
+_ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Store:
                 self._lock.acquire()
             except Timeout as error:
                 raise DataError(f"another h2o-serve uses {folder}; give each a --folder of its own") from error
+            self._delete_unwritten()
         self.conversations = {kept.id: kept for kept in self._read()}
         self._by_hash: dict[str, list[str]] = {}
         for kept in self.conversations.values():
@@ -186,6 +189,13 @@ class Store:
 
     def _session(self, kept: Kept, create: bool) -> Session:
         return Session(kept.id, self._folder, create, self._max_states)
+
+    def _delete_unwritten(self) -> None:
+        """Delete conversations whose first turn was being saved when a server was killed."""
+        for folder in self._folder.iterdir():
+            transcript = folder / "transcript.jsonl"
+            if _ID.fullmatch(folder.name) and not (transcript.exists() and transcript.stat().st_size):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _read(self) -> Iterator[Kept]:
         for path in self._folder.glob(f"*/{_FILE}"):
