@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.serve.app import make_app
+from h2o_stream.serve.connections import uvicorn_config
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.service import Service, load_served
 from tests.serve_load import post
@@ -16,21 +18,30 @@ from tests.serve_load import post
 CACHE, MODEL = CacheConfig(window=64), ModelConfig(dtype="float32")
 
 
-class Running:
-    """A server in a thread."""
+class Listening:
+    """An application that is served in a thread."""
 
-    def __init__(self, folder: Path, model: ModelConfig = MODEL, **config: Any) -> None:
-        self.service = Service(load_served(model, CACHE), ServeConfig(folder=folder, **config), Options(CACHE))
-        self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), port=0, log_level="warning"))
+    def __init__(self, app: Starlette, limits: ServeConfig) -> None:
+        self._server = uvicorn.Server(uvicorn_config(app, limits))
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         while not self._server.started:
             time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join()
+
+
+class Running(Listening):
+    """An h2o-serve in a thread."""
+
+    def __init__(self, folder: Path, model: ModelConfig = MODEL, **config: Any) -> None:
+        limits = ServeConfig(folder=folder, port=0, **config)
+        self.service = Service(load_served(model, CACHE), limits, Options(CACHE))
+        super().__init__(make_app(self.service), limits)
 
     def ask(self, *messages: str, **more: Any) -> tuple[int, Any]:
         """Status and answer to messages of user and assistant in turn."""

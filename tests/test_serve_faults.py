@@ -1,17 +1,24 @@
 """Faults of the disk, of clients and of the server itself: one conversation gets an error, the others go on."""
 
+import asyncio
 import errno
 import json
 import os
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
-from h2o_stream.config import ModelConfig, SamplingConfig
+from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.native import library
 from h2o_stream.serve.conversations import Conversations, Live
 from h2o_stream.serve.endings import Endings
@@ -22,14 +29,15 @@ from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session import state_files
 from tests.serve_kill import Server, kill_under_load
-from tests.served import Running, reply
+from tests.served import Listening, Running, reply
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("served"), ModelConfig(str(tiny_folder), dtype="float32"))
+    model = ModelConfig(str(tiny_folder), dtype="float32")
+    running = Running(tmp_path_factory.mktemp("served"), model, unread_s=0.5)
     yield running
     running.close()
 
@@ -139,6 +147,74 @@ def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
     said = "".join(message.text for message in told if isinstance(message, Piece))
     assert len(entries) == bool(after)
     assert all(entry.finish == "interrupted" and entry.text.startswith(said) for entry in entries)
+
+
+LONG = {"max_tokens": 2000, "stream": True, "logprobs": True, "top_logprobs": 20, "min_p": 1.0, "temperature": 1}
+
+
+def connected(server: Listening, body: bytes, missing: int = 0) -> socket.socket:
+    """A connection with small buffers, over which a request was sent but for its last bytes."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) + missing}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def test_a_client_that_reads_nothing_does_not_hold_others(server: Running) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "Write much."}], **LONG}).encode()
+    with connected(server, body) as connection:
+        connection.recv(100)
+        assert [server.ask(f"Others {number}?")[0] for number in range(5)] == [200] * 5
+        deadline = time.monotonic() + 30
+        while server.service.active and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not server.service.active
+
+
+@pytest.mark.parametrize("drip", [0, 1024])
+def test_a_client_that_does_not_read_is_disconnected(caplog: pytest.LogCaptureFixture, drip: int) -> None:
+    """Neither one that reads nothing may stay, nor one that reads a little all the time."""
+    ended, sent = threading.Event(), [0]
+
+    async def answer(_: Request) -> Response:
+        async def chunks() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield bytes(2**16)
+                    await asyncio.sleep(0)
+                    sent[0] += 2**16
+            finally:
+                ended.set()
+
+        return StreamingResponse(chunks())
+
+    app = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
+    serving = Listening(app, ServeConfig(port=0, unread_s=0.3))
+    try:
+        with connected(serving, b"") as connection:
+            while not ended.wait(0.02):
+                connection.recv(drip)
+    finally:
+        serving.close()
+    assert sent[0] < 64 * 2**20
+    assert caplog.text.count("left its reply unread") == 1
+
+
+def test_a_client_that_reads_slowly_gets_all(server: Running) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "Write."}], **LONG, "max_tokens": 60}).encode()
+    with connected(server, body) as connection:
+        got = b""
+        while not got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            got += connection.recv(8192)
+            time.sleep(0.01)
+    assert got.count(b'"finish_reason": "length"') == 1
+
+
+def test_a_request_that_does_not_arrive_is_refused(server: Running) -> None:
+    with connected(server, b'{"messages": [', 10) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
 def test_a_conversation_that_was_never_written_is_deleted(server: Running, tmp_path: Path) -> None:

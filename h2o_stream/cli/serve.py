@@ -36,6 +36,7 @@ SERVER = Group(
     max_body=Option("Bytes of a request."),
     max_reply=Option("Tokens of a reply at most."),
     timeout_s=Option("Seconds of a reply at most."),
+    unread_s=Option("Disconnect clients that do not read, or send, for so many seconds."),
 )
 
 
@@ -72,19 +73,12 @@ def serve(
     with run.outputs(output) as (terminal, _):
         with run.loading(model, terminal):
             from h2o_stream.serve.app import make_app
+            from h2o_stream.serve.connections import uvicorn_config
             from h2o_stream.serve.requests import Options
             from h2o_stream.serve.service import Service, load_served
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
-        served = uvicorn.Config(
-            make_app(service),
-            config.host,
-            config.port,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=5,
-        )
         terminal.note(f"Serving {service.name} on http://{config.host}:{config.port}/v1", style="dim")
-        uvicorn.Server(served).run()
+        uvicorn.Server(uvicorn_config(make_app(service), config)).run()
 
 
 def main() -> None:

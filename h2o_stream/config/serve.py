@@ -26,6 +26,7 @@ class ServeConfig:
         max_body: bytes of a request.
         max_reply: tokens of a reply at most, and if the request names no limit.
         timeout_s: seconds of a reply; then it ends as if its length were reached.
+        unread_s: seconds that a client may leave what it was sent unread, or take to send a request.
     """
 
     host: str = "127.0.0.1"
@@ -41,11 +42,14 @@ class ServeConfig:
     max_body: int = 4 * 2**20
     max_reply: int = 2048
     timeout_s: float = 600.0
+    unread_s: float = 30.0
 
     def __post_init__(self) -> None:
         for name, minimum in (("awake", 1), ("running", 1), ("waiting", 0), ("states", 1), ("max_reply", 1)):
             if (value := getattr(self, name)) < minimum:
                 raise ConfigError(f"{name} is {value}; --{name.replace('_', '-')} must be at least {minimum}")
+        if self.unread_s <= 0:
+            raise ConfigError(f"unread_s is {self.unread_s}; --unread-s must be more than 0")
         if self.running > self.awake:
             raise ConfigError(f"--running {self.running} needs --awake {self.running} or more, not {self.awake}")
         if self.api_key is not None and not self.api_key.strip():

@@ -97,11 +97,15 @@ def _authorize(service: Service, request: Request) -> None:
 
 async def _body(service: Service, request: Request) -> dict[str, Any]:
     size, parts = 0, list[bytes]()
-    async for part in request.stream():
-        size += len(part)
-        if size > service.config.max_body:
-            raise ApiError(413, f"the request is larger than {service.config.max_body} bytes", code="too_large")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(service.config.unread_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > service.config.max_body:
+                    raise ApiError(413, f"the request is larger than {service.config.max_body} bytes", code="too_large")
+                parts.append(part)
+    except TimeoutError as error:
+        raise ApiError(408, f"the request took longer than {service.config.unread_s:g} s to arrive") from error
     try:
         body = json.loads(b"".join(parts))
     except (ValueError, RecursionError) as error:
