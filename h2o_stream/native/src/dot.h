@@ -117,8 +117,8 @@ template <int64_t kind, int64_t rows, class Body>
 template <int64_t kind>
 FourColumns widen(Bytes bytes) {
   if constexpr (kind != kInt8 && !packed::code_bias(kind)) return {Pairs(bytes & 255), Pairs(bytes >> 8)};
-  using SignedBytes = int8_t __attribute__((vector_size(4 * simd::kWidth)));
-  const Bytes numbers = Bytes(SignedBytes(bytes) - packed::code_bias(kind));
+  using UnsignedBytes = uint8_t __attribute__((vector_size(4 * simd::kWidth)));
+  const Bytes numbers = Bytes(UnsignedBytes(bytes) - uint8_t(packed::code_bias(kind)));
   return {Pairs(numbers << 8) >> 8, Pairs(numbers) >> 8};
 }
 
