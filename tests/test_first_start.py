@@ -248,6 +248,7 @@ class TestChat:
         assert "without torch" in second.stderr
         assert "for the first time" not in second.stderr
 
+    @pytest.mark.exhaustive
     def test_a_difference_is_told_in_one_line_and_the_next_start_needs_torch(self, file: Path) -> None:
         first = chat(file, WRONG, "-q")
         assert first.returncode == 1

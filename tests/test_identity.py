@@ -207,7 +207,9 @@ class TestInTheShell:
     @pytest.fixture
     def model(self, tmp_path: Path, tokenizer: Any) -> Path:
         folder = saved(make_llama(size=16, vocab=len(tokenizer)), tokenizer, tmp_path / "model")
-        return compared(folder, "int8")
+        for quantize in ("int8", "int4"):
+            compared(folder, quantize)
+        return folder
 
     def test_a_folder_is_of_one(self, model: Path, text: Path, tmp_path: Path) -> None:
         options = ["nll", "-m", model, "--text", text, "--tokens", "100", "--windows", "32"]

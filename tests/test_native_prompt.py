@@ -87,16 +87,19 @@ def assert_same(
 
 @pytest.mark.parametrize("family", NATIVE)
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "positions"])
 @pytest.mark.usefixtures("dense_too")
-def test_every_family(family: Any, rows: int, taken: list[tuple[int, int]]) -> None:
+def test_every_family(family: Any, others: bool, rows: int, taken: list[tuple[int, int]]) -> None:
+    """With the default positions or with all others."""
     model, tokens = family.make(), tokens_of(rows, 60)
-    for positions in family.positions:
+    for positions in family.positions[1:] if others else family.positions[:1]:
         if positions == "absolute" and "LongRoPE" in family.name:
             continue  # its frequencies depend on the text's length, so it runs eagerly
         config = config_of(family, "h2o", 8, positions)
-        ours, kept = streamed(model, config, tokens, "auto")
-        assert taken[-2:] == [(rows, 17), (rows, 42)]
-        theirs, wanted = streamed(model, config, tokens, "eager")
+        parts = (17, *[1] * 5)
+        ours, kept = streamed(model, config, tokens, "auto", parts=parts)
+        assert taken[-2:] == [(rows, 17), (rows, 38)]
+        theirs, wanted = streamed(model, config, tokens, "eager", parts=parts)
         assert relative_error(ours, theirs) < exact(family)
         assert kept == wanted
 
