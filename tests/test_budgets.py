@@ -95,6 +95,8 @@ class TestArithmetic:
             assert total >= min(seen, common) * sum(counts) - sum(counts) - 4 or seen > common
             assert all(now <= was + 1 for now, was in zip(held, before, strict=True))
             assert all(now <= seen for now in held)
+            evicted = [was + 1 - now for was, now in zip(before, held, strict=True)]
+            assert [plan.num_evictions(seen - 1) for plan in plans] == evicted
             before = held
         assert before == sizes
 

@@ -118,7 +118,8 @@ class TestSingleTokens:
                 patch.setattr(EagerKernels, "prefill", None)
                 logits, evictions = [], []
                 for token in fed[rows].split(1, 1):
-                    evictions += [layer.num_evictions for layer in cache.head_groups]
+                    counts = [group.schedule.num_evictions for group in cache.head_groups]
+                    evictions += [[*map(count, cache.tokens.lengths)] for count in counts]
                     logits.append(model(token, past_key_values=cache).logits)
                 return torch.cat(logits, 1), evictions, [cache.kept(layer) for layer in range(3)]
 

@@ -54,6 +54,27 @@ def test_together_as_alone(model: RuntimeModel, count: int, memory: Literal["off
         assert all(numpy.array_equal(first[name], second[name]) for name in first)
 
 
+def test_which_slots_are_filled_is_known_after_any_change(model: RuntimeModel) -> None:
+    """Steps do not count the slots of a cache that was full; one that grows or is loaded has empty slots again."""
+    served = model.serve(CacheConfig(window=48))
+
+    def step() -> list[int]:
+        served.forward([7])
+        groups = served.cache.head_groups
+        assert all(group.filled >= (group.token_indices[0] >= 0).sum(-1).max() for group in groups)
+        return [group.num_slots - group.filled for group in groups]
+
+    served.forward([5 + 7 * i for i in range(45)])
+    empty = [step() for _ in range(4)]
+    assert max(empty[-1]) > 1, "the window has grown"
+    state = served.state_dict()
+    for _ in range(200):
+        last = step()
+    assert max(last) == 0
+    served.load_state_dict(state)
+    assert step() == [max(count - 1, 0) for count in empty[-1]]
+
+
 def test_other_rules_are_told_apart(model: RuntimeModel) -> None:
     config = CacheConfig(window=48)
     served = [model.serve(config), model.serve(CacheConfig("sink", window=48)), model.serve(CacheConfig(kv_bits=8))]

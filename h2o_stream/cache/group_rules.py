@@ -180,11 +180,6 @@ class GroupRules(ABC):
         """Tokens held per head, of the row that holds most."""
         return max(map(self.schedule.held, self.tokens.lengths), default=0)
 
-    @property
-    def num_evictions(self) -> list[int]:
-        """Number of evictions caused by the next token, of each row."""
-        return [self.schedule.num_evictions(length) for length in self.tokens.lengths]
-
     def max_distance(self, keys: int) -> int:
         """More than the largest distance at which RoPE sees that many keys."""
         return keys + self.span if self.plan.positions == "gap" else keys

@@ -57,6 +57,7 @@ class WindowRules(ABC, Generic[Spec, Group]):
         self.config, self.max_distance, self.specs = config, max_distance, tuple(specs)
         self._revision = Revision()
         self._occupancy_cache: Occupancy | None = None
+        self._full_at = -1, -1  # revision and columns since which no slot was empty
         self.first_prompt = 0
         self.make_layers(DEFAULT_WINDOW)
 
@@ -321,11 +322,16 @@ class WindowRules(ABC, Generic[Spec, Group]):
 
     def release_room(self) -> None:
         """Note that a native step has taken a token of each row, and give up the slots that a stage no longer needs."""
-        for group in self.head_groups:
-            if group.filled < group.num_slots:
-                group.filled += 1
+        if self._full_at == (self.revision, self.tokens.columns - 1) or self._fill_slots():
+            self._full_at = self.revision, self.tokens.columns
         if not self._stage_ends.isdisjoint(length - 1 for length in self.tokens.lengths):
             self._fit()
+
+    def _fill_slots(self) -> bool:
+        """Note that a slot of each group was filled; whether no group has an empty one now."""
+        for group in self.head_groups:
+            group.filled = min(group.filled + 1, group.num_slots)
+        return all(group.filled == group.num_slots for group in self.head_groups)
 
     def release_room_of_prompt(self) -> None:
         """Note that a native prompt may have filled all slots, and give up those that are no longer needed."""

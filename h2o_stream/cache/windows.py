@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -113,7 +114,14 @@ class Schedule:
 
     def num_evictions(self, seen: int) -> int:
         """Number of evictions caused by the next token of a stream of `seen`."""
-        return 1 if seen >= self.settled else self.held(seen) + 1 - self.held(seen + 1)
+        if seen < self.common:
+            return 0
+        return self._evictions[seen - self.common] if seen < self.settled else 1
+
+    @cached_property
+    def _evictions(self) -> tuple[int, ...]:
+        """`num_evictions` of streams of `common` tokens, ``common + 1``, ... until it holds `window`."""
+        return tuple(now + 1 - then for now, then in pairwise((self.common, *self.between, self.window)))
 
 
 @lru_cache

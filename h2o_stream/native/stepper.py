@@ -160,9 +160,8 @@ class Stepper:
         if not (self._bind(cache.plan.chunk) and self._unchanged and self._are_tokens(ids)):
             return False
         if not (self._steady and cache.steady):
-            for layer in self._layers:
-                for number, group in enumerate(layer.head_groups):
-                    layer.slots["evictions"][:, number] = group.num_evictions
+            evictions = [[x.num_evictions(length) for x in self._schedules] for length in cache.tokens.lengths]
+            self._slots["evictions"] = evictions
             self._steady = cache.steady
         self.streams["token"] = ids
         return True
@@ -279,6 +278,7 @@ class Stepper:
             whole[:] = bound_layer.slots
             bound_layer.slots = whole
             first += len(bound_layer.head_groups)
+        self._schedules = [group.schedule for layer in bound for group in layer.head_groups]
         rows = len(self._slots)
         self.streams = numpy.zeros(rows, dtype=STREAM)
         self.streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)
