@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_stream.native import abi
+from h2o_stream.native.altup import AltUp, Laurel, Versions
 from h2o_stream.native.attention import Attention, Rope
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
@@ -116,6 +117,9 @@ def attend(attention: Attention, x: Tensor, lent: Tensor) -> tuple[Tensor, Tenso
 def apply_mlp(mlp: Mlp, x: Tensor) -> Tensor:
     up = apply(mlp.up, x)
     gate, up = (up, torch.ones_like(up)) if mlp.gate is None else (apply(mlp.gate, x), up)
+    if mlp.gate_deviations is not None:
+        mean, deviation = gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, correction=0)
+        gate = (gate - mean - mlp.gate_deviations * deviation).clamp_min(0)
     return apply(mlp.down, apply_norm(mlp.inner_norm, gated(mlp.activation, mlp.parameters, gate, up)))
 
 
@@ -194,7 +198,8 @@ def embeddings_of_layers(description: Description, tokens: list[int], x: Tensor)
     assert own is not None
     size = len(description.layers), -1
     projection = apply_norm(own.norm, (apply(own.projection, x) * own.projection_scale).unflatten(1, size))
-    return (numbers(own.embedding)[tokens].unflatten(1, size) * own.scale + projection) * own.output_scale
+    rows = [token if token < own.embedding.rows else 0 for token in tokens]
+    return (numbers(own.embedding)[rows].unflatten(1, size) * own.scale + projection) * own.output_scale
 
 
 def mixed(layer: Layer, x: Tensor, lent: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,6 +213,45 @@ def mixed(layer: Layer, x: Tensor, lent: Tensor) -> tuple[Tensor, Tensor]:
     return y, lent
 
 
+def versions_of(versions: Versions, x: Tensor) -> Tensor:
+    """The first versions [n, tokens, hidden] of the residual stream x, all as long as x."""
+    return torch.stack((x, *(as_long(apply(matrix, x), x) for matrix in versions.first)))
+
+
+def merged(versions: Versions, v: Tensor) -> Tensor:
+    """What goes into the final norm."""
+    others = (as_long(apply(matrix, x), v[0]) for matrix, x in zip(versions.last, v[1:], strict=True))
+    return torch.stack((v[0], *others)).mean(0)
+
+
+def as_long(x: Tensor, other: Tensor) -> Tensor:
+    return x * other.square().mean(-1, keepdim=True).sqrt() / x.square().mean(-1, keepdim=True).sqrt()
+
+
+def routed(altup: AltUp, x: Tensor) -> Tensor:
+    return (x / (x.square().mean(-1, keepdim=True) + altup.epsilon).sqrt() @ altup.router.double().T).tanh()
+
+
+def predicted(altup: AltUp, active: int, v: Tensor) -> Tensor:
+    """The versions [n, tokens, hidden] before a layer."""
+    count = len(v)
+    factors = (routed(altup, v[active]) @ altup.prediction.double().T).unflatten(-1, (count, count))
+    return v + torch.einsum("tij,jth->ith", factors, v)
+
+
+def corrected(altup: AltUp, active: int, v: Tensor, x: Tensor) -> Tensor:
+    """The versions [n, tokens, hidden] after a layer, which has made x of the active one."""
+    factors = 1 + routed(altup, x) @ altup.correction.double().T
+    return v + factors.T[..., None] * (x - v[active])
+
+
+def with_laurel(laurel: Laurel | None, x: Tensor, y: Tensor) -> Tensor:
+    """The residual stream x after attention, whose input was y."""
+    if laurel is None:
+        return x
+    return laurel.scale * (x + y + apply_norm(laurel.norm, apply(laurel.right, apply(laurel.left, y))))
+
+
 def interpret(description: Description, tokens: list[int]) -> Tensor:
     """Logits [n, vocabulary] in float64, with full attention at absolute positions."""
     x = numbers(description.embedding)[tokens] * description.embedding_scale
@@ -217,18 +261,30 @@ def interpret(description: Description, tokens: list[int]) -> Tensor:
     x = apply_norm(description.embedding_norm, x)
     own = embeddings_of_layers(description, tokens, x) if description.layer_embeddings else None
     scale, vector = description.residual_scale, x[:, :0]
+    several = description.versions
+    v, active = (versions_of(several, x), several.active) if several else (x[None], 0)
     for number, layer in enumerate(description.layers):
+        if layer.altup is not None:
+            v = predicted(layer.altup, active, v)
+            x = v[active]
         added, vector = mixed(layer, x, vector)
         before, x = x, x + scale * apply_norm(layer.after_attention, added)
+        x = with_laurel(layer.laurel, x, apply_norm(layer.before_attention, before))
         read = before if layer.parallel else x
         if layer.mlp is not None:
             x = x + scale * apply_norm(layer.after_mlp, feed_forward(layer, read))
         if (part := layer.own_embedding) is not None:
             assert own is not None
             assert isinstance(layer.mlp, Mlp | Experts)
-            gate = gated(layer.mlp.activation, layer.mlp.parameters, apply(part.gate, x), own[:, number])
-            x = x + apply_norm(part.norm, apply(part.out, gate))
+            read = x
+            if layer.altup is not None:
+                v, factors = corrected(layer.altup, active, v, x), layer.altup.embedding_scale
+                read = v[active] * (1.0 if factors is None else factors.double())
+            gate = gated(layer.mlp.activation, layer.mlp.parameters, apply(part.gate, read), own[:, number])
+            added = apply_norm(part.norm, apply(part.out, gate))
+            x, v = x + added, torch.cat((v[:1], v[1:] + added))
         x = x * layer.output_scale
+    x = merged(several, v) if several else x
     logits = apply(description.output, apply_norm(description.norm, x)) * description.logit_scale
     cap = description.logit_softcap
     return (logits / cap).tanh() * cap if cap else logits

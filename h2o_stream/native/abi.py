@@ -89,6 +89,9 @@ class MixerKind(IntEnum):
 MAX_PROJECTIONS, MAX_KERNEL = 6, 8
 """Of a recurrent mixer."""
 
+MAX_VERSIONS = 4
+"""Of the residual stream."""
+
 
 class Scoring(IntEnum):
     """How a router's logits become the scores of experts."""
@@ -224,6 +227,18 @@ class Mixer(Structure):
     ]
 
 
+class AltUp(Structure):
+    """How a layer updates the versions of the residual stream."""
+
+    _fields_ = _fields(pointer1="router", float="epsilon", pointer2="prediction correction embedding_scale")
+
+
+class Laurel(Structure):
+    """A residual of low rank."""
+
+    _fields_ = [("left", Matrix), ("right", Matrix), ("norm", Norm), *_fields(float="scale")]
+
+
 class Layer(Structure):
     """A decoder layer."""
 
@@ -250,6 +265,9 @@ class Layer(Structure):
         ("experts", Experts),
         *_fields(int="activation"),
         ("activation_parameters", c_double * 4),
+        *_fields(int="cuts_gates", float="gate_deviations"),
+        ("altup", AltUp),
+        ("laurel", Laurel),
         *((name, Matrix) for name in ("embedding_gate", "embedding_out")),
         *_fields(float="output_scale", int="parallel first_group group_count"),
     ]
@@ -273,6 +291,8 @@ class Model(Structure):
         *((name, Matrix) for name in ("layer_embedding", "layer_projection")),
         ("layer_projection_norm", Norm),
         *_fields(float="layer_embedding_scale layer_projection_scale layer_input_scale"),
+        *_fields(int="versions active_version"),
+        *((name, Matrix * (MAX_VERSIONS - 1)) for name in ("to_versions", "from_versions")),
         ("norm", Norm),
         ("output", Matrix),
         *_fields(float="logit_scale logit_softcap residual_scale"),
@@ -301,6 +321,8 @@ STRUCTURES: Sequence[type[Structure]] = (
     Convolution,
     HeadColumns,
     Mixer,
+    AltUp,
+    Laurel,
     Layer,
     Model,
     Stream,

@@ -16,8 +16,8 @@ from torch import nn
 
 from h2o_stream.native import layouts
 from h2o_stream.native.abi import Activation, dtype_name
+from h2o_stream.native.altup import Versions
 from h2o_stream.native.attention import Attention, with_lent_columns
-from h2o_stream.native.attention_modules import AttentionReader
 from h2o_stream.native.description import (
     Description,
     DescriptionError,
@@ -26,7 +26,6 @@ from h2o_stream.native.description import (
     Matrix,
     Mlp,
     Norm,
-    OwnEmbedding,
 )
 from h2o_stream.native.expert_modules import experts_beside, experts_of, has_experts
 from h2o_stream.native.experts import BesideMlp, Experts
@@ -40,9 +39,11 @@ from h2o_stream.native.modules import (
     check_module,
     embedding_of,
     embedding_scale,
+    gate_deviations,
     matrix_of,
 )
 from h2o_stream.native.multipliers import scaled_attention, scaled_mixer_output, scaled_mlp
+from h2o_stream.native.residual_modules import ResidualReader
 
 _NO_OPS = (nn.Dropout, nn.Identity)
 """Modules without effect in evaluation mode."""
@@ -69,7 +70,7 @@ def text_modules(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-class _ModelReader(AttentionReader):
+class _ModelReader(ResidualReader):
     """Reads a model top down and records which modules it has read."""
 
     def read(self) -> Description:
@@ -87,11 +88,11 @@ class _ModelReader(AttentionReader):
             raise DescriptionError(f"{type(backbone).__name__} has no final norm")
         dtype = embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype
         final = self._norm(backbone, norm, self._hidden, "the model")
-        own = self._layer_embeddings(backbone)
+        own, versions = self._layer_embeddings(backbone), self._versions(backbone)
         output = self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden)
         if output.rows > rows.rows:
             raise DescriptionError(f"there are {output.rows} logits and {rows.rows} embeddings")
-        described = self._layers(layers, own)
+        described = self._layers(layers, own, versions)
         with_positions = positions is not None or self._rotary is not None or self._rotary_within
         if not with_positions and not any(layer.mixer for layer in described):
             raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")
@@ -112,6 +113,7 @@ class _ModelReader(AttentionReader):
             dtype=dtype_name(dtype),
             logits_dtype=dtype_name(getattr(head, "out_dtype", None) or dtype),
             layer_embeddings=own,
+            versions=versions,
             placeholders=_placeholders(self._model.config),
         )
         self._check_nothing_left()
@@ -136,8 +138,8 @@ class _ModelReader(AttentionReader):
             return self._norm(around, "norm", self._hidden, "the embeddings")
         return final if type(backbone).__name__ in layouts.NORMED_EMBEDDINGS else Norm()
 
-    def _layers(self, layers: list[Any], own: LayerEmbeddings | None) -> list[Layer]:
-        described = [self._layer(layer, index, own) for index, layer in enumerate(layers)]
+    def _layers(self, layers: list[Any], own: LayerEmbeddings | None, versions: Versions | None) -> list[Layer]:
+        described = [self._layer(layer, index, own, versions) for index, layer in enumerate(layers)]
         attentions = with_lent_columns([layer.attention for layer in described])
         return [replace(layer, attention=found) for layer, found in zip(described, attentions, strict=True)]
 
@@ -151,27 +153,6 @@ class _ModelReader(AttentionReader):
             raise DescriptionError(f"the embedding has {rows.columns} columns, layers {self._hidden}")
         self._mark_read(*embedding.modules(), *head.modules())
         return embedding, rows, head
-
-    def _layer_embeddings(self, backbone: Any) -> LayerEmbeddings | None:
-        """The embeddings for each layer, if the model has some."""
-        layout, name = layouts.OWN_EMBEDDING, "the embeddings of layers"
-        embedding = getattr(backbone, layout.embedding, None)
-        if embedding is None:
-            return None
-        self._mark_read(*embedding.modules())
-        rows = embedding_of(embedding, name)
-        projection = self._matrix(backbone, layout.projection, name, self._hidden)
-        size, rest = divmod(rows.columns, self._config.num_hidden_layers)
-        if rest or projection.rows != rows.columns or projection.bias is not None:
-            raise DescriptionError(f"{name} have {rows.columns} columns, their projection {projection.rows} rows")
-        return LayerEmbeddings(
-            embedding=rows,
-            projection=projection,
-            norm=self._norm(backbone, layout.projection_norm, size, name),
-            scale=embedding_scale(embedding, rows, name),
-            projection_scale=float(getattr(backbone, layout.projection_scale)),
-            output_scale=float(getattr(backbone, layout.output_scale)),
-        )
 
     def _read_positions(self, backbone: Any) -> Any:
         """Return the learned position embedding, or None if positions are rotary."""
@@ -200,8 +181,9 @@ class _ModelReader(AttentionReader):
         layers = getattr(path[-1], "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise DescriptionError(f"{type(self._model).__name__} has no list of layers")
+        own = layouts.OWN_EMBEDDING
         for module in path:
-            self._mark_container(module, "the model")
+            self._mark_container(module, "the model", *own.projection_scales, own.output_scale)
         self._mark_read(layers)
         return path[-1]
 
@@ -210,7 +192,7 @@ class _ModelReader(AttentionReader):
             if id(module) not in self._read and not isinstance(module, _NO_OPS):
                 raise DescriptionError(f"{name} is an unsupported {type(module).__name__}")
 
-    def _layer(self, layer: Any, index: int, embeddings: LayerEmbeddings | None) -> Layer:
+    def _layer(self, layer: Any, index: int, embeddings: LayerEmbeddings | None, versions: Versions | None) -> Layer:
         name = f"layer {index}"
         layout = _match_layout(layer, name, layouts.LAYERS)
         self._mark_container(layer, name, layouts.OUTPUT_SCALE)
@@ -231,6 +213,8 @@ class _ModelReader(AttentionReader):
             parallel=bool(parallel),
             own_embedding=self._own_embedding(layer, name, described, embeddings) if embeddings else None,
             output_scale=1.0 if scale is None else float(scale),
+            altup=self._altup(layer, versions, name),
+            laurel=self._laurel(layer, name),
         )
 
     def _scaled_attention(self, layer: Any, key: str, index: int) -> Attention:
@@ -248,18 +232,6 @@ class _ModelReader(AttentionReader):
             return self._experts(module, shared, name)
         mlp = self._mlp(module, name)
         return self._experts_beside(layer, name, mlp) if has_modules(layer, layouts.BESIDE.modules) else mlp
-
-    def _own_embedding(self, layer: Any, name: str, mlp: Any, embeddings: LayerEmbeddings) -> OwnEmbedding:
-        layout = layouts.OWN_EMBEDDING
-        gate = self._matrix(layer, layout.gate, name, self._hidden)
-        out = self._matrix(layer, layout.out, name, gate.rows)
-        self._check_rows(out, f"{layout.out} of {name}")
-        if gate.rows * self._config.num_hidden_layers != embeddings.embedding.columns:
-            raise DescriptionError(f"{layout.gate} of {name} gives {gate.rows} outputs")
-        self._mark_read(layer.act_fn)
-        if activation_of(layer.act_fn, f"act_fn of {name}") != (mlp.activation, mlp.parameters):
-            raise DescriptionError(f"{name} has another activation than its MLP")
-        return OwnEmbedding(gate, out, self._norm(layer, layout.norm, self._hidden, name))
 
     def _experts(self, module: Any, shared: Any, name: str) -> Experts:
         self._mark_read(*module.modules())
@@ -291,7 +263,8 @@ class _ModelReader(AttentionReader):
         activation, parameters = self._activation(module, layout, name)
         has_norm = has_modules(module, (layouts.INNER_NORM,))
         inner = self._norm(module, layouts.INNER_NORM, up.rows, name) if has_norm else Norm()
-        return scaled_mlp(Mlp(gate, up, down, activation, parameters, inner), module)
+        cut = gate_deviations(getattr(module, layouts.GATE_SPARSITY, 0.0))
+        return scaled_mlp(Mlp(gate, up, down, activation, parameters, inner, cut), module)
 
     def _activation(self, module: Any, layout: MlpLayout, name: str) -> tuple[Activation, tuple[float, ...]]:
         key = next((key for key in layouts.ACTIVATIONS if hasattr(module, key)), None)
@@ -311,6 +284,7 @@ def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) ->
     kinds = {key for key, child in children.items() if not isinstance(child, _NO_OPS)}
     own = layouts.OWN_EMBEDDING
     optional = {own.gate, own.out, own.norm, *layouts.ACTIVATIONS} if own.gate in kinds else set()
+    optional |= {layouts.ALTUP.module, layouts.LAUREL.module} if own.gate in kinds else set()
     optional |= layouts.BESIDE.modules if layouts.BESIDE.modules <= kinds else set()
     inner = {"fc1", "fc2", *layouts.ACTIVATIONS}
     named = [

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Activation, Array, pointer
+from h2o_stream.native.altup import AltUp, Laurel, Versions, fill_altup, fill_laurel, fill_versions
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.matrix import DENSE as DENSE
 from h2o_stream.native.matrix import NO_NORM
@@ -44,6 +45,7 @@ class Mlp:
     Attributes:
         parameters: of the activation, see `abi.h`.
         inner_norm: of what goes into `down`.
+        gate_deviations: only what is above the gates' mean by so many standard deviations goes on; None for all.
     """
 
     gate: Matrix | None
@@ -52,6 +54,7 @@ class Mlp:
     activation: Activation
     parameters: tuple[float, ...] = ()
     inner_norm: Norm = NO_NORM
+    gate_deviations: float | None = None
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -70,6 +73,8 @@ class Mlp:
         struct.inner_norm = self.inner_norm.to_struct(self.down.columns)
         if self.gate:
             struct.gate = self.gate.to_struct()
+        if self.gate_deviations is not None:
+            struct.cuts_gates, struct.gate_deviations = True, self.gate_deviations
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +100,8 @@ class Layer:
 
     Attributes:
         own_embedding: what is added after the MLP.
+        altup: how it updates the versions of the residual stream, if there are several.
+        laurel: a residual beside attention.
         output_scale: factor on what the layer gives.
 
     Raises:
@@ -111,6 +118,8 @@ class Layer:
     mixer: Mixer | None = None
     own_embedding: OwnEmbedding | None = None
     output_scale: float = 1.0
+    altup: AltUp | None = None
+    laurel: Laurel | None = None
 
     def __post_init__(self) -> None:
         if self.attention is None and self.mixer is None and self.mlp is None:
@@ -132,7 +141,8 @@ class Layer:
         own, mixer = self.own_embedding, self.mixer
         attention = self.attention.matrices if self.attention else []
         mixing = [*mixer.projections, mixer.out] if mixer else []
-        return [*attention, *mixing, *([own.gate, own.out] if own else [])]
+        laurel = [self.laurel.left, self.laurel.right] if self.laurel else []
+        return [*attention, *mixing, *laurel, *([own.gate, own.out] if own else [])]
 
     def fill(self, struct: abi.Layer, hidden: int, first_state: int) -> None:
         """Fill a structure, except for the fields that depend on a cache.
@@ -154,6 +164,10 @@ class Layer:
         if own := self.own_embedding:
             struct.embedding_gate, struct.embedding_out = own.gate.to_struct(), own.out.to_struct()
             struct.after_embedding = own.norm.to_struct(own.out.rows)
+        if self.altup:
+            fill_altup(self.altup, struct.altup, hidden)
+        if self.laurel:
+            fill_laurel(self.laurel, struct.laurel)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +210,7 @@ class Description:
         dtype: of the model's activations, such as "bfloat16"; those of a step are float32.
         logits_dtype: of the model's logits.
         layer_embeddings: those of each layer.
+        versions: those of the residual stream, if there are several.
         placeholders: tokens that stand for something else than text, which the model itself has to take.
     """
 
@@ -213,6 +228,7 @@ class Description:
     logits_dtype: str
     embedding_norm: Norm = NO_NORM
     layer_embeddings: LayerEmbeddings | None = None
+    versions: Versions | None = None
     placeholders: tuple[int, ...] = ()
 
     @property
@@ -225,7 +241,8 @@ class Description:
     def matrices(self) -> list[Matrix]:
         """All matrices that a decode step multiplies, or of which it multiplies some experts; without routers."""
         embeddings = [self.layer_embeddings.projection] if self.layer_embeddings else []
-        return [self.output, *embeddings, *(matrix for layer in self.layers for matrix in layer.matrices)]
+        versions = [*self.versions.first, *self.versions.last] if self.versions else []
+        return [self.output, *embeddings, *versions, *(matrix for layer in self.layers for matrix in layer.matrices)]
 
     @property
     def nbytes(self) -> int:
@@ -269,6 +286,8 @@ class NativeModel:
             logit_softcap=description.logit_softcap,
             residual_scale=description.residual_scale,
         )
+        if description.versions:
+            fill_versions(description.versions, self.struct)
         if embeddings := description.layer_embeddings:
             struct, size = self.struct, embeddings.embedding.columns // len(self.layers)
             struct.layer_embedding, struct.layer_projection = (

@@ -230,11 +230,46 @@ class OwnEmbeddingLayout:
     embedding: str = "embed_tokens_per_layer"
     projection: str = "per_layer_model_projection"
     projection_norm: str = "per_layer_projection_norm"
-    projection_scale: str = "per_layer_model_projection_scale"
+    projection_scales: tuple[str, ...] = ("per_layer_model_projection_scale", "per_layer_projection_scale")
     output_scale: str = "per_layer_input_scale"
 
 
 OWN_EMBEDDING = OwnEmbeddingLayout()
+
+
+@dataclass(frozen=True)
+class AltUpLayout:
+    """Module names in a layer with several versions of the residual stream, and in its model (Gemma 3n)."""
+
+    module: str = "altup"
+    router: str = "modality_router"
+    norm: str = "router_norm"
+    input_scale: str = "router_input_scale"
+    prediction: str = "prediction_coefs"
+    correction: str = "correction_coefs"
+    embedding_scale: str = "correct_output_scale"
+    first: str = "altup_projections"
+    last: str = "altup_unembed_projections"
+
+
+ALTUP = AltUpLayout()
+
+
+@dataclass(frozen=True)
+class LaurelLayout:
+    """Module names of a residual of low rank, and the factor on the sum of all residuals."""
+
+    module: str = "laurel"
+    left: str = "linear_left"
+    right: str = "linear_right"
+    norm: str = "post_laurel_norm"
+    scale: float = 2**-0.5
+
+
+LAUREL = LaurelLayout()
+
+GATE_SPARSITY = "activation_sparsity"
+"""Attribute of an MLP: the share of gates, if they were normally distributed, that do not go on; 0 for none."""
 
 OUTPUT_SCALE = "layer_scalar"
 """Buffer of a layer: a factor on what it gives."""

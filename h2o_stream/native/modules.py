@@ -214,6 +214,11 @@ def gated(activation: Activation, parameters: Sequence[float], gate: Tensor, up:
     return (xielu(parameters, gate) if activation == Activation.XIELU else ACTIVATIONS[activation](gate)) * up
 
 
+def gate_deviations(sparsity: float) -> float | None:
+    """Standard deviations above their mean that this share of normally distributed gates is below; None for no gate."""
+    return float(torch.special.ndtri(torch.tensor(sparsity, dtype=torch.float32))) if sparsity > 0 else None
+
+
 def gated_activation_of(function: Any, module: Any, name: str) -> tuple[Activation, tuple[float, ...]]:
     """The same as `activation_of` for a function of gates and what they are for [n], where it is one of both.
 

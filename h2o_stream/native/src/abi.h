@@ -268,6 +268,29 @@ struct Mixer {
   int64_t first_state;  // index of its first state in `Stream`
 };
 
+// The number of versions of the residual stream, at most.
+constexpr int64_t kMaxVersions = 4;
+
+// Alternating updates (altup.h): a token has n = `Model::versions` versions v of the residual stream, [n][hidden_size].
+// The layer computes the active one, and the others follow. With r(x) = tanh(router x / rms(x)), [n]:
+//   before the layer   v_i += sum_j (prediction_ij . r(v_active)) v_j, from which x = v_active goes into the layer
+//   after its MLP      v_i += (1 + correction_i . r(x)) (x - v_active), and x = v_active * embedding_scale
+// What `embedding_out` then gives is added to all versions but the first.
+struct AltUp {
+  const float* router;  // [n][hidden_size]; null without versions
+  double epsilon;       // of rms(x)
+  const float *prediction, *correction;  // [n][n][n], [n][n]
+  const float* embedding_scale;          // [hidden_size] or null
+};
+
+// A residual of low rank (LAuReL) of y = before_attention(x): x is scale * (x + a + y + norm(right(left(y)))) after the
+// attention.
+struct Laurel {
+  Matrix left, right;  // null without
+  Norm norm;
+  double scale;
+};
+
 // A decoder layer:
 //   a = attention(before_attention(x)) + mixer(before_attention(x));  x += after_attention(a)
 //   m = mlp(before_mlp(x));                                           x += after_mlp(m)
@@ -322,6 +345,11 @@ struct Layer {
   Experts experts;
   int64_t activation;
   double activation_parameters[4];
+  // Of gates, only what is above their mean by more than `gate_deviations` standard deviations goes on; of the MLP only.
+  int64_t cuts_gates;
+  double gate_deviations;
+  AltUp altup;
+  Laurel laurel;
   Matrix embedding_gate, embedding_out;  // see `Model`; null without
   double output_scale;
   int64_t parallel;
@@ -336,12 +364,16 @@ struct Model {
   const float* learned_positions;  // [n][hidden_size] or null
   int64_t learned_offset;          // row for token index 0
   Norm embedding_norm;             // before the first layer
-  // Embeddings of the token for each layer, [layers * size], or null:
+  // Embeddings of the token for each layer, [layers * size], or null; tokens without a row have the first one:
   //   (layer_embedding_scale * its row + norm(layer_projection(x) * layer_projection_scale)) * layer_input_scale,
   // with x before the first layer, normed for each layer.
   Matrix layer_embedding, layer_projection;
   Norm layer_projection_norm;
   double layer_embedding_scale, layer_projection_scale, layer_input_scale;
+  // Versions of the residual stream x, or 0. Version i > 0 is first to_versions[i - 1](x), then, before the final norm,
+  // from_versions[i - 1](version i), both times as long as version 0. Their mean goes into the final norm.
+  int64_t versions, active_version;
+  Matrix to_versions[kMaxVersions - 1], from_versions[kMaxVersions - 1];
   Norm norm;                       // final norm, before the output layer
   Matrix output;
   double logit_scale, logit_softcap;  // softcap 0 disables it

@@ -63,7 +63,24 @@ inline void activate(const Layer& layer, const float* gate, const float* up, Ran
   activate(layer.activation, layer.activation_parameters, gate, up, range, to);
 }
 
-// The same where `both` holds a gate, then what it is for, and so on.
+// Writes a range of what is above a threshold in the gates of an MLP, see `Layer::cuts_gates`.
+inline void cut_gates(const Layer& layer, const float* gates, Range range, float* to) {
+  const int64_t size = layer.down.columns;
+  const auto mean_of = [&](auto&& value) {
+    simd::Floats sums{};
+    int64_t i = 0;
+    for (; i + simd::kWidth <= size; i += simd::kWidth) sums += value(simd::load(gates + i));
+    float sum = simd::reduce_add(sums);
+    for (; i < size; ++i) sum += value(gates[i]);
+    return sum / float(size);
+  };
+  const float mean = mean_of([](auto x) { return x; });
+  const float variance = mean_of([mean](auto x) { return (x - mean) * (x - mean); });
+  const float threshold = mean + float(layer.gate_deviations) * std::sqrt(variance);
+  for (int64_t i = range.begin; i < range.end; ++i) to[i] = std::max(gates[i] - threshold, 0.f);
+}
+
+// `activate` where `both` holds a gate, then what it is for, and so on.
 inline void activate_in_turns(const Layer& layer, const float* both, Range range, float* to) {
   constexpr int64_t kPiece = 16;
   float gate[kPiece], up[kPiece];

@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "activation.h"
+#include "altup.h"
 #include "batch_step.h"
 #include "copied.h"
 #include "layer_parts.h"
@@ -54,7 +55,8 @@ void Prompt::reserve() {
     mixer_scratch_size_ = std::max(mixer_scratch_size_, scratch_size(layer.mixer, block));
     mixed_.reserve(count_ * layer.mixer.out.columns);
     mixed_delta_.reserve(attends(layer) && has_mixer(layer) ? block * hidden : 0);
-    inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size, layer.embedding_gate.rows});
+    inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size, layer.embedding_gate.rows,
+                       layer.laurel.left.rows});
     gate_inner_ = std::max({gate_inner_, inner_, 2 * layer.experts.inner_size});
     if (layer.experts.output_norm.kind != kNoNorm) expert_sums_.reserve(block * hidden);
     for (int64_t i = 0; i < layer.latent_count; ++i) latent_ = std::max(latent_, layer.latent[i].matrix.columns);
@@ -66,6 +68,8 @@ void Prompt::reserve() {
     attended_.reserve(count_ * shape.query_heads * shape.value_size);
   }
   x_.reserve(count_ * hidden);
+  versions_.reserve(count_ * model_.versions * hidden);
+  projected_versions_.reserve(model_.versions ? block * (model_.versions - 1) * hidden : 0);
   indices_.reserve(count_);
   qkv_.reserve(block * qkv_size_);
   attention_delta_.reserve(block * hidden);
@@ -126,12 +130,14 @@ void Prompt::embed(const int64_t* tokens) {
     apply_norm(model_.embedding_norm, x, hidden, x);
   });
   if (model_.layer_embedding.weights) embed_for_layers(tokens);
+  if (model_.versions) split_versions();
 }
 
 void Prompt::embed_for_layers(const int64_t* tokens) {
   const int64_t size = model_.layer_embedding.columns;
   for_each_token(count_, [&](int64_t token, const Worker&) {
-    read_row(model_.layer_embedding, tokens[token], layer_embeddings_.at(token * size));
+    read_row(model_.layer_embedding, tokens[token] < model_.layer_embedding.rows ? tokens[token] : 0,
+             layer_embeddings_.at(token * size));
   });
   for_each_block([&](int64_t first, int64_t count) {
     multiply(model_.layer_projection, x_.at(first * model_.hidden_size), count, layer_projections_.at(first * size),
@@ -149,6 +155,7 @@ void Prompt::drop_all_but(int64_t keep) {
   for (int64_t stream = 0; stream < stream_count_; ++stream) {
     const int64_t from = starts_[stream + 1] - keep, to = stream * keep;
     keep_rows(x_, hidden, from, to, keep);
+    if (model_.versions) keep_rows(versions_, model_.versions * hidden, from, to, keep);
     if (attends(last)) keep_rows(attended_, last.out.columns, from, to, keep);
     if (has_mixer(last)) keep_rows(mixed_, last.mixer.out.columns, from, to, keep);
     if (const int64_t size = model_.layer_embedding.columns) {
@@ -170,6 +177,7 @@ void Prompt::finish(const Layer& layer) {
       float *x = x_.at((first + i) * hidden), *scratch = scratch_.at(worker.index * hidden);
       const float* delta = attention_delta_.at(i * hidden);
       if (mixes && !layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
+      if (layer.laurel.right.weights) ::scale(layer.laurel.scale, hidden, x);
       apply_norm(layer.before_mlp, x, hidden, normed_.at(i * hidden));
       if (mixes && layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
     });
@@ -188,6 +196,7 @@ void Prompt::finish(const Layer& layer) {
 
 void Prompt::output(float* logits) {
   const int64_t hidden = model_.hidden_size, vocabulary = model_.vocab_size;
+  if (model_.versions) merge_versions();
   for_each_block([&](int64_t first, int64_t size) {
     float* block = logits + first * vocabulary;
     for_each_token(size, [&](int64_t i, const Worker&) {

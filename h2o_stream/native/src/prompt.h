@@ -40,6 +40,9 @@ class Prompt {
   void reserve();
   void embed(const int64_t* tokens);
   void embed_for_layers(const int64_t* tokens);
+  void split_versions();
+  void merge_versions();
+  void add_laurel(const Layer& layer, int64_t first, int64_t size);
   void mix_tokens(const Layer& layer);
   void project(const Layer& layer, int64_t first, int64_t size);
   void run_mixer(const Mixer& mixer, int64_t first, int64_t size);
@@ -106,6 +109,8 @@ class Prompt {
   Buffer<float> query_, attended_;                                        // [tokens][heads][size]
   Buffer<float> gates_;                                                   // [tokens][gate_width_]: as in `qkv_`
   Buffer<float> layer_embeddings_, layer_projections_;                    // [tokens][layers][size]
+  Buffer<float> versions_;                                                // [tokens][versions][hidden_size] (altup.h)
+  Buffer<float> projected_versions_;                                      // [block][versions - 1][hidden_size]
   std::vector<int64_t> buffers_;                                          // of the keys of each layer: 0 is for those
   std::vector<Buffer<float>> keys_, values_;                              // that no other layer shares
   Buffer<int32_t> indices_;                                               // [tokens]: token indices

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "activation.h"
+#include "altup.h"
 #include "layer_parts.h"
 #include "prompt.h"
 
@@ -43,10 +44,13 @@ void Prompt::mix_tokens(const Layer& layer) {
   const int64_t hidden = model_.hidden_size;
   for_each_block([&](int64_t first, int64_t size) {
     for_each_token(size, [&](int64_t i, const Worker&) {
-      apply_norm(layer.before_attention, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
+      float* x = x_.at((first + i) * hidden);
+      if (model_.versions) altup::predict(model_, layer, versions_.at((first + i) * model_.versions * hidden), x);
+      apply_norm(layer.before_attention, x, hidden, normed_.at(i * hidden));
     });
     if (attends(layer)) project(layer, first, size);
     if (has_mixer(layer)) run_mixer(layer.mixer, first, size);
+    if (layer.laurel.right.weights) add_laurel(layer, first, size);
   });
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "activation.h"
+#include "altup.h"
 #include "layer_parts.h"
 #include "prompt.h"
 
@@ -18,6 +19,7 @@ void Prompt::feed_mlp(const Layer& layer, int64_t size) {
   multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16_, threads_);
   for_each_token(size, [&](int64_t i, const Worker&) {
     float* up = up_.at(i * inner);
+    if (layer.cuts_gates) cut_gates(layer, gate_.at(i * inner), {0, inner}, gate_.at(i * inner));
     activate(layer, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
     apply_norm(layer.inner_norm, up, inner, up);
   });
@@ -111,7 +113,13 @@ void Prompt::group_by_expert(const Experts& experts, int64_t size) {
 
 // Adds what a layer makes of the embeddings of a block of tokens for it.
 void Prompt::add_embedding(const Layer& layer, int64_t first, int64_t size) {
-  const int64_t hidden = model_.hidden_size, count = layer.embedding_gate.rows;
+  const int64_t hidden = model_.hidden_size, count = layer.embedding_gate.rows, n = model_.versions;
+  const auto versions = [&](int64_t i) { return versions_.at((first + i) * n * hidden); };
+  if (n) {
+    for_each_token(size, [&](int64_t i, const Worker&) {
+      altup::correct(model_, layer, versions(i), x_.at((first + i) * hidden));
+    });
+  }
   multiply(layer.embedding_gate, x_.at(first * hidden), size, up_.data(), count, in_bfloat16_, threads_);
   for_each_token(size, [&](int64_t i, const Worker&) {
     const int64_t place = (first + i) * model_.layer_embedding.columns + index_of(layer) * count;
@@ -121,7 +129,8 @@ void Prompt::add_embedding(const Layer& layer, int64_t first, int64_t size) {
   });
   multiply(layer.embedding_out, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16_, threads_);
   for_each_token(size, [&](int64_t i, const Worker& worker) {
-    add_normed(layer.after_embedding, mlp_delta_.at(i * hidden), hidden, 1, x_.at((first + i) * hidden),
-               scratch_.at(worker.index * hidden));
+    float *delta = mlp_delta_.at(i * hidden), *scratch = scratch_.at(worker.index * hidden);
+    if (n) return altup::add_embedding(model_, layer, delta, versions(i), scratch);
+    add_normed(layer.after_embedding, delta, hidden, 1, x_.at((first + i) * hidden), scratch);
   });
 }

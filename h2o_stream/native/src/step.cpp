@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "activation.h"
+#include "altup.h"
 #include "batch_step.h"
 #include "layer_parts.h"
 
@@ -45,6 +46,7 @@ void Step::reserve(int64_t threads) {
     mixed_size_ = std::max(mixed_size_, layer.mixer.out.columns);
     mixer_scratch_size_ = std::max(mixer_scratch_size_, scratch_size(layer.mixer, 1));
     const Experts& experts = layer.experts;
+    laurel_rank_ = std::max(laurel_rank_, layer.laurel.left.rows);
     experts_ = std::max(experts_, experts.router.rows), chosen_ = std::max(chosen_, experts.chosen);
     expert_inner = std::max(expert_inner, experts.inner_size);
     experts_beside = experts_beside || beside(experts);
@@ -66,6 +68,9 @@ void Step::reserve(int64_t threads) {
     states_[i].attended = Vectors(rows, query_size);
     states_[i].mixed = Vectors(rows, mixed_size_);
     for (int64_t j = 0; j < 2; ++j) states_[i].latent[j] = Vectors(rows, latent[j]);
+    states_[i].versions.reserve(rows * model_.versions * hidden);
+    if (model_.versions) states_[i].version_inputs = Vectors(rows * (model_.versions - 1), hidden);
+    states_[i].laurel = Vectors(rows, laurel_rank_);
     if (experts_beside) states_[i].router_input = Vectors(rows, hidden), states_[i].expert_input = Vectors(rows, hidden);
   }
   angles_.resize(reserved_threads_ * reserved_streams_);
@@ -81,6 +86,9 @@ void Step::reserve(int64_t threads) {
   gate_.reserve(reserved_streams_ * std::max(inner, 2 * chosen_ * expert_inner));
   up_.reserve(reserved_streams_ * inner);
   scratch_.reserve(reserved_threads_ * hidden);
+  projected_versions_.reserve(model_.versions ? reserved_streams_ * (model_.versions - 1) * hidden : 0);
+  laurel_.reserve(reserved_streams_ * laurel_rank_);
+  laurel_delta_.reserve(laurel_rank_ ? reserved_streams_ * hidden : 0);
   expert_delta_.reserve(experts_beside ? reserved_streams_ * hidden : 0);
   sums_.reserve(experts_beside ? reserved_threads_ * hidden : 0);
   router_logits_.reserve(reserved_streams_ * experts_);
@@ -99,11 +107,13 @@ void Step::run_worker(const Worker& worker) {
     for_each_stream(worker, [&](State& state, int64_t stream) {
       float* x = state.x.at(stream * model_.hidden_size);
       if (before) add_layer(*before, x, stream, worker);
+      if (model_.versions) altup::predict(model_, layer, state.versions.at(stream * model_.versions * model_.hidden_size), x);
       write_trace(index, stream, x, worker);
       apply_norm(layer.before_attention, x, model_.hidden_size, state.normed.at(stream));
       const Matrix *qkv = layer.qkv, *in = layer.mixer.in;
-      quantize_for({&qkv[0], &qkv[1], &qkv[2], &qkv[3], &in[0], &in[1], &in[2], &in[3], &in[4], &in[5]}, state.normed,
-                   stream, {0, model_.hidden_size});
+      quantize_for({&qkv[0], &qkv[1], &qkv[2], &qkv[3], &in[0], &in[1], &in[2], &in[3], &in[4], &in[5],
+                    &layer.laurel.left},
+                   state.normed, stream, {0, model_.hidden_size});
     });
     if (attends(layer) || has_mixer(layer)) mix_tokens(worker, layer);
     if (has_mlp(layer)) mlp(worker, layer);
@@ -127,6 +137,7 @@ void Step::embed(const Worker& worker) {
   };
   for_each_stream(worker, row);
   if (model_.layer_embedding.weights) embed_for_layers(worker);
+  if (model_.versions) split_versions(worker);
 }
 
 // Reads and projects the embeddings for all layers.
@@ -137,7 +148,8 @@ void Step::embed_for_layers(const Worker& worker) {
     quantize_for({&model_.layer_projection}, state.normed, stream, {0, hidden});
   });
   for (int64_t stream = worker.index; stream < count_; stream += worker.count) {
-    read_row(model_.layer_embedding, streams_[stream].token, layer_embeddings_.at(stream * size));
+    const int64_t token = streams_[stream].token;
+    read_row(model_.layer_embedding, token < model_.layer_embedding.rows ? token : 0, layer_embeddings_.at(stream * size));
   }
   skinny_gemm(model_.layer_projection, state(worker).normed, count_, worker.partition(size, kRows),
               layer_projections_.data(), size);
@@ -157,7 +169,10 @@ void Step::add(const Norm& norm, const float* delta, float* x, const Worker& wor
 // Adds what is left of the previous layer.
 void Step::add_layer(const Layer& layer, float* x, int64_t stream, const Worker& worker) {
   const int64_t hidden = model_.hidden_size;
-  if (layer.embedding_gate.weights) {
+  if (model_.versions) {
+    float* versions = state(worker).versions.at(stream * model_.versions * hidden);
+    altup::add_embedding(model_, layer, mlp_delta_.at(stream * hidden), versions, scratch_.at(worker.index * hidden));
+  } else if (layer.embedding_gate.weights) {
     float* scratch = scratch_.at(worker.index * hidden);
     add_normed(layer.after_embedding, mlp_delta_.at(stream * hidden), hidden, 1, x, scratch);
   } else {
@@ -187,9 +202,10 @@ void Step::add_mlp(const Layer& layer, float* x, int64_t stream, const Worker& w
 void Step::output(const Worker& worker) {
   const int64_t hidden = model_.hidden_size, vocabulary = model_.vocab_size;
   const Layer& last = model_.layers[model_.layer_count - 1];
+  if (model_.versions) merge_versions(worker, last);
   for_each_stream(worker, [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
-    add_layer(last, x, stream, worker);
+    if (!model_.versions) add_layer(last, x, stream, worker);
     write_trace(model_.layer_count, stream, x, worker);
     apply_norm(model_.norm, x, hidden, state.normed.at(stream));
     quantize_for({&model_.output}, state.normed, stream, {0, hidden});

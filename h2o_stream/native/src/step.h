@@ -8,7 +8,8 @@
 // A recurrent mixer (mixer.h) goes through the same phases, alone or beside attention.
 //
 // There is another one behind latent vectors, two around the norm of an MLP's inner vector, and two more for embeddings
-// of layers. Experts are multiplied with the MLP, after another barrier behind the router. The rows of all that were chosen are
+// of layers. Versions of the residual stream have more of them before the first layer and after the last one.
+// Experts are multiplied with the MLP, after another barrier behind the router. The rows of all that were chosen are
 // divided among the threads as if they were one matrix.
 //
 // With one stream every thread repeats the small operations (norms, quantization, merging), because that is faster than
@@ -38,12 +39,16 @@ class Step {
     Vectors normed, attended, mixed;
     Vectors latent[2];
     Vectors router_input, expert_input;  // of experts beside the MLP
+    Buffer<float> versions;              // [rows][versions][hidden_size] (altup.h)
+    Vectors version_inputs, laurel;
   };
 
   void reserve(int64_t threads);
   void run_worker(const Worker& worker);
   void embed(const Worker& worker);
   void embed_for_layers(const Worker& worker);
+  void split_versions(const Worker& worker);
+  void merge_versions(const Worker& worker, const Layer& last);
   void project(const Worker& worker, const Layer& layer);
   void mix_tokens(const Worker& worker, const Layer& layer);
   void select_slots(const Layer& layer);
@@ -92,9 +97,12 @@ class Step {
   int64_t qkv_size_ = 0, inner_ = 0;    // maximum over layers
   int64_t projected_ = 0, mixed_size_ = 0, mixer_scratch_size_ = 0;  // the same
   int64_t experts_ = 0, chosen_ = 0;    // the same
+  int64_t laurel_rank_ = 0;             // the same
   Buffer<float> qkv_, attention_delta_, mlp_delta_, gate_, up_, scratch_;
   Buffer<float> expert_delta_, sums_;                   // [streams][hidden_size], [threads][hidden_size]
   Buffer<float> layer_embeddings_, layer_projections_;  // [streams][layers][size]
+  Buffer<float> projected_versions_;                    // [streams][versions - 1][hidden_size]
+  Buffer<float> laurel_, laurel_delta_;                 // [streams][rank], [streams][hidden_size]
   Buffer<float> mixer_projected_, mixed_;               // [streams][size]
   Buffer<float> mixer_scratch_;                         // [threads][size]
   Buffer<float> router_logits_, scores_;  // [streams][experts], [threads][2][experts]

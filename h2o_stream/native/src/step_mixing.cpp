@@ -59,12 +59,17 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
       apply_norm(layer.attended_norm, attended, layer.out.columns, attended);
       quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
     }
+    if (const Matrix& right = layer.laurel.right; right.weights) {
+      std::copy_n(laurel_.at(stream * laurel_rank_), right.columns, state.laurel.at(stream));
+      quantize_for({&right}, state.laurel, stream, {0, right.columns});
+    }
     if (has_mixer(layer)) {
       std::copy_n(mixed_.at(stream * mixer_out.columns), mixer_out.columns, state.mixed.at(stream));
       quantize_for({&mixer_out}, state.mixed, stream, {0, mixer_out.columns});
     }
   });
   const State& local = state(worker);
+  if (layer.laurel.right.weights) skinny_gemm(layer.laurel.right, local.laurel, count_, rows, laurel_delta_.data(), hidden);
   if (!attends(layer)) {
     skinny_gemm(mixer_out, local.mixed, count_, rows, attention_delta_.data(), hidden);
     return;
@@ -94,6 +99,9 @@ void Step::project(const Worker& worker, const Layer& layer) {
     const Matrix& matrix = layer.mixer.in[i];
     skinny_gemm(matrix, state(worker).normed, count_, worker.partition(matrix.rows, kRows),
                 mixer_projected_.at(column), projected_);
+  }
+  if (const Matrix& left = layer.laurel.left; left.weights) {
+    skinny_gemm(left, state(worker).normed, count_, worker.partition(left.rows, kRows), laurel_.data(), laurel_rank_);
   }
   for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
     prefetch_slots(streams_->slots[layer.first_group + group], worker);

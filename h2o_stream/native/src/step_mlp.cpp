@@ -1,6 +1,7 @@
 // What follows the attention in a layer of a decode step.
 
 #include "activation.h"
+#include "altup.h"
 #include "layer_parts.h"
 #include "step.h"
 
@@ -18,6 +19,11 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
     float* x = state.x.at(stream * hidden);
     const bool mixes = attends(layer) || has_mixer(layer);
     if (mixes && !layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
+    if (layer.laurel.right.weights) {
+      altup::add_laurel(model_, layer, state.normed.at(stream), laurel_delta_.at(stream * hidden), x,
+                        scratch_.at(worker.index * hidden));
+      scale(layer.laurel.scale, hidden, x);
+    }
     apply_norm(layer.before_mlp, x, hidden, state.normed.at(stream));
     quantize_for({&layer.gate, &layer.up, &experts.gate, &experts.up, &experts.shared_gate}, state.normed, stream,
                  {0, hidden});
@@ -51,8 +57,13 @@ void Step::multiply_up(const Worker& worker, const Layer& layer) {
   const bool gated = layer.gate.weights;
   if (gated) skinny_gemm(layer.gate, normed, count_, columns, gate_.data(), inner_);
   skinny_gemm(layer.up, normed, count_, columns, up_.data(), inner_);
+  if (layer.cuts_gates) worker.barrier();
   for (int64_t stream = 0; stream < count_; ++stream) {
     const float* gate = gated ? gate_.at(stream * inner_) : nullptr;
+    if (layer.cuts_gates) {
+      cut_gates(layer, gate, columns, activated_.at(stream));
+      gate = activated_.at(stream);
+    }
     activate(layer, gate, up_.at(stream * inner_), columns, activated_.at(stream));
   }
   if (layer.inner_norm.kind != kNoNorm) norm_inner(worker, layer, columns);
@@ -152,6 +163,7 @@ void Step::add_embedding(const Worker& worker, const Layer& layer) {
   for_each_stream(worker, [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
     add_mlp(layer, x, stream, worker);
+    if (model_.versions) altup::correct(model_, layer, state.versions.at(stream * model_.versions * hidden), x);
     std::copy_n(x, hidden, state.normed.at(stream));
     quantize_for({&layer.embedding_gate}, state.normed, stream, {0, hidden});
   });
