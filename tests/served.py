@@ -38,9 +38,9 @@ class Listening:
 class Running(Listening):
     """An h2o-serve in a thread."""
 
-    def __init__(self, folder: Path, model: ModelConfig = MODEL, **config: Any) -> None:
+    def __init__(self, folder: Path, model: ModelConfig = MODEL, cache: CacheConfig = CACHE, **config: Any) -> None:
         limits = ServeConfig(folder=folder, port=0, **config)
-        self.service = Service(load_served(model, CACHE), limits, Options(CACHE))
+        self.service = Service(load_served(model, cache), limits, Options(cache))
         super().__init__(make_app(self.service), limits)
 
     def ask(self, *messages: str, **more: Any) -> tuple[int, Any]:

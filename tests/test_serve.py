@@ -38,7 +38,7 @@ class TestMessages:
         roles = ("system", "developer", "user", "user", "assistant", "user")
         dialogue = parse_dialogue([{"role": role, "content": f"{n}"} for n, role in enumerate(roles)])
         assert (dialogue.system, dialogue.user) == ("0\n\n1", "5")
-        assert [(exchange.user, exchange.reply) for exchange in dialogue.past] == [("2\n\n3", "4")]
+        assert [(exchange.user, exchange.reply.text) for exchange in dialogue.past] == [("2\n\n3", "4")]
 
     @pytest.mark.parametrize(
         ("messages", "place"),

@@ -14,10 +14,10 @@ from h2o_stream.compare.recall.facts import Question, tells
 from h2o_stream.config import SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.template import shared_length
 from h2o_stream.session.turn import Turn
 
 MAX_ANSWER = 40

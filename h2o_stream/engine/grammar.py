@@ -1,4 +1,4 @@
-"""JSON schemas as grammars: which tokens may come next in a reply. The grammars are those of llguidance."""
+"""JSON schemas and other grammars: which tokens may come next in a reply. The grammars are those of llguidance."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from h2o_stream.errors import ConfigError, DataError
 
 
 class Grammar:
-    """A JSON schema for one model's replies.
+    """A grammar for one model's replies.
 
     Args:
         tokenizer: of the model.
         end_tokens: that end a turn; they are allowed where the text may end.
         vocabulary: number of logits.
-        schema: the JSON schema.
+        rules: a JSON schema, or a text in llguidance's form of Lark.
 
     Raises:
         ConfigError: llguidance is not installed.
-        DataError: it is no schema, or has something that is not supported.
+        DataError: it is no grammar, or has something that is not supported.
     """
 
-    def __init__(self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int, schema: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int, rules: Mapping[str, Any] | str
+    ) -> None:
         try:
             from llguidance import LLMatcher
         except ImportError as error:
             raise ConfigError("JSON schemas need llguidance; pip install 'h2o-stream[json]'") from error
         self._tokenizer = _guided(tokenizer.backend_tokenizer.to_str(), vocabulary, tuple(sorted(end_tokens)))
         try:
-            self._grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            self._grammar = (
+                LLMatcher.grammar_from_lark(rules)
+                if isinstance(rules, str)
+                else LLMatcher.grammar_from_json_schema(json.dumps(rules))
+            )
         except ValueError as error:
             raise DataError(f"the JSON schema is not supported: {error}") from error
         if problem := LLMatcher.validate_grammar(self._grammar, self._tokenizer):

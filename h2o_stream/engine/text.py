@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +51,11 @@ class TextStream:
         """The text held back when the reply ended without a stop string."""
         text, self._pending = self._pending, ""
         return text
+
+
+def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many tokens, or letters, two sequences begin with in common."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
 def overlap(text: str, stop: str) -> int:

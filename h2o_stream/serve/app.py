@@ -124,7 +124,7 @@ async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Res
     if not asked[2].stream:
         return JSONResponse(await _while_connected(request, answer_chat(service, asked)))
     opened = service.replies(*asked)
-    return await _streamed(opened, lambda queues: stream_chat(service, asked[2], queues))
+    return await _streamed(opened, lambda queues: stream_chat(service, asked, queues))
 
 
 async def _completion(service: Service, request: Request, body: dict[str, Any]) -> Response:

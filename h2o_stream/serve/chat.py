@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from h2o_stream.serve.errors import wrong
@@ -13,7 +14,9 @@ from h2o_stream.serve.messages import Dialogue, parse_dialogue
 from h2o_stream.serve.replies import Done, Failed, Message, Started
 from h2o_stream.serve.requests import Options, Sampled, field, parse_format, parse_sampled
 from h2o_stream.serve.service import Service, finished
+from h2o_stream.serve.tools import as_tool_calls, parse_tool_choice, parse_tool_options
 from h2o_stream.serve.usage import chat_logprobs, logprobs_of, report, slots, usage
+from h2o_stream.session.calls import CallSplitter
 
 
 def parse_chat(body: Mapping[str, Any], service: Service) -> tuple[Dialogue, Options, Sampled]:
@@ -22,7 +25,8 @@ def parse_chat(body: Mapping[str, Any], service: Service) -> tuple[Dialogue, Opt
     Raises:
         ApiError: a field is wrong.
     """
-    dialogue = parse_dialogue(body.get("messages"))
+    options = parse_tool_options(body, service.options.parse(body), service.call_format)
+    dialogue = parse_dialogue(body.get("messages"), options.read)
     top = field(body, "top_logprobs", int)
     if top is not None and not body.get("logprobs"):
         raise wrong("top_logprobs", top, "nothing without logprobs")
@@ -30,8 +34,7 @@ def parse_chat(body: Mapping[str, Any], service: Service) -> tuple[Dialogue, Opt
     limits = ("max_completion_tokens", "max_tokens")
     sampled = parse_sampled(body, service.config.max_reply, limits, logprobs)
     schema = parse_format(body.get("response_format"), "response_format")
-    options = service.options.parse(body)
-    return dialogue, options, Sampled(**{**sampled.__dict__, "schema": schema})
+    return dialogue, options, parse_tool_choice(body, replace(sampled, schema=schema), options, service.special_tokens)
 
 
 def _head(kind: str, service: Service, name: str) -> dict[str, Any]:
@@ -45,13 +48,18 @@ async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled]
         replies = await asyncio.gather(*map(finished, queues))
     choices = []
     for number, (end, pieces) in enumerate(replies):
-        thinking = {"reasoning_content": end.thinking} if end.thinking else {}
+        message: dict[str, Any] = {"role": "assistant", "content": end.text}
+        if end.thinking:
+            message["reasoning_content"] = end.thinking
+        reply = options.read(end.text) if sampled.calls else None
+        if reply and reply.calls:
+            message |= {"content": reply.text or None, "tool_calls": as_tool_calls(reply.calls)}
         logprobs = None
         if sampled.logprobs is not None:
             logprobs = chat_logprobs(service.model.tokenizer, logprobs_of(pieces))
         choices.append({
-            "index": number, "message": {"role": "assistant", "content": end.text, **thinking},
-            "finish_reason": end.finish, "logprobs": logprobs,
+            "index": number, "message": message, "logprobs": logprobs,
+            "finish_reason": "tool_calls" if "tool_calls" in message else end.finish,
         })  # fmt: skip
     ends = [end for end, _ in replies]
     head = _head("chat.completion", service, f"chatcmpl-{secrets.token_hex(12)}")
@@ -59,25 +67,35 @@ async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled]
 
 
 async def stream_chat(
-    service: Service, sampled: Sampled, queues: Sequence[asyncio.Queue[Message]]
+    service: Service, asked: tuple[Dialogue, Options, Sampled], queues: Sequence[asyncio.Queue[Message]]
 ) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a streamed answer; an error ends it."""
+    """The chunks of a streamed answer; an error ends it. Calls of tools come whole, at the end."""
+    _, options, sampled = asked
+    splitters = [CallSplitter(options.calls) if options.calls and sampled.calls else None for _ in queues]
     head = _head("chat.completion.chunk", service, f"chatcmpl-{secrets.token_hex(12)}")
     for number in range(len(queues)):
         yield {**head, "choices": [_chunk(number, {"role": "assistant", "content": ""})]}
     ends: list[Done] = []
     async for number, message in merged(queues):
+        splitter = splitters[number]
         if isinstance(message, Failed):
             yield message.error.body()
             return
         if isinstance(message, Done):
             ends.append(message)
             last = {"h2o": report(message)} if number == 0 else {}
-            yield {**head, "choices": [_chunk(number, {}, message.finish)], **last}
+            text, calls = splitter.flush() if splitter else ("", ())
+            if text:
+                yield {**head, "choices": [_chunk(number, {"content": text})]}
+            if calls:
+                listed = [{"index": place, **call} for place, call in enumerate(as_tool_calls(calls))]
+                yield {**head, "choices": [_chunk(number, {"tool_calls": listed})]}
+            yield {**head, "choices": [_chunk(number, {}, "tool_calls" if calls else message.finish)], **last}
             continue
         if isinstance(message, Started):
             continue
-        delta = {"content": message.text} if message.text else {}
+        text = splitter.push(message.text) if splitter else message.text
+        delta = {"content": text} if text else {}
         if message.thinking:
             delta["reasoning_content"] = message.thinking
         logprobs = None

@@ -29,8 +29,8 @@ def parse_completion(body: Mapping[str, Any], service: Service) -> tuple[Dialogu
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
         raise wrong("prompt", prompt, "one text")
-    for name in ("suffix", "echo", "best_of"):
-        if body.get(name) not in (None, False, "", 1):
+    for name in ("suffix", "echo", "best_of", "tools"):
+        if body.get(name) not in (None, False, "", 1, []):
             raise wrong(name, body[name], "nothing; this server does not support it")
     logprobs = field(body, "logprobs", int)
     sampled = parse_sampled(body, service.config.max_reply, ("max_tokens",), logprobs)

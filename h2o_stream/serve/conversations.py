@@ -14,16 +14,17 @@ from typing import Literal
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig, model_sampling
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.recall.terms import TermWeights
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.messages import Dialogue, Exchange, chain, first_hash, next_hash
+from h2o_stream.serve.messages import Dialogue, Exchange, as_fed, chain, first_hash
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import WaitingEngine
 from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.messages import UserTurn, text_of
 from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
@@ -45,6 +46,7 @@ class Live:
         entries: of the turns that are in the cache and not on disk.
         hashes: after each of these that is no pin.
         before: entries of the turns of a branch that is not on disk yet.
+        merged: past turns that are fed with the one to answer, see `as_fed`.
     """
 
     conversation: Conversation
@@ -54,6 +56,7 @@ class Live:
     entries: list[Entry] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
     before: list[Entry] = field(default_factory=list)
+    merged: tuple[Exchange, ...] = ()
 
     @property
     def engine(self) -> WaitingEngine:
@@ -66,11 +69,11 @@ class Live:
         """The turns, for recall."""
         return [(entry.turn, entry.prompt, entry.text) for entry in (*self.before, *self.entries)]
 
-    def add(self, entry: Entry) -> None:
-        """Note a turn that is in the cache."""
+    def add(self, entry: Entry, *exchanges: Exchange) -> None:
+        """Note a turn that is in the cache, and what it consists of; nothing for a pin."""
         self.entries.append(entry)
-        if entry.kind != "pinned":
-            self.past = next_hash(self.past, entry.prompt, entry.text)
+        if exchanges:
+            self.past = chain(self.past, exchanges)[-1]
             self.hashes.append(self.past)
 
 
@@ -201,7 +204,7 @@ class Conversations:
     def _start(self, options: Options, system: str | None, first: str, keep: bool) -> Live:
         try:
             conversation = self._converse(options, system)
-        except H2OStreamError as error:
+        except ConfigError as error:
             raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
         kept = self._store.create(options.key, system, first) if keep else None
         live = Live(conversation, kept, options, first)
@@ -213,7 +216,7 @@ class Conversations:
 
     def _converse(self, options: Options, system: str | None) -> Conversation:
         engine = WaitingEngine(self._model, options.cache, model_sampling(self._model.name))
-        return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking)
+        return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking, options.tools)
 
     def _prepare_recall(self, live: Live) -> None:
         live.conversation.recall.source = live.said
@@ -267,7 +270,7 @@ class Conversations:
 Event = Recalled | PrefillProgress | Token | Turn | Finished
 
 
-def turn_events(opened: Opened, user: str) -> Iterator[Event]:
+def turn_events(opened: Opened, user: UserTurn) -> Iterator[Event]:
     """Read what is new of a dialogue, then reply. Notes the turns that were read.
 
     Yields:
@@ -278,14 +281,19 @@ def turn_events(opened: Opened, user: str) -> Iterator[Event]:
         for pin in live.options.pins:
             yield from _read(conversation.pin(pin))
             live.add(Entry(conversation.metadata.turns, pin, "", "pinned"))
-    for exchange in opened.unread:
-        yield from _read(conversation.feed_turn(exchange.user, exchange.reply))
-        live.add(Entry(conversation.metadata.turns, exchange.user, exchange.reply, "told"))
-    yield from conversation.say(user)
+    for turn in as_fed(opened.unread, user):
+        if turn.reply is None:
+            live.merged = turn.exchanges
+            yield from conversation.say(turn.user)
+            return
+        yield from _read(conversation.feed_turn(turn.user, turn.reply))
+        entry = Entry(conversation.metadata.turns, text_of(turn.user), turn.reply, "told")
+        live.add(entry, *turn.exchanges)
 
 
-def raw_events(opened: Opened, text: str) -> Iterator[Event]:
+def raw_events(opened: Opened, turn: UserTurn) -> Iterator[Event]:
     """Read a text, then continue it. Yields the same events."""
+    text = text_of(turn)
     engine, reply = opened.live.engine, GrowingReply(text, None, thinking=False)
     for event in engine.prefill(engine.tokenizer(text)["input_ids"]):
         if isinstance(event, Finished):

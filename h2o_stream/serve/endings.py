@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.serve.conversations import Conversations, Event, Live, Opened
 from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.messages import Exchange
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
 from h2o_stream.serve.stream import LogprobSampler
+from h2o_stream.session.messages import text_of
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Turn
 
@@ -97,8 +99,8 @@ class Endings:
             rest = turn.text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
             if any(rest):
                 job.ask.tell(Piece(*rest, ()))
-            entry = Entry(turn.number, job.ask.dialogue.user, turn.text, "said", turn.finish, "", turn.thinking)
-            self._save(job, entry, "length" if turn.finish == "length" else "stop")
+            finish = "length" if turn.finish == "length" else "stop"
+            self._save(job, turn.number, (turn.text, turn.thinking), turn.finish, finish)
 
     def interrupt(self, job: Job, finish: str = "interrupted") -> None:
         """Stop a reply; what was said stays. Before its first token, the conversation goes back to where it was."""
@@ -109,9 +111,8 @@ class Endings:
             if not job.tokens or job.live.conversation.torn:
                 self.give_up(job, ApiError(408, "the reply took too long") if finish == "length" else None)
                 return
-            number = job.live.conversation.metadata.turns
-            text, thinking = "".join(job.pieces), "".join(job.thinking)
-            self._save(job, Entry(number, job.ask.dialogue.user, text, "said", "interrupted", "", thinking), finish)
+            said = "".join(job.pieces), "".join(job.thinking)
+            self._save(job, job.live.conversation.metadata.turns, said, "interrupted", finish)
 
     def give_up(self, job: Job, error: BaseException | None) -> None:
         """End a reply without its turn, and tell its client why, if there is an error."""
@@ -137,11 +138,13 @@ class Endings:
         except Exception as error:  # noqa: BLE001 - one reply must not end the others
             self.give_up(job, error)
 
-    def _save(self, job: Job, entry: Entry, finish: str) -> None:
-        """Save a turn before its end is sent."""
+    def _save(self, job: Job, turn: int, said: tuple[str, str], kind: str, finish: str) -> None:
+        """Save a turn, the answer and thinking, before its end is sent."""
         self._jobs.remove(job)
-        live, counts = job.live, job.live.engine.counts
-        live.add(entry)
+        live, counts, user = job.live, job.live.engine.counts, job.ask.dialogue.user
+        entry = Entry(turn, text_of(user), said[0], "said", kind, "", said[1])
+        live.add(entry, *live.merged, Exchange(user, live.options.read(entry.text)))
+        live.merged = ()
         kept = live.kept
         seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, counts)
         done = Done(

@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_stream.serve.errors import wrong
-from h2o_stream.session.messages import encodable
+from h2o_stream.errors import DataError
+from h2o_stream.serve.errors import ApiError, wrong
+from h2o_stream.session.calls import Call
+from h2o_stream.session.messages import Message, UserTurn, encodable, parse_calls
 
 _SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """A past turn: what the user said and what the model replied."""
+class Reply:
+    """A reply: its text, and the tools that it calls."""
 
-    user: str
-    reply: str
+    text: str
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A past turn: what came before the reply, from the user or from tools, and the reply."""
+
+    user: UserTurn
+    reply: Reply
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A conversation as a client sends it: system prompt, past turns, and the message to answer."""
+    """A conversation as a client sends it: system prompt, past turns, and the message, or results, to answer."""
 
     system: str | None
     past: tuple[Exchange, ...]
-    user: str
+    user: UserTurn
 
 
-def parse_dialogue(messages: Any) -> Dialogue:
+def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply) -> Dialogue:
     """Check the messages of a request. System prompts come first; several messages of the user are one turn.
+
+    Args:
+        messages: of the request.
+        read: finds the calls in the text of a reply.
 
     Raises:
         ApiError: names the message that is wrong.
@@ -41,36 +55,62 @@ def parse_dialogue(messages: Any) -> Dialogue:
         raise wrong("messages", messages, "a list of one or more messages")
     said = [_parse_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
     system: list[str] = []
-    while said and said[0][0] in _SYSTEM:
-        system.append(said.pop(0)[1])
-    past, user = list[Exchange](), list[str]()
-    for number, (role, text) in enumerate(said, len(system)):
+    while said and said[0]["role"] in _SYSTEM:
+        system.append(said.pop(0)["content"])
+    past, new = list[Exchange](), list[Message]()
+    for number, message in enumerate(said, len(system)):
+        place, role = f"messages[{number}].role", message["role"]
         if role in _SYSTEM:
-            raise wrong(f"messages[{number}].role", role, "user or assistant; system prompts come first")
-        if role == "user":
-            user.append(text)
+            raise wrong(place, role, "user, assistant or tool; system prompts come first")
+        if role == "tool" and not (past and past[-1].reply.calls):
+            raise wrong(place, role, "tool only after an assistant's message with tool_calls")
+        if role != "assistant":
+            new.append(message)
             continue
-        if not user:
-            raise wrong(f"messages[{number}].role", role, "user before each reply of the assistant")
-        past.append(Exchange("\n\n".join(user), text))
-        user = []
-    if not user:
-        raise wrong("messages", "an assistant's message at the end", "a user's message at the end")
-    return Dialogue("\n\n".join(system) if system else None, tuple(past), "\n\n".join(user))
+        if not new:
+            raise wrong(place, role, "user before each reply of the assistant")
+        past.append(Exchange(_turn(new), _parse_reply(message, read)))
+        new = []
+    if not new:
+        raise wrong("messages", "an assistant's message at the end", "a message of the user or a tool at the end")
+    return Dialogue("\n\n".join(system) if system else None, tuple(past), _turn(new))
 
 
-def _parse_message(message: Any, place: str) -> tuple[str, str]:
+def _turn(messages: Sequence[Message]) -> UserTurn:
+    if all(message["role"] == "user" for message in messages):
+        return "\n\n".join(message["content"] for message in messages)
+    return tuple(messages)
+
+
+def _parse_reply(message: Message, read: Callable[[str], Reply]) -> Reply:
+    reply = read(message["content"])
+    calls = [
+        Call(call["function"]["name"], call["function"]["arguments"], str(call.get("id", "")))
+        for call in message.get("tool_calls", ())
+    ]
+    return Reply(reply.text, (*reply.calls, *calls))
+
+
+def _parse_message(message: Any, place: str) -> Message:
     if not isinstance(message, dict):
         raise wrong(place, message, "an object with role and content")
-    role = message.get("role")
-    if role not in (*_SYSTEM, "user", "assistant"):
-        raise wrong(f"{place}.role", role, "system, developer, user or assistant")
-    if message.get("tool_calls"):
-        raise wrong(f"{place}.tool_calls", message["tool_calls"], "none; this server calls no tools")
-    text = parse_content(message.get("content"), f"{place}.content")
+    role, calls = message.get("role"), message.get("tool_calls") or ()
+    if role not in (*_SYSTEM, "user", "assistant", "tool"):
+        raise wrong(f"{place}.role", role, "system, developer, user, assistant or tool")
+    content = message.get("content")
+    text = "" if content is None and calls else parse_content(content, f"{place}.content")
     if role == "user" and not text.strip():
         raise wrong(f"{place}.content", text, "a text that is not empty")
-    return str(role), text
+    names = ("tool_call_id", "name") if role == "tool" else ()
+    parsed: dict[str, Any] = {"role": role, "content": text, **{x: message[x] for x in names if x in message}}
+    if calls:
+        if role != "assistant":
+            raise wrong(f"{place}.tool_calls", calls, "none but in an assistant's message")
+        try:
+            parsed["tool_calls"] = parse_calls(calls, f"{place}.tool_calls")
+        except DataError as error:
+            raise ApiError(400, str(error), f"{place}.tool_calls") from error
+    return parsed
 
 
 def parse_content(content: Any, place: str) -> str:
@@ -92,23 +132,64 @@ def parse_content(content: Any, place: str) -> str:
     return "".join(texts)
 
 
+@dataclass(frozen=True)
+class Told:
+    """A past turn as it is fed, or with the reply None the one to answer, and the exchanges that it consists of."""
+
+    user: UserTurn
+    reply: str | None
+    exchanges: tuple[Exchange, ...]
+
+
+def as_fed(past: Iterable[Exchange], last: UserTurn) -> Iterator[Told]:
+    """Past turns as they are fed, and the last one, which is to be answered.
+
+    A reply with calls is fed with their results, as messages of one turn: only the template knows how it is written.
+    """
+    messages, merged = list[Message](), list[Exchange]()
+    for exchange in past:
+        if exchange.reply.calls:
+            messages += [*_messages(exchange.user), _calling(exchange.reply)]
+            merged.append(exchange)
+            continue
+        user = (*messages, *_messages(exchange.user)) if messages else exchange.user
+        yield Told(user, exchange.reply.text, (*merged, exchange))
+        messages, merged = [], []
+    yield Told((*messages, *_messages(last)) if messages else last, None, tuple(merged))
+
+
+def _messages(turn: UserTurn) -> Sequence[Message]:
+    return [{"role": "user", "content": turn}] if isinstance(turn, str) else turn
+
+
+def _calling(reply: Reply) -> Message:
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in reply.calls
+    ]
+    return {"role": "assistant", "content": reply.text, "tool_calls": calls}
+
+
 def first_hash(settings: Sequence[Any], system: str | None) -> str:
     """The hash of a conversation without turns, with these settings."""
     return _hash("", settings, system)
 
 
-def next_hash(before: str, user: str, reply: str) -> str:
+def next_hash(before: str, exchange: Exchange) -> str:
     """The hash of a conversation with one more turn. Space around replies does not count: clients strip it."""
-    return _hash(before, user, reply.strip())
+    user, reply = exchange.user, exchange.reply
+    said = user if isinstance(user, str) else [[message["role"], message["content"]] for message in user]
+    calls = [[[call.name, call.arguments] for call in reply.calls]] if reply.calls else []
+    return _hash(before, said, reply.text.strip(), *calls)
 
 
 def chain(first: str, past: Iterable[Exchange]) -> list[str]:
     """The hashes of a conversation after each turn, that of none before them."""
     hashes = [first]
     for exchange in past:
-        hashes.append(next_hash(hashes[-1], exchange.user, exchange.reply))
+        hashes.append(next_hash(hashes[-1], exchange))
     return hashes
 
 
 def _hash(*values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, ensure_ascii=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(values, ensure_ascii=True, sort_keys=True).encode()).hexdigest()[:32]

@@ -9,8 +9,11 @@ from typing import Any, get_args
 from h2o_stream.config import POLICIES, CacheConfig, RecallConfig, RecallMode, SamplingConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.serve.errors import ApiError, wrong
+from h2o_stream.serve.messages import Reply
+from h2o_stream.session.calls import CallFormat
+from h2o_stream.session.messages import Tool
 
-_UNSUPPORTED = {"tools": [], "functions": [], "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0}
+_UNSUPPORTED = {"functions": [], "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0}
 """Fields that would change a reply and are not served, and their value that changes nothing."""
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS = 8, 20, 4
@@ -25,12 +28,20 @@ class Options:
         recall: whether evicted passages are read again.
         thinking: whether the model thinks before it answers; None leaves it to the template.
         pins: texts that are never evicted, fed before the first turn.
+        tools: that the model may call, described before the first turn.
+        calls: how the model writes calls; None without tools.
     """
 
     cache: CacheConfig
     recall: RecallMode = "off"
     thinking: bool | None = None
     pins: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    calls: CallFormat | None = None
+
+    def read(self, text: str) -> Reply:
+        """A reply with its calls."""
+        return Reply(*self.calls.parse(text)) if self.calls else Reply(text)
 
     @property
     def recall_config(self) -> RecallConfig:
@@ -40,7 +51,8 @@ class Options:
     @property
     def key(self) -> list[Any]:
         """What distinguishes conversations with other options, as JSON."""
-        return [self.cache.policy, self.cache.window, self.recall, self.thinking, list(self.pins)]
+        tools = [list(self.tools)] if self.tools else []
+        return [self.cache.policy, self.cache.window, self.recall, self.thinking, list(self.pins), *tools]
 
     def parse(self, body: Mapping[str, Any]) -> Options:
         """The options of a request, with these as defaults.
@@ -84,6 +96,8 @@ class Sampled:
         logprobs: how many likely tokens are listed for each; None for none of them, 0 for the sampled one only.
         slots: whether a stream says after each token what is in the cache.
         schema: what the reply must be, a JSON schema; None for any text.
+        rules: what it must be otherwise, in llguidance's form of Lark.
+        calls: whether calls of tools are recognised in it.
     """
 
     config: SamplingConfig
@@ -93,6 +107,8 @@ class Sampled:
     logprobs: int | None = None
     slots: bool = False
     schema: Mapping[str, Any] | None = None
+    rules: str | None = None
+    calls: bool = False
 
 
 def field(body: Mapping[str, Any], name: str, *kinds: type) -> Any:

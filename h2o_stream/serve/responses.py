@@ -36,6 +36,8 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
     Raises:
         ApiError: a field is wrong.
     """
+    if body.get("tools"):
+        raise wrong("tools", body["tools"], "none; /v1/chat/completions calls tools")
     given, instructions = body.get("input"), field(body, "instructions", str)
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(messages, list) or not messages:

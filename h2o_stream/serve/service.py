@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
 
 from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.engine.grammar import Grammar
@@ -25,6 +25,7 @@ from h2o_stream.serve.replies import Ask, Done, Failed, Message
 from h2o_stream.serve.requests import Options, Sampled
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
+from h2o_stream.session.calls import CallFormat, find_format
 
 _DAY_S = 86_400.0
 _RETRY_S = 2
@@ -76,22 +77,35 @@ class Service:
         """Name of the model."""
         return self.model.name
 
-    def grammar(self, schema: Mapping[str, Any] | None) -> Grammar | None:
-        """The grammar of a JSON schema; None without one.
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls of tools; None if it calls none."""
+        return find_format(self.model.tokenizer)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens by their texts."""
+        added = self.model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def grammar(self, sampled: Sampled) -> Grammar | None:
+        """What a reply must follow: a JSON schema or the form of calls; None if it is free.
 
         Raises:
             ApiError: it is not supported.
         """
-        if schema is None:
+        rules = sampled.schema if sampled.rules is None else sampled.rules
+        place = "response_format" if sampled.rules is None else "tools"
+        if rules is None:
             return None
         ends = self.model.model.generation.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), self.model.tokenizer.eos_token_id} - {None}
         try:
-            return Grammar(self.model.tokenizer, ends, self.model.model.description.output.rows, schema)
+            return Grammar(self.model.tokenizer, ends, self.model.model.description.output.rows, rules)
         except ConfigError as error:
-            raise ApiError(501, str(error), "response_format") from error
+            raise ApiError(501, str(error), place) from error
         except H2OStreamError as error:
-            raise ApiError(400, str(error), "response_format") from error
+            raise ApiError(400, str(error), place) from error
 
     @asynccontextmanager
     async def replies(
@@ -105,7 +119,7 @@ class Service:
         """
         if self.active + sampled.choices > self.config.running + self.config.waiting:
             raise ApiError(429, "too many requests wait already", code="queue_full", retry_after_s=_RETRY_S)
-        grammar = self.grammar(sampled.schema)
+        grammar = self.grammar(sampled)
         loop = asyncio.get_running_loop()
         queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(sampled.choices)]
         asks = []

@@ -71,6 +71,17 @@ def parse_tools(value: Any, place: str = "tools") -> tuple[Tool, ...]:
     return tuple(tools)
 
 
+def parse_calls(value: Any, place: str = "tool_calls") -> list[dict[str, Any]]:
+    """Check and copy calls of tools. Arguments in JSON text are objects in the copies.
+
+    Raises:
+        DataError: names the call, what is there and what is accepted.
+    """
+    calls: list[dict[str, Any]] = _copy(value, place)
+    _check_calls(calls, place)
+    return calls
+
+
 def text_of(turn: UserTurn) -> str:
     """A turn as it is shown: each message in a line, with its role unless that is the user's."""
     return turn if isinstance(turn, str) else "\n".join(map(_shown, turn))

@@ -11,13 +11,14 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
 
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS
+from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import DataError, UnsupportedModelError
+from h2o_stream.session.calls import find_format
 from h2o_stream.session.control_tokens import ControlTokens
 from h2o_stream.session.messages import Message, Tool, UserTurn, with_placeholders
 from h2o_stream.session.thinking import Markers, find_markers
@@ -50,11 +51,6 @@ def inserted(without: Sequence[int], tokens: Sequence[int]) -> range:
     """Where `tokens` has something that `without` has not: all but the start and the end that they share."""
     start = shared_length(without, tokens)
     return range(start, len(tokens) - shared_length(without[start:][::-1], tokens[start:][::-1]))
-
-
-def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two lists begin with in common."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
 class ChatTemplate:
@@ -132,8 +128,10 @@ class ChatTemplate:
 
     @cached_property
     def marker_tokens(self) -> dict[int, str]:
-        """The control tokens of these markers, which are otherwise not part of a reply's text, by id."""
+        """The control tokens that mark thinking and calls of tools, by id. No others are part of a reply's text."""
         texts = self.markers.all if self.markers else ()
+        if self._tools and (calls := find_format(self._tokenizer)):
+            texts = (*texts, *calls.markers)
         return {
             number: token.content
             for number, token in self._added.items()

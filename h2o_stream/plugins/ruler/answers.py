@@ -17,10 +17,10 @@ from h2o_stream.compare.asking import prefill, tell
 from h2o_stream.config import SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, Token
+from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.plugins.ruler.items import Item, Question
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.template import shared_length
 
 READ = "I have read it."
 """The reply to a context that no question follows at once."""

@@ -1,0 +1,287 @@
+"""Calls of tools in replies: how a model writes them, found by what its template makes of some; read and forced.
+
+Most models write each call as JSON between markers, or a list of calls, or a name and the JSON of its arguments. Models
+that write them otherwise, as XML for example, have no format here. Nothing calls a tool.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from h2o_stream.engine.text import overlap, shared_length
+from h2o_stream.session.messages import Tool
+
+_USER, _REPLY, _RESULT = "6e1b-the-user-asks-93fd", "41ac-the-reply-27e0", "d80f-the-result-5c36"
+_NAME, _OTHER = "tool_b6a1f", "tool_c93e0"
+_ARGUMENTS = {"place": "e4f7-an-argument"}
+_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_PYTHON = "<|python_tag|>"
+"""With which Llama may begin a call, though its template does not."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool that is called; with the id of the call, if somebody gave it one."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a model writes its calls.
+
+    Attributes:
+        opening: what is before a call; nothing if the reply itself is one.
+        closing: what is after it.
+        key: of the arguments in the JSON of a call; nothing if it has only them, and the name is before it.
+        between: what is between such a name and the arguments.
+        listed: whether all calls are one list.
+        outer: the key of the object that has name and arguments, if they are not at the top.
+        several: whether a reply may have several calls.
+    """
+
+    opening: str
+    closing: str
+    key: str
+    between: str = ""
+    listed: bool = False
+    outer: str = ""
+    several: bool = True
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that calls are recognised by."""
+        return tuple(filter(None, (self.opening, self.closing, self.between))) or (_PYTHON,)
+
+    def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
+        """The text of a reply without its calls, and these. What is no complete call is text."""
+        if not self.opening:
+            bare = tuple(self._bare(text.strip().removeprefix(_PYTHON)))
+            return ("", bare) if bare else (text, ())
+        before, found, rest = text.partition(self.opening)
+        calls = list[Call]()
+        while found:
+            parsed = self._at(rest)
+            if parsed is None:
+                break
+            calls += parsed[0]
+            rest = parsed[1].lstrip().removeprefix(self.closing)
+            found = self.opening if rest.lstrip().startswith(self.opening) else ""
+            rest = rest.lstrip().removeprefix(self.opening) if found else rest
+        if not calls:
+            return text, ()
+        return " ".join(filter(None, (before.strip(), rest.strip()))), tuple(calls)
+
+    def _bare(self, text: str) -> Iterator[Call]:
+        while text:
+            parsed = self._at(text)
+            if parsed is None:
+                return
+            yield from parsed[0]
+            text = parsed[1].lstrip("; \n")
+
+    def _at(self, text: str) -> tuple[list[Call], str] | None:
+        """The calls with which a text begins, and what follows them."""
+        name, text = "", text.lstrip()
+        if not self.key:
+            name, found, text = text.partition(self.between) if self.between else _before_object(text)
+            if not found:
+                return None
+        try:
+            value, end = json.JSONDecoder().raw_decode(text.lstrip())
+        except (ValueError, RecursionError):
+            return None
+        values = value if isinstance(value, list) else [value]
+        calls = [self._call(each, name.strip()) for each in values]
+        found_calls = [call for call in calls if call is not None]
+        return (found_calls, text.lstrip()[end:]) if calls and len(found_calls) == len(calls) else None
+
+    def _call(self, value: Any, name: str) -> Call | None:
+        if name:
+            return Call(name, value) if isinstance(value, dict) else None
+        value = value.get(self.outer) if self.outer and isinstance(value, dict) else value
+        arguments = value.get(self.key, {}) if isinstance(value, dict) else None
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                return None
+        if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
+            return None
+        return Call(value["name"], arguments)
+
+    def grammar(self, tools: Sequence[Tool], special: Mapping[str, int], several: bool) -> str:
+        """The grammar, in llguidance's form of Lark, of replies that call one of the tools, or several of them.
+
+        Args:
+            tools: those that may be called.
+            special: ids of the special tokens, which are not text to the grammar, by their texts.
+            several: whether there may be several calls.
+        """
+        functions = [tool.get("function", tool) for tool in tools]
+        more = several and self.several
+        if self.key:
+            items = {"anyOf": [self._schema(function) for function in functions]}
+            listed = {"type": "array", "items": items, "minItems": 1, **({} if more else {"maxItems": 1})}
+            call = _json(listed if self.listed else items)
+        else:
+            between = _literal(self.between, special)
+            call = " | ".join(f"{json.dumps(x['name'])} {between} {_json(_parameters(x))}" for x in functions)
+        repeated = "(call more*)" if more and not self.listed and self.opening else "call"
+        opening, before = _literal(self.opening, special), "SPACE?" if self.opening and self.key else ""
+        after = f"SPACE? {_literal(self.closing, special)}" if self.closing else ""
+        return (
+            f"%llguidance {{}}\nstart: {repeated}\ncall: {opening} {before} body {after}\n"
+            f'more: "\\n" call\nbody: {call}\nSPACE: /[ \\n]/\n'
+        )
+
+    def _schema(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        properties = {"name": {"const": function["name"]}, self.key: _parameters(function)}
+        schema = {"type": "object", "properties": properties, "required": ["name", self.key],
+                  "additionalProperties": False}  # fmt: skip
+        if not self.outer:
+            return schema
+        wrapped = {"type": {"const": "function"}, self.outer: schema}
+        return {"type": "object", "properties": wrapped, "required": [*wrapped], "additionalProperties": False}
+
+
+class CallSplitter:
+    """Splits a reply that comes piece by piece: what is certainly no call is given at once, the rest is held back."""
+
+    def __init__(self, form: CallFormat) -> None:
+        self._form, self._held, self._given = form, "", False
+
+    def push(self, text: str) -> str:
+        """Append text. Returns what is no part of a call."""
+        self._held += text
+        if not self._form.opening:
+            start = self._held.lstrip()
+            if not self._given and (not start or start[0] in "{[" or _PYTHON.startswith(start[: len(_PYTHON)])):
+                return ""
+            size = len(self._held)
+        else:
+            place = self._held.find(self._form.opening)
+            size = len(self._held) - overlap(self._held, self._form.opening) if place < 0 else place
+            size = len(self._held[:size].rstrip())
+        given, self._held = self._held[:size], self._held[size:]
+        self._given = self._given or bool(given.strip())
+        return given
+
+    def flush(self) -> tuple[str, tuple[Call, ...]]:
+        """What was held back and is no call, and the calls."""
+        return self._form.parse(self._held)
+
+
+def find_format(tokenizer: Any) -> CallFormat | None:
+    """How the model of a tokenizer writes calls, by its chat template; None if that is unknown, or it has no tools."""
+
+    def render(*messages: Mapping[str, Any]) -> str:
+        said = [
+            {"role": "user", "content": _USER},
+            *messages,
+            {"role": "tool", "content": _RESULT, "tool_call_id": _ID},
+        ]
+        return str(tokenizer.apply_chat_template(said, tools=[_TOOL], tokenize=False)).rpartition(_USER)[2]
+
+    try:
+        plain = render({"role": "assistant", "content": _REPLY})
+        one = render(_calling(_NAME))
+    except (TemplateError, TypeError, KeyError):
+        return None
+    header, _, tail = plain.partition(_REPLY)
+    found = _format(one, header, tail)
+    if found is None or found.parse(_written(one, header, tail)) != ("", (Call(_NAME, _ARGUMENTS),)):
+        return None
+    try:
+        two = _written(render(_calling(_NAME, _OTHER)), header, tail)
+    except (TemplateError, TypeError, KeyError):
+        two = ""
+    several = found.parse(two)[1] == (Call(_NAME, _ARGUMENTS), Call(_OTHER, _ARGUMENTS))
+    return replace(found, several=several)
+
+
+_ID = "a1b2c3d4e"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "tool_of_the_list",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}},
+    },
+}
+
+
+def _calling(*names: str) -> dict[str, Any]:
+    calls = [{"id": _ID, "type": "function", "function": {"name": name, "arguments": _ARGUMENTS}} for name in names]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _written(rendered: str, header: str, tail: str) -> str:
+    """What the assistant has written, of a rendered turn that begins with a header and ends with a tail."""
+    rendered = rendered[shared_length(rendered, header) :]
+    return rendered[: len(rendered) - shared_length(rendered[::-1], tail[::-1])]
+
+
+def _format(rendered: str, header: str, tail: str) -> CallFormat | None:
+    written = _written(rendered, header, tail)
+    for place in (place for place, letter in enumerate(written) if letter in "{["):
+        try:
+            value, size = json.JSONDecoder().raw_decode(written[place:])
+        except ValueError:
+            continue
+        before, after = written[:place], written[place + size :].strip()
+        listed = isinstance(value, list)
+        call = value[0] if listed and value else value
+        if not isinstance(call, dict):
+            continue
+        if call == _ARGUMENTS and before.count(_NAME) == 1:
+            opening, _, between = before.partition(_NAME)
+            return _marked(CallFormat(opening.strip(), after, "", between.strip(), listed))
+        outer = next((key for key, value in call.items() if isinstance(value, dict) and "name" in value), "")
+        call = call[outer] if outer else call
+        key = next((key for key, value in call.items() if value in (_ARGUMENTS, json.dumps(_ARGUMENTS))), "")
+        if key and call.get("name") == _NAME:
+            return _marked(CallFormat(before.strip(), after, key, "", listed, outer))
+    return None
+
+
+def _marked(found: CallFormat) -> CallFormat | None:
+    """The format, if its calls can be told from text, and no id is part of it."""
+    marked = not found.opening or found.opening[0] in "<[" or "<" in found.opening
+    named = found.key or (found.opening and found.between)
+    return found if marked and named and not any(_ID in marker for marker in found.markers) else None
+
+
+def _before_object(text: str) -> tuple[str, str, str]:
+    place = text.find("{")
+    return (text[:place], "{", text[place:]) if place > 0 else (text, "", "")
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = function.get("parameters")
+    return parameters if isinstance(parameters, Mapping) and parameters else {"type": "object"}
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """A schema as a part of a grammar, with space only where templates write it."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _SPACE})}"
+
+
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """A text in the form of the grammar, with the numbers of its special tokens."""
+    parts, rest = list[str](), text
+    while rest:
+        places = {token: rest.find(token) for token in special if token in rest}
+        token = min(places, key=lambda token: (places[token], -len(token)), default="")
+        plain = rest[: places[token]] if token else rest
+        parts += [json.dumps(plain)] if plain else []
+        parts += [f"<[{special[token]}]>"] if token else []
+        rest = rest[len(plain) + len(token) :]
+    return " ".join(parts)

@@ -1,0 +1,232 @@
+"""Calls of tools: how models write them, and the server by the real client package."""
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.native import library
+from h2o_stream.serve.messages import Exchange, Reply, as_fed, next_hash, parse_dialogue
+from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
+from tests.conftest import compared, make_llama, saved
+from tests.served import Running
+from tests.test_tools import HERMES, TIME, WEATHER
+
+LLAMA = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>ipython\n{{ m.content | tojson }}<|im_end|>"
+    "{% elif m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('single calls only') }}{% endif %}"
+    "<|im_start|>assistant\n"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "<|im_end|>{% else %}<|im_start|>{{ m.role }}\n{% if loop.first and tools %}{{ tools | tojson }}{% endif %}"
+    "{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}"
+    "[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}{{ m.tool_call_id }}"
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
+    '{% set out = c.function | tojson %}{{ out[:-1] }}, "id": "{{ c.id }}"}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]<|im_end|>"
+    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+NAMED = MISTRAL.replace("[TOOL_CALLS] [", "").replace("]<|im_end|>", "<|im_end|>", 1).replace(
+    '{% set out = c.function | tojson %}{{ out[:-1] }}, "id": "{{ c.id }}"}',
+    "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}",
+).replace("{% if not loop.last %}, {% endif %}", "")  # fmt: skip
+XML = MISTRAL.replace("{% set out = c.function | tojson %}{{ out[:-1] }}", "<tool>{{ c.function.name }}</tool>")
+
+FORMATS = {
+    HERMES: CallFormat("<tool_call>", "</tool_call>", "arguments"),
+    LLAMA: CallFormat("", "", "parameters", several=False),
+    MISTRAL: CallFormat("[TOOL_CALLS]", "", "arguments", listed=True),
+    NAMED: CallFormat("[TOOL_CALLS]", "", "", "[ARGS]"),
+    XML: None,
+}
+BERN, NOW = Call("weather", {"city": "Bern"}), Call("time", {})
+WRITTEN = {
+    HERMES: ["<tool_call>\n", '{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>', "\n<tool_call>\n",
+             '{"name": "time", "arguments": {}}\n</tool_call>'],
+    LLAMA: ['{"name": "weather", ', '"parameters": {"city": "Bern"}}; {"name": "time", "parameters": {}}'],
+    MISTRAL: ["[TOOL_CALLS]", ' [{"name": "weather", "arguments": {"city": "Bern"}}, ',
+              '{"name": "time", "arguments": {}}]'],
+    NAMED: ["[TOOL_CALLS]", 'weather[ARGS]{"city": "Bern"}', "[TOOL_CALLS]time", "[ARGS]{}"],
+}  # fmt: skip
+
+
+class TestFormat:
+    @pytest.mark.parametrize(("template", "form"), FORMATS.items(), ids=range(len(FORMATS)))
+    def test_it_is_found_by_the_template(
+        self, tokenizer: PreTrainedTokenizerBase, template: str, form: CallFormat | None
+    ) -> None:
+        changed = copy.deepcopy(tokenizer)
+        changed.chat_template = template
+        assert find_format(changed) == form
+
+    def test_a_template_without_tools_has_none(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        assert find_format(tokenizer) is None
+
+    @pytest.mark.parametrize(("template", "pieces"), WRITTEN.items(), ids=range(len(WRITTEN)))
+    @pytest.mark.parametrize("before", ["", "I will look.\n"])
+    def test_calls_are_read_whole_and_piece_by_piece(self, template: str, pieces: list[str], before: str) -> None:
+        form = FORMATS[template]
+        assert form is not None
+        if not form.opening and before:
+            assert form.parse(before + "".join(pieces)) == (before + "".join(pieces), ())
+            return
+        assert form.parse(before + "".join(pieces)) == (before.strip(), (BERN, NOW))
+        for parts in ([before, *pieces], list(before + "".join(pieces))):
+            splitter = CallSplitter(form)
+            given = "".join(map(splitter.push, parts))
+            assert (given, splitter.flush()) == (before.strip(), ("", (BERN, NOW)))
+
+    @pytest.mark.parametrize("template", WRITTEN, ids=range(len(WRITTEN)))
+    @pytest.mark.parametrize(
+        "text", ["Plain < text [of] {any} kind.", '{"name": 3}', "<tool_call>\n{", "[TOOL_CALLS]x", "  "]
+    )
+    def test_what_is_no_call_is_text(self, template: str, text: str) -> None:
+        form = FORMATS[template]
+        assert form is not None
+        splitter = CallSplitter(form)
+        assert form.parse(text) == (text, ())
+        given = "".join(map(splitter.push, text))
+        rest, calls = splitter.flush()
+        assert (given + rest, calls) == (text, ())
+
+
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "a1b2c3d4e", "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}],
+}  # fmt: skip
+
+
+class TestMessages:
+    def test_results_belong_to_the_turn_that_called(self) -> None:
+        result = {"role": "tool", "content": "18", "tool_call_id": "a1b2c3d4e"}
+        said = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
+        dialogue = parse_dialogue([{"role": "user", "content": "Warm?"}, CALLING, result, *said])
+        assert dialogue.past == (Exchange("Warm?", Reply("", (BERN,))), Exchange((result,), Reply("Yes.")))
+        told, last = as_fed(dialogue.past, dialogue.user)
+        assert [message["role"] for message in told.user] == ["user", "assistant", "tool"]  # type: ignore[index]
+        assert (told.reply, told.exchanges, last.user, last.exchanges) == ("Yes.", dialogue.past, "Sure?", ())
+        (waiting,) = as_fed(dialogue.past[:1], (result,))
+        assert (waiting.reply, waiting.exchanges, len(waiting.user)) == (None, dialogue.past[:1], 3)
+
+    def test_a_reply_is_the_same_written_or_parsed(self) -> None:
+        form = FORMATS[HERMES]
+        assert form is not None
+        written = Reply(*form.parse('<tool_call>\n{"name": "weather", "arguments": {"city":"Bern"}}\n</tool_call>'))
+        assert next_hash("", Exchange("Warm?", written)) == next_hash("", Exchange("Warm?", Reply("", (BERN,))))
+        assert next_hash("", Exchange("Warm?", written)) != next_hash("", Exchange("Warm?", Reply("", (NOW,))))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = HERMES
+    model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
+    running = Running(
+        tmp_path_factory.mktemp("served"), ModelConfig(str(compared(model)), dtype="float32"), CacheConfig(window=300)
+    )
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+STRICT = copy.deepcopy(WEATHER)
+STRICT["function"]["parameters"] = {  # type: ignore[index]
+    "type": "object", "properties": {"city": {"enum": ["Bern", "Genf"]}}, "required": ["city"],
+    "additionalProperties": False,
+}  # fmt: skip
+ASKED = {"model": "h2o", "tools": [STRICT, TIME], "temperature": 0, "max_tokens": 60}
+WARM = {"role": "user", "content": "Is it warm in Bern?"}
+
+
+@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+class TestServer:
+    """A random model calls nothing by itself, but it can be made to."""
+
+    def named(self, client: Any, messages: Any, **more: Any) -> Any:
+        choice = {"type": "function", "function": {"name": "weather"}}
+        return client.chat.completions.create(messages=messages, tool_choice=choice, **ASKED | more)
+
+    def test_a_call_and_its_result(self, client: Any) -> None:
+        first = self.named(client, [WARM])
+        choice = first.choices[0]
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "weather")
+        assert json.loads(call.function.arguments)["city"] in ("Bern", "Genf")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees"}
+        messages = [WARM, choice.message, result]
+        second = client.chat.completions.create(messages=messages, **ASKED | {"max_tokens": 6})
+        assert (second.h2o["origin"], second.h2o["turns_known"]) == ("continued", 1)
+        assert second.usage.prompt_tokens_details.cached_tokens == first.h2o["seen_tokens"]
+        messages += [second.choices[0].message, {"role": "user", "content": "Sure?"}]
+        third = client.chat.completions.create(messages=messages, **ASKED | {"max_tokens": 6})
+        assert (third.h2o["origin"], third.h2o["turns_known"]) == ("continued", 2)
+
+    def test_a_stream(self, client: Any) -> None:
+        whole = self.named(client, [WARM]).choices[0].message.tool_calls[0].function
+        chunks = [chunk.choices[0] for chunk in self.named(client, [WARM], stream=True)]
+        (delta,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        assert (delta.index, delta.function.name, delta.function.arguments) == (0, whole.name, whole.arguments)
+        assert not any(chunk.delta.content for chunk in chunks)
+        assert chunks[-1].finish_reason == "tool_calls"
+
+    def test_an_unknown_history_with_calls_is_read(self, client: Any) -> None:
+        """As the template writes it: the same tokens as if it had been said."""
+        result = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "18 degrees"}
+        told = [WARM, CALLING, result, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
+        read = client.chat.completions.create(messages=told, **ASKED | {"max_tokens": 4})
+        assert (read.h2o["origin"], read.h2o["turns_read"]) == ("read", 2)
+        again = client.chat.completions.create(messages=told[:3], **ASKED | {"max_tokens": 4})
+        assert (again.h2o["origin"], again.h2o["turns_read"]) == ("read", 1)
+        known = [*told[:3], again.choices[0].message, {"role": "user", "content": "Sure?"}]
+        assert client.chat.completions.create(messages=known, **ASKED | {"max_tokens": 4}).h2o["turns_known"] == 2
+
+    def test_required(self, client: Any) -> None:
+        choice = client.chat.completions.create(
+            messages=[WARM], tool_choice="required", parallel_tool_calls=False, **ASKED | {"tools": [STRICT]}
+        ).choices[0]
+        assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+
+    def test_a_choice_to_call_nothing_or_by_itself(self, client: Any) -> None:
+        texts = [
+            client.chat.completions.create(messages=[WARM], tool_choice=choice, **ASKED).choices[0].message
+            for choice in ("none", "auto")
+        ]
+        assert [message.tool_calls for message in texts] == [None, None]
+        assert texts[0].content == texts[1].content
+
+    @pytest.mark.parametrize(("more", "param"), [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
+        ({"tool_choice": "perhaps"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "none"}}}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"messages": [WARM, {"role": "tool", "content": "18"}]}, "messages[1].role"),
+        ({"messages": [{**WARM, "tool_calls": CALLING["tool_calls"]}]}, "messages[0].tool_calls"),
+        ({"messages": [WARM, {**CALLING, "tool_calls": [{}]}, WARM]}, "messages[1].tool_calls"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "nothing"}}}],
+          "tool_choice": "required"}, "tools"),
+    ])  # fmt: skip
+    def test_wrong_requests(self, client: Any, more: dict[str, Any], param: str) -> None:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(**{"messages": [WARM], **ASKED, **more})
+        assert refused.value.param == param
+
+    def test_a_model_without_tools(self, client: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(vars(server.service), "call_format", None)
+        with pytest.raises(openai.BadRequestError, match="has no tools") as refused:
+            client.chat.completions.create(messages=[WARM], **ASKED)
+        assert (refused.value.code, refused.value.param) == ("tools_not_supported", "tools")
