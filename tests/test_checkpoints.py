@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.check import check
 from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models import packed_folder, packed_weights, user_cache
 from h2o_stream.models.load import load
 from h2o_stream.models.tokenizer import FileTokenizer
@@ -142,16 +143,18 @@ class TestServed:
         again = load_model(ModelConfig(str(path), dtype="float32"), CacheConfig(), "auto", print, print)
         assert not isinstance(again.model, RuntimeModel)
 
-    @pytest.mark.parametrize("quantize", ["int8", "int4"])
-    @pytest.mark.parametrize("min_bytes", [0, 2**30])
+    @pytest.mark.parametrize(("name", "quantize", "min_bytes"), [
+        ("Gemma 2", "int8", 0), ("Gemma 2", "int4", 0), ("Gemma 2", "int8", 2**30), ("Gemma 2", "int4", 2**30),
+        ("Llama, tied, linear, biases", "int8", 0),
+    ])  # fmt: skip
     def test_packed_weights(
-        self, quantize: str, min_bytes: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
+        self, name: str, quantize: str, min_bytes: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for module in (packed_folder, user_cache):
             monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
         for module in (packed_weights, sources):
             monkeypatch.setattr(module, "MIN_BYTES", min_bytes)
-        path = saved("Gemma 2", tmp_path / "model", words)
+        path = saved(name, tmp_path / "model", words)
         config = ModelConfig(str(path), dtype="float32", quantize=quantize)
         cache = CacheConfig(window=20, chunk=4)
         notes: list[str] = []
@@ -170,6 +173,15 @@ class TestServed:
         assert relative_error(found, expected) < 1e-2
         assert check(str(path), path, f"float32 {quantize}").difference == ""
         assert read_known(path, f"float32 {quantize}") is not None
+
+    @pytest.mark.parametrize(("quantize", "says"), [("int8", "--quantize int4"), ("auto", "take a smaller --model")])
+    def test_too_little_memory(
+        self, quantize: str, says: str, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = saved("Llama 3", tmp_path / "model", words)
+        monkeypatch.setattr(sources, "free_bytes", lambda: 2**10)
+        with pytest.raises(OutOfMemoryError, match=f"are free; {says}"):
+            Checkpoint(str(path), path, "float32", quantize)
 
     def test_a_chat_imports_no_torch(self, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
