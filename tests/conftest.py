@@ -19,7 +19,7 @@ from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.load import LoadedModel, load, load_tokenizer
 from h2o_stream.resources import wheel_file
 from tests.gguf_files import write_model
-from tests.kept_checks import keep_checks
+from tests.kept_checks import keep, keep_checks
 from tests.kept_tokenizers import keep_tokenizers
 
 torch.set_grad_enabled(False)
@@ -63,7 +63,9 @@ def saved(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Path:
 def compared(folder: Path, quantize: str = "none") -> Path:
     """The same folder, whose model is known to be right: the processes that tests start do not compare it again."""
     for dtype in ("bfloat16", "float32"):
-        assert not check(str(folder), folder, f"{dtype} {quantize}").difference
+        known = check(str(folder), folder, variant := f"{dtype} {quantize}")
+        assert not known.difference
+        keep(folder, variant, known)
     return folder
 
 

@@ -13,11 +13,15 @@ def keep_checks() -> None:
     vars(checking)["read_known"] = vars(loading)["read_known"] = _known
 
 
+def keep(path: Path, variant: str, known: Known) -> None:
+    """Let this be known in all cache folders."""
+    _passed[comparison_key(path, variant)] = known
+
+
 def _known(path: Path, variant: str) -> Known | None:
     found = read_known(path, variant)
     if found is not None and found.difference:
         return found
-    key = comparison_key(path, variant)
     if found is not None:
-        _passed[key] = found
-    return _passed.get(key)
+        keep(path, variant, found)
+    return _passed.get(comparison_key(path, variant))
