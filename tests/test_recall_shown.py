@@ -22,7 +22,7 @@ from h2o_stream.session.retention import RetainedText, RetainedTurn
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Timings, Turn
 from h2o_stream.ui.chat import Chat, open_chat
-from h2o_stream.ui.documents import split_question
+from h2o_stream.ui.documents import split_asking, split_question
 from h2o_stream.ui.heatmap import heatmap
 from h2o_stream.ui.recall import candidates_table, recalled_line, recalled_lines
 from h2o_stream.ui.screen import Screen
@@ -121,6 +121,17 @@ class TestQuestions:
     ])  # fmt: skip
     def test_the_last_paragraph(self, text: str, parts: tuple[str, str]) -> None:
         assert split_question(text) == parts
+
+    @pytest.mark.parametrize(("text", "questions"), [
+        ("One.\nTwo. Three?\n", ["Two. Three?", "Three?"]),
+        (f"{TALK.strip()}\nWhat is it?", ["What is it?", f"{TALK.strip()}\nWhat is it?"]),
+        ("Two?\nThree.", []),
+        ("", []),
+    ])  # fmt: skip
+    def test_the_last_line_or_sentence_that_asks(self, text: str, questions: list[str]) -> None:
+        split = split_asking(text)
+        assert [question for _, question in split] == questions
+        assert all(f"{body} {question}".split() == text.split() for body, question in split)
 
     @given(st.text("a \n"))
     def test_nothing_is_lost(self, text: str) -> None:
@@ -257,6 +268,16 @@ class TestLongTexts:
         else:
             split = [("told", long), ("said", "Why?"), ("told", f"/{long}"), ("said", "Why?")]
             assert said == [*split, *(("said", message) for message in messages[2:])]
+
+    @pytest.mark.parametrize("recall", ["auto", "off"])
+    def test_a_prompt_that_is_piped(self, tiny_folder: Path, recall: RecallMode) -> None:
+        """With recall its question, in the last line, is asked after the rest was read."""
+        done = invoke(
+            *("h2o-chat", "-m", tiny_folder, "--window", 64, "-n", 2, "--recall", recall, "-p", "-"),
+            typed=f"{TALK.strip()}.\n{FACT}\n{TALK.strip().capitalize()}.\n{QUESTION}",
+        )
+        assert done.exit_code == 0, done.stderr
+        assert (LINE in done.stderr) is (recall == "auto")
 
     @pytest.mark.parametrize(("interactive", "terminated"), [(True, False), (True, True), (False, False)])
     @pytest.mark.parametrize("as_file", [True, False])

@@ -92,7 +92,8 @@ class Chat:
         """Read messages and reply, until the end; from a prompt of our own or standard input, unless they are given."""
         config, interrupts = self._context.config, self._context.loaded.interrupts
         if config.prompt is not None:
-            return self.say(config.prompt)
+            message = read_ahead(self._context, config.prompt)
+            return "interrupted" if message is None else self.say(message)
         for message in self._messages(typed or (self._typed() if self._terminal.interactive else _piped())):
             finish = self.say(message)
             if interrupts.terminated:

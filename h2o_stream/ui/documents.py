@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
+from h2o_stream.recall.passages import sentences
+from h2o_stream.recall.terms import is_question
 from h2o_stream.ui.chat_context import ChatContext
 
 _MAX_SHARE = 0.5
 """Share of the window above which a file is read as a turn of its own."""
 
 _QUESTION_SHARE = 0.25
-"""Share of the window up to which the last paragraph of a long message is taken for the question about the rest."""
+"""Share of the window up to which the end of a long message is taken for the question about the rest."""
 
 
 def read_file(context: ChatContext, name: str, text: str, question: str) -> str | None:
@@ -28,13 +30,15 @@ def read_file(context: ChatContext, name: str, text: str, question: str) -> str 
 def read_ahead(context: ChatContext, message: str) -> str | None:
     """What to say of a message; None if Ctrl-C ended the reading.
 
-    If it is longer than the window and recall is on, all but the question is read first: the last paragraph, if that is
-    short. If it is not, the message is said as it is.
+    If it is longer than the window and recall is on, all but the question is read first: the last paragraph, or the
+    last line or sentence that asks. If none is short, the message is said as it is.
     """
-    body, question = split_question(message)
-    if not body or not _exceeds(context, message, 1.0) or _exceeds(context, question, _QUESTION_SHARE):
+    if not _exceeds(context, message, 1.0):
         return message
-    return question if _read(context, body, "I have read it.", "") else None
+    for body, question in (split_question(message), *split_asking(message)):
+        if body and not _exceeds(context, question, _QUESTION_SHARE):
+            return question if _read(context, body, "I have read it.", "") else None
+    return message
 
 
 def split_question(text: str) -> tuple[str, str]:
@@ -42,6 +46,14 @@ def split_question(text: str) -> tuple[str, str]:
     text = text.strip()
     *body, question = re.split(r"\n\s*\n", text)
     return text[: -len(question)].rstrip() if body else "", question
+
+
+def split_asking(text: str) -> list[tuple[str, str]]:
+    """The same for the last line and for the last sentence; none if the text does not end with a question."""
+    text = text.strip()
+    if not is_question(text):
+        return []
+    return [(text[:start].rstrip(), text[start:]) for start in (text.rfind("\n") + 1, sentences(text)[-1].start)]
 
 
 def _exceeds(context: ChatContext, text: str, share: float) -> bool:
