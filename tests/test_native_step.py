@@ -23,7 +23,7 @@ from h2o_stream.native.kernels import make_kernels
 from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.slots import POLICIES
 from tests.conftest import make_llama
-from tests.families import FAMILIES, RULES, Family, config_of, is_third, pairs
+from tests.families import FAMILIES, RULES, Family, config_of, pairs
 from tests.slots import attend
 from tests.tolerance import relative_error
 
@@ -82,11 +82,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("others", [False, pytest.param(True, marks=exhaustive)], ids=["", "positions"])
-@pytest.mark.parametrize(("number", "policy"), [
-    pair if is_third(pair.values[0]) else pytest.param(*pair.values, id=pair.id, marks=exhaustive)
-    for pair in pairs(NATIVE)
-    if FAMILIES[pair.values[0]].native
-])  # fmt: skip
+@pytest.mark.parametrize(("number", "policy"), [pair for pair in pairs(NATIVE) if FAMILIES[pair.values[0]].native])
 def test_every_family_and_policy(number: int, policy: str, others: bool) -> None:
     """Rows 1, then 3, then 1 again, with the default positions or with all others.
 
