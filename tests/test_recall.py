@@ -3,16 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.engine.events import Token
 from h2o_stream.models.load import LoadedModel
+from h2o_stream.native import library
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
+from h2o_stream.session.turn import Turn
 from tests.conftest import with_exhaustive
 from tests.small_talk import small_model, small_tokenizer
 
@@ -28,9 +30,10 @@ def make() -> Iterator[Callable[..., ConversationHistory]]:
     model, tokenizer, sampling = small_model(), small_tokenizer(), SamplingConfig(1.0, seed=4, max_tokens=4)
     with ExitStack() as engines:
 
-        def history(recall: Any = "auto") -> ConversationHistory:
+        def history(recall: Any = "auto", memory: Literal["auto", "off"] = "off") -> ConversationHistory:
             engines.close()
-            engine = engines.enter_context(Engine(model, tokenizer, CacheConfig("h2o", 32, chunk=4), sampling))
+            config = CacheConfig("h2o", 32, chunk=4, memory=memory)
+            engine = engines.enter_context(Engine(model, tokenizer, config, sampling))
             return ConversationHistory(Conversation(engine, "w1 w2", recall=recall), Header("small", "h2o", 32, None))
 
         yield history
@@ -117,6 +120,26 @@ class TestReading:
         assert len(history.entries) == (9 if count == 1 else 10)
         assert bool(history.conversation.recalled) is (count > 1)
         assert indexed(history) == said(history)
+
+
+@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@pytest.mark.parametrize("ends", [True, False])
+def test_attention_does_not_search_while_a_passage_is_read_again(
+    make: Callable[..., ConversationHistory], recall_first_turn: None, ends: bool
+) -> None:
+    history = make(memory="auto")
+    list(history.feed_turn("w3 w4", "w9"))
+    fill(history, 8)
+    memory = history.conversation.engine.cache.memory
+    events = history.say("w3 w11")
+    assert isinstance(next(events), Recalled)
+    for event in events:
+        if not isinstance(event, Turn):
+            assert not memory.searched
+            if not ends:
+                break
+    events.close()
+    assert memory.searched
 
 
 class TestOff:

@@ -88,6 +88,19 @@ def test_nothing_is_remembered_by_default() -> None:
     assert CacheConfig().plan().memory == 0
 
 
+def test_it_is_filled_while_nothing_searches_it() -> None:
+    made, _ = remembering()
+    model, tokens, logits = make_llama(groups=3), tokens_of(8, 90), dict[str, list[torch.Tensor]]()
+    with torch.no_grad():
+        for memory in ("off", "auto"):
+            with attach(model, replace(made, memory=memory)) as cache:
+                cache.search_memory(False)
+                logits[memory] = [fed(model, cache, part) for part in (tokens[:60], tokens[60:61], tokens[61:80])]
+                cache.search_memory(True)
+                logits[memory].append(fed(model, cache, tokens[80:]))
+    assert [torch.equal(*pair) for pair in zip(*logits.values(), strict=True)] == [True, True, True, False]
+
+
 def test_it_needs_native_attention() -> None:
     made, _ = remembering()
     with pytest.raises(ConfigError, match="--memory needs native steps"), attach(make_llama(), made, engine="eager"):

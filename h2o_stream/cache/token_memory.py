@@ -278,7 +278,10 @@ class TokenMemory:
     Attributes:
         limit_bytes: see above.
         rows: by stream; empty before the first token.
+        searched: whether attention searches it; see `WindowRules.search_memory`.
     """
+
+    searched = True
 
     def __init__(self, limit_bytes: int, previous: TokenMemory | None = None) -> None:
         self.limit_bytes, self._room = limit_bytes, 0

@@ -85,6 +85,14 @@ class WindowRules(ABC, Generic[Spec, Group]):
             self.memory.assign(groups, windows, shapes, sizes)
             self._revision.bump()
 
+    def search_memory(self, searched: bool) -> None:
+        """Let attention search the memory from now on, or fill it only."""
+        if self.memory is not None and self.memory.searched != searched:
+            self.memory.searched = searched
+            for row in self.memory.rows:
+                row.found.fill(-1)
+            self._revision.bump()
+
     def make_memory_room(self, lengths: Sequence[int]) -> None:
         """Make room in the memory for rows of so many tokens.
 

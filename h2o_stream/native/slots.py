@@ -94,9 +94,11 @@ class BoundLayer:
         attention.layer_index = int(first.layer)
         attention.rope_rows, attention.rotary_dims = (0, 0) if rope is None else rope.shape
         attention.rope = pointer(rope, "float32", attention.rope_rows * attention.rotary_dims)
-        if any(group.memory for group in head_groups):
+        memories = [group.memory.memory for group in head_groups if group.memory]
+        if memories:
             attention.memory_distance = min(config.MEMORY_DISTANCE, attention.rope_rows - 1) if rope is not None else 0
-            attention.memory_candidates, attention.memory_matches = config.MEMORY_CANDIDATES, config.MEMORY_MATCHES
+            attention.memory_candidates = config.MEMORY_CANDIDATES
+            attention.memory_matches = config.MEMORY_MATCHES if memories[0].searched else 0
             attention.memory_period = config.MEMORY_PERIOD
             attention.memory_prompt_period = config.MEMORY_PROMPT_PERIOD
         attention.in_bfloat16 = dtype_name(first.dtype) == "bfloat16"

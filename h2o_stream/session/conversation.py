@@ -14,6 +14,7 @@ from functools import partial
 
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.state import Array, State
+from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS, RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
@@ -169,7 +170,7 @@ class Conversation:
         if recalled:
             prompt = self._with_recalled(prompt, recalled, message)
         reply = GrowingReply(text, template.markers, prompt.num_thinking is not None, recalled)
-        with self._indexing(text, reply.answer):
+        with self._reading(recalled), self._indexing(text, reply.answer):
             with closing(self._feed(prompt)) as events:
                 for event in events:
                     if isinstance(event, Finished):
@@ -256,6 +257,19 @@ class Conversation:
         asking = change_question(message, partial(compose, recalled))
         composed = self.metadata.template.next_turn(asking, ended)
         return replace(composed, recalled=inserted(prompt.tokens, composed.tokens))
+
+    @contextmanager
+    def _reading(self, recalled: Sequence[Candidate]) -> Iterator[None]:
+        """Inside the block, attention does not search the memory if passages are read again: it would prefer others."""
+        cache = self.engine.cache
+        if not recalled or not isinstance(cache, WindowRules):
+            yield
+            return
+        cache.search_memory(False)
+        try:
+            yield
+        finally:
+            cache.search_memory(True)
 
     @contextmanager
     def _indexing(self, text: str, pieces: Sequence[str]) -> Iterator[None]:

@@ -57,7 +57,8 @@ class HeadMemory {
   }
 
   bool exists() const { return segments_; }
-  int64_t count() const { return segments_ ? *count_ : 0; }
+  // Tokens that queries search; none if they attend to none.
+  int64_t count() const { return segments_ && matches_ ? *count_ : 0; }
   int64_t key_size() const { return layout_.key_size; }
   int64_t value_size() const { return layout_.value_size; }
 
