@@ -1,6 +1,7 @@
 """Small GGUF files: built byte by byte, to include invalid ones, or from random models by gguf's own writer."""
 
 import itertools
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 from transformers import PreTrainedModel
 
@@ -114,7 +116,10 @@ def write_model(
     write_tokens(writer, pre)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
+    weights = stacked(model.state_dict())
+    if arch == "gemma3n":
+        weights |= unused_keys(weights, config)
+    for name, weight in weights.items():
         if not (name == "lm_head.weight" and config.tie_word_embeddings):
             for stored_name, values in stored(arch, name, weight.float().numpy(), config, names):
                 add_tensor(writer, stored_name, values, quantize)
@@ -123,6 +128,28 @@ def write_model(
         for name, factors in tables.items():
             writer.add_tensor(f"{name}.weight", np.asarray(factors, np.float32))
     finish(writer)
+
+
+def stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a model; Gemma 3n's projections between versions of the residual stream are in one tensor each."""
+    numbered = {name: re.fullmatch(r"(model\.altup_\w+)\.\d+(\.weight)", name) for name in weights}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name, found in numbered.items():
+        if found:
+            stacks.setdefault(found[1] + found[2], []).append(weights[name])
+    rest = {name: weight for name, weight in weights.items() if not numbered[name]}
+    return rest | {name: torch.stack(stack) for name, stack in stacks.items()}
+
+
+def unused_keys(weights: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """What published models have in layers that use keys and values of others, and llama.cpp wants to find."""
+    kinds, layers = ("k_proj", "v_proj", "k_norm"), range(config.num_hidden_layers)
+    parts = {kind: weights[f"model.layers.0.self_attn.{kind}.weight"] for kind in kinds}
+    return {
+        f"model.layers.{layer}.self_attn.{kind}.weight": parts[kind]
+        for layer in layers[-config.num_kv_shared_layers :]
+        for kind in kinds
+    }
 
 
 def write_tokens(writer: gguf.GGUFWriter, pre: str | None) -> None:
@@ -139,7 +166,7 @@ def write_tokens(writer: gguf.GGUFWriter, pre: str | None) -> None:
 
 
 IN_FULL = ("ffn_gate_inp", "exp_probs", "shortconv.conv.", "ssm_conv1d", "ssm_norm", "ssm_a", "ssm_d",
-    "per_layer_model_proj")  # fmt: skip
+    "per_layer_model_proj", "altup", "laurel")  # fmt: skip
 """Parts of names of matrices that are not quantized."""
 
 
@@ -170,7 +197,7 @@ def stored(
         for kind, part in parts:
             yield f"{block}.ffn_{kind}_exps.{suffix}", part
         return
-    if name.endswith(("sinks", "layer_scalar")):
+    if name.endswith(("sinks", "layer_scalar", "correct_output_scale")):
         yield f"{names.get_name(name)}.weight", values
         return
     if arch in HYBRIDS and (tensors := recurrent(arch, name, values, config)):

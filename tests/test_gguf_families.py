@@ -72,6 +72,17 @@ LATENT_KEYS: dict[str, Any] = {
     "rope.dimension_count": 16, "vocab_size": 64,
 }  # fmt: skip
 SLIDING_AND_FULL = ["sliding_attention", "full_attention"]
+GEMMA_3N: dict[str, Any] = {
+    "num_hidden_layers": 25, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 5, "sliding_window": 24,
+    "hidden_size": 96, "intermediate_size": 256, "num_kv_shared_layers": 5, "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 64, "laurel_rank": 64, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+GEMMA_3N_KEYS: dict[str, Any] = {
+    **COMMON, "attention.sliding_window": 24, "attention.sliding_window_pattern": ([True] * 4 + [False]) * 5,
+    "attention.shared_kv_layers": 5, "embedding_length_per_layer_input": 256, "altup.num_inputs": 4,
+    "altup.active_idx": 0, "activation_sparsity_scale": [1.6448535919189453] * 10 + [-math.inf] * 15,
+    "rope.freq_base": 1e6, "rope.freq_base_swa": 10000.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
 GEMMA_4: dict[str, Any] = {
     "num_hidden_layers": 6, "layer_types": SLIDING_AND_FULL * 3, "sliding_window": 24,
     "global_head_dim": 32, "vocab_size_per_layer_input": 64, "tie_word_embeddings": False,
@@ -131,6 +142,19 @@ def model(kind: str, config_kind: str = "", **settings: Any) -> Callable[[], Pre
         for weights in made.state_dict().values():
             if weights.ndim == 1:
                 weights += 0.1 * torch.randn(weights.shape, generator=generator)
+        return made
+
+    return functools.cache(changed)
+
+
+def calm(make: Callable[[], PreTrainedModel]) -> Callable[[], PreTrainedModel]:
+    """Makes a model of many layers that each add little, as otherwise it amplifies rounding by orders of magnitude."""
+
+    def changed() -> PreTrainedModel:
+        made = make()
+        for name, weights in made.state_dict().items():
+            if ".post_" in name or "post_laurel" in name:
+                weights *= 0.1
         return made
 
     return functools.cache(changed)
@@ -230,6 +254,10 @@ CASES = {
     ),
     "Mixtral": Case("llama", model("Mixtral", **THETA, **EXPERTS, rms_norm_eps=1e-6), {**COMMON, **EXPERT_KEYS}),
     "Gemma": Case("gemma", model("Gemma", **THETA), COMMON, llama_rounding=2e-3),
+    "Gemma 3n": Case(
+        "gemma3n",
+        calm(model("Gemma3n", "Gemma3nText", **GEMMA_3N)), GEMMA_3N_KEYS, llama_rounding=5e-3,
+    ),
     "Gemma 4": Case(
         "gemma4",
         model("Gemma4", "Gemma4Text", **GEMMA_4, num_kv_shared_layers=2, hidden_size_per_layer_input=32,
@@ -272,10 +300,10 @@ CASES = {
         "stablelm", model("StableLm", **PARTIAL), {**LAYERED, **HALF, "use_parallel_residual": False}
     ),
 }  # fmt: skip
-ROUNDED = ("GLM-4 MoE", "ERNIE 4.5 MoE", "DeepSeek V3", "Gemma")
+ROUNDED = ("GLM-4 MoE", "Gemma 3n", "ERNIE 4.5 MoE", "DeepSeek V3", "Gemma")
 """Families that are described in bfloat16, too; `make test-all` takes all."""
 
-KEPT = ("GLM-4 MoE", "Gemma 4", "DeepSeek V3", "HunYuan", "Granite MoE", "LFM2")
+KEPT = ("GLM-4 MoE", "Gemma 3n", "Gemma 4", "DeepSeek V3", "HunYuan", "Granite MoE", "LFM2")
 """Families that are described from kept weights, too; `make test-all` takes all."""
 
 HYBRID = {

@@ -40,6 +40,9 @@ FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 """Types that store plain floating-point numbers, without blocks."""
 
 
+_STACKS = ("altup_proj.weight", "altup_unembd_proj.weight")
+"""Tensors that are several matrices of a model (Gemma 3n)."""
+
 UNROTATED = 1e29
 """Factor on a wavelength of RoPE from which on it stands for no rotation."""
 
@@ -91,7 +94,9 @@ class GgufFile:
             raise ModelNotFoundError(f"{path} cannot be read: {error.strerror or error}") from error
         part = len(self._maps)
         self._maps.append(data)
-        self.tensors |= {name: replace(tensor, part=part) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            each = _unstacked(tensor) if name in _STACKS and len(tensor.shape) > 2 else [tensor]
+            self.tensors |= {piece.name: replace(piece, part=part) for piece in each}
         return dict(metadata), spans
 
     def damaged(self, reason: str) -> ModelNotFoundError:
@@ -148,6 +153,21 @@ class GgufFile:
     def raw_bytes(self, key: str) -> bytes:
         """The bytes of a key and its value in the file."""
         return self._maps[0][slice(*self._spans[key])]
+
+
+def _unstacked(stack: GgufTensor) -> list[GgufTensor]:
+    """The matrices of a tensor, with their numbers in their names."""
+    stem, size = stack.name.removesuffix(".weight"), stack.nbytes // stack.shape[0]
+    return [
+        replace(
+            stack,
+            name=f"{stem}.{number}.weight",
+            shape=stack.shape[1:],
+            offset=stack.offset + number * size,
+            nbytes=size,
+        )
+        for number in range(stack.shape[0])
+    ]
 
 
 def gguf_parts(path: Path) -> list[Path]:

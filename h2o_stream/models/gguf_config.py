@@ -48,7 +48,7 @@ _FLAGS = {
 _WITH_SLIDING_WINDOW = ("mistral", "phi3", "gpt_oss")
 """Architectures for which transformers ignores the file's sliding window."""
 
-_WITH_LOCAL_ROPE = ("gemma3_text",)
+_WITH_LOCAL_ROPE = ("gemma3_text", "gemma3n_text")
 """Architectures whose sliding layers have RoPE of another base, if the file does not say."""
 
 _ROPE_FACTORS, _SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"

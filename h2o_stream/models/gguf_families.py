@@ -133,6 +133,7 @@ FAMILIES = {
     "lfm2moe": Family("lfm2_moe", _LFM2_EXPERTS, derived=gguf_hybrids.convolution_config),
     "command-r": Family("cohere", {"logit_scale": "logit_scale"}),
     "cohere2": Family("cohere2", {"logit_scale": "logit_scale"}, full_every=4),
+    "gemma3n": Family("gemma3n_text", derived=gguf_gemma.config_3n),
     "gemma4": Family("gemma4_text", derived=gguf_gemma.config),
     "gemma": Family("gemma", norm_offset=1.0),
 }
@@ -156,6 +157,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Tensors of a layer in files by weights in transformers, where the gguf package does not know them."""
 
+_OUTSIDE: Mapping[str, str] = {**gguf_hybrids.OUTSIDE, **gguf_gemma.OUTSIDE}
+"""The same outside of layers."""
 
 _BY_SIGMOID = 2
 """llama.cpp's number of the function of a router's logits."""
@@ -217,8 +220,8 @@ class FamilyProcessor(Qwen2MoeTensorProcessor):
         if layer := re.fullmatch(r"(?:model\.)?layers\.(\d+)\.(.+)", hf_name):
             for name in _NAMES.get(layer[2], ()):
                 gguf_to_hf_name_map[f"blk.{layer[1]}.{name}"] = qual_name + hf_name
-        elif hf_name in gguf_hybrids.OUTSIDE:
-            gguf_to_hf_name_map[gguf_hybrids.OUTSIDE[hf_name]] = qual_name + hf_name
+        elif hf_name in _OUTSIDE:
+            gguf_to_hf_name_map[_OUTSIDE[hf_name]] = qual_name + hf_name
 
     def process(self, weights: np.ndarray[Any, Any], name: str, **kwargs: Any) -> GGUFTensor:
         """Revert what the converter has done to a tensor."""

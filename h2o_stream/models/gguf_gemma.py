@@ -1,11 +1,41 @@
-"""What GGUF files say of Gemma 4, as transformers has it."""
+"""What GGUF files say of Gemma 3n and 4, as transformers has it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from h2o_stream.models.gguf_header import GgufTensor
+
+VERSIONS = 4
+"""Of the residual stream, at most."""
+
+OUTSIDE: Mapping[str, str] = {
+    f"model.altup_{name}projections.{number}.weight": f"altup_{tensor}.{number}.weight"
+    for name, tensor in {"": "proj", "unembed_": "unembd_proj"}.items()
+    for number in range(VERSIONS - 1)
+}
+"""Tensors outside of layers by weights of Gemma 3n, as `gguf.GgufFile` takes them apart."""
+
+
+def config_3n(get: Callable[[str], Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """Attributes of the config of a Gemma 3n."""
+    deviations = torch.tensor(get("activation_sparsity_scale"), dtype=torch.float64)
+    return {
+        "layer_types": [
+            "sliding_attention" if x else "full_attention" for x in get("attention.sliding_window_pattern")
+        ],
+        "num_kv_shared_layers": int(get("attention.shared_kv_layers") or 0),
+        "hidden_size_per_layer_input": int(get("embedding_length_per_layer_input")),
+        "vocab_size_per_layer_input": tensors["per_layer_token_embd.weight"].shape[0],
+        "altup_num_inputs": int(get("altup.num_inputs")),
+        "altup_active_idx": int(get("altup.active_idx")),
+        "laurel_rank": tensors["blk.0.laurel_l.weight"].shape[0],
+        "activation_sparsity_pattern": torch.special.ndtr(deviations).tolist(),
+        "final_logit_softcapping": get("final_logit_softcapping"),
+    }
 
 
 def config(get: Callable[[str], Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
     for tensor in sorted(file.tensors.values(), key=lambda tensor: (tensor.part, tensor.offset)):
         if name := source.name(tensor):
             tensors_by_weight.setdefault(name, []).append(tensor)
-        elif not _NOT_WEIGHTS.fullmatch(tensor.name) and not _guesses(tensor.name, model.config):
+        elif not _NOT_WEIGHTS.fullmatch(tensor.name) and not _is_unused(tensor.name, model.config):
             raise UnsupportedModelError(
                 f"{file.path.name} has {tensor.name}, which {type(model).__name__} does not have"
             )
@@ -103,10 +103,16 @@ def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
     ]
 
 
-def _guesses(name: str, config: Any) -> bool:
-    """Whether a tensor belongs to the layers after the last one, which only guess further tokens."""
-    layer = re.match(r"blk\.(\d+)\.", name)
-    return layer is not None and int(layer[1]) >= config.get_text_config().num_hidden_layers
+def _is_unused(name: str, config: Any) -> bool:
+    """Whether a tensor is of layers after the last one, or of keys and values in place of which others are used.
+
+    The former only guess further tokens.
+    """
+    found, config = re.match(r"blk\.(\d+)\.(attn_(k|v|k_norm)\.)?", name), config.get_text_config()
+    if found is None:
+        return False
+    borrowing = getattr(config, "num_kv_shared_layers", 0) if found[2] else 0
+    return int(found[1]) >= config.num_hidden_layers - borrowing
 
 
 def block_tensor(file: GgufFile, tensor: GgufTensor) -> Tensor:

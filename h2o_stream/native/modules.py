@@ -216,7 +216,8 @@ def gated(activation: Activation, parameters: Sequence[float], gate: Tensor, up:
 
 def gate_deviations(sparsity: float) -> float | None:
     """Standard deviations above their mean that this share of normally distributed gates is below; None for no gate."""
-    return float(torch.special.ndtri(torch.tensor(sparsity, dtype=torch.float32))) if sparsity > 0 else None
+    normal = torch.distributions.Normal(0.0, 1.0)
+    return float(normal.icdf(torch.tensor(sparsity, dtype=torch.float32, device="cpu"))) if sparsity > 0 else None
 
 
 def gated_activation_of(function: Any, module: Any, name: str) -> tuple[Activation, tuple[float, ...]]:

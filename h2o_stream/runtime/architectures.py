@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from h2o_stream.native.abi import Activation, Scoring
+from h2o_stream.native.abi import MAX_VERSIONS, Activation, Scoring
 
 EMBEDDING, OUTPUT, FINAL_NORM = "token_embd", "output", "output_norm"
 """llama.cpp's names of what is outside of layers, without ``.weight``."""
@@ -113,7 +113,7 @@ _STATE_SPACE = {"ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", 
 _DELTA = {"attn_qkv", "attn_gate", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_norm", "ssm_out"}
 """And of those of a gated delta rule, but for its betas and decays."""
 
-_PARAMETERS = ("_bias", ".sinks", ".layer_scalar")
+_PARAMETERS = ("_bias", ".sinks", ".layer_scalar", ".correct_output_scale")
 """Ends of names that are of parameters, not of modules."""
 
 _OWN_EMBEDDINGS = {
@@ -126,6 +126,22 @@ _OWN_EMBEDDINGS = {
     "layer_output_scale": f"{_LAYER}layer_scalar",
 }
 """Of embeddings of tokens in each layer, and of factors on what layers give."""
+
+_ALTUP = {
+    **{f"altup_proj.{number}": f"model.altup_projections.{number}" for number in range(MAX_VERSIONS - 1)},
+    **{
+        f"altup_unembd_proj.{number}": f"model.altup_unembed_projections.{number}" for number in range(MAX_VERSIONS - 1)
+    },
+    "altup_router": f"{_LAYER}altup.modality_router",
+    "altup_router_norm": f"{_LAYER}altup.router_norm",
+    "altup_predict_coef": f"{_LAYER}altup.prediction_coefs",
+    "altup_correct_coef": f"{_LAYER}altup.correction_coefs",
+    "altup_correct_scale": f"{_LAYER}altup.correct_output_scale",
+    "laurel_l": f"{_LAYER}laurel.linear_left",
+    "laurel_r": f"{_LAYER}laurel.linear_right",
+    "laurel_post_norm": f"{_LAYER}laurel.post_laurel_norm",
+}
+"""Of versions of the residual stream, and of residuals of low rank."""
 
 BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
 _AFTER = {"after_attention": "post_attention_norm", "after_mlp": "post_ffw_norm"}
@@ -166,6 +182,7 @@ class Architecture:
         unrotated_if_original: there are no positions, unless the file says that RoPE was finetuned.
         one_part: a layer is an attention, a mixer or an MLP, which the first norm belongs to.
         ungated_experts: experts have no gates.
+        rounds_constants: transformers has factors on embeddings of layers in the model's dtype.
         checkpoint_names: of transformers, by llama.cpp's.
         other_forms: llama.cpp's names of tensors that transformers' checkpoints have in another form. Files have these,
             those of `checkpoint_names`, and no others.
@@ -200,6 +217,7 @@ class Architecture:
     unrotated_if_original: bool = False
     one_part: bool = False
     ungated_experts: bool = False
+    rounds_constants: bool = False
     checkpoint_names: Mapping[str, str] = field(default_factory=lambda: _CHECKPOINT_NAMES)
     other_forms: Collection[str] = ()
 
@@ -215,6 +233,15 @@ class Architecture:
 
 _GEMMA = Architecture(activation=Activation.GELU_TANH, scales_embeddings=True, norm_offset=1.0)
 _GEMMA_2 = replace(_GEMMA, norms=BEFORE | _AFTER, checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH)
+_GEMMA_4 = Architecture(
+    activation=Activation.GELU_TANH,
+    scales_embeddings=True,
+    norms=BEFORE | _AFTER,
+    local_plain=True,
+    normed_values=True,
+    scaling=1.0,
+    checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH | _OWN_EMBEDDINGS,
+)
 _GRANITE = Architecture(interleaved=True, divides_logits=True, normalizes_experts=True)
 _NEMOTRON_H = Architecture(
     activation=Activation.RELU_SQUARED,
@@ -299,15 +326,13 @@ ARCHITECTURES = {
     "gemma": _GEMMA,
     "gemma2": replace(_GEMMA_2, full_every=2, large=46),
     "gemma3": replace(_GEMMA_2, full_every=6, local_theta=10_000.0, local_plain=True, large=62),
-    "gemma4": Architecture(
-        activation=Activation.GELU_TANH,
-        scales_embeddings=True,
-        norms=BEFORE | _AFTER,
-        local_plain=True,
-        normed_values=True,
-        scaling=1.0,
-        checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH | _OWN_EMBEDDINGS,
+    "gemma3n": replace(
+        _GEMMA_4,
+        local_theta=10_000.0,
+        rounds_constants=True,
+        checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH | _OWN_EMBEDDINGS | _ALTUP,
     ),
+    "gemma4": _GEMMA_4,
     "phi3": Architecture(fused_mlp=True, checkpoint_names=_CHECKPOINT_NAMES | _FUSED),
     "starcoder2": Architecture(activation=Activation.GELU_TANH, checkpoint_names=_CHECKPOINT_NAMES | _UNGATED),
     "nemotron": Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0),

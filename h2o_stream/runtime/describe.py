@@ -33,6 +33,7 @@ from h2o_stream.native.description import (
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import NORM_ROLES
+from h2o_stream.runtime.altup import layer_altup, layer_laurel, versions_of
 from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
@@ -81,6 +82,7 @@ class _FileReader:
             dtype=self._dtype,
             logits_dtype=self._dtype if dense else "float32",
             layer_embeddings=self._layer_embeddings() if parameters.own_embedding else None,
+            versions=versions_of(parameters.altup, weights, parameters.hidden_size) if parameters.altup else None,
         )
 
     def _scale_of(self, embedding: Matrix, scale: float) -> float:
@@ -88,6 +90,12 @@ class _FileReader:
         if embedding.kind not in DENSE:
             return scale
         return float(rounded(numpy.array([scale], numpy.float32), self._dtype)[0])
+
+    def _constant(self, value: float) -> float:
+        """A factor, as transformers has it."""
+        if not self._architecture.rounds_constants:
+            return value
+        return float(rounded(numpy.array([value], numpy.float32), self._dtype)[0])
 
     def _layer_embeddings(self) -> LayerEmbeddings:
         parameters, weights, name = self._parameters, self._weights, "per_layer_token_embd"
@@ -99,8 +107,8 @@ class _FileReader:
             projection=weights.matrix("per_layer_model_proj", None, columns, hidden),
             norm=self._norm("per_layer_proj_norm", None),
             scale=self._scale_of(embedding, size**0.5),
-            projection_scale=hidden**-0.5,
-            output_scale=2**-0.5,
+            projection_scale=self._constant(hidden**-0.5),
+            output_scale=self._constant(2**-0.5),
         )
 
     def _own_embedding(self, number: int) -> OwnEmbedding | None:
@@ -138,7 +146,10 @@ class _FileReader:
             names = {"before_attention" if attends or mixes else "before_mlp": names["before_attention"]}
         norms = {role: self._norm(name, number) for role, name in names.items()}
         by_role: dict[str, Any] = {role: norms.get(role, Norm()) for role in NORM_ROLES}
-        scale = weights.vector("layer_output_scale", number)
+        scale, hidden, altup = weights.vector("layer_output_scale", number), self._parameters.hidden_size, None
+        if numbers := self._parameters.altup:
+            norm = self._norm("altup_router_norm", number)
+            altup = layer_altup(numbers, weights, number, norm, self._constant(1 / hidden))
         return Layer(
             attention=attention,
             mixer=describe_mixer(self._architecture, self._parameters, weights, number) if mixes else None,
@@ -147,6 +158,10 @@ class _FileReader:
             parallel=self._architecture.parallel,
             own_embedding=self._own_embedding(number),
             output_scale=1.0 if scale is None else float(scale[0]),
+            altup=altup,
+            laurel=layer_laurel(numbers, weights, number, self._norm("laurel_post_norm", number), hidden)
+            if numbers
+            else None,
         )
 
     def _mlp(self, number: int, inner: int, kind: str = "") -> Mlp:
@@ -161,7 +176,9 @@ class _FileReader:
             if weights.has(f"ffn_gate{kind}", number):
                 gate = weights.matrix(f"ffn_gate{kind}", number, inner, hidden)
         down, family = weights.matrix(f"ffn_down{kind}", number, hidden, inner), self._architecture
-        return Mlp(gate, up, down, family.activation, family.activation_parameters)
+        altup = self._parameters.altup
+        cut = altup.gate_deviations[number] if altup else None
+        return Mlp(gate, up, down, family.activation, family.activation_parameters, gate_deviations=cut)
 
     def _experts(self, number: int, experts: ExpertParameters) -> Experts:
         weights, hidden, inner = self._weights, self._parameters.hidden_size, experts.inner_size

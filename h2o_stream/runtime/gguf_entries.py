@@ -25,8 +25,8 @@ def gguf_entries(source: GgufWeights) -> Iterator[Entry]:
     """
     for tensor in source.file.tensors.values():
         layer, inner, kind = tensor_name(tensor.name)
-        if NOT_WEIGHTS.fullmatch(tensor.name) or (layer is not None and layer >= source.num_layers):
-            continue  # layers beyond the last one only guess further tokens
+        if NOT_WEIGHTS.fullmatch(tensor.name) or not source.reads(tensor.name):
+            continue
         module = packed_name(source.architecture, inner, layer)
         if not module:
             raise DescriptionError(f"{tensor.name} has no name in transformers")

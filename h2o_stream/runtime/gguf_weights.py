@@ -36,6 +36,7 @@ class GgufWeights:
         progress: gets the bytes read.
 
     Attributes:
+        reads: whether a tensor is read, by its name.
         num_dense: how many numbers there are in matrices that are not packed, of layers that are read.
     """
 
@@ -48,10 +49,10 @@ class GgufWeights:
         progress: ProgressCallback,
     ) -> None:
         self.file, self.architecture, self.dtype, self._progress = file, architecture, dtype, progress
-        self.num_layers = parameters.num_layers
+        self.reads = parameters.reads
         self._orders = row_orders(architecture, parameters)
         self._pages: HugePages | None = None
-        read = [tensor for tensor in file.tensors.values() if (tensor_name(tensor.name)[0] or 0) < self.num_layers]
+        read = [tensor for tensor in file.tensors.values() if self.reads(tensor.name)]
         self._matrices = [tensor for tensor in read if not is_dense(tensor)]
         dense = (tensor for tensor in read if is_dense(tensor) and len(tensor.shape) > 1)
         self.num_dense = sum(math.prod(tensor.shape) for tensor in dense)

@@ -12,6 +12,7 @@ from h2o_stream.native.abi import GroupWorth, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
 from h2o_stream.runtime.architectures import ARCHITECTURES, EMBEDDING, OUTPUT, Architecture
+from h2o_stream.runtime.file_altup import AltUpParameters, altup_of
 from h2o_stream.runtime.file_ropes import RopeParameters, is_latent, ropes_of, yarn_magnitude, yarn_share
 
 
@@ -106,6 +107,7 @@ class Parameters:
         layer_shapes: of each layer, if they differ.
         borrowing: the last layers, so many, use keys and values of the last layer of their kind before them.
         own_embedding: size of the embeddings of tokens in each layer, 0 for none.
+        altup: of versions of the residual stream, None if there is one.
     """
 
     num_layers: int
@@ -136,6 +138,7 @@ class Parameters:
     layer_shapes: tuple[LayerShape, ...] = ()
     borrowing: int = 0
     own_embedding: int = 0
+    altup: AltUpParameters | None = None
 
     def layer_shape(self, layer: int) -> LayerShape:
         """Sizes of a layer."""
@@ -156,6 +159,13 @@ class Parameters:
             raise DescriptionError(f"layer {layer} uses keys of an earlier layer of its kind, and there is none")
         return alike[-1]
 
+    def reads(self, tensor: str) -> bool:
+        """Whether a tensor of a file is read: later layers only guess further tokens, some use keys of earlier ones."""
+        layer, name, _ = tensor_name(tensor)
+        if layer is None or layer >= self.num_layers:
+            return layer is None
+        return name not in _KEYS_AND_VALUES or self.source(layer) is None
+
     @property
     def windows(self) -> list[int | None]:
         """The windows of layers that slide while others do not; such layers do not follow the plan of a cache."""
@@ -175,7 +185,11 @@ class Parameters:
         return min([self.context, *windows, *limits])
 
 
+_KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")
+"""What layers that use those of another one need not have."""
+
 _READ = """
+activation_sparsity_scale altup.active_idx altup.num_inputs
 attention.head_count attention.head_count_kv attention.key_length attention.key_length_mla attention.key_length_swa
 attention.kv_lora_rank attention.layer_norm_epsilon attention.q_lora_rank attention.recurrent_layers
 attention.shared_kv_layers attention.value_length_mla attention.value_length_swa embedding_length_per_layer_input
@@ -265,6 +279,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             layer_shapes=_layer_shapes(count, head_size, sliding, get),
             borrowing=int(get("attention.shared_kv_layers") or 0),
             own_embedding=int(get("embedding_length_per_layer_input") or 0),
+            altup=altup_of(file, get) if get("altup.num_inputs") else None,
             latent_queries=int(get("attention.q_lora_rank") or 0),
             mixer=_mixer(get) if get("ssm.time_step_rank") else None,
         )
