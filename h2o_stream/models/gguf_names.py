@@ -111,8 +111,8 @@ def _is_unused(name: str, config: Any) -> bool:
     found, config = re.match(r"blk\.(\d+)\.(attn_(k|v|k_norm)\.)?", name), config.get_text_config()
     if found is None:
         return False
-    borrowing = getattr(config, "num_kv_shared_layers", 0) if found[2] else 0
-    return int(found[1]) >= config.num_hidden_layers - borrowing
+    borrowing: int = getattr(config, "num_kv_shared_layers", 0) if found[2] else 0
+    return int(found[1]) >= int(config.num_hidden_layers) - borrowing
 
 
 def block_tensor(file: GgufFile, tensor: GgufTensor) -> Tensor:
