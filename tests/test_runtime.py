@@ -222,18 +222,20 @@ class TestStream:
     def test_the_same_numbers(self, file: Path, config: CacheConfig) -> None:
         theirs, ours = through_both(file, config)
         with theirs, ours:
+            # A key halfway between two levels may be rounded either way.
+            rounding = 2e-3 if theirs.cache.plan.kv_bits >= 8 else 0.1
             for engine in (theirs, ours):
                 engine.pin(5)
             assert ours.cache.plan == theirs.cache.plan
             for start, stop in ((0, 100), (100, 101), (101, 200), (200, 201), (201, 202)):
                 expected, found = (engine.served.forward(TEXT[start:stop]) for engine in (theirs, ours))
-                numpy.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
+                numpy.testing.assert_allclose(found, expected, rtol=0, atol=rounding)
                 assert ours.counts == theirs.counts
             ours.cache.evict_first(150, 160)
             theirs.cache.evict_first(150, 160)
             for token in TEXT[202:290]:
                 expected, found = theirs.served.forward([token]), ours.served.forward([token])
-            numpy.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
+            numpy.testing.assert_allclose(found, expected, rtol=0, atol=rounding)
             states = [engine.served.state_dict() for engine in (theirs, ours)]
         assert states[0].keys() == states[1].keys()
         for name, array in states[0].items():
