@@ -197,6 +197,9 @@ def stored(
         for kind, part in parts:
             yield f"{block}.ffn_{kind}_exps.{suffix}", part
         return
+    if name.endswith(("router.scale", "router.per_expert_scale")):
+        yield f"blk.{name.split('.')[2]}.ffn_{'down_exps' if 'per' in name else 'gate_inp'}.scale", values
+        return
     if name.endswith(("sinks", "layer_scalar", "correct_output_scale")):
         yield f"{names.get_name(name)}.weight", values
         return
@@ -211,6 +214,9 @@ def stored(
         return
     if name.endswith("gate_up_proj"):
         block = f"blk.{name.split('.')[2]}"
+        if arch == "gemma4":
+            yield f"{block}.ffn_gate_up_exps.weight", values
+            return
         for half, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
             yield f"{block}.ffn_{half}_exps.weight", part
         return

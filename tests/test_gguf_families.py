@@ -276,6 +276,16 @@ CASES = {
         {"rope_freqs": [1.0] * 4 + [1e30] * 12},
         llama_rounding=2e-3,
     ),
+    "Gemma 4, experts": Case(
+        "gemma4",
+        model("Gemma4", "Gemma4Text", **{**GEMMA_4, "num_hidden_layers": 4, "layer_types": SLIDING_AND_FULL * 2},
+        num_kv_shared_layers=0, hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2,
+        moe_intermediate_size=32),
+        {**GEMMA_4_KEYS, "embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0, **EXPERT_KEYS}
+        | {"attention.sliding_window_pattern": [True, False] * 2, **SMALL_KEYS},
+        {"rope_freqs": [1.0] * 4 + [1e30] * 12},
+        llama_rounding=2e-3,
+    ),
     "Phi 3, LongRoPE": Case(
         "phi3",
         model("Phi3", sliding_window=None, rms_norm_eps=1e-6, max_position_embeddings=2048,
@@ -303,7 +313,7 @@ CASES = {
 ROUNDED = ("GLM-4 MoE", "Gemma 3n", "ERNIE 4.5 MoE", "DeepSeek V3", "Gemma")
 """Families that are described in bfloat16, too; `make test-all` takes all."""
 
-KEPT = ("GLM-4 MoE", "Gemma 3n", "Gemma 4", "DeepSeek V3", "HunYuan", "Granite MoE", "LFM2")
+KEPT = ("GLM-4 MoE", "Gemma 3n", "Gemma 4", "Gemma 4, experts", "DeepSeek V3", "HunYuan", "Granite MoE", "LFM2")
 """Families that are described from kept weights, too; `make test-all` takes all."""
 
 HYBRID = {

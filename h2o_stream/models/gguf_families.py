@@ -66,6 +66,11 @@ _QWEN_EXPERTS = {
 _NEMOTRON = {
     "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
 }
+_GEMMA_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _LFM2_EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -135,6 +140,7 @@ FAMILIES = {
     "cohere2": Family("cohere2", {"logit_scale": "logit_scale"}, full_every=4),
     "gemma3n": Family("gemma3n_text", derived=gguf_gemma.config_3n),
     "gemma4": Family("gemma4_text", derived=gguf_gemma.config),
+    "gemma4 with experts": Family("gemma4_text", _GEMMA_EXPERTS, {"enable_moe_block": True}, derived=gguf_gemma.config),
     "gemma": Family("gemma", norm_offset=1.0),
 }
 """By llama.cpp's name of the architecture, and what else tells families apart."""
@@ -154,6 +160,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",),
     "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
+    "router.scale": ("ffn_gate_inp.scale",),
+    "router.per_expert_scale": ("ffn_down_exps.scale",),
 }
 """Tensors of a layer in files by weights in transformers, where the gguf package does not know them."""
 

@@ -32,8 +32,7 @@ def packed_state_dict(
     Raises:
         OutOfMemoryError: there is not enough free memory.
     """
-    if _has_packed_experts(file):
-        split_experts(skeleton)
+    _split_packed_experts(file, skeleton)
     plans = [(weight, _packed_kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
     shapes = [  # in bytes
         (*weight.shape, dtype.itemsize) if kind is None else tiles_shape(kind, *weight.shape) for weight, kind in plans
@@ -68,8 +67,7 @@ def weights_difference(file: GgufFile, model: Any, dtype: torch.dtype) -> str:
     """
     with torch.device("meta"), no_init_weights():
         skeleton = type(model)(model.config)
-    if _has_packed_experts(file):
-        split_experts(skeleton)
+    _split_packed_experts(file, skeleton)
     for weight in model_weights(file, skeleton):
         kind, module = _packed_kind(weight, skeleton), weight.name.removesuffix(".weight")
         if kind is None:
@@ -89,14 +87,15 @@ def _release(file: GgufFile, weight: Weight) -> None:
         file.release(part)
 
 
-def _has_packed_experts(file: GgufFile) -> bool:
-    """Whether all matrices of experts in a file can be packed."""
+def _split_packed_experts(file: GgufFile, skeleton: Any) -> None:
+    """Replace experts by split ones if all of their matrices in a file can be packed."""
     kinds = [
         (GGUF_KINDS.get(tensor.type.name), tensor.shape[-1])
         for tensor in file.tensors.values()
         if len(tensor.shape) == 3 and "_exps." in tensor.name
     ]
-    return bool(kinds) and all(kind is not None and columns_fit(kind, columns) for kind, columns in kinds)
+    if kinds and all(kind is not None and columns_fit(kind, columns) for kind, columns in kinds):
+        split_experts(skeleton, fused=any("ffn_gate_up_exps." in name for name in file.tensors))
 
 
 def _packed_kind(weight: Weight, skeleton: Any) -> MatrixKind | None:

@@ -12,6 +12,9 @@ from h2o_stream.native.packing import ROWS
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 
+FUSED = "gate_up_proj"
+"""In place of the first two, where the rows of each expert's gate are followed by those of what it is for."""
+
 _NOT_PLAIN = ("is_transposed", "has_bias", "has_post_expert_norm")
 """Flags of transformers' experts that compute something else than gated MLPs."""
 
@@ -24,11 +27,12 @@ class SplitExperts(nn.Module):
 
     Args:
         experts: of transformers, of a known kind (`can_split`); may be on the meta device, as the layers are.
+        fused: whether gates are in one layer with what they are for.
     """
 
     is_concatenated = True
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, fused: bool = False) -> None:
         super().__init__()
         clamped = is_clamped(experts)
         if clamped:
@@ -38,8 +42,9 @@ class SplitExperts(nn.Module):
             self.num_experts, self.hidden_size, self.inner_size = experts.down_proj.shape
             self.act_fn = experts.act_fn
         self.is_gated = not is_ungated(experts)
-        for name in _MATRICES if self.is_gated else _MATRICES[1:]:
-            columns, rows = self.hidden_size, self.inner_size
+        gated = (FUSED, _MATRICES[-1]) if fused else _MATRICES
+        for name in gated if self.is_gated else _MATRICES[1:]:
+            columns, rows = self.hidden_size, self.inner_size * (2 if name == FUSED else 1)
             if name == _MATRICES[-1]:
                 columns, rows = rows, columns
             self.add_module(name, nn.Linear(columns, self.num_experts * rows, bias=clamped, device="meta"))
@@ -134,13 +139,14 @@ def _multiplies_gates(experts: Any) -> bool:
     return gated.equal(experts.act_fn(gate) * up)
 
 
-def split_experts(model: Any, names: set[str] | None = None) -> None:
+def split_experts(model: Any, names: set[str] | None = None, fused: bool = False) -> None:
     """Replace experts of known kinds by split ones, without weights.
 
     Args:
         model: changed in place.
-        names: of the matrices that are needed; None for all.
+        names: of the matrices that are needed, and tell whether gates are fused; None for all.
+        fused: whether they are, without names.
     """
     for name, module in list(model.named_modules()):
         if (names is None or f"{name}.{_MATRICES[-1]}" in names) and can_split(module):
-            model.set_submodule(name, SplitExperts(module))
+            model.set_submodule(name, SplitExperts(module, fused if names is None else f"{name}.{FUSED}" in names))

@@ -18,7 +18,7 @@ from torch.nn import functional
 from h2o_stream.native import layouts
 from h2o_stream.native.abi import Activation, GateLayout, MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix, Mlp
-from h2o_stream.native.experts import BesideMlp, Experts, Router
+from h2o_stream.native.experts import BesideMlp, Experts, Router, halves_of
 from h2o_stream.native.modules import (
     activation_of,
     as_float32,
@@ -40,7 +40,7 @@ from h2o_stream.native.router_modules import (
 )
 
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
-_SPLIT = ("gate_proj", "up_proj", "down_proj")
+_SPLIT, _FUSED = ("gate_proj", "up_proj", "down_proj"), "gate_up_proj"
 _STACKED = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 _SHARED_GATE = "shared_expert_gate"
 
@@ -62,7 +62,7 @@ def has_experts(module: Any) -> bool:
 
 def _is_split(experts: Any) -> bool:
     """Whether experts are packed linear layers, see `models.packed_experts`."""
-    return all(hasattr(getattr(experts, name, None), "tiles") for name in _SPLIT[1:])
+    return hasattr(getattr(experts, _SPLIT[-1], None), "tiles")
 
 
 @torch.no_grad()
@@ -152,8 +152,12 @@ def _described(experts: Any, router: Router, name: str) -> Experts:
     else:
         activation, parameters = gated_activation_of(_gates_of(experts), experts, name)
     if _is_split(experts):
-        keys = [key for key in _SPLIT if hasattr(experts, key)]
+        fused = hasattr(experts, _FUSED)
+        keys = [_FUSED, _SPLIT[-1]] if fused else [key for key in _SPLIT if hasattr(experts, key)]
         *gates, up, down = (matrix_of(getattr(experts, key), f"{key} of {name}") for key in keys)
+        if fused:
+            halves, inner = halves_of(up, down.columns), down.columns
+            return Experts(router, *halves, down, inner, 2 * inner, activation, parameters=parameters)
         gate, inner = gates[0] if gates else None, down.columns
         return Experts(router, gate, up, down, inner, inner, activation, parameters=parameters)
     if not hasattr(experts, "gate_up_proj"):
@@ -172,11 +176,10 @@ def _described(experts: Any, router: Router, name: str) -> Experts:
         )
     both = dense_matrix(experts.gate_up_proj.flatten(0, 1), flat[0], f"gate_up_proj of {name}")
     down = dense_matrix(experts.down_proj.flatten(0, 1), flat[1], f"down_proj of {name}")
-    inner, rows = down.columns, both.rows - down.columns
+    inner = down.columns
     if both.rows != 2 * inner * count:
         raise DescriptionError(f"{name} has {count} experts with {both.rows} rows for {inner} columns")
-    gate, up = both.row_range(0, rows), both.row_range(inner, rows)
-    return Experts(router, gate, up, down, inner, 2 * inner, activation, parameters=parameters)
+    return Experts(router, *halves_of(both, inner), down, inner, 2 * inner, activation, parameters=parameters)
 
 
 def _columns(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
@@ -226,6 +229,8 @@ def _apply_expert(experts: Experts, module: Any, index: int, x: Tensor) -> Tenso
     if _is_split(module):
         *first, down = module.expert(index)
         parts = [layer(x[None]) for layer in first]
+        if len(parts) == 1 and experts.gate:
+            parts = [*parts[0].chunk(2, -1)]
         gate, up = parts if experts.gate else (parts[0], torch.ones((), device="cpu"))
         outputs: Tensor = down(gated(*activation, gate, up))[0]
         return outputs

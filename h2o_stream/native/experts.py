@@ -43,6 +43,12 @@ class Router:
     factors: Array | None = None
 
 
+def halves_of(both: Matrix, inner: int) -> tuple[Matrix, Matrix]:
+    """Gates of all experts, and what they are for, of which every expert has `inner` rows after one another."""
+    rows = both.rows - inner
+    return both.row_range(0, rows), both.row_range(inner, rows)
+
+
 @dataclass(frozen=True, eq=False)
 class BesideMlp:
     """Norms of experts that read what goes into the norm before the MLP, which is their `shared` one (Gemma 4).

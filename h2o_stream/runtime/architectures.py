@@ -113,7 +113,7 @@ _STATE_SPACE = {"ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", 
 _DELTA = {"attn_qkv", "attn_gate", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_norm", "ssm_out"}
 """And of those of a gated delta rule, but for its betas and decays."""
 
-_PARAMETERS = ("_bias", ".sinks", ".layer_scalar", ".correct_output_scale")
+_PARAMETERS = ("_bias", ".sinks", ".layer_scalar", ".correct_output_scale", ".scale", ".per_expert_scale")
 """Ends of names that are of parameters, not of modules."""
 
 _OWN_EMBEDDINGS = {
@@ -126,6 +126,18 @@ _OWN_EMBEDDINGS = {
     "layer_output_scale": f"{_LAYER}layer_scalar",
 }
 """Of embeddings of tokens in each layer, and of factors on what layers give."""
+
+_BESIDE = {
+    "ffn_gate_inp": f"{_LAYER}router.proj",
+    "ffn_gate_inp.scale": f"{_LAYER}router.scale",
+    "ffn_down_exps.scale": f"{_LAYER}router.per_expert_scale",
+    "ffn_gate_up_exps": f"{_LAYER}experts.gate_up_proj",
+    "ffn_down_exps": f"{_LAYER}experts.down_proj",
+    "pre_ffw_norm_2": f"{_LAYER}pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": f"{_LAYER}post_feedforward_layernorm_1",
+    "post_ffw_norm_2": f"{_LAYER}post_feedforward_layernorm_2",
+}
+"""Of experts beside an MLP (Gemma 4)."""
 
 _ALTUP = {
     **{f"altup_proj.{number}": f"model.altup_projections.{number}" for number in range(MAX_VERSIONS - 1)},
@@ -240,7 +252,8 @@ _GEMMA_4 = Architecture(
     local_plain=True,
     normed_values=True,
     scaling=1.0,
-    checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH | _OWN_EMBEDDINGS,
+    normalizes_experts=True,
+    checkpoint_names=_CHECKPOINT_NAMES | _SANDWICH | _OWN_EMBEDDINGS | _BESIDE,
 )
 _GRANITE = Architecture(interleaved=True, divides_logits=True, normalizes_experts=True)
 _NEMOTRON_H = Architecture(

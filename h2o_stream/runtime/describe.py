@@ -30,7 +30,7 @@ from h2o_stream.native.description import (
     Norm,
     OwnEmbedding,
 )
-from h2o_stream.native.experts import Experts, Router
+from h2o_stream.native.experts import BesideMlp, Experts, Router, halves_of
 from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.runtime.altup import layer_altup, layer_laurel, versions_of
@@ -39,6 +39,9 @@ from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
 from h2o_stream.runtime.weights import Weights, small_matrix
+
+_BESIDE_NORMS = ("pre_ffw_norm_2", "post_ffw_norm_2", "post_ffw_norm_1")
+"""llama.cpp's names of the norms of `BesideMlp`, in its order, but for the router's."""
 
 
 def describe_file(architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> Description:
@@ -182,7 +185,18 @@ class _FileReader:
 
     def _experts(self, number: int, experts: ExpertParameters) -> Experts:
         weights, hidden, inner = self._weights, self._parameters.hidden_size, experts.inner_size
-        gated = weights.has("ffn_gate_inp_shexp", number)
+        gated, fused = weights.has("ffn_gate_inp_shexp", number), weights.has("ffn_gate_up_exps", number)
+        rows, gate = experts.count * inner, None
+        if fused:
+            gate, up = halves_of(weights.matrix("ffn_gate_up_exps", number, 2 * rows, hidden), inner)
+        else:
+            up = weights.matrix("ffn_up_exps", number, rows, hidden)
+            if not self._architecture.ungated_experts:
+                gate = weights.matrix("ffn_gate_exps", number, rows, hidden)
+        shared = self._mlp(number, experts.shared_size, "_shexp") if experts.shared_size else None
+        beside = self._beside(number) if weights.has("pre_ffw_norm_2", number) else None
+        if beside:
+            shared = self._mlp(number, self._parameters.layer_shape(number).inner_size)
         return Experts(
             router=Router(
                 matrix=self._dense("ffn_gate_inp", number, experts.count),
@@ -194,19 +208,28 @@ class _FileReader:
                 groups=experts.groups,
                 chosen_groups=experts.chosen_groups,
                 group_worth=experts.group_worth,
+                factors=weights.vector("ffn_down_exps.scale", number),
             ),
-            gate=None
-            if self._architecture.ungated_experts
-            else weights.matrix("ffn_gate_exps", number, experts.count * inner, hidden),
-            up=weights.matrix("ffn_up_exps", number, experts.count * inner, hidden),
+            gate=gate,
+            up=up,
             down=weights.matrix("ffn_down_exps", number, experts.count * hidden, inner),
             inner_size=inner,
-            stride=inner,
+            stride=2 * inner if fused else inner,
             activation=self._architecture.activation,
             parameters=self._architecture.activation_parameters,
-            shared=self._mlp(number, experts.shared_size, "_shexp") if experts.shared_size else None,
+            shared=shared,
             shared_gate=self._dense("ffn_gate_inp_shexp", number, 1) if gated else None,
+            beside=beside,
         )
+
+    def _beside(self, number: int) -> BesideMlp:
+        """The norms of experts beside an MLP; that of the router has a factor for each element."""
+        parameters, scale = self._parameters, self._weights.vector("ffn_gate_inp.scale", number)
+        if scale is None:
+            raise DescriptionError(f"layer {number} has no ffn_gate_inp.scale")
+        weight = scale * numpy.float32(parameters.hidden_size**-0.5)
+        router = Norm(parameters.norm, weight, None, parameters.epsilon)
+        return BesideMlp(router, *(self._norm(name, number) for name in _BESIDE_NORMS))
 
     def _dense(self, name: str, number: int, rows: int) -> Matrix:
         """A small matrix [rows, hidden] that is not packed, in the dtype of the model."""

@@ -374,12 +374,12 @@ _SCORINGS = {1: Scoring.SOFTMAX, 2: Scoring.SIGMOID, 3: Scoring.SOFTMAX}
 def _experts(file: GgufFile, architecture: Architecture, get: Callable[[str], Any]) -> ExpertParameters:
     normalized, scoring = get("expert_weights_norm"), get("expert_gating_func")
     groups, chosen_groups = (int(get(f"expert_group_{name}") or 1) for name in ("count", "used_count"))
-    matrices = {name: tensor for name, tensor in file.tensors.items() if re.search(r"ffn_up_\w+\.weight", name)}
+    matrices = {name: tensor for name, tensor in file.tensors.items() if re.search(r"ffn_(gate_)?up_\w+\.weight", name)}
     sizes = {name.split(".")[2]: tensor.shape[-2] for name, tensor in matrices.items()}
     return ExpertParameters(
         count=int(get("expert_count")),
         chosen=int(get("expert_used_count")),
-        inner_size=sizes["ffn_up_exps"],
+        inner_size=sizes["ffn_up_exps"] if "ffn_up_exps" in sizes else sizes["ffn_gate_up_exps"] // 2,
         shared_size=sizes.get("ffn_up_shexp", 0),
         scoring=_SCORINGS[scoring] if scoring else architecture.scoring,
         normalized=architecture.normalizes_experts if normalized is None else bool(normalized),
