@@ -63,9 +63,11 @@ H2O_AMX_TARGET inline simd::Halves round(simd::Floats numbers) {
 }
 
 // Two registers of numbers as pairs of bfloat16: element i of `low`, then of `high`.
-H2O_AMX_TARGET inline simd::Words round_pairs(simd::Floats low, simd::Floats high) {
-  const simd::Words upper = __builtin_convertvector(round(high), simd::Words) << 16;
-  return upper | __builtin_convertvector(round(low), simd::Words);
+H2O_AMX_TARGET inline __m512i round_pairs(simd::Floats low, simd::Floats high) {
+  alignas(64) static constexpr uint16_t kPairs[2 * simd::kWidth] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512bh halves = _mm512_cvtne2ps_pbh(__m512(high), __m512(low));
+  return _mm512_maskz_permutexvar_epi16(__mmask32(-1), _mm512_load_si512(kPairs), __m512i(halves));
 }
 
 #endif

@@ -27,6 +27,7 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
     scratch.rotated.reserve(2 * layer.head_size);
     scratch.products.reserve(layer.query_heads / layer.kv_heads * kWidth);
     scratch.worth.reserve(max_slots_);
+    scratch.factors.reserve(factor_count());
     scratch.distances.reserve(kBlockSlots);
     scratch.key_params.reserve(6 * std::max(layer.head_size, layer.value_size));
     scratch.accum.reserve(layer.query_heads / layer.kv_heads * layer.value_size);
@@ -43,14 +44,13 @@ void DecodeAttention::insert_token(const HeadSlots& head, int64_t slot, int32_t 
   if (head.long_term) head.long_term[slot] = 0;
 }
 
-void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range slots, Scratch& scratch) {
+void DecodeAttention::attend_block(const Row& row, const HeadSlots& head, Range slots, Scratch& scratch) {
   const AttentionLayer& layer = *layer_;
   const int64_t heads = head.query_heads(), first = head.first_query(), block = slots.begin / kBlockSlots;
-  const int32_t token_index = token_indices_[stream];
-  if (layer.rope) head.distances(slots.begin, slots.end, token_index, scratch.distances.data());
+  if (layer.rope) head.distances(slots.begin, slots.end, row.token_index, scratch.distances.data());
   const Range exact{slots.begin, std::min(slots.end, head.exact)},
       quantized{std::max(slots.begin, head.exact), slots.end};
-  float* probs = this->probs(stream, first) + slots.begin;
+  float* probs = this->probs(row, first) + slots.begin;
   const auto add_logits = [&](const auto& keys, const auto& values, Range range) {
     if (range.size() <= 0) return;
     const int64_t offset = range.begin - slots.begin;
@@ -74,27 +74,27 @@ void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range 
   }
   for (int64_t q = 0; q < heads; ++q) {
     float* logits = probs + q * max_slots_;
-    scale_and_mask(head, slots, token_index, logits);
+    scale_and_mask(head, slots, row.token_index, logits);
     const float maximum = simd::reduce_max(logits, slots.size());
-    maxima_[block_number(stream, first + q, block)] = maximum;
-    sums_[block_number(stream, first + q, block)] = exp_and_sum(logits, slots.size(), maximum);
+    maxima_[block_number(row, first + q, block)] = maximum;
+    sums_[block_number(row, first + q, block)] = exp_and_sum(logits, slots.size(), maximum);
   }
-  accumulate_values(head, stream, exact, quantized, scratch);
+  accumulate_values(row, head, exact, quantized, scratch);
 }
 
 // Attends to the memory with one query of a head, as to a block of slots behind the last one.
-void DecodeAttention::attend_memory(const HeadSlots& head, const memory::HeadMemory& memory, int64_t stream,
+void DecodeAttention::attend_memory(const Row& row, const HeadSlots& head, const memory::HeadMemory& memory,
                                     int64_t query, Scratch& scratch) {
   const AttentionLayer& layer = *layer_;
   const float* queries = scratch.queries.at(query * simd::padded(layer.head_size));
-  const int32_t newest = token_indices_[stream];
+  const int32_t newest = row.token_index;
   const float scaling = float(layer.scaling);
   std::vector<memory::Match>& matches =
       memory.searches(layer, newest)
           ? scratch.search.find(layer, memory, newest, queries, scaling)
           : scratch.search.follow(layer, memory, newest, queries, scaling, memory.found(query));
   memory.set_found(query, matches);
-  const int64_t block = block_number(stream, head.first_query() + query, memory_block(head.slots));
+  const int64_t block = block_number(row, head.first_query() + query, memory_block(head.slots));
   float maximum = kMinusInfinity, sum = 0;
   for (const memory::Match& match : matches) maximum = std::max(maximum, match.logit);
   for (memory::Match& match : matches) sum += match.logit = std::exp(match.logit - maximum);
@@ -118,12 +118,12 @@ void DecodeAttention::scale_and_mask(const HeadSlots& head, Range slots, int32_t
   for (int64_t i = 0; i < count; ++i) logits[i] = index[i] < oldest ? kMinusInfinity : logits[i];
 }
 
-void DecodeAttention::accumulate_values(const HeadSlots& head, int64_t stream, Range exact, Range quantized,
+void DecodeAttention::accumulate_values(const Row& row, const HeadSlots& head, Range exact, Range quantized,
                                         Scratch& scratch) {
   const AttentionLayer& layer = *layer_;
   const int64_t heads = head.query_heads(), size = layer.value_size;
   const Range slots{std::min(exact.begin, quantized.begin), std::max(exact.end, quantized.end)};
-  float* probs = this->probs(stream, head.first_query());
+  float* probs = this->probs(row, head.first_query());
   float* accum = scratch.accum.data();
   std::fill_n(accum, heads * size, 0.f);
   if (exact.size() > 0) {
@@ -137,7 +137,7 @@ void DecodeAttention::accumulate_values(const HeadSlots& head, int64_t stream, R
   if (quantized.size() > 0) accumulate_quantized(head, quantized, probs + quantized.begin, scratch);
   for (int64_t q = 0; q < heads; ++q) {
     std::copy_n(accum + q * size, size,
-                outputs_.at(block_number(stream, head.first_query() + q, slots.begin / kBlockSlots) * size));
+                outputs_.at(block_number(row, head.first_query() + q, slots.begin / kBlockSlots) * size));
   }
 }
 
@@ -176,16 +176,23 @@ void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantize
 }
 
 void DecodeAttention::merge(int64_t stream, float* output, float* factors) const {
+  const Row row{stream, stream, token_indices_[stream]};
   for (int64_t group = 0; group < groups_; ++group) {
     const Slots& slots = slots_[stream][group];
-    const int64_t heads = layer_->query_heads / layer_->kv_heads;
     for (int64_t local_head = 0; local_head < slots.head_count; ++local_head) {
-      const int64_t blocks = memory_block(slots) + (memory::HeadMemory(*layer_, slots, local_head).count() > 0);
-      for (int64_t q = slots.heads[local_head] * heads; q < (slots.heads[local_head] + 1) * heads; ++q) {
-        const float sink = layer_->sink_logits ? layer_->sink_logits[q] : kMinusInfinity;
-        merge_head(block_number(stream, q, 0), blocks, sink, output + q * layer_->value_size, factors + q * blocks_);
-      }
+      merge(row, slots, local_head, output, factors);
     }
+  }
+}
+
+// The same for the queries of a head; `output` and `factors` are those of all heads.
+void DecodeAttention::merge(const Row& row, const Slots& slots, int64_t local_head, float* output,
+                            float* factors) const {
+  const int64_t heads = layer_->query_heads / layer_->kv_heads;
+  const int64_t blocks = memory_block(slots) + (memory::HeadMemory(*layer_, slots, local_head).count() > 0);
+  for (int64_t q = slots.heads[local_head] * heads; q < (slots.heads[local_head] + 1) * heads; ++q) {
+    const float sink = layer_->sink_logits ? layer_->sink_logits[q] : kMinusInfinity;
+    merge_head(block_number(row, q, 0), blocks, sink, output + q * layer_->value_size, factors + q * blocks_);
   }
 }
 
@@ -207,10 +214,10 @@ void DecodeAttention::merge_head(int64_t first, int64_t blocks, float sink, floa
   }
 }
 
-void DecodeAttention::update_scores(const HeadSlots& head, int64_t stream, Range slots, const float* factors) const {
+void DecodeAttention::update_scores(const Row& row, const HeadSlots& head, Range slots, const float* factors) const {
   const AttentionLayer& layer = *layer_;
   const int64_t heads = head.query_heads();
-  const int32_t long_term_before = token_indices_[stream] - int32_t(layer.long_term_distance);
+  const int32_t long_term_before = row.token_index - int32_t(layer.long_term_distance);
   const float decay = layer.policy == kTova ? 0.f : float(layer.decay), long_term_decay = float(layer.long_term_decay);
   for (int64_t begin = slots.begin; begin < slots.end; begin += kBlockSlots) {
     const int64_t count = std::min(kBlockSlots, slots.end - begin);
@@ -218,9 +225,9 @@ void DecodeAttention::update_scores(const HeadSlots& head, int64_t stream, Range
     float attention[kBlockSlots] = {}, squares[kBlockSlots] = {};
     for (int64_t q = 0; q < heads; ++q) {
       const float factor = factors[(head.first_query() + q) * blocks_ + begin / kBlockSlots];
-      const float* row = probs(stream, head.first_query() + q) + begin;
+      const float* exps = probs(row, head.first_query() + q) + begin;
       for (int64_t i = 0; i < count; ++i) {
-        const float prob = row[i] * factor;
+        const float prob = exps[i] * factor;
         attention[i] += prob;
         squares[i] += prob * prob;
       }
@@ -237,16 +244,42 @@ void DecodeAttention::update_scores(const HeadSlots& head, int64_t stream, Range
 }
 
 void DecodeAttention::evict(const Worker& worker) {
-  float* worth = scratch_[worker.index].worth.data();
   int64_t item = 0;
   for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
     if (!worker.owns(item++)) return;
-    const HeadSlots head(*layer_, slots, local_head);
-    const int32_t seen = token_indices_[stream] + 1;
-    if (layer_->kv_bits < 16) head.quantize_oldest(seen, scratch_[worker.index].key_params.data());
-    head.evict(seen, worth, scratch_[worker.index].key_params.data());
-    if (local_head == 0) *slots.seen = seen;
+    evict({stream, stream, token_indices_[stream]}, slots, local_head, scratch_[worker.index]);
   });
+}
+
+void DecodeAttention::evict(const Row& row, const Slots& slots, int64_t local_head, Scratch& scratch) {
+  const HeadSlots head(*layer_, slots, local_head);
+  const int32_t seen = row.token_index + 1;
+  if (layer_->kv_bits < 16) head.quantize_oldest(seen, scratch.key_params.data());
+  head.evict(seen, scratch.worth.data(), scratch.key_params.data());
+  if (local_head == 0) *slots.seen = seen;
+}
+
+void DecodeAttention::collect_heads(const Worker& worker, std::vector<Place>& places) const {
+  int64_t total = 0, first = 0;
+  for_each_head([&](int64_t, const Slots& slots, int64_t) { total += slots.slot_count; });
+  const Range range = worker.partition(total);
+  places.clear();
+  for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
+    const int64_t middle = first + slots.slot_count / 2;
+    first += slots.slot_count;
+    if (middle >= range.begin && middle < range.end) places.push_back({stream, &slots, local_head});
+  });
+}
+
+void DecodeAttention::prefetch_head(const Place& place) const {
+  const HeadSlots head(*layer_, *place.slots, place.local_head);
+  simd::prefetch(head.free, sizeof *head.free);
+  simd::prefetch(head.index, 4 * head.count);
+  const int64_t rank_bytes = Ranks::bytes(*place.slots);
+  simd::prefetch(static_cast<const uint8_t*>(place.slots->rank) + rank_bytes * place.local_head * head.count,
+                 rank_bytes * head.count);
+  const int64_t key_bytes = layer_->head_size * (layer_->in_bfloat16 ? 2 : 4);
+  simd::prefetch(head.store.keys, std::min(kPrefetchSlots, head.exact) * key_bytes);
 }
 
 void prefetch_slots(const Slots& slots, const Worker& worker) {

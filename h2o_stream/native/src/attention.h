@@ -18,7 +18,7 @@ constexpr int64_t kBlockSlots = 64;
 
 class DecodeAttention {
  public:
-  // Allocates buffers for these sizes.
+  // Allocates buffers for these sizes; for `step` `streams` are the threads.
   void reserve(int64_t streams, int64_t query_heads, int64_t value_size, int64_t slots, int64_t threads);
 
   // Allocates per-thread scratch for a layer of this shape. Call `reserve` first.
@@ -35,25 +35,31 @@ class DecodeAttention {
   template <class Prepare>
   void attend(const Worker& worker, Prepare prepare) {
     for_each_range(worker, [&](int64_t stream, const HeadSlots& head, Range range) {
-      Scratch& scratch = scratch_[worker.index];
-      const int64_t slot = head.slot_for(token_indices_[stream]);
-      const bool holds_new = slot >= range.begin && slot < range.end;
-      prepare(stream, head.kv_head, scratch.queries.data(), holds_new ? scratch.key.data() : nullptr,
-              holds_new ? scratch.value.data() : nullptr);
-      clear_padding(scratch.queries.data(), head.query_heads());
-      head.rank.visit([range](auto* ranks) {
-        for (int64_t i = range.begin; i < range.end; ++i) ++ranks[i];
-      });
-      if (holds_new) insert_token(head, slot, token_indices_[stream], scratch.key.data(), scratch.value.data());
-      if (layer_->kv_bits < 16) {
-        store::key_params(head.store.key_range, layer_->head_size, layer_->kv_bits, scratch.key_params.data(),
-                          scratch.key_params.at(layer_->head_size));
-      }
-      for (int64_t begin = range.begin; begin < range.end; begin += kBlockSlots) {
-        attend_block(head, stream, {begin, std::min(begin + kBlockSlots, range.end)}, scratch);
-      }
+      attend_range({stream, stream, token_indices_[stream]}, head, range, scratch_[worker.index], prepare);
     });
     if (layer_->memory_matches) attend_memories(worker, prepare);
+  }
+
+  // Takes this thread's heads through all phases, each while its slots are in the cache of a processor. Writes outputs
+  // [streams][query_heads][value_size]. `prepare` as for `attend`.
+  template <class Prepare>
+  void step(const Worker& worker, Prepare prepare, float* outputs) {
+    Scratch& scratch = scratch_[worker.index];
+    collect_heads(worker, scratch.places);
+    for (size_t i = 0; i < scratch.places.size(); ++i) {
+      const auto [stream, slots, local_head] = scratch.places[i];
+      const Row row{stream, worker.index, token_indices_[stream]};
+      const HeadSlots head(*layer_, *slots, local_head);
+      attend_range(row, head, {0, head.count}, scratch, prepare);
+      if (const memory::HeadMemory memory(*layer_, *slots, local_head); memory.count()) {
+        for (int64_t query = 0; query < head.query_heads(); ++query) attend_memory(row, head, memory, query, scratch);
+      }
+      merge(row, *slots, local_head, outputs + stream * layer_->query_heads * layer_->value_size,
+            scratch.factors.data());
+      if (has_scores()) update_scores(row, head, {0, head.count}, scratch.factors.data());
+      if (i + 1 < scratch.places.size()) prefetch_head(scratch.places[i + 1]);
+      evict(row, *slots, local_head, scratch);
+    }
   }
 
   // Writes a stream's attention output [query_heads][value_size], and the factor on each block's softmax.
@@ -63,9 +69,9 @@ class DecodeAttention {
   // Updates the scores of this thread's slots; `factors(stream)` returns what `merge` wrote.
   template <class Factors>
   void update_scores(const Worker& worker, Factors factors) const {
-    if (layer_->policy != kAccumulated && layer_->policy != kTova) return;
+    if (!has_scores()) return;
     for_each_range(worker, [&](int64_t stream, const HeadSlots& head, Range range) {
-      update_scores(head, stream, range, factors(stream));
+      update_scores({stream, stream, token_indices_[stream]}, head, range, factors(stream));
     });
   }
 
@@ -73,13 +79,56 @@ class DecodeAttention {
   void evict(const Worker& worker);
 
  private:
+  // A token, and where its intermediate results are: in rows of streams, or in `step` of threads.
+  struct Row {
+    int64_t stream, number;
+    int32_t token_index;
+  };
+
+  // A head of a stream.
+  struct Place {
+    int64_t stream;
+    const Slots* slots;
+    int64_t local_head;
+  };
+
   // Per-thread buffers.
   struct Scratch {
-    Buffer<float> queries, key, value, values, rotated, key_params, accum, worth;
+    Buffer<float> queries, key, value, values, rotated, key_params, accum, worth, factors;
+    std::vector<Place> places;
     Buffer<int32_t> distances;
     Buffer<simd::Floats> products;
     memory::Search search;
   };
+
+  bool has_scores() const { return layer_->policy == kAccumulated || layer_->policy == kTova; }
+
+  // Writes a new token into its slot, if that is in a range, and attends to the range.
+  template <class Prepare>
+  void attend_range(const Row& row, const HeadSlots& head, Range range, Scratch& scratch, Prepare prepare) {
+    const int64_t slot = head.slot_for(row.token_index);
+    const bool holds_new = slot >= range.begin && slot < range.end;
+    prepare(row.stream, head.kv_head, scratch.queries.data(), holds_new ? scratch.key.data() : nullptr,
+            holds_new ? scratch.value.data() : nullptr);
+    clear_padding(scratch.queries.data(), head.query_heads());
+    head.rank.visit([range](auto* ranks) {
+      for (int64_t i = range.begin; i < range.end; ++i) ++ranks[i];
+    });
+    if (holds_new) insert_token(head, slot, row.token_index, scratch.key.data(), scratch.value.data());
+    if (layer_->kv_bits < 16) {
+      store::key_params(head.store.key_range, layer_->head_size, layer_->kv_bits, scratch.key_params.data(),
+                        scratch.key_params.at(layer_->head_size));
+    }
+    for (int64_t begin = range.begin; begin < range.end; begin += kBlockSlots) {
+      attend_block(row, head, {begin, std::min(begin + kBlockSlots, range.end)}, scratch);
+    }
+  }
+
+  // The heads that are a thread's in `step`: about as many slots as those of any other thread.
+  void collect_heads(const Worker& worker, std::vector<Place>& places) const;
+
+  // Prefetches what is read of a head first.
+  void prefetch_head(const Place& place) const;
 
   // Attends to the memories of heads. Each thread takes some queries.
   template <class Prepare>
@@ -95,7 +144,7 @@ class DecodeAttention {
           clear_padding(scratch.queries.data(), head.query_heads());
           prepared = true;
         }
-        attend_memory(head, memory, stream, query, scratch);
+        attend_memory({stream, stream, token_indices_[stream]}, head, memory, query, scratch);
       }
     });
   }
@@ -122,20 +171,22 @@ class DecodeAttention {
 
   static void insert_token(const HeadSlots& head, int64_t slot, int32_t token_indices, const float* key,
                            const float* value);
-  void attend_block(const HeadSlots& head, int64_t stream, Range slots, Scratch& scratch);
-  void attend_memory(const HeadSlots& head, const memory::HeadMemory& memory, int64_t stream, int64_t query,
+  void attend_block(const Row& row, const HeadSlots& head, Range slots, Scratch& scratch);
+  void attend_memory(const Row& row, const HeadSlots& head, const memory::HeadMemory& memory, int64_t query,
                      Scratch& scratch);
   void scale_and_mask(const HeadSlots& head, Range slots, int32_t token_indices, float* logits) const;
-  void accumulate_values(const HeadSlots& head, int64_t stream, Range exact, Range quantized, Scratch& scratch);
+  void accumulate_values(const Row& row, const HeadSlots& head, Range exact, Range quantized, Scratch& scratch);
   void accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs, Scratch& scratch) const;
+  void merge(const Row& row, const Slots& slots, int64_t local_head, float* output, float* factors) const;
   void merge_head(int64_t first_slot, int64_t blocks, float sink, float* output, float* factors) const;
-  void update_scores(const HeadSlots& head, int64_t stream, Range slots, const float* factors) const;
+  void update_scores(const Row& row, const HeadSlots& head, Range slots, const float* factors) const;
+  void evict(const Row& row, const Slots& slots, int64_t local_head, Scratch& scratch);
 
-  float* probs(int64_t stream, int64_t query_head) const {
-    return probs_.at((stream * query_heads_ + query_head) * max_slots_);
+  float* probs(const Row& row, int64_t query_head) const {
+    return probs_.at((row.number * query_heads_ + query_head) * max_slots_);
   }
-  int64_t block_number(int64_t stream, int64_t query_head, int64_t block) const {
-    return (stream * query_heads_ + query_head) * blocks_ + block;
+  int64_t block_number(const Row& row, int64_t query_head, int64_t block) const {
+    return (row.number * query_heads_ + query_head) * blocks_ + block;
   }
 
   // Calls `work` for every head of which this thread has some slots, in whole blocks.

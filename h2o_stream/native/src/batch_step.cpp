@@ -32,14 +32,13 @@ void BatchStep::reserve_attention() {
       }
     }
   }
-  attention_.reserve(steps_, query_heads, value_size, slots, threads_);
+  attention_.reserve(threads_, query_heads, value_size, slots, threads_);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     if (attends(model_.layers[index])) attention_.reserve_scratch(model_.layers[index].attention);
   }
-  factors_.reserve(steps_ * attention_.factor_count());
 }
 
-// Attends to the slots of the streams that are stepped and evicts; a thread has some slots of some streams.
+// Attends to the slots of the streams that are stepped and evicts; a thread has some heads of some streams.
 void BatchStep::attend_slots(const Layer& layer) {
   if (steps_ < stream_count_) Prompt::attend_slots(layer);
   if (!steps_) return;
@@ -48,24 +47,15 @@ void BatchStep::attend_slots(const Layer& layer) {
   const int64_t heads = shape.query_heads / shape.kv_heads, size = shape.head_size, padded = simd::padded(size);
   select_slots(layer);
   attention_.set_layer(shape, slots_.data(), layer.group_count, steps_, indices_.data());
-  const auto factors = [&](int64_t stream) { return factors_.at(stream * attention_.factor_count()); };
   parallel(threads_, [&](const Worker& worker) {
-    attention_.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
+    const auto prepare = [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
       for (int64_t q = 0; q < heads; ++q) {
         std::copy_n(query_.at((stream * shape.query_heads + head * heads + q) * size), size, queries + q * padded);
       }
       if (!key) return;
       std::copy_n(keys.at((stream * shape.kv_heads + head) * size), size, key);
       std::copy_n(values.at((stream * shape.kv_heads + head) * shape.value_size), shape.value_size, value);
-    });
-    worker.barrier();
-    const Range streams = worker.partition(steps_);
-    for (int64_t stream = streams.begin; stream < streams.end; ++stream) {
-      attention_.merge(stream, attended_.at(stream * shape.query_heads * shape.value_size), factors(stream));
-    }
-    worker.barrier();
-    attention_.update_scores(worker, factors);
-    worker.barrier();
-    attention_.evict(worker);
+    };
+    attention_.step(worker, prepare, attended_.data());
   });
 }

@@ -31,5 +31,4 @@ class BatchStep : public Prompt {
   int64_t steps_;
   DecodeAttention attention_;
   std::vector<int64_t> tokens_;
-  Buffer<float> factors_;  // [streams][`DecodeAttention::factor_count`]
 };

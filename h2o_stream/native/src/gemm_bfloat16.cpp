@@ -68,19 +68,21 @@ H2O_AMX_TARGET void unpack_block(const uint8_t* block, int64_t groups, BFloat16*
       const simd::Ints codes = simd::Ints(pairs[i]);
       const Floats low = __builtin_convertvector(codes << 16 >> 16, Floats) * scale + offset;
       const Floats high = __builtin_convertvector(codes >> 16, Floats) * scale + offset;
-      const simd::Words rounded = amx::round_pairs(low, high);
-      std::memcpy(tiles + i * kGroup, &rounded, sizeof rounded);
+      _mm512_storeu_si512(tiles + i * kGroup, amx::round_pairs(low, high));
     }
   }
 }
 
-// Unpacks `groups` groups, starting at a whole block, of 32 rows; missing rows are left as they are.
+// Unpacks `groups` groups, starting at a whole block, of 32 rows; missing rows are left as they are. Prefetches those of
+// the next 32.
 template <int64_t kind>
 void unpack(const Matrix& matrix, int64_t row, int64_t first, int64_t groups, BFloat16* tiles) {
   const int64_t offset = first / kGroupsPerBlock * packed::block_bytes(kind, kGroupsPerBlock);
+  const int64_t next = amx::kBlock / packed::kRows * stride_bytes(matrix);
   for (int64_t end = std::min(row + amx::kBlock, matrix.rows); row < end; row += packed::kRows) {
     packed::for_each_block<kind>(tile_address(matrix, row) + offset, groups * kGroup,
                                  [&](const uint8_t* block, int64_t count, int64_t column) {
+                                   simd::prefetch(block + next, packed::block_bytes(kind, count));
                                    unpack_block<kind>(block, count, tiles + column / kGroup * amx::kTile);
                                  });
     tiles += groups * amx::kTile;

@@ -168,12 +168,15 @@ void write_products(const Product& product, int64_t block, int64_t row, const Su
 }
 
 // Unpacks `groups` groups, starting at a whole block, of the tiles of `kRows` rows; missing tiles are left as they are.
+// Prefetches the next ones.
 template <int64_t kind>
 void unpack(const Matrix& matrix, int64_t row, int64_t first, int64_t groups, WeightGroup<kind>* weights) {
   const int64_t offset = first / kGroupsPerBlock * packed::block_bytes(kind, kGroupsPerBlock);
+  const int64_t next = kRows / packed::kRows * stride_bytes(matrix);
   for (int64_t tile = 0; tile < kRows && row + tile < matrix.rows; tile += packed::kRows) {
     packed::for_each_block<kind>(tile_address(matrix, row + tile) + offset, groups * kGroup,
                                  [&](const uint8_t* block, int64_t count, int64_t column) {
+                                   simd::prefetch(block + next, packed::block_bytes(kind, count));
                                    unpack_block<kind>(block, count, tile / kWidth, weights + column / kGroup);
                                  });
   }
