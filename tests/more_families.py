@@ -76,5 +76,5 @@ MORE: dict[str, Callable[[], Any]] = {
     "Phi MoE": tiny("Phimoe", **GROUPED, **EXPERTS, router_jitter_noise=0.4, **rope("default")),
     "Youtu": tiny("Youtu", **LATENT),
     **{entry: settled(entry) for entry in ("fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2",
-        "moss_transcribe_diarize", "phi4_multimodal")},
+        "lfm3", "minimax_m3_vl_text", "moss_transcribe_diarize", "phi4_multimodal")},
 }  # fmt: skip

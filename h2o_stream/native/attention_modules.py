@@ -118,7 +118,7 @@ class AttentionReader(ModuleReader):
         size, rest = divmod(matrix.rows, heads)
         if rest or size not in (1, value_size):
             raise DescriptionError(f"{key} of {name} gives {matrix.rows} outputs for {heads} heads of {value_size}")
-        return Gate(layouts.GATES[key], column, size, size), [matrix]
+        return Gate(layouts.gate_kind(module, key), column, size, size), [matrix]
 
     def _source(self, module: Any, index: int, name: str) -> int | None:
         """The earlier layer whose keys and values an attention uses, None if it has its own."""

@@ -37,6 +37,7 @@ from h2o_stream.native.modules import (
     activation_of,
     as_float32,
     check_module,
+    clamped_gates_of,
     embedding_of,
     embedding_scale,
     gate_deviations,
@@ -260,7 +261,9 @@ class _ModelReader(ResidualReader):
             raise DescriptionError(f"{name} has a {type(module).__name__} whose gates do not fit")
         self._check_columns(down, f"{layout.down} of {name}", up.rows)
         self._check_rows(down, f"{layout.down} of {name}")
-        activation, parameters = self._activation(module, layout, name)
+        activation, parameters = clamped_gates_of(module, layout.up, layout.down, name) or self._activation(
+            module, layout, name
+        )
         has_norm = has_modules(module, (layouts.INNER_NORM,))
         inner = self._norm(module, layouts.INNER_NORM, up.rows, name) if has_norm else Norm()
         cut = gate_deviations(getattr(module, layouts.GATE_SPARSITY, 0.0))

@@ -67,6 +67,7 @@ class LayerLayout:
 
 
 _LFM2_NORMS = {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}
+_LFM3_NORMS = {**_LFM2_NORMS, "after_attention": "post_operator_norm", "after_mlp": "post_ffn_norm"}
 _BEFORE_FEED_FORWARD = {"before_attention": "input_layernorm", "before_mlp": "pre_ff_layernorm"}
 _TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
 
@@ -122,6 +123,8 @@ LAYERS = (
     LayerLayout("self_attn", "mlp", {"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}),
     LayerLayout("self_attn", "feed_forward", _LFM2_NORMS),
     LayerLayout(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
+    LayerLayout("self_attn", "feed_forward", _LFM3_NORMS),
+    LayerLayout(None, "feed_forward", _LFM3_NORMS, mixer="conv"),
     LayerLayout(None, "mlp", _TWO_NORMS, mixer="linear_attn"),
     LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD),
     LayerLayout(None, "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
@@ -132,7 +135,7 @@ LAYERS = (
 )
 """Llama and most others; Granite MoE; Granite MoE with a shared expert, Llama 4, ModernBERT, AFMoE, Granite 4; Gemma 2
 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus;
-LFM2; Qwen 3.5; Bamba; Falcon-H1; Nemotron-H, whose mixer may be anything."""
+LFM2; LFM3; Qwen 3.5; Bamba; Falcon-H1; Nemotron-H, whose mixer may be anything."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,15 @@ LATENT = LatentLayout()
 
 GATES = {"gate_proj": GateKind.SIGMOID_GATE, "g_proj": GateKind.SOFTPLUS_GATE}
 """Projections to factors on the output of an attention, before its output projection; and what they go through."""
+
+_SIGMOID_GATES = ("Lfm3Attention",)
+"""Attention classes whose gates go through another function than their names say."""
+
+
+def gate_kind(attention: Any, key: str) -> GateKind:
+    """What the gate of an attention, the output of its projection `key`, goes through."""
+    return GateKind.SIGMOID_GATE if type(attention).__name__ in _SIGMOID_GATES else GATES[key]
+
 
 VALUE_NORM, OUTPUT_NORM = "v_norm", "attn_sub_norm"
 """Norms of each head's value, and of the output before the output projection."""

@@ -228,17 +228,43 @@ def gated_activation_of(function: Any, module: Any, name: str) -> tuple[Activati
         module: says its parameters.
         name: for the message.
     """
+    if parameters := _clamping(module):
+        limit = parameters[1]
+        x = torch.linspace(-3 * limit, 3 * limit, 97, dtype=torch.float32, device="cpu")
+        gate, up = (pair.flatten() for pair in torch.meshgrid(x, x, indexing="ij"))
+        if relative_error(gated(Activation.CLAMPED_SWIGLU, parameters, gate, up), function(gate, up)) < 1e-6:
+            return Activation.CLAMPED_SWIGLU, parameters
+    raise DescriptionError(f"{name} has gates of an unknown kind in its {type(module).__name__}")
+
+
+def clamped_gates_of(module: Any, up: str, down: str, name: str) -> tuple[Activation, tuple[float, ...]] | None:
+    """The same of an MLP with a layer `up` for gates and what they are for, if it says how they are clamped.
+
+    Raises:
+        DescriptionError: it computes something else.
+    """
+    parameters = _clamping(module)
+    if parameters is None:
+        return None
+    first, last = getattr(module, up), getattr(module, down)
+    x = torch.randn((8, first.in_features), generator=torch.Generator().manual_seed(0), device="cpu")
+    x = x.to(getattr(getattr(first, "weight", x), "dtype", torch.float32))
+    largest = evaluate(first, x, name).abs().max()
+    x = x * float(2 * parameters[1] / largest)  # some are clamped
+    gate, other = evaluate(first, x, name).chunk(2, -1)
+    expected = evaluate(last, gated(Activation.CLAMPED_SWIGLU, parameters, gate, other).to(x.dtype), name)
+    if not relative_error(expected, evaluate(module, x, name)) < (1e-4 if x.dtype == torch.float32 else 3e-2):
+        raise DescriptionError(f"{name} has gates of an unknown kind in its {type(module).__name__}")
+    return Activation.CLAMPED_SWIGLU, parameters
+
+
+def _clamping(module: Any) -> tuple[float, float, float] | None:
+    """The parameters of clamped gates, see `abi.h`, if a module says them."""
     slope, limit = (
         next((float(getattr(module, key)) for key in keys if isinstance(getattr(module, key, None), int | float)), 0.0)
         for keys in (("alpha", "swiglu_alpha"), ("limit", "swiglu_limit"))
     )
-    if slope and limit:
-        x = torch.linspace(-3 * limit, 3 * limit, 97, dtype=torch.float32, device="cpu")
-        gate, up = (pair.flatten() for pair in torch.meshgrid(x, x, indexing="ij"))
-        parameters = slope, limit, 1.0
-        if relative_error(gated(Activation.CLAMPED_SWIGLU, parameters, gate, up), function(gate, up)) < 1e-6:
-            return Activation.CLAMPED_SWIGLU, parameters
-    raise DescriptionError(f"{name} has gates of an unknown kind in its {type(module).__name__}")
+    return (slope, limit, 1.0) if slope and limit else None
 
 
 def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
