@@ -30,9 +30,9 @@ class Server:
     def __init__(self, folder: Path, *options: str) -> None:
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
-            self._port = listening.getsockname()[1]
-        self._options = ["--port", str(self._port), "--folder", str(folder), "--quiet", *options]
-        self.url = f"http://127.0.0.1:{self._port}"
+            self.port = listening.getsockname()[1]
+        self._options = ["--port", str(self.port), "--folder", str(folder), "--quiet", *options]
+        self.url = f"http://127.0.0.1:{self.port}"
         self.up = threading.Event()
 
     def __enter__(self) -> Self:
@@ -52,7 +52,7 @@ class Server:
 
     def is_healthy(self) -> bool:
         """Whether it answers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200

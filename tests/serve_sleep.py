@@ -26,10 +26,10 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def first_token(url: str, messages: Messages, tokens: int = 2) -> tuple[float, str]:
+def first_token(url: str, messages: Messages, **more: Any) -> tuple[float, str]:
     """Seconds until the first token of a streamed reply, and the whole reply."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
-    body = json.dumps({"messages": messages, "temperature": 0, "max_tokens": tokens, "stream": True})
+    body = json.dumps({"messages": messages, "temperature": 0, "max_tokens": 2, "stream": True, **more})
     started, found, pieces = time.perf_counter(), 0.0, list[str]()
     connection.request("POST", "/v1/chat/completions", body)
     answer = connection.getresponse()
@@ -85,13 +85,13 @@ def long_history(tokens: int) -> list[str]:
     return [" ".join(draw.choice(TOPICS) for _ in range(180)) + f". Is that {turn}?" for turn in range(tokens // 200)]
 
 
-def measure_history(url: str, tokens: int, samples: int) -> None:
+def measure_history(url: str, tokens: int, samples: int, recall: str) -> None:
     """Compare a fresh short conversation with a long one that is sent again."""
     messages: Messages = []
     seen = 0
     for text in long_history(tokens):
         messages.append(user(text))
-        body: dict[str, Any] = {"messages": messages, "temperature": 0, "max_tokens": 8}
+        body: dict[str, Any] = {"messages": messages, "temperature": 0, "max_tokens": 8, "recall": recall}
         status, answer = post(url, "/v1/chat/completions", body)
         assert status == 200, answer
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
@@ -99,10 +99,10 @@ def measure_history(url: str, tokens: int, samples: int) -> None:
     times = {"a fresh conversation": list[float](), "the history": list[float](), "an earlier state": list[float]()}
     for number in range(samples):
         question = user(f"Tell me about {TOPICS[number % len(TOPICS)]} {number}.")
-        times["a fresh conversation"].append(first_token(url, [question])[0])
-        seconds, reply = first_token(url, [*messages, question])
+        times["a fresh conversation"].append(first_token(url, [question], recall=recall)[0])
+        seconds, reply = first_token(url, [*messages, question], recall=recall)
         times["the history"].append(seconds)
-        times["an earlier state"].append(first_token(url, [*messages, user(f"{number} more?")])[0])
+        times["an earlier state"].append(first_token(url, [*messages, user(f"{number} more?")], recall=recall)[0])
         messages += [question, {"role": "assistant", "content": reply}]
     fresh = statistics.median(times["a fresh conversation"])
     print(f"first tokens, after {seen} tokens that are known and sent again:")
@@ -118,12 +118,13 @@ def main() -> None:
     parser.add_argument("--awake", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--history", type=int, default=0)
+    parser.add_argument("--recall", default="auto")
     parser.add_argument("--samples", type=int, default=40)
     given = parser.parse_args()
     if given.conversations:
         measure_sleep(given.url, given.pid, given.conversations, given.awake, given.tokens, given.samples)
     if given.history:
-        measure_history(given.url, given.history, given.samples)
+        measure_history(given.url, given.history, given.samples, given.recall)
 
 
 if __name__ == "__main__":
