@@ -40,6 +40,14 @@ class MatrixKind(IntEnum):
     IQ4_XS = 14
 
 
+class Sharing(IntEnum):
+    """How threads share the work of a decode step."""
+
+    TUNED = 0
+    BARRIERS = 1
+    ASSISTED = 2
+
+
 class PolicyKind(IntEnum):
     """Eviction policy."""
 
@@ -407,6 +415,7 @@ TOO_FEW_SLOTS = 2
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_step_open": (c_void_p, [c_void_p]),
     "h2o_step_close": (None, [c_void_p]),
+    "h2o_step_share": (None, [c_void_p, c_int64]),
     "h2o_equal": (c_int64, [c_void_p, c_int64]),
     "h2o_step": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
     "h2o_forward": (

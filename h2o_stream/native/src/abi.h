@@ -76,6 +76,10 @@ enum MatrixKind : int64_t {
   kIq4Xs = 14
 };
 
+// How threads share the work of a decode step: as `ThreadTuner` decides; all threads meet at barriers; one thread, which
+// others assist with products.
+enum Sharing : int64_t { kTuned = 0, kBarriers = 1, kAssisted = 2 };
+
 struct Matrix {
   const void* weights;  // [rows][columns] or [tiles][bytes]; null if the layer has no such matrix
   const float* bias;    // [rows] or null

@@ -5,8 +5,6 @@
 
 namespace {
 
-using packed::kGroup;
-
 // Bytes of the next matrix to prefetch before a barrier.
 constexpr int64_t kPrefetchBytes = 4096;
 
@@ -43,29 +41,6 @@ void apply_scale(const Matrix& matrix, int64_t count, float* out, int64_t stride
 }
 
 }  // namespace
-
-Vectors::Vectors(int64_t count, int64_t size) { reserve(count, size); }
-
-void Vectors::reserve(int64_t count, int64_t size) {
-  const int64_t groups = simd::padded(size, kGroup) / kGroup;
-  count_ = count, size_ = size;
-  stride_ = simd::padded(size, 128);  // whole registers and cache lines
-  group_stride_ = groups;
-  if (numbers_.size() < count * stride_) numbers_ = Buffer<float>(count * stride_);
-  if (scales_.size() < count * group_stride_) {
-    groups_ = Buffer<dot::VectorGroup>(count * group_stride_);
-    scales_ = Buffer<rounding::Scale>(count * group_stride_);
-  }
-}
-
-void Vectors::quantize(int64_t vector, Range numbers) const {
-  for (int64_t group = numbers.begin / kGroup; group < numbers.end / kGroup; ++group) {
-    const int64_t index = vector * group_stride_ + group;
-    scales_[index] = rounding::round_group(at(vector) + group * kGroup, [&](int64_t i, rounding::Codes codes) {
-      groups_[index].store(i, codes);
-    });
-  }
-}
 
 int64_t stride_bytes(const Matrix& matrix) {
   if (matrix.kind == kFloat32 || matrix.kind == kFloat32Columns) return 4 * matrix.columns;

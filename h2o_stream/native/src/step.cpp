@@ -21,9 +21,33 @@ void Step::run(const Stream* streams, int64_t count, float* logits, float* trace
   slots_.resize(count), token_indices_.resize(count);
   for (int64_t stream = 0; stream < count; ++stream) token_indices_[stream] = int32_t(*streams[stream].slots->seen);
   reserve(threads);
+  const int64_t tuned = threads > 1 && sharing_ == kTuned ? tuner_.choose(threads) : threads;
+  const bool alone = threads > 1 && (tuned == 1 || sharing_ == kAssisted);
   const auto start = std::chrono::steady_clock::now();
-  parallel(threads > 1 ? tuner_.choose(threads) : 1, [this](const Worker& worker) { run_worker(worker); });
-  if (threads > 1) tuner_.record(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  assistants_ = alone && count_ == 1 && Assistants::get().join(threads) ? &Assistants::get() : nullptr;
+  parallel(alone ? 1 : tuned, [this](const Worker& worker) { run_worker(worker); });
+  const bool undisturbed = assistants_ && assistants_->part().undisturbed();
+  if (threads == 1 || sharing_ != kTuned) return;
+  const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
+  tuner_.record(time.count(), count_ == 1, undisturbed);
+}
+
+void Step::multiply(const Worker& worker, const Product* products, int64_t count, const Vectors& vectors,
+                    int64_t unit) const {
+  if (assistants_) return assistants_->multiply(products, count, vectors, 0);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto& [matrix, out, stride] = products[i];
+    skinny_gemm(*matrix, vectors, count_, worker.partition(matrix->rows, unit), out, stride);
+  }
+}
+
+void Step::multiply_rows(const Matrix& matrix, const Vectors& vectors, int64_t vector, Range rows, float* out,
+                         int64_t stride) const {
+  if (assistants_ && rows.size() == matrix.rows) {
+    const Product product{&matrix, out, stride};
+    return assistants_->multiply(&product, 1, vectors, vector);
+  }
+  skinny_gemm(matrix, vectors, Range{vector, vector + 1}, rows, out, stride);
 }
 
 void Step::reserve(int64_t threads) {
@@ -211,7 +235,7 @@ void Step::output(const Worker& worker) {
     quantize_for({&model_.output}, state.normed, stream, {0, hidden});
   });
   const Range rows = worker.partition(vocabulary, kRows);
-  skinny_gemm(model_.output, state(worker).normed, count_, rows, logits_, vocabulary);
+  multiply(worker, {&model_.output, logits_, vocabulary}, state(worker).normed);
   for (int64_t stream = 0; stream < count_; ++stream) scale_logits(model_, rows, logits_ + stream * vocabulary);
 }
 
@@ -219,7 +243,14 @@ extern "C" {
 
 void* h2o_step_open(const Model* model) { return new Step(*model); }
 
-void h2o_step_close(void* step) { delete static_cast<Step*>(step); }
+// Weights may be freed afterwards.
+void h2o_step_close(void* step) {
+  Assistants::get().leave();
+  delete static_cast<Step*>(step);
+}
+
+// How threads share the work of steps, one of `Sharing`; at first kTuned.
+void h2o_step_share(void* step, int64_t sharing) { static_cast<Step*>(step)->share(sharing); }
 
 // See `Step::run`. Returns 0, or 1 if out of memory, with nothing changed.
 int64_t h2o_step(void* step, const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {

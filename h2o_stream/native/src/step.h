@@ -14,9 +14,12 @@
 //
 // With one stream every thread repeats the small operations (norms, quantization, merging), because that is faster than
 // waiting. With several streams the threads divide them, at the cost of another barrier. A step allocates nothing.
+//
+// Beside other processes one thread runs the step of a stream, and others assist it with products (assistants.h).
 
 #pragma once
 
+#include "assistants.h"
 #include "attention.h"
 #include "experts.h"
 #include "matrix.h"
@@ -32,6 +35,9 @@ class Step {
   // every layer and after the last one: trace [layers + 1][count][hidden_size].
   void run(const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads);
 
+  // How threads share the work from now on, one of `Sharing`.
+  void share(int64_t sharing) { sharing_ = sharing; }
+
  private:
   // The residual stream and activations of every token: shared by all threads, or one copy per thread.
   struct State {
@@ -45,6 +51,15 @@ class Step {
 
   void reserve(int64_t threads);
   void run_worker(const Worker& worker);
+  // Multiplies this thread's rows, in whole units; with assistants all rows.
+  void multiply(const Worker& worker, const Product* products, int64_t count, const Vectors& vectors,
+                int64_t unit = packed::kRows) const;
+  void multiply(const Worker& worker, const Product& product, const Vectors& vectors) const {
+    multiply(worker, &product, 1, vectors);
+  }
+  // Multiplies some rows of a matrix with one of some vectors; assisted if they are all rows.
+  void multiply_rows(const Matrix& matrix, const Vectors& vectors, int64_t vector, Range rows, float* out,
+                     int64_t stride) const;
   void embed(const Worker& worker);
   void embed_for_layers(const Worker& worker);
   void split_versions(const Worker& worker);
@@ -84,6 +99,8 @@ class Step {
 
   const Model model_;
   ThreadTuner tuner_;
+  int64_t sharing_ = kTuned;
+  Assistants* assistants_ = nullptr;  // of this step, if any
   const Stream* streams_ = nullptr;
   float *logits_ = nullptr, *trace_ = nullptr;
   int64_t count_ = 0;

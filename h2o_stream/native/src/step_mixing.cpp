@@ -71,12 +71,11 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
   const State& local = state(worker);
   if (layer.laurel.right.weights) skinny_gemm(layer.laurel.right, local.laurel, count_, rows, laurel_delta_.data(), hidden);
   if (!attends(layer)) {
-    skinny_gemm(mixer_out, local.mixed, count_, rows, attention_delta_.data(), hidden);
-    return;
+    return multiply(worker, {&mixer_out, attention_delta_.data(), hidden}, local.mixed);
   }
   attention_.update_scores(worker,
                            [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
-  skinny_gemm(layer.out, local.attended, count_, rows, attention_delta_.data(), hidden);
+  multiply(worker, {&layer.out, attention_delta_.data(), hidden}, local.attended);
   if (!has_mixer(layer)) return;
   for (int64_t stream = 0; stream < count_; ++stream) {
     float *delta = attention_delta_.at(stream * hidden), *mixed = scratch_.at(worker.index * hidden);
@@ -88,18 +87,20 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
 // Writes this thread's share of the queries, keys and values of a layer, and of what its mixer takes. Of latent ones it
 // waits for all that they are made from.
 void Step::project(const Worker& worker, const Layer& layer) {
-  const auto multiply = [&](const Matrix& matrix, const Vectors& vectors, int64_t column) {
+  const auto clip_rows = [&](const Matrix& matrix, int64_t column) {
     const Range rows = worker.partition(matrix.rows, kRows);
-    skinny_gemm(matrix, vectors, count_, rows, qkv_.at(column), qkv_size_);
     for (int64_t stream = 0; stream < count_; ++stream) clip(layer, rows, qkv_.at(stream * qkv_size_ + column));
   };
-  for (int64_t i = 0; i < layer.qkv_count; ++i) multiply(layer.qkv[i], state(worker).normed, layer.qkv_columns[i]);
-  int64_t column = 0;
-  for (int64_t i = 0; i < layer.mixer.in_count; column += layer.mixer.in[i++].rows) {
-    const Matrix& matrix = layer.mixer.in[i];
-    skinny_gemm(matrix, state(worker).normed, count_, worker.partition(matrix.rows, kRows),
-                mixer_projected_.at(column), projected_);
+  Product products[RowJob::kMaxMatrices];
+  int64_t count = 0;
+  for (int64_t i = 0; i < layer.qkv_count; ++i) {
+    products[count++] = {&layer.qkv[i], qkv_.at(layer.qkv_columns[i]), qkv_size_};
   }
+  for (int64_t i = 0, column = 0; i < layer.mixer.in_count; column += layer.mixer.in[i++].rows) {
+    products[count++] = {&layer.mixer.in[i], mixer_projected_.at(column), projected_};
+  }
+  multiply(worker, products, count, state(worker).normed);
+  for (int64_t i = 0; i < layer.qkv_count; ++i) clip_rows(layer.qkv[i], layer.qkv_columns[i]);
   if (const Matrix& left = layer.laurel.left; left.weights) {
     skinny_gemm(left, state(worker).normed, count_, worker.partition(left.rows, kRows), laurel_.data(), laurel_rank_);
   }
@@ -117,7 +118,9 @@ void Step::project(const Worker& worker, const Layer& layer) {
     }
   });
   for (int64_t i = 0; i < layer.latent_count; ++i) {
-    multiply(layer.latent[i].matrix, state(worker).latent[i], layer.latent[i].to);
+    const Projection& latent = layer.latent[i];
+    multiply(worker, {&latent.matrix, qkv_.at(latent.to), qkv_size_}, state(worker).latent[i]);
+    clip_rows(latent.matrix, latent.to);
   }
 }
 

@@ -55,8 +55,8 @@ void Step::multiply_up(const Worker& worker, const Layer& layer) {
   const Range columns = worker.partition(layer.down.columns, kGroup);
   const Vectors& normed = state(worker).normed;
   const bool gated = layer.gate.weights;
-  if (gated) skinny_gemm(layer.gate, normed, count_, columns, gate_.data(), inner_);
-  skinny_gemm(layer.up, normed, count_, columns, up_.data(), inner_);
+  const Product products[] = {{&layer.gate, gate_.data(), inner_}, {&layer.up, up_.data(), inner_}};
+  multiply(worker, gated ? products : products + 1, gated ? 2 : 1, normed, kGroup);
   if (layer.cuts_gates) worker.barrier();
   for (int64_t stream = 0; stream < count_; ++stream) {
     const float* gate = gated ? gate_.at(stream * inner_) : nullptr;
@@ -102,18 +102,17 @@ void Step::multiply_experts_up(const Worker& worker, const Layer& layer) {
     const int64_t stream = choice / experts.chosen;
     const Expert expert(experts, choices(worker)[choice].expert, model_.hidden_size);
     const Vectors& normed = beside(experts) ? state(worker).expert_input : state(worker).normed;
-    const Range one{stream, stream + 1};
     float *gate = gate_.at(2 * choice * inner), *up = gate + inner, *activated = expert_activated_.at(choice);
     if (experts.gate_layout == kInTurns) {
-      skinny_gemm(expert.gate, normed, one, {2 * rows.begin, 2 * rows.end}, gate, 2 * inner);
+      multiply_rows(expert.gate, normed, stream, {2 * rows.begin, 2 * rows.end}, gate, 2 * inner);
       activate_in_turns(layer, gate, rows, activated);
     } else {
       const bool gated = expert.gate.weights;
-      if (gated) skinny_gemm(expert.gate, normed, one, rows, gate, inner);
+      if (gated) multiply_rows(expert.gate, normed, stream, rows, gate, inner);
       if (experts.gate_layout == kApart) {
-        skinny_gemm(expert.up, normed, one, rows, up, inner);
+        multiply_rows(expert.up, normed, stream, rows, up, inner);
       } else {
-        skinny_gemm(expert.gate, normed, one, {inner + rows.begin, inner + rows.end}, gate, 2 * inner);
+        multiply_rows(expert.gate, normed, stream, {inner + rows.begin, inner + rows.end}, gate, 2 * inner);
       }
       if (experts.weighs_inputs) {  // there are no biases then
         scale(choices(worker)[choice].weight, rows.size(), gate + rows.begin);
@@ -128,7 +127,7 @@ void Step::multiply_experts_up(const Worker& worker, const Layer& layer) {
 void Step::multiply_down(const Worker& worker, const Layer& layer) {
   const int64_t hidden = model_.hidden_size;
   const Range rows = worker.partition(hidden, kRows);
-  if (layer.down.weights) skinny_gemm(layer.down, activated_, count_, rows, mlp_delta_.data(), hidden);
+  if (layer.down.weights) multiply(worker, {&layer.down, mlp_delta_.data(), hidden}, activated_);
   if (!layer.experts.router.weights) return;
   for (int64_t stream = 0; stream < count_; ++stream) {
     float factor = layer.down.weights ? 1 : 0;
@@ -150,7 +149,7 @@ void Step::add_experts(const Worker& worker, const Experts& experts, int64_t str
   for (int64_t choice = stream * experts.chosen; choice < (stream + 1) * experts.chosen; ++choice) {
     const auto [index, weight] = choices(worker)[choice];
     const Expert expert(experts, index, hidden);
-    skinny_gemm(expert.down, expert_activated_, Range{choice, choice + 1}, rows, output, hidden);
+    multiply_rows(expert.down, expert_activated_, choice, rows, output, hidden);
     const float factor = experts.weighs_inputs ? 1 : weight;
     for (int64_t i = rows.begin; i < rows.end; ++i) delta[i] += factor * output[i];
   }
