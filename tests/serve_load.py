@@ -22,7 +22,7 @@ def post(url: str, path: str, body: Any, key: str = "") -> tuple[int, Any]:
     """Status and JSON of an answer."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
     try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         data = body if isinstance(body, bytes) else json.dumps(body)
         connection.request("POST", path, data, headers)
         answer = connection.getresponse()
