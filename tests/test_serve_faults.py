@@ -202,6 +202,21 @@ def test_a_client_that_does_not_read_is_disconnected(caplog: pytest.LogCaptureFi
     assert caplog.text.count("left its reply unread") == 1
 
 
+def test_a_client_may_have_all_the_time(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(_: Request) -> Response:
+        return Response(b"yes")
+
+    serving = Listening(Starlette(routes=[Route("/", answer)]), ServeConfig(port=0, unread_s=1e9))
+    try:
+        with socket.create_connection(("127.0.0.1", serving.port)) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.settimeout(10)
+            assert b"".join(iter(lambda: connection.recv(1024), b"")).endswith(b"yes")
+    finally:
+        serving.close()
+    assert not caplog.records
+
+
 def test_a_client_that_reads_slowly_gets_all(server: Running) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Write."}], **LONG, "max_tokens": 60}).encode()
     with connected(server, body) as connection:

@@ -97,6 +97,40 @@ class TestFormat:
         rest, calls = splitter.flush()
         assert (given + rest, calls) == (text, ())
 
+    def test_text_between_calls_and_after_them(self) -> None:
+        """What a client sends again of a streamed or whole reply is what was said."""
+        form = FORMATS[HERMES]
+        assert form is not None
+        first, second = "".join(WRITTEN[HERMES][:2]), "".join(WRITTEN[HERMES][2:])
+        for text, expected in [
+            (f"Wait. {first} And {second} Done.", ("Wait. And Done.", (BERN, NOW))),
+            (f"Wait. {first} <tool_call>{{", ("Wait. <tool_call>{", (BERN,))),
+        ]:
+            assert form.parse(text) == expected
+            assert form.parse(expected[0]) == (expected[0], ())
+            splitter = CallSplitter(form)
+            given = "".join(map(splitter.push, text))
+            rest, calls = splitter.flush()
+            assert (given + rest, calls) == expected
+
+    def test_an_answer_in_json_is_no_call(self) -> None:
+        form = FORMATS[LLAMA]
+        assert form is not None
+        for text in ('{"name": "Bob", "age": 3}', '{"name": " ", "parameters": {}}'):
+            assert form.parse(text) == (text, ())
+
+    def test_arguments_can_be_encoded(self) -> None:
+        for template, key in ((HERMES, "arguments"), (LLAMA, "parameters")):
+            form = FORMATS[template]
+            assert form is not None
+            written = f'{form.opening}{{"name": "weather", "{key}": {{"city": "\\ud800"}}}}{form.closing}'
+            (call,) = form.parse(written)[1]
+            assert call.arguments == {"city": "\ufffd"}
+        again = copy.deepcopy(CALLING)
+        again["tool_calls"][0]["function"]["arguments"] = '{"city": "\\ud800"}'  # type: ignore[index]
+        dialogue = parse_dialogue([WARM, again, WARM])
+        assert dialogue.past[0].reply.calls == (call,)
+
 
 CALLING = {
     "role": "assistant",

@@ -271,10 +271,12 @@ def test_killed_while_a_memory_grows(tmp_path: Path, count: int) -> None:
     with filled(tmp_path, 0) as session:
         session.add(Entry(1, "question 1", "answer 1"), with_memory(1))
     if not (child := os.fork()):
-        session = Session("talk", tmp_path)
-        os.fdopen = killed_after(count)
-        session.add(Entry(2, "question 2", "answer 2"), with_memory(2))
-        os._exit(0)
+        try:
+            session = Session("talk", tmp_path)
+            os.fdopen = killed_after(count)
+            session.add(Entry(2, "question 2", "answer 2"), with_memory(2))
+        finally:
+            os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     with Session("talk", tmp_path) as session:
         assert turns(session) == [1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from typing import Any
 
@@ -17,6 +18,9 @@ _log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 5
 """Seconds that open connections have when the server stops."""
+
+_MAX_MS = 2**31 - 1
+"""What fits in an option of a socket."""
 
 
 def uvicorn_config(app: Starlette, config: ServeConfig) -> uvicorn.Config:
@@ -38,6 +42,7 @@ def _impatient(limit_s: float) -> type[asyncio.Protocol]:
     A reply waits in memory while its client reads slowly. Without a limit, clients that never read would hold replies,
     and places among those that may wait, for ever.
     """
+    limit_ms = math.ceil(min(limit_s * 1000, _MAX_MS))
 
     class Impatient(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         _timer: asyncio.TimerHandle | None = None
@@ -46,7 +51,7 @@ def _impatient(limit_s: float) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             connection = transport.get_extra_info("socket")
             if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family != socket.AF_UNIX:  # also after the last write
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limit_s * 1000))
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
         def pause_writing(self) -> None:
             super().pause_writing()

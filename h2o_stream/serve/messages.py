@@ -133,7 +133,7 @@ def parse_content(content: Any, place: str) -> str:
 
 
 @dataclass(frozen=True)
-class Told:
+class FedTurn:
     """A past turn as it is fed, or with the reply None the one to answer, and the exchanges that it consists of."""
 
     user: UserTurn
@@ -141,7 +141,7 @@ class Told:
     exchanges: tuple[Exchange, ...]
 
 
-def as_fed(past: Iterable[Exchange], last: UserTurn) -> Iterator[Told]:
+def as_fed(past: Iterable[Exchange], last: UserTurn) -> Iterator[FedTurn]:
     """Past turns as they are fed, and the last one, which is to be answered.
 
     A reply with calls is fed with their results, as messages of one turn: only the template knows how it is written.
@@ -153,9 +153,9 @@ def as_fed(past: Iterable[Exchange], last: UserTurn) -> Iterator[Told]:
             merged.append(exchange)
             continue
         user = (*messages, *_messages(exchange.user)) if messages else exchange.user
-        yield Told(user, exchange.reply.text, (*merged, exchange))
+        yield FedTurn(user, exchange.reply.text, (*merged, exchange))
         messages, merged = [], []
-    yield Told((*messages, *_messages(last)) if messages else last, None, tuple(merged))
+    yield FedTurn((*messages, *_messages(last)) if messages else last, None, tuple(merged))
 
 
 def _messages(turn: UserTurn) -> Sequence[Message]:

@@ -68,7 +68,7 @@ def parse_tool_choice(
             raise wrong("tool_choice", choice, "none or auto, without tools")
         return sampled
     if choice in (None, "auto", "none"):
-        return replace(sampled, calls=choice != "none")
+        return replace(sampled, calls=choice != "none" and sampled.schema is None)
     called = _named(choice, options.tools) if choice != "required" else options.tools
     if not called:
         raise wrong("tool_choice", choice, "auto, none, required, or the name of a function among tools")

@@ -14,12 +14,15 @@ from typing import Any
 from jinja2 import TemplateError
 
 from h2o_stream.engine.text import overlap, shared_length
-from h2o_stream.session.messages import Tool
+from h2o_stream.resources import replace_surrogates
+from h2o_stream.session.messages import Tool, encodable_json
 
 _USER, _REPLY, _RESULT = "6e1b-the-user-asks-93fd", "41ac-the-reply-27e0", "d80f-the-result-5c36"
 _NAME, _OTHER = "tool_b6a1f", "tool_c93e0"
 _ARGUMENTS = {"place": "e4f7-an-argument"}
 _SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
+"""What templates raise on messages that they do not know."""
 _PYTHON = "<|python_tag|>"
 """With which Llama may begin a call, though its template does not."""
 
@@ -65,19 +68,18 @@ class CallFormat:
         if not self.opening:
             bare = tuple(self._bare(text.strip().removeprefix(_PYTHON)))
             return ("", bare) if bare else (text, ())
-        before, found, rest = text.partition(self.opening)
-        calls = list[Call]()
-        while found:
-            parsed = self._at(rest)
+        texts, calls, rest = list[str](), list[Call](), text
+        while True:
+            before, found, after = rest.partition(self.opening)
+            parsed = self._at(after) if found else None
             if parsed is None:
                 break
+            texts.append(before)
             calls += parsed[0]
             rest = parsed[1].lstrip().removeprefix(self.closing)
-            found = self.opening if rest.lstrip().startswith(self.opening) else ""
-            rest = rest.lstrip().removeprefix(self.opening) if found else rest
         if not calls:
             return text, ()
-        return " ".join(filter(None, (before.strip(), rest.strip()))), tuple(calls)
+        return " ".join(filter(None, map(str.strip, (*texts, rest)))), tuple(calls)
 
     def _bare(self, text: str) -> Iterator[Call]:
         while text:
@@ -91,31 +93,29 @@ class CallFormat:
         """The calls with which a text begins, and what follows them."""
         name, text = "", text.lstrip()
         if not self.key:
-            name, found, text = text.partition(self.between) if self.between else _before_object(text)
-            if not found:
+            name, _, text = text.partition(self.between)
+            if not name.strip():
                 return None
         try:
             value, end = json.JSONDecoder().raw_decode(text.lstrip())
+            calls = [self._call(each, name.strip()) for each in (value if isinstance(value, list) else [value])]
         except (ValueError, RecursionError):
             return None
-        values = value if isinstance(value, list) else [value]
-        calls = [self._call(each, name.strip()) for each in values]
         found_calls = [call for call in calls if call is not None]
         return (found_calls, text.lstrip()[end:]) if calls and len(found_calls) == len(calls) else None
 
     def _call(self, value: Any, name: str) -> Call | None:
-        if name:
-            return Call(name, value) if isinstance(value, dict) else None
-        value = value.get(self.outer) if self.outer and isinstance(value, dict) else value
-        arguments = value.get(self.key, {}) if isinstance(value, dict) else None
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
+        arguments = value
+        if not name:
+            value = value.get(self.outer) if self.outer and isinstance(value, dict) else value
+            if not isinstance(value, dict) or not isinstance(value.get("name"), str):
                 return None
-        if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
-            return None
-        return Call(value["name"], arguments)
+            name = value["name"]
+            if not name.strip() or not (self.opening or self.key in value):
+                return None
+            arguments = value.get(self.key, {})
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return Call(replace_surrogates(name), encodable_json(arguments)) if isinstance(arguments, dict) else None
 
     def grammar(self, tools: Sequence[Tool], special: Mapping[str, int], several: bool) -> str:
         """The grammar, in llguidance's form of Lark, of replies that call one of the tools, or several of them.
@@ -156,27 +156,28 @@ class CallSplitter:
     """Splits a reply that comes piece by piece: what is certainly no call is given at once, the rest is held back."""
 
     def __init__(self, form: CallFormat) -> None:
-        self._form, self._held, self._given = form, "", False
+        self._form, self._held, self._has_text = form, "", False
 
     def push(self, text: str) -> str:
         """Append text. Returns what is no part of a call."""
         self._held += text
         if not self._form.opening:
             start = self._held.lstrip()
-            if not self._given and (not start or start[0] in "{[" or _PYTHON.startswith(start[: len(_PYTHON)])):
+            if not self._has_text and (not start or start[0] in "{[" or _PYTHON.startswith(start[: len(_PYTHON)])):
                 return ""
             size = len(self._held)
         else:
             place = self._held.find(self._form.opening)
             size = len(self._held) - overlap(self._held, self._form.opening) if place < 0 else place
             size = len(self._held[:size].rstrip())
-        given, self._held = self._held[:size], self._held[size:]
-        self._given = self._given or bool(given.strip())
-        return given
+        certain, self._held = self._held[:size], self._held[size:]
+        self._has_text = self._has_text or bool(certain.strip())
+        return certain
 
     def flush(self) -> tuple[str, tuple[Call, ...]]:
         """What was held back and is no call, and the calls."""
-        return self._form.parse(self._held)
+        text, calls = self._form.parse(self._held)
+        return (f" {text}" if calls and text and self._has_text else text), calls
 
 
 def find_format(tokenizer: Any) -> CallFormat | None:
@@ -193,7 +194,7 @@ def find_format(tokenizer: Any) -> CallFormat | None:
     try:
         plain = render({"role": "assistant", "content": _REPLY})
         one = render(_calling(_NAME))
-    except (TemplateError, TypeError, KeyError):
+    except _REFUSALS:
         return None
     header, _, tail = plain.partition(_REPLY)
     found = _format(one, header, tail)
@@ -201,7 +202,7 @@ def find_format(tokenizer: Any) -> CallFormat | None:
         return None
     try:
         two = _written(render(_calling(_NAME, _OTHER)), header, tail)
-    except (TemplateError, TypeError, KeyError):
+    except _REFUSALS:
         two = ""
     several = found.parse(two)[1] == (Call(_NAME, _ARGUMENTS), Call(_OTHER, _ARGUMENTS))
     return replace(found, several=several)
@@ -257,11 +258,6 @@ def _marked(found: CallFormat) -> CallFormat | None:
     marked = not found.opening or found.opening[0] in "<[" or "<" in found.opening
     named = found.key or (found.opening and found.between)
     return found if marked and named and not any(_ID in marker for marker in found.markers) else None
-
-
-def _before_object(text: str) -> tuple[str, str, str]:
-    place = text.find("{")
-    return (text[:place], "{", text[place:]) if place > 0 else (text, "", "")
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:

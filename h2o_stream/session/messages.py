@@ -31,6 +31,11 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def encodable_json(value: Any) -> Any:
+    """A copy of a JSON value with the replacement character for each unpaired surrogate."""
+    return json.loads(replace_surrogates(json.dumps(value, ensure_ascii=False)))
+
+
 def parse_turn(turn: UserTurn) -> UserTurn:
     """A text that tokenizers accept, or a checked copy of messages; see `parse_messages`."""
     return encodable(turn) if isinstance(turn, str) else parse_messages(turn)
@@ -148,7 +153,7 @@ def _arguments(arguments: Any, place: str) -> dict[str, Any]:
     parsed = arguments
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
+            parsed = encodable_json(json.loads(arguments))
         except (ValueError, RecursionError):
             parsed = None
     if not isinstance(parsed, dict):
@@ -158,7 +163,7 @@ def _arguments(arguments: Any, place: str) -> dict[str, Any]:
 
 def _copy(value: Any, place: str) -> Any:
     try:
-        return json.loads(replace_surrogates(json.dumps(value, ensure_ascii=False)))
+        return encodable_json(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{place} cannot be written as JSON: {error}") from error
 
