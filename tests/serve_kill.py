@@ -113,7 +113,10 @@ class Talk:
 def kill_under_load(
     server: Server, conversations: int, kills: int, tokens: int, seconds: tuple[float, float], seed: int = 0
 ) -> list[Talk]:
-    """Let conversations go on while the server is killed so often, and each for one more turn after it."""
+    """Let conversations go on while the server is killed so often, and each for one more turn after it.
+
+    Each has finished a turn more before every kill, however slow the machine is.
+    """
     talks, draw, stop = [Talk(number) for number in range(conversations)], random.Random(seed), threading.Event()
 
     def load(talk: Talk) -> None:
@@ -125,8 +128,12 @@ def kill_under_load(
     for thread in threads:
         thread.start()
     try:
-        for _ in range(kills):
+        for kill in range(kills):
             time.sleep(draw.uniform(*seconds))
+            deadline = time.monotonic() + 60
+            while any(talk.turns <= kill and not talk.lost for talk in talks):
+                assert time.monotonic() < deadline, "a conversation does not go on"
+                time.sleep(0.01)
             server.kill()
     finally:
         stop.set()
