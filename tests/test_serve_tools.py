@@ -217,7 +217,7 @@ class TestServer:
         assert not any(chunk.delta.content for chunk in chunks)
         assert chunks[-1].finish_reason == "tool_calls"
 
-    def test_an_unknown_history_with_calls_is_read(self, client: Any) -> None:
+    def test_an_unknown_history_with_calls_is_read(self, client: Any, server: Running) -> None:
         """As the template writes it: the same tokens as if it had been said."""
         result = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "18 degrees"}
         told = [WARM, CALLING, result, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
@@ -225,6 +225,9 @@ class TestServer:
         assert (read.h2o["origin"], read.h2o["turns_read"]) == ("read", 2)
         again = client.chat.completions.create(messages=told[:3], **ASKED | {"max_tokens": 4})
         assert (again.h2o["origin"], again.h2o["turns_read"]) == ("read", 1)
+        kept = server.service.store.conversations[again.h2o["conversation"]]
+        (entry,) = server.service.store.entries(kept, again.h2o["turn"])
+        assert entry.prompt == 'Is it warm in Bern?\nassistant: weather({"city": "Bern"})\ntool: 18 degrees'
         known = [*told[:3], again.choices[0].message, {"role": "user", "content": "Sure?"}]
         assert client.chat.completions.create(messages=known, **ASKED | {"max_tokens": 4}).h2o["turns_known"] == 2
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.serve.conversations import Conversations, Event, Live, Opened
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.messages import Exchange
+from h2o_stream.serve.messages import Exchange, as_fed
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
 from h2o_stream.serve.stream import LogprobSampler
@@ -142,7 +142,8 @@ class Endings:
         """Save a turn, the answer and thinking, before its end is sent."""
         self._jobs.remove(job)
         live, counts, user = job.live, job.live.engine.counts, job.ask.dialogue.user
-        entry = Entry(turn, text_of(user), said[0], "said", kind, "", said[1])
+        (fed,) = as_fed(live.merged, user)
+        entry = Entry(turn, text_of(fed.user), said[0], "said", kind, "", said[1])
         live.add(entry, *live.merged, Exchange(user, live.options.read(entry.text)))
         live.merged = ()
         kept = live.kept
