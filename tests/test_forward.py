@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_stream import CacheConfig, ConfigError, attach
 from tests.conftest import ids, make_llama
+from tests.families import FAMILIES
 
 
 class OneLogit:
@@ -126,3 +127,15 @@ class TestTheModel:
             assert cache.seen_tokens == 5
         assert model.forward is theirs
         assert len(calls) == 1
+
+
+def test_layers_that_share_keys_attend_for_all_tokens() -> None:
+    """They would drop the queries of tokens whose logits nobody wants, which have scores to give."""
+    model = next(family for family in FAMILIES if family.name == "Gemma 4").make()
+    found = []
+    for keep in (0, 1):
+        with attach(model, CacheConfig("h2o", window=16), engine="eager") as cache:
+            logits = model(ids(40), past_key_values=cache, logits_to_keep=keep).logits[:, -1]
+            found.append((logits, [cache.kept(layer).tolist() for layer in range(len(cache.layers))]))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]

@@ -183,12 +183,19 @@ class AttachedForward:
         if logits is None:
             if isinstance(self.cache, H2OCache):
                 self.cache.use_own_dtypes()
-            output = self.forward(**kwargs)
+            output = self.forward(**self._with_all_queries(kwargs))
             self.cache.count_forward()
             return output
         if torch.is_grad_enabled():
             logits = without_gradient(logits, next((p for p in self._model.parameters() if p.requires_grad), None))
         return self._as_asked(logits, kwargs)
+
+    def _with_all_queries(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The same keywords, with which no layer drops queries: those that share keys do, if a number of logits is kept."""
+        keep, new = kwargs.get("logits_to_keep"), tokens_in(kwargs).shape[1]
+        if not getattr(self._text, "num_kv_shared_layers", 0) or not keep or not isinstance(keep, int):
+            return kwargs
+        return kwargs | {"logits_to_keep": torch.arange(max(new - keep, 0), new, device="cpu")}
 
     def _needs_pieces(self, kwargs: dict[str, Any]) -> bool:
         """Whether recurrent layers would take a prepared forward wrongly in one piece."""
