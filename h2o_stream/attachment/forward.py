@@ -191,7 +191,7 @@ class AttachedForward:
         return self._as_asked(logits, kwargs)
 
     def _with_all_queries(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The same keywords, with which no layer drops queries: those that share keys do, if a number of logits is kept."""
+        """The same keywords, with positions for a number of logits: layers that share keys drop queries for it."""
         keep, new = kwargs.get("logits_to_keep"), tokens_in(kwargs).shape[1]
         if not getattr(self._text, "num_kv_shared_layers", 0) or not keep or not isinstance(keep, int):
             return kwargs
