@@ -83,6 +83,22 @@ def test_other_rules_are_told_apart(model: RuntimeModel) -> None:
     assert len({rules(each.stepper) for each in served}) == 3
 
 
+def test_streams_of_other_rules_in_turn(model: RuntimeModel) -> None:
+    """What steps need for a memory is there when the first of them needed none."""
+    native = library.loaded()
+    assert native is not None
+    batch, logits = BatchStepper(native, model.description), []
+    for rule in (CacheConfig(window=64), CacheConfig(window=48, memory="auto")):
+        alone, together = model.serve(rule), model.serve(rule)
+        for served in (alone, together):
+            served.forward([5 + 7 * i % 4001 for i in range(100)])
+        together.cache.prepare(1)
+        assert together.stepper.begin_step(numpy.array([100]))
+        logits += [alone.forward([100]), batch.step([together.stepper])[0].copy()]
+    assert numpy.array_equal(logits[0], logits[1])
+    assert numpy.array_equal(logits[2], logits[3])
+
+
 def test_a_prompt_shares_searches(model: RuntimeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one of 8 tokens searches the memory, logits are nearer to those of searching with all than without."""
     tokens = [5 + 17 * i % 4001 for i in range(700)] + [5 + 17 * i % 4001 for i in range(300)]

@@ -31,7 +31,7 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
     scratch.distances.reserve(kBlockSlots);
     scratch.key_params.reserve(6 * std::max(layer.head_size, layer.value_size));
     scratch.accum.reserve(layer.query_heads / layer.kv_heads * layer.value_size);
-    if (layer.memory_candidates) scratch.search.reserve(layer);
+    if (layer.memory_matches) scratch.search.reserve(layer);
   }
 }
 

@@ -176,8 +176,7 @@ void HeadMemory::write_sketch(int64_t place) const {
 }
 
 void Search::reserve(const AttentionLayer& layer) {
-  const int64_t matches = layer.memory_candidates;  // at most; `memory_matches` is 0 while nothing is searched
-  const int64_t most = std::max({4 * layer.memory_candidates + kBlock, kCentring, matches * kSurroundings});
+  const int64_t most = std::max({4 * layer.memory_candidates + kBlock, kCentring, layer.memory_matches * kSurroundings});
   query_.reserve(simd::padded(layer.head_size, 16));
   rotated_.reserve(simd::padded(layer.head_size, 16));
   places_.reserve(most);
@@ -186,7 +185,7 @@ void Search::reserve(const AttentionLayer& layer) {
   sample_.reserve(kMaxSample * kBlock);
   found_.reserve(most);
   products_.reserve(most + kWidth);
-  matches_.reserve(matches + 1);
+  matches_.reserve(layer.memory_matches + 1);
 }
 
 std::vector<Match>& Search::find(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest,

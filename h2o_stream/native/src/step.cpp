@@ -75,14 +75,15 @@ void Step::reserve(int64_t threads) {
     expert_inner = std::max(expert_inner, experts.inner_size);
     experts_beside = experts_beside || beside(experts);
   }
-  if (count_ <= reserved_streams_ && threads <= reserved_threads_ && slots <= reserved_slots_) return;
+  const bool grows = count_ > reserved_streams_ || threads > reserved_threads_ || slots > reserved_slots_;
   reserved_streams_ = std::max(count_, reserved_streams_), reserved_threads_ = std::max(threads, reserved_threads_);
   reserved_slots_ = std::max(slots, reserved_slots_);
-  const int64_t hidden = model_.hidden_size;
-  attention_.reserve(reserved_streams_, query_heads, value_size, reserved_slots_, reserved_threads_);
-  for (int64_t index = 0; index < model_.layer_count; ++index) {
+  if (grows) attention_.reserve(reserved_streams_, query_heads, value_size, reserved_slots_, reserved_threads_);
+  for (int64_t index = 0; index < model_.layer_count; ++index) {  // whose bits and memory may be others than before
     if (attends(model_.layers[index])) attention_.reserve_scratch(model_.layers[index].attention);
   }
+  if (!grows) return;
+  const int64_t hidden = model_.hidden_size;
   states_.resize(reserved_threads_);
   for (int64_t i = 0; i < reserved_threads_; ++i) {
     const int64_t rows = i == 0 ? reserved_streams_ : 1;  // the other states hold a single stream
