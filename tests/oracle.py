@@ -72,8 +72,6 @@ class Rules:
     matches: int = 0
     max_distance: int = 0
     """Evicted tokens that a query attends to, and the largest distance at which it sees them; 0 for no memory."""
-    period: int = 1
-    """Steps from one search of a head in the memory to the next."""
     transient: tuple[tuple[int, range], ...] = ()
     """How many tokens were seen when tokens were said to be evicted first, and which."""
 
@@ -96,10 +94,6 @@ class Oracle:
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
     memory: dict[tuple[int, int], list[Kept]] = field(default_factory=dict)
     """By layer and head: evicted tokens, in 8 bits."""
-    stepping: bool = False
-    """Whether tokens are fed as steps: heads then take turns in searching their memory."""
-    found: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)
-    """By layer and head: what each of the last queries attended to in the memory."""
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """By layer and head: [G, D] of every token, scaled."""
 
@@ -175,15 +169,12 @@ class Oracle:
             spans = torch.tensor([0 if rules.pinned(token.index) else rules.span for token in held])
             remembered = [] if own_window else self.memory.setdefault((number, head), [])
             of_head = q[head * groups : (head + 1) * groups]
-            candidates = self.candidates(number, head, of_head, scaling, remembered)
             for i in range(new):
                 queries, count = of_head[:, i], len(held) - new + i + 1
                 ages = self.seen + i - indices[:count]
                 visible = Visible(keys[:count], values[:count], ages, spans[:count], indices[:count])
                 sink = sinks[head * groups : (head + 1) * groups, None]
-                found_here = self.memory_logits(number, queries, scaling, remembered, new - 1 - i, candidates[i])
-                if found_here.shape[1]:
-                    self.found[number, head] = places_of(found_here)
+                found_here = self.memory_logits(number, queries, scaling, remembered, self.seen + new - 1, new - 1 - i)
                 weights, output = self.attend(
                     number, queries, visible, scaling, softcap, own_window, sink, remembered, found_here
                 )
@@ -238,35 +229,23 @@ class Oracle:
         return weights[:, :kept], output
 
     def memory_logits(
-        self, number: int, queries: Tensor, scaling: float, remembered: list[Kept], lag: int, candidates: Tensor
+        self, number: int, queries: Tensor, scaling: float, remembered: list[Kept], newest: int, lag: int
     ) -> Tensor:
-        """Logits [G, m] of remembered tokens: of the best of `candidates` [G, m], and -inf.
+        """Logits [G, m] of remembered tokens: of the best, and -inf.
 
-        Distances are those from the newest token of the chunk, which is `lag` tokens newer than the queries.
+        Distances are those from `newest`, the newest token of the chunk, which is `lag` tokens newer than the queries.
         """
         if not (remembered and self.rules.matches):
             return queries[:, :0]
-        newest = self.newest
         far = torch.tensor([min(newest - token.index, self.rules.max_distance) - lag for token in remembered])
         keys = self.rotate(number, torch.stack([token.key for token in remembered]), far)
-        found = (queries @ keys.T * scaling).masked_fill(~candidates, -torch.inf)
+        found = queries @ keys.T * scaling
         best, order = found.sort(stable=True, dim=-1, descending=True)  # equal ones are repeated tokens
         count = min(self.rules.matches, len(remembered))
         if count < len(remembered):
             gaps = best[:, count - 1] - best[:, count]
             self.margin = min(self.margin, min(gaps[gaps > 0].tolist(), default=math.inf))
         return torch.full_like(found, -torch.inf).scatter(1, order[:, :count], best[:, :count])
-
-    def candidates(self, number: int, head: int, q: Tensor, scaling: float, remembered: list[Kept]) -> list[Tensor]:
-        """The remembered tokens among which the queries q [G, n, D] of a head find the best: [G, m] bool for each."""
-        (groups, new, _), count = q.shape, len(remembered)
-        self.newest = self.seen + new - 1
-        every = torch.ones(groups, count, dtype=torch.bool)
-        if self.stepping:
-            if (self.seen + number * len(self.held[number]) + head) % self.rules.period == 0:
-                return [every]
-            return [torch.stack([around(places, count) for places in self.found.get((number, head), [[]] * groups)])]
-        return [every] * new
 
     def add_to_memory(self, layer: int, head: int, evicted: list[Kept], seen: int) -> None:
         """Put evicted tokens in memory, in 8 bits; not those that were transient."""
@@ -389,19 +368,6 @@ class Oracle:
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]
-
-
-def places_of(found: Tensor) -> list[list[int]]:
-    """The places of the logits [G, m] that are not -inf."""
-    return [row.isfinite().nonzero()[:, 0].tolist() for row in found]
-
-
-def around(places: list[int], count: int) -> Tensor:
-    """The surroundings of places among `count`: [count] bool."""
-    mask = torch.zeros(count, dtype=torch.bool)
-    for place in places:
-        mask[max(place - 1, 0) : place + 4] = True
-    return mask
 
 
 def in_8_bits(x: Tensor) -> Tensor:

@@ -42,7 +42,6 @@ def compare(
     oracle, chunk = Oracle(model, rules), config.plan().chunk or prompt
     chunks = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
     expected, wanted = [oracle.feed(part) for part in chunks], [oracle.kept(0)]
-    oracle.stepping = True
     for token in tokens[prompt:]:
         expected.append(oracle.feed([token]))
         wanted.append(oracle.kept(0))

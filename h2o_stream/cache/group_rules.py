@@ -49,7 +49,7 @@ class MemoryPart(NamedTuple):
     Attributes:
         memory: a `TokenMemory`.
         first: index of its first head.
-        centre: index of its first centre.
+        codebook: index of the first number of its codebooks.
         found: index of the first place that its queries have found.
         scan: where it begins in a segment, in bytes, for what is scanned.
         data: the same for the rest.
@@ -57,7 +57,7 @@ class MemoryPart(NamedTuple):
 
     memory: Any
     first: int
-    centre: int
+    codebook: int
     found: int
     scan: int
     data: int

@@ -45,14 +45,16 @@ class HeadBytes(NamedTuple):
     """What a head takes of a segment, see `native/src/memory.h`.
 
     Attributes:
-        scan: bytes that every search reads.
+        scan: bytes that every search reads, codes of keys.
         data: bytes of which it reads a few.
         tokens: tokens in a segment.
+        floats: numbers of its codebook, which are in memory.
     """
 
     scan: int
     data: int
     tokens: int
+    floats: int
 
 
 def retrieving(windows: Sequence[Sequence[HeadWindow]]) -> list[list[bool]]:
@@ -123,7 +125,7 @@ class StreamMemory:
 
     Attributes:
         counts: [heads] int64, tokens in memory; native code counts them.
-        centres: [floats] float32, of the sketches of all heads.
+        codebooks: [floats] float32, for the codes of all heads' keys.
         found: [places] int32, what the last queries of all heads attended to; -1 for nothing.
         addresses: [n] int64, those of the segments.
         segments: as many as are needed.
@@ -133,13 +135,13 @@ class StreamMemory:
     def __init__(self, layout: _Layout, file: SegmentFile) -> None:
         self._layout, self._file = layout, file
         self.counts = numpy.zeros(len(layout.heads), numpy.int64)
-        self.centres = numpy.zeros(layout.floats, numpy.float32)
+        self.codebooks = numpy.zeros(layout.floats, numpy.float32)
         self.found = numpy.full(layout.places, -1, numpy.int32)
         self.addresses = numpy.zeros(layout.max_segments, numpy.int64)
         self.segments: list[Segment] = []
         self.dropped = 0
 
-    def most_in_memory(self, seen: int) -> int:
+    def max_in_memory(self, seen: int) -> int:
         """The most that a head may have in memory in a stream of `seen` tokens, if no more were dropped than seen."""
         return seen + self._layout.shrinkage - self.dropped
 
@@ -157,7 +159,7 @@ class StreamMemory:
             H2OStreamError: there is no room on disk, or none for so many tokens at once; the stream can go on.
         """
         tokens = self._layout.tokens
-        while (missing := self.most_in_memory(seen) - len(self.segments) * tokens) > 0:
+        while (missing := self.max_in_memory(seen) - len(self.segments) * tokens) > 0:
             if len(self.segments) < len(self.addresses) and self._grow():
                 continue
             if self.dropped + -(-missing // tokens) * tokens > before:
@@ -239,7 +241,7 @@ class StreamMemory:
         made = StreamMemory(self._layout, self._file)
         made.dropped = dropped
         made.counts[:] = require_array(arrays, "counts", like=made.counts)
-        made.centres[:] = require_array(arrays, "centres", like=made.centres)
+        made.codebooks[:] = require_array(arrays, "codebooks", like=made.codebooks)
         made.found[:] = require_array(arrays, "found", like=made.found)
         count = len(arrays) - 3
         if not 0 <= count <= len(made.addresses):
@@ -264,7 +266,7 @@ class StreamMemory:
         segments = {
             str(number): segment if number < sealed else segment.copy() for number, segment in enumerate(self.segments)
         }
-        small: State = {"counts": self.counts, "centres": self.centres, "found": self.found}
+        small: State = {"counts": self.counts, "codebooks": self.codebooks, "found": self.found}
         return {name: array.copy() for name, array in small.items()} | segments
 
 
@@ -322,7 +324,7 @@ class TokenMemory:
             size, record = sizes[number].data, sizes[number].data // sizes[number].tokens
             found = [places + i * queries * config.MEMORY_MATCHES for i in range(count)]
             heads += [HeadPart(data + i * size, record, found[i], queries) for i in range(count)]
-            floats += count * (shape.key_size + 1)
+            floats += count * sizes[number].floats
             places += count * queries * config.MEMORY_MATCHES
             scan, data = scan + count * sizes[number].scan, data + count * sizes[number].data
         groups = [group for _, group, _ in chosen]
@@ -412,5 +414,5 @@ class TokenMemory:
         except OSError as error:
             raise _on_disk(error) from error
         for row, length in zip(self.rows, lengths, strict=True):
-            if not 0 <= row.dropped <= length or row.counts.max(initial=0) > row.most_in_memory(length):
+            if not 0 <= row.dropped <= length or row.counts.max(initial=0) > row.max_in_memory(length):
                 raise H2OStreamError(f"the state is damaged: its memory has more than {length} tokens")

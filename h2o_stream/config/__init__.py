@@ -13,7 +13,6 @@ from h2o_stream.config.cache import (
     MEMORY_CANDIDATES,
     MEMORY_DISTANCE,
     MEMORY_MATCHES,
-    MEMORY_PERIOD,
     MEMORY_PROMPT_PERIOD,
     MEMORY_SHARE,
     MIN_EVICTABLE,

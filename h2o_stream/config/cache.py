@@ -60,12 +60,12 @@ MEMORY_SHARE = 0.4
 MEMORY_DISTANCE = 1024
 """Largest distance at which a token in memory is seen, in tokens."""
 
-MEMORY_PERIOD, MEMORY_PROMPT_PERIOD = 1, 8
-"""Tokens from one search of a head to the next, in steps and in prompts; in between, queries look around what the last
-one found. The last chunk of a prompt, which asks, searches with every token."""
+MEMORY_PROMPT_PERIOD = 8
+"""Tokens from one search of a head to the next in prompts; in between, queries look around what the last one found. The
+last chunk of a prompt, which asks, searches with every token."""
 
-MEMORY_CANDIDATES, MEMORY_MATCHES = 256, 16
-"""Tokens that sketches find for each query, about, and tokens in memory that it attends to."""
+MEMORY_CANDIDATES, MEMORY_MATCHES = 48, 16
+"""Tokens that codes find for each query, about, and tokens in memory that it attends to."""
 
 
 @dataclass(frozen=True)

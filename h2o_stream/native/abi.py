@@ -157,7 +157,7 @@ class AttentionLayer(Structure):
         pointer1="rope",
         int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
         pointer2="sink_logits",
-        int6="chunked memory_distance memory_candidates memory_matches memory_period memory_prompt_period",
+        int6="chunked memory_distance memory_candidates memory_matches memory_prompt_period",
     )
 
 
@@ -168,8 +168,8 @@ class Slots(Structure):
         pointer1="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads "
         "pins transient",
         int1="head_count slot_count recent span evictions pin_count transient_count",
-        pointer2="memory_segments memory_counts memory_centres memory_found",
-        int2="memory_scan memory_data memory_number",
+        pointer2="memory_segments memory_counts memory_codebooks memory_found",
+        int2="memory_scan memory_data",
     )
 
 

@@ -57,8 +57,8 @@ def why_not(group: GroupRules) -> str:
 
 def memory_bytes(native: CDLL, shape: HeadShape) -> HeadBytes:
     """What a head of this shape takes of a segment of the memory."""
-    layout = numpy.zeros(3, numpy.int64)
-    native.h2o_memory_layout(shape.key_size, shape.value_size, pointer(layout, "int64", 3))
+    layout = numpy.zeros(4, numpy.int64)
+    native.h2o_memory_layout(shape.key_size, shape.value_size, pointer(layout, "int64", 4))
     return HeadBytes(*layout.tolist())
 
 
@@ -99,7 +99,6 @@ class BoundLayer:
             attention.memory_distance = min(config.MEMORY_DISTANCE, attention.rope_rows - 1) if rope is not None else 0
             attention.memory_candidates = config.MEMORY_CANDIDATES
             attention.memory_matches = config.MEMORY_MATCHES if memories[0].searched else 0
-            attention.memory_period = config.MEMORY_PERIOD
             attention.memory_prompt_period = config.MEMORY_PROMPT_PERIOD
         attention.in_bfloat16 = dtype_name(first.dtype) == "bfloat16"
         attention.kv_bits = plan.kv_bits
@@ -134,15 +133,13 @@ class BoundLayer:
             if array is not None:
                 rows[name] = first + row_bytes(array) * numpy.arange(len(rows))
         if group.memory is not None:
-            memory, first_head, centre, found, rows["memory_scan"], rows["memory_data"] = group.memory
-            rows["memory_number"] = first_head
+            memory, first_head, codebook, found, rows["memory_scan"], rows["memory_data"] = group.memory
             queries = len(heads) * (attention.query_heads // attention.kv_heads)
             places = [pointer(row.found[found:], "int32", queries * config.MEMORY_MATCHES) for row in memory.rows]
             rows["memory_found"] = places
             rows["memory_segments"] = [pointer(row.addresses, "int64", 1) for row in memory.rows]
             rows["memory_counts"] = [pointer(row.counts[first_head:], "int64", len(heads)) for row in memory.rows]
-            floats = len(heads) * (attention.head_size + 1)
-            rows["memory_centres"] = [pointer(row.centres[centre:], "float32", floats) for row in memory.rows]
+            rows["memory_codebooks"] = [pointer(row.codebooks[codebook:], "float32", len(heads)) for row in memory.rows]
         rows["heads"], rows["head_count"] = pointer(heads, "int32", len(heads)), len(heads)
         rows["slot_count"], rows["recent"], rows["span"] = (
             group.num_slots,

@@ -115,11 +115,10 @@ struct AttentionLayer {
   const float* sink_logits;  // [query_heads] or null: a logit of each query head that stands for no token
   int64_t chunked;           // sliding_window is the length of pieces of the text that do not see each other
   // The memory of evicted tokens (memory.h), for groups that have one.
-  int64_t memory_distance;    // the largest at which RoPE sees them; so many of the newest are compared exactly
-  int64_t memory_candidates;  // older tokens that are compared exactly, of each query, about
-  int64_t memory_matches;     // tokens that a query attends to
-  int64_t memory_period;      // tokens from one search of a head to the next, in steps
-  int64_t memory_prompt_period;  // the same in prompts, whose last chunk searches with every token
+  int64_t memory_distance;       // the largest at which RoPE sees them
+  int64_t memory_candidates;     // of each query, about: tokens that are compared exactly, found by their codes; or 0
+  int64_t memory_matches;        // tokens that a query attends to; 0 if the memory is filled, but not searched
+  int64_t memory_prompt_period;  // tokens from one search to the next in prompts, but for the last chunk
 };
 
 constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
@@ -149,10 +148,9 @@ struct Slots {
   int64_t pin_count, transient_count;
   const int64_t* memory_segments;     // [n] addresses of the memory's segments, in order; null without a memory
   int64_t* memory_counts;             // [heads]: tokens in memory
-  float* memory_centres;              // [heads][D + 1]: of sketches, and the unit of their norms
+  float* memory_codebooks;            // [heads][...]: see memory_codes.h
   int32_t* memory_found;              // [heads][queries per head][memory_matches]: places, -1 for none
   int64_t memory_scan, memory_data;   // where the group's part of a segment begins, in bytes; see memory.h
-  int64_t memory_number;              // of the first head, among all that have a memory
 };
 
 // ---- the model ------------------------------------------------------------------------------------------------------

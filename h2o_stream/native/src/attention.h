@@ -1,14 +1,15 @@
 // Decode attention: one new token per stream over the slots of one layer.
 //
 // Slots are processed in fixed-size blocks, so results do not depend on the number of threads. Every block has its own
-// softmax, and the blocks are merged in order, as in split-K flash decoding; the memory of evicted tokens is one more
-// block. A token goes through four phases, which
-// the caller separates by barriers: `attend`, `merge` for each stream, `update_scores`, `evict`.
+// softmax, and the blocks are merged in order, as in split-K flash decoding, with what is found in the memory of
+// evicted tokens. A token goes through four phases, which the caller separates by barriers: `attend`, `merge` for each
+// stream, `update_scores`, `evict`.
 
 #pragma once
 
 #include "head_slots.h"
 #include "buffer.h"
+#include "memory_search.h"
 #include "threads.h"
 
 #include <vector>
@@ -37,7 +38,7 @@ class DecodeAttention {
     for_each_range(worker, [&](int64_t stream, const HeadSlots& head, Range range) {
       attend_range({stream, stream, token_indices_[stream]}, head, range, scratch_[worker.index], prepare);
     });
-    if (layer_->memory_matches) attend_memories(worker, prepare);
+    if (layer_->memory_matches) search_memories(worker, prepare);
   }
 
   // Takes this thread's heads through all phases, each while its slots are in the cache of a processor. Writes outputs
@@ -52,18 +53,20 @@ class DecodeAttention {
       const HeadSlots head(*layer_, *slots, local_head);
       attend_range(row, head, {0, head.count}, scratch, prepare);
       if (const memory::HeadMemory memory(*layer_, *slots, local_head); memory.count()) {
-        for (int64_t query = 0; query < head.query_heads(); ++query) attend_memory(row, head, memory, query, scratch);
+        begin_search(row, head, memory, scratch);
+        for (int64_t part = 0; part < memory::kParts; ++part) search_memory(row, head, part, scratch);
       }
-      merge(row, *slots, local_head, outputs + stream * layer_->query_heads * layer_->value_size,
-            scratch.factors.data());
+      merge(row, *slots, local_head, true, outputs + stream * layer_->query_heads * layer_->value_size,
+            scratch.factors.data(), scratch);
       if (has_scores()) update_scores(row, head, {0, head.count}, scratch.factors.data());
       if (i + 1 < scratch.places.size()) prefetch_head(scratch.places[i + 1]);
       evict(row, *slots, local_head, scratch);
     }
   }
 
-  // Writes a stream's attention output [query_heads][value_size], and the factor on each block's softmax.
-  void merge(int64_t stream, float* output, float* factors) const;
+  // Writes a stream's attention output [query_heads][value_size], and the factor on each block's softmax. Of a single
+  // stream, every thread may do so.
+  void merge(const Worker& worker, int64_t stream, float* output, float* factors);
   int64_t factor_count() const { return query_heads_ * blocks_; }
 
   // Updates the scores of this thread's slots; `factors(stream)` returns what `merge` wrote.
@@ -99,6 +102,8 @@ class DecodeAttention {
     Buffer<int32_t> distances;
     Buffer<simd::Floats> products;
     memory::Search search;
+    memory::Training training;
+    std::vector<memory::Match> matches;
   };
 
   bool has_scores() const { return layer_->policy == kAccumulated || layer_->policy == kTova; }
@@ -130,37 +135,26 @@ class DecodeAttention {
   // Prefetches what is read of a head first.
   void prefetch_head(const Place& place) const;
 
-  // Attends to the memories of heads. Each thread takes some queries.
+  // Searches the memories of heads. Each thread takes some parts of them.
   template <class Prepare>
-  void attend_memories(const Worker& worker, Prepare prepare) {
+  void search_memories(const Worker& worker, Prepare prepare) {
+    Scratch& scratch = scratch_[worker.index];
     int64_t item = 0;
-    for_each_memory([&](int64_t stream, const HeadSlots& head, const memory::HeadMemory& memory) {
-      Scratch& scratch = scratch_[worker.index];
+    for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
+      const memory::HeadMemory memory(*layer_, slots, local_head);
+      if (!memory.count()) return;
+      const HeadSlots head(*layer_, slots, local_head);
       bool prepared = false;
-      for (int64_t query = 0; query < head.query_heads(); ++query) {
+      for (int64_t part = 0; part < memory::kParts; ++part) {
         if (!worker.owns(item++)) continue;
         if (!prepared) {
           prepare(stream, head.kv_head, scratch.queries.data(), nullptr, nullptr);
-          clear_padding(scratch.queries.data(), head.query_heads());
+          begin_search({stream, stream, token_indices_[stream]}, head, memory, scratch);
           prepared = true;
         }
-        attend_memory({stream, stream, token_indices_[stream]}, head, memory, query, scratch);
+        search_memory({stream, stream, token_indices_[stream]}, head, part, scratch);
       }
     });
-  }
-
-  // Calls `visit` for every head with tokens in memory.
-  template <class Visit>
-  void for_each_memory(Visit visit) const {
-    for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
-      const memory::HeadMemory memory(*layer_, slots, local_head);
-      if (memory.count()) visit(stream, HeadSlots(*layer_, slots, local_head), memory);
-    });
-  }
-
-  // The number of the block of a head's memory: behind those of its slots.
-  static int64_t memory_block(const Slots& slots) {
-    return simd::padded(slots.slot_count, kBlockSlots) / kBlockSlots;
   }
 
   // Zeros behind each query, where a layer with larger heads may have left numbers.
@@ -172,18 +166,25 @@ class DecodeAttention {
   static void insert_token(const HeadSlots& head, int64_t slot, int32_t token_indices, const float* key,
                            const float* value);
   void attend_block(const Row& row, const HeadSlots& head, Range slots, Scratch& scratch);
-  void attend_memory(const Row& row, const HeadSlots& head, const memory::HeadMemory& memory, int64_t query,
-                     Scratch& scratch);
+  void begin_search(const Row& row, const HeadSlots& head, const memory::HeadMemory& memory, Scratch& scratch) const;
+  void search_memory(const Row& row, const HeadSlots& head, int64_t part, Scratch& scratch);
+  void merge_matches(const Row& row, int64_t query_head, std::vector<memory::Match>& best) const;
   void scale_and_mask(const HeadSlots& head, Range slots, int32_t token_indices, float* logits) const;
   void accumulate_values(const Row& row, const HeadSlots& head, Range exact, Range quantized, Scratch& scratch);
   void accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs, Scratch& scratch) const;
-  void merge(const Row& row, const Slots& slots, int64_t local_head, float* output, float* factors) const;
-  void merge_head(int64_t first_slot, int64_t blocks, float sink, float* output, float* factors) const;
+  void merge(const Row& row, const Slots& slots, int64_t local_head, bool keeps, float* output, float* factors,
+             Scratch& scratch) const;
+  void merge_head(int64_t first_slot, int64_t blocks, float sink, const memory::HeadMemory& memory,
+                  std::vector<memory::Match>& matches, float* output, float* factors) const;
   void update_scores(const Row& row, const HeadSlots& head, Range slots, const float* factors) const;
   void evict(const Row& row, const Slots& slots, int64_t local_head, Scratch& scratch);
 
   float* probs(const Row& row, int64_t query_head) const {
     return probs_.at((row.number * query_heads_ + query_head) * max_slots_);
+  }
+  // What a query found in a part of the memory: [memory_matches], best first.
+  memory::Match* matches(const Row& row, int64_t query_head, int64_t part) const {
+    return matches_.at(((row.number * query_heads_ + query_head) * memory::kParts + part) * max_matches_);
   }
   int64_t block_number(const Row& row, int64_t query_head, int64_t block) const {
     return (row.number * query_heads_ + query_head) * blocks_ + block;
@@ -225,8 +226,9 @@ class DecodeAttention {
   int64_t groups_ = 0, streams_ = 0;
   const int32_t* token_indices_ = nullptr;
 
-  int64_t query_heads_ = 0, max_slots_ = 0, blocks_ = 0;
+  int64_t query_heads_ = 0, max_slots_ = 0, blocks_ = 0, max_heads_ = 0, max_matches_ = 0;
   Buffer<float> probs_, maxima_, sums_, outputs_;
+  Buffer<memory::Match> matches_;
   std::vector<Scratch> scratch_;
 };
 

@@ -8,7 +8,7 @@
 
 #include "abi.h"
 #include "buffer.h"
-#include "memory.h"
+#include "memory_search.h"
 #include "store.h"
 
 namespace prefill {
@@ -90,7 +90,8 @@ class Head {
   struct Block;
   void set_decays();
   void start_chunk();
-  void remember_evicted();
+  void count_queries();
+  void append_evicted();
   void attend_block(int64_t block, int64_t split, Scratch& scratch);
   void read_queries(const Block& block, float* queries) const;
   int64_t memory_period() const {
@@ -138,6 +139,7 @@ class Head {
   Buffer<float> key_offsets_, key_scales_;              // [2][head_size]: current and previous quantization parameters
   Buffer<float> decays_, long_term_decays_;             // factors on a query's attention, by its age
   Buffer<float> key_, value_, low_, high_;              // one key, one value, bounds of keys
+  memory::Training training_;
 };
 
 }  // namespace prefill

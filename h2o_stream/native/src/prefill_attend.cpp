@@ -85,13 +85,13 @@ void Scratch::reserve(const AttentionLayer& layer, int64_t num_keys) {
   weights.reserve(rows);
   squares.reserve(rows);
   if (!layer.memory_matches) return;
-  search.reserve(layer);
+  search.reserve(layer, rows);
   const int64_t period = layer.memory_prompt_period;
   const int64_t searched = (block_queries(groups) + period - 1) / period * groups;
-  const int64_t most = simd::padded(searched * layer.memory_matches * memory::kSurroundings, kKeyBlock);
-  products.reserve(rows * most);
-  around.reserve(most * layer.head_size);
-  found.reserve(rows * layer.memory_matches), surroundings.reserve(most);
+  const int64_t places = simd::padded(searched * layer.memory_matches * memory::kSurroundings, kKeyBlock);
+  products.reserve(rows * places);
+  around.reserve(places * layer.head_size);
+  found.reserve(rows * layer.memory_matches), surroundings.reserve(places);
   if (int64_t(matches.size()) < rows) matches.resize(rows);
   for (std::vector<memory::Match>& row : matches) row.reserve(layer.memory_matches);
 }
@@ -140,9 +140,7 @@ void Head::read_memory_keys(int64_t count, Place place_of, Scratch& scratch, flo
   for (int64_t i = 0; i < count; ++i) {
     const int64_t place = place_of(i);
     float* key = rows + i * size;
-    const int8_t* codes = memory_.key(place);
-    const float scale = memory_.key_scale(place);
-    for (int64_t j = 0; j < size; ++j) key[j] = scale * float(codes[j]);
+    memory_.read_key(place, key);
     if (!layer_->rope) continue;
     rope::rotate_inverse(*layer_, std::min<int64_t>(newest - memory_.index(place), layer_->memory_distance), key);
   }
@@ -213,13 +211,20 @@ void Head::search_memory(const Block& block, Scratch& scratch) const {
   const int64_t size = layer_->head_size, period = memory_period();
   const int32_t newest = int32_t(seen_ + num_new_) - 1;
   scratch.found.clear();
-  for (int64_t row = 0; row < block.rows; ++row) {
-    if (row / groups_ % period) continue;
-    const std::vector<memory::Match>& matches =
-        scratch.search.find(*layer_, memory_, newest, scratch.queries.at(row * size), 1);
+  scratch.search.begin(*layer_, memory_, newest);
+  const auto for_each_searching = [&](auto visit) {
+    for (int64_t row = 0; row < block.rows; ++row) {
+      if (row / groups_ % period == 0) visit(row);
+    }
+  };
+  for_each_searching([&](int64_t row) { scratch.search.add_query(scratch.queries.at(row * size)); });
+  scratch.search.search(0, 1);
+  int64_t query = 0;
+  for_each_searching([&](int64_t row) {
+    const std::vector<memory::Match>& matches = scratch.search.find(query++, 1);
     if (period == 1) scratch.matches[row] = matches;
     for (const memory::Match& match : matches) scratch.found.push_back(match.place);
-  }
+  });
   if (period > 1) search_around(block, scratch);
   if (block.query_end != num_new_) return;
   for (int64_t group = 0; group < groups_; ++group) {
@@ -269,10 +274,10 @@ void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
                            ? layer_->sink_logits[slots_->heads[local_head_] * groups_ + row % groups_]
                            : simd::kMinusInfinity;
     float top = std::max(sink, simd::reduce_max(logits + block.key_begin, padded - block.key_begin));
-    float remembered = 0;
+    float memory_sum = 0;
     if (memory_.count()) {
       for (const memory::Match& match : scratch.matches[row]) top = std::max(top, match.logit);
-      for (memory::Match& match : scratch.matches[row]) remembered += match.logit = std::exp(match.logit - top);
+      for (memory::Match& match : scratch.matches[row]) memory_sum += match.logit = std::exp(match.logit - top);
     }
     Floats sums{};
     for (int64_t i = block.key_begin; i < padded; i += kWidth) {
@@ -280,7 +285,7 @@ void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
       simd::store(exp_logits, logits + i);
       sums += exp_logits;
     }
-    scratch.weights[row] = 1 / (simd::reduce_add(sums) + remembered + std::exp(sink - top));
+    scratch.weights[row] = 1 / (simd::reduce_add(sums) + memory_sum + std::exp(sink - top));
   }
 }
 

@@ -53,7 +53,7 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
   const Matrix& mixer_out = layer.mixer.out;
   for_each_stream(worker, [&](State& state, int64_t stream) {
     if (attends(layer)) {
-      attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
+      attention_.merge(worker, stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
       float* attended = state.attended.at(stream);
       apply_gate(layer, qkv_.at(stream * qkv_size_), attended);
       apply_norm(layer.attended_norm, attended, layer.out.columns, attended);
