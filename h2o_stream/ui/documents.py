@@ -6,6 +6,7 @@ import re
 
 from h2o_stream.recall.passages import sentences
 from h2o_stream.recall.terms import is_question
+from h2o_stream.session.messages import encodable
 from h2o_stream.ui.chat_context import ChatContext
 
 _MAX_SHARE = 0.5
@@ -33,6 +34,7 @@ def read_ahead(context: ChatContext, message: str) -> str | None:
     If it is longer than the window and recall is on, all but the question is read first: the last paragraph, or the
     last line or sentence that asks. If none is short, the message is said as it is.
     """
+    message = encodable(message)
     if not _exceeds(context, message, 1.0):
         return message
     for body, question in (split_question(message), *split_asking(message)):
