@@ -129,13 +129,13 @@ def test_a_first_turn_on_a_full_disk_leaves_nothing(server: Running, monkeypatch
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
     """What was said until then stays, as if the client had left."""
-    options, told, failed = server.service.options, list[Message](), threading.Event()
+    options, received, failed = server.service.options, list[Message](), threading.Event()
 
     def send(message: Message) -> None:
-        if len(told) == after:
+        if len(received) == after:
             failed.set()
             raise RuntimeError("Event loop is closed")
-        told.append(message)
+        received.append(message)
 
     before = {*server.service.store.conversations}
     config = SamplingConfig(temperature=0, max_tokens=200)
@@ -144,7 +144,7 @@ def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
     server.say("Is it saved?")
     new = [kept for name, kept in server.service.store.conversations.items() if name not in before]
     entries = [entry for kept in new for entry in server.service.store.entries(kept, 1) if entry.prompt == "Tell me."]
-    said = "".join(message.text for message in told if isinstance(message, Piece))
+    said = "".join(message.text for message in received if isinstance(message, Piece))
     assert len(entries) == bool(after)
     assert all(entry.finish == "interrupted" and entry.text.startswith(said) for entry in entries)
 

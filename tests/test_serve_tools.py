@@ -146,9 +146,9 @@ class TestMessages:
         said = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
         dialogue = parse_dialogue([{"role": "user", "content": "Warm?"}, CALLING, result, *said])
         assert dialogue.past == (Exchange("Warm?", Reply("", (BERN,))), Exchange((result,), Reply("Yes.")))
-        told, last = as_fed(dialogue.past, dialogue.user)
-        assert [message["role"] for message in told.user] == ["user", "assistant", "tool"]  # type: ignore[index]
-        assert (told.reply, told.exchanges, last.user, last.exchanges) == ("Yes.", dialogue.past, "Sure?", ())
+        fed, last = as_fed(dialogue.past, dialogue.user)
+        assert [message["role"] for message in fed.user] == ["user", "assistant", "tool"]  # type: ignore[index]
+        assert (fed.reply, fed.exchanges, last.user, last.exchanges) == ("Yes.", dialogue.past, "Sure?", ())
         (waiting,) = as_fed(dialogue.past[:1], (result,))
         assert (waiting.reply, waiting.exchanges, len(waiting.user)) == (None, dialogue.past[:1], 3)
 
@@ -220,15 +220,21 @@ class TestServer:
     def test_an_unknown_history_with_calls_is_read(self, client: Any, server: Running) -> None:
         """As the template writes it: the same tokens as if it had been said."""
         result = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "18 degrees"}
-        told = [WARM, CALLING, result, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]
-        read = client.chat.completions.create(messages=told, **ASKED | {"max_tokens": 4})
+        messages = [
+            WARM,
+            CALLING,
+            result,
+            {"role": "assistant", "content": "Yes."},
+            {"role": "user", "content": "Sure?"},
+        ]
+        read = client.chat.completions.create(messages=messages, **ASKED | {"max_tokens": 4})
         assert (read.h2o["origin"], read.h2o["turns_read"]) == ("read", 2)
-        again = client.chat.completions.create(messages=told[:3], **ASKED | {"max_tokens": 4})
+        again = client.chat.completions.create(messages=messages[:3], **ASKED | {"max_tokens": 4})
         assert (again.h2o["origin"], again.h2o["turns_read"]) == ("read", 1)
         kept = server.service.store.conversations[again.h2o["conversation"]]
         (entry,) = server.service.store.entries(kept, again.h2o["turn"])
         assert entry.prompt == 'Is it warm in Bern?\nassistant: weather({"city": "Bern"})\ntool: 18 degrees'
-        known = [*told[:3], again.choices[0].message, {"role": "user", "content": "Sure?"}]
+        known = [*messages[:3], again.choices[0].message, {"role": "user", "content": "Sure?"}]
         assert client.chat.completions.create(messages=known, **ASKED | {"max_tokens": 4}).h2o["turns_known"] == 2
 
     def test_required(self, client: Any) -> None:

@@ -1,6 +1,6 @@
 """Replies that are being made, and how they end: saved, interrupted, or given up. Used by the worker's thread.
 
-Whatever goes wrong here ends one reply, of which its client is told once; the others go on.
+Whatever goes wrong here ends one reply, whose client gets one error; the others go on.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ class Endings:
         self._writers.shutdown()
 
     def end(self, job: Job, turn: Turn) -> None:
-        """A reply has ended: save it, and tell its client."""
+        """A reply has ended: save it, and send the end to its client."""
         with self._giving_up(job):
             if turn.finish == "oom" or (turn.finish == "context" and not turn.text):
                 raise H2OStreamError(turn.detail)
             rest = turn.text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
             if any(rest):
-                job.ask.tell(Piece(*rest, ()))
+                job.ask.try_send(Piece(*rest, ()))
             finish = "length" if turn.finish == "length" else "stop"
             self._save(job, turn.number, (turn.text, turn.thinking), turn.finish, finish)
 
@@ -115,12 +115,12 @@ class Endings:
             self._save(job, job.live.conversation.metadata.turns, said, "interrupted", finish)
 
     def give_up(self, job: Job, error: BaseException | None) -> None:
-        """End a reply without its turn, and tell its client why, if there is an error."""
+        """End a reply without its turn, and send its client the error, if there is one."""
         if job in self._jobs:
             self._jobs.remove(job)
         self.discard(job.live)
         if error is not None:
-            job.ask.tell(Failed(as_api_error(error)))
+            job.ask.try_send(Failed(as_api_error(error)))
 
     def discard(self, live: Live) -> None:
         """Forget what is in memory of a conversation; it goes on from what is on disk."""
@@ -156,7 +156,7 @@ class Endings:
         self._metrics.replied(seen)
         if kept is None:
             self.discard(live)
-            job.ask.tell(done)
+            job.ask.try_send(done)
             return
         future = self._writers.submit(self._conversations.commit, live)
         self.saving += 1
@@ -171,7 +171,7 @@ class Endings:
                 raise ApiError(500, f"the turn was not saved: {reason}", code="not_saved") from error
             self._conversations.committed(job.live)
             self._release(job.live)
-            job.ask.tell(done)
+            job.ask.try_send(done)
 
     def _release(self, live: Live) -> None:
         if live.kept is not None:
@@ -179,7 +179,7 @@ class Endings:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error."""
+    """An error as a client gets it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, H2OStreamError):

@@ -106,11 +106,11 @@ class Ask:
     after: tuple[str, int] | None = None
     raw: bool = False
 
-    def tell(self, message: Message) -> bool:
+    def try_send(self, message: Message) -> bool:
         """Send a message. False if that is not possible any more, for example because the client's loop is closed."""
         try:
             self.send(message)
-        except Exception as error:  # noqa: BLE001 - a client that cannot be told must not end the server
-            _log.warning("a client cannot be told of its reply: %s", error)
+        except Exception as error:  # noqa: BLE001 - a client that is gone must not end the server
+            _log.warning("a message cannot be sent to a client: %s", error)
             return False
         return True

@@ -105,7 +105,7 @@ class Worker:
     def _stop(self) -> None:
         self._stopped = True
         for ask in self._asked:
-            ask.tell(Failed(ApiError(503, "the server is stopping")))
+            ask.try_send(Failed(ApiError(503, "the server is stopping")))
         self._asked.clear()
         for job in list(self._jobs):
             self._endings.interrupt(job)
@@ -116,7 +116,7 @@ class Worker:
             try:
                 self._start(ask)
             except Exception as error:  # noqa: BLE001 - a request must not end the server
-                ask.tell(Failed(as_api_error(error)))
+                ask.try_send(Failed(as_api_error(error)))
 
     def _start(self, ask: Ask) -> None:
         conversations = self._conversations
@@ -147,7 +147,7 @@ class Worker:
         _log.info(
             "conversation %s %s: %d turns known, %d to read", name, opened.origin, opened.known, len(opened.unread)
         )
-        if not ask.tell(Started(name, turns + len(opened.unread))):
+        if not ask.try_send(Started(name, turns + len(opened.unread))):
             self._endings.interrupt(job)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
@@ -239,8 +239,8 @@ class Worker:
         logprobs = job.sampler.take()
         counts = event.counts if job.ask.slots else None
         if event.text or event.thinking or logprobs or counts:
-            told = job.ask.tell(Piece(event.text, event.thinking or "", logprobs, counts))
-            if not told:
+            sent = job.ask.try_send(Piece(event.text, event.thinking or "", logprobs, counts))
+            if not sent:
                 self._endings.interrupt(job)
 
     def _cancel(self, ask: Ask) -> None:

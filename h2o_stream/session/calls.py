@@ -254,7 +254,7 @@ def _format(rendered: str, header: str, tail: str) -> CallFormat | None:
 
 
 def _marked(found: CallFormat) -> CallFormat | None:
-    """The format, if its calls can be told from text, and no id is part of it."""
+    """The format, if its calls can be recognised in text, and no id is part of it."""
     marked = not found.opening or found.opening[0] in "<[" or "<" in found.opening
     named = found.key or (found.opening and found.between)
     return found if marked and named and not any(_ID in marker for marker in found.markers) else None
