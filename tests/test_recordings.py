@@ -101,9 +101,14 @@ class TestRecordings:
         base = ("-m", str(tiny_folder), "--questions", str(questions), "--turns", "2", "-n", "20", "--window", "64")
         with Pty("h2o-stream", *base, "--record", str(file)) as pty:
             assert pty.exit_code() == 0
+        screen, shown = pyte.Screen(80, 24), list[str]()
+        for _, text in _read(file):
+            pyte.Stream(screen).feed(text)
+            shown.append("\n".join(screen.display))
+        assert any("▒ heavy" in text and "tok/s │" in text for text in shown)
         with Pty("h2o-stream", "--replay", str(file), "--pace", "1") as pty:
-            pty.until(lambda p: "▒ heavy" in p.text and "tok/s │" in p.text)
             assert pty.exit_code() == 0
+            assert pty.text == shown[-1]
             assert "2 turns" in pty.text
 
     def test_a_picture(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
