@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import sys
 from contextlib import suppress
@@ -18,6 +19,13 @@ def limit_kernel_caches() -> None:
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "200")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
+
+
+def anonymous_memory(size: int) -> mmap.mmap:
+    """So many bytes of zeros outside the heap, which go back to the system when nothing refers to them any more."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return mmap.mmap(-1, size)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def trim_heap() -> None:

@@ -204,6 +204,14 @@ class TestMemory:
         assert layer.after_mlp.weight is None
         assert layer.before_mlp.kind == abi.NormKind.RMS
 
+    def test_a_copy_has_fields_of_its_own(self) -> None:
+        native = NativeModel(describe(FAMILIES[0].make()))
+        copied = native.copied()
+        assert bytes(copied.layers) == bytes(native.layers)
+        assert ctypes.addressof(copied.struct.layers[1]) == ctypes.addressof(copied.layers[1])
+        copied.layers[1].attention.rope_rows, copied.struct.layer_count = 5, 1
+        assert (native.layers[1].attention.rope_rows, native.struct.layer_count) == (0, 2)
+
     def test_no_gate_and_no_rotation(self) -> None:
         native = NativeModel(describe(FAMILIES[-1].make()))
         layer = native.layers[0]

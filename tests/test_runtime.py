@@ -32,6 +32,7 @@ from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.known import read_known, read_windows
 from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.runtime.rotations import Rotations, rope_frequencies
 from h2o_stream.runtime.sources import ModelFile
 from tests.families import GROUPED, SLIDING, tiny
 from tests.gguf_files import write_model
@@ -118,6 +119,14 @@ def keep_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
     for module in (sources, models_load):
         monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
+
+
+def test_caches_share_a_table_of_rotations() -> None:
+    """They keep the one that they have: it may not grow with each of them."""
+    rotations = Rotations(rope_frequencies(10_000, 8))
+    tables = [rotations.on_cpu(limit) for limit in range(600, 700)]
+    assert all(table is tables[0] for table in tables)
+    assert len(rotations.on_cpu(1025)) >= 1025
 
 
 class TestDescription:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.memory import anonymous_memory
+
 _ALIGNMENT = 64
 """Alignment of arrays, in bytes."""
 
@@ -39,10 +41,9 @@ class HugePages:
 
 
 def _allocate(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return mmap.mmap(-1, size)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = anonymous_memory(size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 

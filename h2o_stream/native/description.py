@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -261,6 +262,8 @@ class NativeModel:
         description: keeps the arrays alive.
     """
 
+    _original: NativeModel | None = None
+
     def __init__(self, description: Description) -> None:
         self.description = description
         self.layers = (abi.Layer * len(description.layers))()
@@ -297,3 +300,12 @@ class NativeModel:
             struct.layer_projection_norm = embeddings.norm.to_struct(size)
             struct.layer_embedding_scale, struct.layer_input_scale = embeddings.scale, embeddings.output_scale
             struct.layer_projection_scale = embeddings.projection_scale
+
+    def copied(self) -> NativeModel:
+        """A copy for another cache, which is made sooner and smaller than from the description."""
+        other = copy(self)
+        other._original = self  # keeps alive what the structures point to
+        other.layers = type(self.layers).from_buffer_copy(self.layers)
+        other.struct = abi.Model.from_buffer_copy(self.struct)
+        other.struct.layers = ctypes.cast(other.layers, ctypes.POINTER(abi.Layer))
+        return other

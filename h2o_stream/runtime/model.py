@@ -86,6 +86,11 @@ class RuntimeModel:
         return rows
 
     @cached_property
+    def native(self) -> NativeModel:
+        """The description as structures, to be copied for each cache."""
+        return NativeModel(self.description)
+
+    @cached_property
     def _rotations(self) -> dict[int, Rotations]:
         """By `id` of the frequencies: layers and caches share them."""
         attentions = [layer.attention for layer in self.description.layers if layer.attention]
@@ -147,7 +152,7 @@ class ServedRuntime:
         self.cache, self.context, self.generation = cache, model.context, model.generation
         self.dtype, self._model, self.vocabulary = description.dtype, model, description.output.rows
         self.prefill_step = prefill_step(num_weights(description))
-        self.stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
+        self.stepper = Stepper(native, model.native.copied(), Unchanged(), cache, dense_prompts=True)
         cache.engine_note = f"native, {library.name()}, without torch"
 
     def forward(self, tokens: Sequence[int]) -> Floats:

@@ -28,7 +28,8 @@ class Rotations:
             [N, rotary_dims] float32, N at least `limit`: cosines, then as many sines.
         """
         if len(self._table) < limit:
-            angles = numpy.outer(numpy.arange(limit, dtype=numpy.float32), self._frequencies)
+            rows = 1 << (limit - 1).bit_length()  # twice as many each time: caches keep the table that they have
+            angles = numpy.outer(numpy.arange(rows, dtype=numpy.float32), self._frequencies)
             self._table = numpy.concatenate((numpy.cos(angles), numpy.sin(angles)), 1)
         return self._table
 

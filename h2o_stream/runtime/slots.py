@@ -5,7 +5,9 @@ Numbers in bfloat16 are uint16 arrays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -16,9 +18,17 @@ from h2o_stream.cache.ranks import rank_dtype
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import require_array
 from h2o_stream.config import POLICIES, CachePlan
+from h2o_stream.memory import anonymous_memory
 
 NUMBERS = {"float32": numpy.dtype(numpy.float32), "bfloat16": numpy.dtype(numpy.uint16)}
 """What keys and values are stored as."""
+
+
+_Empty = tuple[tuple[int, ...], float, Any]
+"""Shape, value and dtype of an array with nothing in it."""
+
+_ALIGNMENT = 64
+"""Bytes of a cache line, at which arrays begin."""
 
 
 class ArrayGroup(GroupRules):
@@ -81,7 +91,7 @@ class ArrayGroup(GroupRules):
 
     def allocate(self, slots: int) -> None:
         """Allocate every slot, empty."""
-        self._arrays = {name: numpy.full(*self._empty(name, slots)) for name in self._names()}
+        self._arrays = _in_one_block({name: self._empty(name, slots) for name in self._names()})
         if "key_range" in self._arrays:
             self._arrays["key_range"][:, :, 1] = -numpy.inf
         self.is_initialized, self.filled = True, 0
@@ -99,15 +109,17 @@ class ArrayGroup(GroupRules):
         is_token = index >= 0
         order = numpy.where(is_token, index, numpy.iinfo(index.dtype).max).argsort(-1)[..., : slots - exact]
         arrays["free"][:] = is_token.sum(-1, keepdims=True) + exact
-        for name in self._movable():
+        self._arrays = resized = _in_one_block({name: self._empty(name, slots) for name in self._names()})
+        for name, old in arrays.items():
+            new = resized[name]
+            if name not in self._movable():
+                new[:] = old
+                continue
             kept = 0 if name.endswith(("codes", "grid")) else exact
-            old, (shape, empty, dtype) = arrays[name], self._empty(name, slots)
-            moved = numpy.full(shape, empty, dtype)
-            moved[:, :, :kept] = old[:, :, :kept]
+            new[:, :, :kept] = old[:, :, :kept]
             places = order.reshape(*order.shape, *(1,) * (old.ndim - order.ndim))
-            moved[:, :, kept : kept + order.shape[-1]] = numpy.take_along_axis(old[:, :, kept:], places, 2)
-            arrays[name] = moved
-        arrays["rank"][arrays["index"] < 0] = slots
+            new[:, :, kept : kept + order.shape[-1]] = numpy.take_along_axis(old[:, :, kept:], places, 2)
+        resized["rank"][resized["index"] < 0] = slots
         self.filled = filled
         self.revision.bump()
 
@@ -132,8 +144,8 @@ class ArrayGroup(GroupRules):
     def _long_term(self) -> tuple[str, ...]:
         return ("long_term_scores",) if self.has_long_term else ()
 
-    def _empty(self, name: str, slots: int) -> tuple[tuple[int, ...], float, Any]:
-        """Shape, value and dtype of an array with nothing in it."""
+    def _empty(self, name: str, slots: int) -> _Empty:
+        """An array with so many slots."""
         heads, bits, encoded = self.shape, self.plan.kv_bits, slots - self.exact
         exact = slots if bits == 16 else self.exact
         number, whole = NUMBERS[self.dtype], numpy.dtype(numpy.int64)
@@ -153,3 +165,20 @@ class ArrayGroup(GroupRules):
         }[name]
         count = heads.kv_heads if self.heads is None else len(self.heads)
         return (1, *shape) if name == "seen" else (1, count, *shape), value, dtype
+
+
+def _in_one_block(empty: Mapping[str, _Empty]) -> dict[str, NDArray[Any]]:
+    """Empty arrays in memory of their own, which goes back to the system with them.
+
+    Slots are resized while others come and go. What is freed in the heap stays there as holes between them: a fifth of
+    what 64 conversations took.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, _, dtype in empty.values()]
+    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    block = anonymous_memory(starts[-1])
+    arrays = dict[str, NDArray[Any]]()
+    for (name, (shape, value, dtype)), start in zip(empty.items(), starts, strict=False):
+        arrays[name] = numpy.ndarray(shape, dtype, block, start)
+        if value:
+            arrays[name].fill(value)
+    return arrays
