@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from h2o_stream.errors import DataError, file_errors
 
@@ -113,12 +113,29 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     Raises:
         OSError: for example, the disk is full.
     """
+    with atomic_file(path, mode) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_file(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
+    """Create a file atomically: the block fills another one, which takes its name at the end.
+
+    Args:
+        path: of the file.
+        mode: of a new file.
+        sync: whether it is on disk then, and survives a power failure.
+
+    Raises:
+        OSError: for example, the disk is full.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     finally:
         with suppress(OSError):

@@ -13,6 +13,7 @@ from h2o_stream.serve.app import make_app
 from h2o_stream.serve.connections import uvicorn_config
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.service import Service, load_served
+from h2o_stream.session.transcript import Entry
 from tests.serve_load import post
 
 CACHE, MODEL = CacheConfig(window=64), ModelConfig(dtype="float32")
@@ -48,6 +49,12 @@ class Running(Listening):
         roles = ("user", "assistant")
         listed = [{"role": roles[number % 2], "content": text} for number, text in enumerate(messages)]
         return post(self.url, "/v1/chat/completions", {"messages": listed, "temperature": 0, "max_tokens": 8, **more})
+
+    def entries(self, conversation: str, turn: int) -> list[Entry]:
+        """The first turns of a conversation, as they are on disk."""
+        store = self.service.store
+        saved = store.saved(store.conversations[conversation], turn)
+        return saved[1] if saved else []
 
     def say(self, *messages: str, **more: Any) -> Any:
         """The answer, which must be one."""

@@ -27,7 +27,6 @@ from h2o_stream.cache.state import (
     require_array,
     verify_checksums,
     whole_numbers,
-    with_prefix,
 )
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.cache.windows import HeadWindow
@@ -83,8 +82,12 @@ def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None
     names = {key: name for name, key in _KEYS.items()}
     filled = whole_numbers(state, "filled", len(cache.head_groups))
     queries_per_key = whole_numbers(state, "queries_per_key", len(filled))
+    parts: dict[str, State] = {}
+    for name, array in state.items():
+        prefix, dot, key = name.rpartition(".")
+        parts.setdefault(prefix + dot, {})[names.get(key, key)] = array
     for number, (prefix, group) in enumerate(_groups(cache)):
-        arrays = {names.get(key, key): array for key, array in with_prefix(state, prefix).items()}
+        arrays = parts.get(prefix, {})
         if number == 0:
             cache.tokens.lengths = tuple(require_array(arrays, "seen").ravel().tolist())
             cache.tokens.columns = columns

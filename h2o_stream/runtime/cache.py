@@ -193,7 +193,8 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
         with refusing_damage():
             load_state(loaded, state)
             for number, states in enumerate(loaded._states):
-                states.load(with_prefix(state, f"{number}."))
+                if self.specs[number].states:
+                    states.load(with_prefix(state, f"{number}."))
         return loaded
 
     @_exclusive

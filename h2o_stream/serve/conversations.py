@@ -130,10 +130,13 @@ class Conversations:
         """The conversation of this id, as it was after a turn.
 
         Raises:
-            ApiError: it is not kept any more.
+            ApiError: it is not kept any more, or has other options.
         """
         kept = self._store.conversations.get(name)
-        fits = kept is not None and 0 < turn < len(kept.hashes) and kept.key == options.key
+        if kept is not None and kept.key != options.key:
+            what = "tools, window, policy, recall, think and pins must be those of the previous response"
+            raise ApiError(400, what, "previous_response_id")
+        fits = kept is not None and 0 < turn < len(kept.hashes)
         if kept is not None and fits and (opened := self._known(kept, turn, options, keep=True)):
             return Opened(opened[0], (), opened[1], turn)
         raise ApiError(404, f"the response of turn {turn} is not kept any more", "previous_response_id", "not_found")
@@ -156,21 +159,21 @@ class Conversations:
             if live := self.awake.pop(kept.id, None):
                 self.awake[kept.id] = live
                 return live, "continued"
-            if state := self._store.state(kept, turn):
-                live = self._load(kept, options, kept.system, state, turn)
+            if saved := self._store.saved(kept, turn):
+                live = self._load(kept, options, kept.system, saved, turn)
                 if live:
                     self._make_room()
                     self.awake[kept.id] = live
                     return live, "continued"
             return None
-        state = self._store.state(kept, turn)
-        if state is None:
+        saved = self._store.saved(kept, turn)
+        if saved is None:
             return None
         branch = None
         if keep:
             branch = self._store.create(kept.key, kept.system, kept.hashes[0])
             branch.hashes, branch.turns = kept.hashes[: turn + 1], kept.turns[: turn + 1]
-        live = self._load(branch, options, kept.system, state, turn, kept)
+        live = self._load(branch, options, kept.system, saved, turn, kept)
         if live is None:
             return None
         if branch:
@@ -183,13 +186,13 @@ class Conversations:
         kept: Kept | None,
         options: Options,
         system: str | None,
-        state: State,
+        saved: tuple[State, list[Entry]],
         turn: int,
         source: Kept | None = None,
     ) -> Live | None:
         origin = source or kept
         assert origin is not None
-        conversation = self._converse(options, system)
+        conversation, (state, entries) = self._converse(options, system), saved
         try:
             conversation.load_state_dict(state)
         except H2OStreamError as error:
@@ -197,7 +200,7 @@ class Conversations:
             return None
         live = Live(conversation, kept, options, origin.hashes[turn])
         if source or options.recall != "off":
-            live.before = self._store.entries(origin, turn)
+            live.before = entries
         self._prepare_recall(live)
         return live
 

@@ -107,17 +107,14 @@ class Store:
         self.conversations[kept.id] = kept
         return kept
 
-    def state(self, kept: Kept, turn: int) -> State | None:
-        """The state after so many turns; None if it is not kept any more."""
+    def saved(self, kept: Kept, turn: int) -> tuple[State, list[Entry]] | None:
+        """The state after so many turns, and their entries; None if the state is not kept any more."""
         with suppress(DataError), self._session(kept, create=False) as session:
-            return session.state(kept.turns[turn])
+            number = kept.turns[turn]
+            state = session.state(number)
+            if state is not None:
+                return state, [entry for entry in session.transcript.entries if entry.turn <= number]
         return None
-
-    def entries(self, kept: Kept, turn: int) -> list[Entry]:
-        """The entries of the first turns."""
-        with suppress(DataError), self._session(kept, create=False) as session:
-            return [entry for entry in session.transcript.entries if entry.turn <= kept.turns[turn]]
-        return []
 
     def save(
         self,
@@ -188,7 +185,7 @@ class Store:
         shutil.rmtree(self._folder / kept.id, ignore_errors=True)
 
     def _session(self, kept: Kept, create: bool) -> Session:
-        return Session(kept.id, self._folder, create, self._max_states)
+        return Session(kept.id, self._folder, create, self._max_states, sync_states=False)
 
     def _delete_unwritten(self) -> None:
         """Delete conversations whose first turn was being saved when a server was killed."""

@@ -38,6 +38,7 @@ class Session:
         folder: where sessions are; the default is the user's data folder.
         create: start it if it does not exist.
         max_states: how many of the last states are kept.
+        sync_states: whether a saved state survives a power failure. Its turn's text does in either case.
 
     Raises:
         ConfigError: the name is not allowed.
@@ -46,7 +47,12 @@ class Session:
     """
 
     def __init__(
-        self, name: str, folder: Path | None = None, create: bool = True, max_states: int = MAX_STATES
+        self,
+        name: str,
+        folder: Path | None = None,
+        create: bool = True,
+        max_states: int = MAX_STATES,
+        sync_states: bool = True,
     ) -> None:
         from filelock import FileLock, Timeout
 
@@ -62,7 +68,7 @@ class Session:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             self._lock = FileLock(self._folder / "lock", timeout=0)
             self._lock.acquire()
-            self.transcript, self._states = Transcript(path), StateFiles(self._folder)
+            self.transcript, self._states = Transcript(path), StateFiles(self._folder, sync_states)
             self._recover()
             self._is_new = not self.transcript.line_count
         except Timeout as error:

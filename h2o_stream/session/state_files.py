@@ -14,18 +14,23 @@ from safetensors import SafetensorError, safe_open
 from h2o_stream.cache.state import Array, State
 from h2o_stream.cache.token_memory import MEMORY_FILE, sealed_segments
 from h2o_stream.errors import DataError
-from h2o_stream.resources import PRIVATE, write_atomically
-from h2o_stream.session.state_format import decode_state, encode_state
+from h2o_stream.resources import PRIVATE, atomic_file, write_atomically
+from h2o_stream.session.state_format import decode_state, write_state
 
 _SEGMENTS = "segments"
 """What names the files of shared arrays in a file's metadata."""
 
 
 class StateFiles:
-    """The files ``state-N.safetensors`` of a folder, and segments of memories that they share, each in a file."""
+    """The files ``state-N.safetensors`` of a folder, and segments of memories that they share, each in a file.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Args:
+        folder: of the files.
+        sync: see `Session`.
+    """
+
+    def __init__(self, folder: Path, sync: bool = True) -> None:
+        self._folder, self._sync = folder, sync
 
     def write(self, line: int, state: Mapping[str, Array], record: Mapping[str, Any]) -> None:
         """Save the state after a line, together with the record of that line.
@@ -39,7 +44,8 @@ class StateFiles:
                 write_atomically(path, state[name].tobytes(), PRIVATE)
         metadata = {"line": json.dumps(record, ensure_ascii=False), _SEGMENTS: json.dumps(sealed)}
         others = {name: array for name, array in state.items() if name not in sealed}
-        write_atomically(self._path(line), encode_state(others, metadata), PRIVATE)
+        with atomic_file(self._path(line), PRIVATE, self._sync) as written:
+            write_state(written, others, metadata)
 
     def read(self, line: int, turn: int) -> State | None:
         """The state after a line, if it is the line of this turn; None if there is none or its header is damaged.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from typing import Any, BinaryIO
 
 import numpy
-from safetensors import SafetensorError, TensorSpec, deserialize, serialize
+from safetensors import SafetensorError, deserialize
 
 from h2o_stream.cache.state import Array, State
 
@@ -23,19 +26,22 @@ _DTYPES = {
 }
 """Numbers by their name in files."""
 
+_NAMES = {numpy.dtype(kind): name for name, kind in _DTYPES.items()}
 
-def encode_state(state: Mapping[str, Array], metadata: Mapping[str, str]) -> bytes:
-    """The content of a file with a state, whose arrays are contiguous, and with texts by name."""
-    specs = {
-        name: TensorSpec(
-            dtype="bfloat16" if array.dtype == numpy.uint16 else array.dtype.name,
-            shape=array.shape,
-            data_ptr=array.ctypes.data,
-            data_len=array.nbytes,
-        )
-        for name, array in state.items()
-    }
-    return serialize(specs, dict(metadata))
+_ALIGNMENT = 8
+"""Of the first array, in bytes."""
+
+
+def write_state(file: BinaryIO, state: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
+    """Write a state, whose arrays are contiguous, and texts by name. No array is copied."""
+    arrays = dict(sorted(state.items(), key=lambda item: -item[1].itemsize))  # so that all are aligned
+    ends = [0, *accumulate(array.nbytes for array in arrays.values())]
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for (name, array), offsets in zip(arrays.items(), pairwise(ends), strict=True):
+        header[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    file.writelines([len(text).to_bytes(8, "little"), text, *(array.reshape(-1).data for array in arrays.values())])
 
 
 def decode_state(data: bytes) -> State:
