@@ -18,13 +18,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
+from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.native import library
+from h2o_stream.serve import service, worker
+from h2o_stream.serve.app import make_app
 from h2o_stream.serve.conversations import Conversations, Live
 from h2o_stream.serve.endings import Endings
+from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.metrics import Metrics
-from h2o_stream.serve.replies import Ask, Message, Piece
+from h2o_stream.serve.replies import Ask, Failed, Message, Piece
+from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session import state_files
@@ -47,9 +51,9 @@ def _goes_on(server: Running) -> Iterator[None]:
     """After each fault the server answers, and nothing is left of the reply that failed."""
     yield
     server.say("Are you there?")
-    worker, conversations = server.service.worker, server.service.conversations
-    assert worker._thread.is_alive()
-    assert (worker._jobs, worker._endings.saving, conversations.busy, server.service.active) == ([], 0, set(), 0)
+    running, conversations = server.service.worker, server.service.conversations
+    assert running._thread.is_alive()
+    assert (running._jobs, running._endings.saving, conversations.busy, server.service.active) == ([], 0, set(), 0)
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> list[Any]:
@@ -103,7 +107,7 @@ def test_a_full_disk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The conversation goes on from its last turn that was saved; the others are saved meanwhile."""
     first, other = reply(server.say("One.")), reply(server.say("Another."))
     with monkeypatch.context() as patch:
-        failed = fail_once(patch, state_files, "write_atomically", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        failed = fail_once(patch, state_files, "atomic_file", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         status, answer = server.ask("One.", first, "Two.")
         assert server.say("Another.", other, "Two.")["h2o"]["origin"] == "continued"
     assert failed
@@ -112,15 +116,14 @@ def test_a_full_disk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error["message"].endswith("No space left on device")
     second = server.say("One.", first, "Two.")
     assert (second["h2o"]["origin"], second["h2o"]["turn"]) == ("continued", 2)
-    kept = server.service.store.conversations[second["h2o"]["conversation"]]
-    assert [entry.prompt for entry in server.service.store.entries(kept, 2)] == ["One.", "Two."]
+    assert [entry.prompt for entry in server.entries(second["h2o"]["conversation"], 2)] == ["One.", "Two."]
     assert server.say("One.", first, "Two.", reply(second), "Three.")["h2o"]["origin"] == "continued"
 
 
 def test_a_first_turn_on_a_full_disk_leaves_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {*server.service.store.conversations}
     with monkeypatch.context() as patch:
-        fail_once(patch, state_files, "write_atomically", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        fail_once(patch, state_files, "atomic_file", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         assert server.ask("Full.")[0] == 500
     assert {*server.service.store.conversations} == before
     assert server.say("Full.")["h2o"]["origin"] == "new"
@@ -142,8 +145,8 @@ def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
     server.service.worker.submit(Ask(Dialogue(None, (), "Tell me."), options, config, send))
     assert failed.wait(10)
     server.say("Is it saved?")
-    new = [kept for name, kept in server.service.store.conversations.items() if name not in before]
-    entries = [entry for kept in new for entry in server.service.store.entries(kept, 1) if entry.prompt == "Tell me."]
+    new = {*server.service.store.conversations} - before
+    entries = [entry for name in new for entry in server.entries(name, 1) if entry.prompt == "Tell me."]
     said = "".join(message.text for message in received if isinstance(message, Piece))
     assert len(entries) == bool(after)
     assert all(entry.finish == "interrupted" and entry.text.startswith(said) for entry in entries)
@@ -230,6 +233,102 @@ def test_a_client_that_reads_slowly_gets_all(server: Running) -> None:
 def test_a_request_that_does_not_arrive_is_refused(server: Running) -> None:
     with connected(server, b'{"messages": [', 10) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def drip(connection: socket.socket, data: bytes, until: float) -> None:
+    """Send the same again and again."""
+    while time.monotonic() < until:
+        connection.sendall(data)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second"])
+def test_headers_that_come_drop_by_drop_are_not_waited_for(server: Running, before: bytes) -> None:
+    """Neither on a new connection nor on one over which a request was answered."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(before)
+        if before:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        started = time.monotonic()
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
+        with pytest.raises(ConnectionError):
+            drip(connection, b"X-More: x\r\n", started + 10)
+        assert time.monotonic() > started + 0.4
+
+
+def test_a_server_without_replies_gives_free_memory_back(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and not again before it has done something."""
+    given = list[float]()
+    monkeypatch.setattr(worker, "_IDLE_S", 0.2)
+    monkeypatch.setattr(worker, "trim_heap", lambda: given.append(time.monotonic()))
+    server.say("Busy?")
+    ended = time.monotonic()
+    time.sleep(0.6)
+    assert len(given) == 1
+    assert given[0] > ended
+
+
+def test_a_whole_answer_comes_in_one_piece() -> None:
+    sent = list[Message]()
+    piece, error = Piece("a", "", ()), Failed(ApiError(500, "no"))
+    for pieces in (True, False):
+        ask = Ask(Dialogue(None, (), "x"), Options(CacheConfig()), SamplingConfig(), sent.append, pieces=pieces)
+        assert all([ask.try_send(piece), ask.try_send(error)])
+    assert sent == [piece, error, error]
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.9])
+def test_states_that_a_power_failure_has_cut_off(server: Running, share: float) -> None:
+    """They are not waited for when a turn is saved. What is lost is read again."""
+    asked = f"After {share} of it?"
+    first = server.say(asked)
+    server.say(asked, reply(first), "And then?")
+    folder = server.service.store._folder / first["h2o"]["conversation"]
+    for path in folder.glob("state-*"):
+        os.truncate(path, int(share * path.stat().st_size))
+    again = server.say(asked, reply(first), "And then?")["h2o"]
+    assert (again["origin"], again["turns_read"]) == ("read", 1)
+    assert [entry.prompt for entry in server.entries(again["conversation"], 2)] == [asked, "And then?"]
+
+
+def test_a_client_that_leaves_before_its_stream_begins(server: Running) -> None:
+    """As the application sees it: the request is there, and so is its end."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Stay?"}], "stream": True}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    received: list[dict[str, Any]] = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        return received.pop(0) if len(received) > 1 else received[0]
+
+    async def send(_: Any) -> None:
+        pass
+
+    asyncio.run(make_app(server.service)(scope, receive, send))  # type: ignore[arg-type]
+    deadline = time.monotonic() + 10
+    while server.service.worker._jobs and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not server.service.active
+
+
+def test_a_schema_is_compiled_beside_other_requests(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes too long is refused, and so is one that waits for it too long."""
+    may_end = threading.Event()
+
+    class Slow(service.Grammar):
+        def __init__(self, *values: Any) -> None:
+            assert may_end.wait(30)
+            super().__init__(*values)
+
+    monkeypatch.setattr(service, "Grammar", Slow)
+    monkeypatch.setattr(service, "GRAMMAR_S", 0.5)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
+    with ThreadPoolExecutor(2) as executor:
+        slow = [executor.submit(server.ask, "A number?", response_format=form) for _ in range(2)]
+        assert server.ask("Others?")[0] == 200
+        refused = [waiting.result() for waiting in slow]
+    assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 2
+    may_end.set()
+    assert reply(server.say("A number?", response_format=form)) == "1"
 
 
 def test_a_conversation_that_was_never_written_is_deleted(server: Running, tmp_path: Path) -> None:

@@ -184,6 +184,11 @@ STRICT["function"]["parameters"] = {  # type: ignore[index]
 }  # fmt: skip
 ASKED = {"model": "h2o", "tools": [STRICT, TIME], "temperature": 0, "max_tokens": 60}
 WARM = {"role": "user", "content": "Is it warm in Bern?"}
+NAMED_WEATHER = {"type": "function", "name": "weather"}
+RESPONSE = {
+    "model": "h2o", "tools": [{"type": "function", **tool["function"]} for tool in (STRICT, TIME)],
+    "temperature": 0, "max_output_tokens": 60,
+}  # fmt: skip
 
 
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -217,6 +222,14 @@ class TestServer:
         assert not any(chunk.delta.content for chunk in chunks)
         assert chunks[-1].finish_reason == "tool_calls"
 
+    def test_a_reply_that_was_cut_off_after_a_call(self, client: Any) -> None:
+        """Its client must not take the calls for all of them."""
+        tokens = self.named(client, [WARM]).usage.completion_tokens - 1  # without the one that ends it
+        choice = self.named(client, [WARM], max_tokens=tokens).choices[0]
+        assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "length")
+        *_, last = self.named(client, [WARM], max_tokens=tokens, stream=True)
+        assert last.choices[0].finish_reason == "length"
+
     def test_an_unknown_history_with_calls_is_read(self, client: Any, server: Running) -> None:
         """As the template writes it: the same tokens as if it had been said."""
         result = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "18 degrees"}
@@ -231,8 +244,7 @@ class TestServer:
         assert (read.h2o["origin"], read.h2o["turns_read"]) == ("read", 2)
         again = client.chat.completions.create(messages=messages[:3], **ASKED | {"max_tokens": 4})
         assert (again.h2o["origin"], again.h2o["turns_read"]) == ("read", 1)
-        kept = server.service.store.conversations[again.h2o["conversation"]]
-        (entry,) = server.service.store.entries(kept, again.h2o["turn"])
+        (entry,) = server.entries(again.h2o["conversation"], again.h2o["turn"])
         assert entry.prompt == 'Is it warm in Bern?\nassistant: weather({"city": "Bern"})\ntool: 18 degrees'
         known = [*messages[:3], again.choices[0].message, {"role": "user", "content": "Sure?"}]
         assert client.chat.completions.create(messages=known, **ASKED | {"max_tokens": 4}).h2o["turns_known"] == 2
@@ -267,6 +279,40 @@ class TestServer:
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(**{"messages": [WARM], **ASKED, **more})
         assert refused.value.param == param
+
+    def test_responses(self, client: Any) -> None:
+        """Calls and results are items there, with or without the id of the response before."""
+        first = client.responses.create(input=WARM["content"], tool_choice=NAMED_WEATHER, **RESPONSE)
+        (call,) = first.output
+        chosen = self.named(client, [WARM]).choices[0].message.tool_calls[0].function
+        assert (call.type, call.name, call.arguments) == ("function_call", chosen.name, chosen.arguments)
+        assert (first.status, first.tools[0].name, first.tool_choice.name) == ("completed", "weather", "weather")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
+        short = RESPONSE | {"max_output_tokens": 6}
+        second = client.responses.create(input=[result], previous_response_id=first.id, **short)
+        assert second.usage.input_tokens_details.cached_tokens == first.usage.total_tokens
+        whole = client.responses.create(input=[WARM, call, result], **short)
+        assert (whole.output_text, whole.h2o["turns_known"]) == (second.output_text, 1)
+        assert second.output_text
+        with pytest.raises(openai.BadRequestError, match="must be those of the previous response"):
+            client.responses.create(input=[result], previous_response_id=first.id, **short | {"tools": []})
+        with pytest.raises(openai.BadRequestError, match="only after an assistant's message"):
+            client.responses.create(input=[result], **short)
+
+    def test_a_stream_of_a_response(self, client: Any) -> None:
+        (expected,) = client.responses.create(input="Warm?", tool_choice=NAMED_WEATHER, **RESPONSE).output
+        with client.responses.stream(input="Warm?", tool_choice=NAMED_WEATHER, **RESPONSE) as stream:
+            events = [*stream]
+            (call,) = stream.get_final_response().output
+        assert (call.name, call.arguments) == (expected.name, expected.arguments)
+        (delta,) = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert delta == expected.arguments
+        assert not [event for event in events if event.type.startswith("response.output_text")]
+        with client.responses.stream(input="Warm?", **RESPONSE | {"max_output_tokens": 6}) as stream:
+            events = [*stream]
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert (events[-1].type, events[-1].response.output_text) == ("response.incomplete", text)
+        assert text
 
     def test_a_model_without_tools(self, client: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(vars(server.service), "call_format", None)

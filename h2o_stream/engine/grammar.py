@@ -34,30 +34,29 @@ class Grammar:
             from llguidance import LLMatcher
         except ImportError as error:
             raise ConfigError("JSON schemas need llguidance; pip install 'h2o-stream[json]'") from error
-        self._tokenizer = _guided(tokenizer.backend_tokenizer.to_str(), vocabulary, tuple(sorted(end_tokens)))
+        ends = tuple(sorted(end_tokens))
         try:
-            self._grammar = (
+            grammar = (
                 LLMatcher.grammar_from_lark(rules)
                 if isinstance(rules, str)
                 else LLMatcher.grammar_from_json_schema(json.dumps(rules))
             )
         except ValueError as error:
             raise DataError(f"the JSON schema is not supported: {error}") from error
-        if problem := LLMatcher.validate_grammar(self._grammar, self._tokenizer):
-            raise DataError(f"the JSON schema is not supported: {problem.splitlines()[0]}")
+        self._matcher = LLMatcher(_guided(tokenizer.backend_tokenizer.to_str(), vocabulary, ends), grammar, log_level=0)
+        if self._matcher.is_error():
+            raise DataError(f"the JSON schema is not supported: {self._matcher.get_error().splitlines()[0]}")
 
     def matcher(self) -> Matcher:
         """For a reply that begins."""
-        return Matcher(self._tokenizer, self._grammar)
+        return Matcher(self._matcher.deep_copy())
 
 
 class Matcher:
     """A reply that follows a grammar, token by token. See `Grammar`."""
 
-    def __init__(self, tokenizer: Any, grammar: str) -> None:
-        from llguidance import LLMatcher
-
-        self._matcher = LLMatcher(tokenizer, grammar)
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
 
     def masked(self, logits: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
         """A copy of logits [V], in which tokens that must not come next are -inf."""

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
@@ -168,17 +169,28 @@ async def _streamed(
     queues = await opened.__aenter__()
 
     async def events() -> AsyncIterator[bytes]:
-        try:
-            async for chunk in chunks(queues):
-                name = f"event: {chunk['type']}\n" if named else ""
-                yield f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
-            if not named:
-                yield _DONE
-        finally:
-            await opened.__aexit__(None, None, None)
+        async for chunk in chunks(queues):
+            name = f"event: {chunk['type']}\n" if named else ""
+            yield f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
+        if not named:
+            yield _DONE
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+    return _Events(opened, events())
+
+
+class _Events(StreamingResponse):
+    """Sends events, and closes what they come from at the end, also if the client has left before the first one."""
+
+    def __init__(self, opened: Any, events: AsyncIterator[bytes]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._opened = opened
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._opened.__aexit__(None, None, None)
 
 
 def _models(service: Service, request: Request) -> Response:

@@ -59,11 +59,16 @@ async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled]
             logprobs = chat_logprobs(service.model.tokenizer, logprobs_of(pieces))
         choices.append({
             "index": number, "message": message, "logprobs": logprobs,
-            "finish_reason": "tool_calls" if "tool_calls" in message else end.finish,
+            "finish_reason": _finish(end, called="tool_calls" in message),
         })  # fmt: skip
     ends = [end for end, _ in replies]
     head = _head("chat.completion", service, f"chatcmpl-{secrets.token_hex(12)}")
     return {**head, "choices": choices, "usage": usage(ends), "h2o": report(ends[0])}
+
+
+def _finish(end: Done, called: bool) -> str:
+    """Why a reply ended. One that was cut off may have more calls to make than it has."""
+    return "tool_calls" if called and end.finish == "stop" else end.finish
 
 
 async def stream_chat(
@@ -90,7 +95,7 @@ async def stream_chat(
             if calls:
                 listed = [{"index": place, **call} for place, call in enumerate(as_tool_calls(calls))]
                 yield {**head, "choices": [_chunk(number, {"tool_calls": listed})]}
-            yield {**head, "choices": [_chunk(number, {}, "tool_calls" if calls else message.finish)], **last}
+            yield {**head, "choices": [_chunk(number, {}, _finish(message, called=bool(calls)))], **last}
             continue
         if isinstance(message, Started):
             continue

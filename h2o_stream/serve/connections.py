@@ -1,4 +1,4 @@
-"""Connections: how uvicorn is set up, and clients that do not read what they are sent."""
+"""Connections: how uvicorn is set up, and clients that neither send a whole request nor read what they are sent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def uvicorn_config(app: Starlette, config: ServeConfig) -> uvicorn.Config:
 
 
 def _impatient(limit_s: float) -> type[asyncio.Protocol]:
-    """Uvicorn's protocol, which gives a client up that leaves what it was sent unread for so long.
+    """Uvicorn's protocol, which gives a client up that leaves what it was sent unread for so long, or whose headers do
+    not arrive in this time. The application has a limit for bodies, uvicorn one for silence between two requests.
 
     A reply waits in memory while its client reads slowly. Without a limit, clients that never read would hold replies,
     and places among those that may wait, for ever.
@@ -46,12 +47,22 @@ def _impatient(limit_s: float) -> type[asyncio.Protocol]:
 
     class Impatient(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         _timer: asyncio.TimerHandle | None = None
+        _headers_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._wait_for_headers()
             connection = transport.get_extra_info("socket")
             if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family != socket.AF_UNIX:  # also after the last write
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+
+        def data_received(self, data: bytes) -> None:
+            answered = self.cycle
+            super().data_received(data)
+            if self.cycle is not answered:
+                self._stop_waiting_for_headers()
+            elif self._headers_timer is None and answered.response_complete:
+                self._wait_for_headers()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -63,6 +74,7 @@ def _impatient(limit_s: float) -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            self._stop_waiting_for_headers()
             if isinstance(exc, TimeoutError):
                 self._log()
             super().connection_lost(exc)
@@ -70,6 +82,14 @@ def _impatient(limit_s: float) -> type[asyncio.Protocol]:
         def _give_up(self) -> None:
             self._log()
             self.transport.abort()
+
+        def _wait_for_headers(self) -> None:
+            self._headers_timer = asyncio.get_running_loop().call_later(limit_s, self.transport.abort)
+
+        def _stop_waiting_for_headers(self) -> None:
+            if self._headers_timer is not None:
+                self._headers_timer.cancel()
+                self._headers_timer = None
 
         def _log(self) -> None:
             _log.warning("a client left its reply unread for %g s and was disconnected", limit_s)

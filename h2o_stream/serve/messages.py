@@ -41,12 +41,13 @@ class Dialogue:
     user: UserTurn
 
 
-def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply) -> Dialogue:
+def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on: bool = False) -> Dialogue:
     """Check the messages of a request. System prompts come first; several messages of the user are one turn.
 
     Args:
         messages: of the request.
         read: finds the calls in the text of a reply.
+        goes_on: whether there were messages before, which are not sent again.
 
     Raises:
         ApiError: names the message that is wrong.
@@ -62,7 +63,7 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply) -> Dialo
         place, role = f"messages[{number}].role", message["role"]
         if role in _SYSTEM:
             raise wrong(place, role, "user, assistant or tool; system prompts come first")
-        if role == "tool" and not (past and past[-1].reply.calls):
+        if role == "tool" and not (past[-1].reply.calls if past else goes_on):
             raise wrong(place, role, "tool only after an assistant's message with tool_calls")
         if role != "assistant":
             new.append(message)

@@ -93,6 +93,7 @@ class Ask:
         grammar: what it must follow.
         after: continue the conversation of this id after this turn.
         raw: the user's text is continued as it is, without a chat template; it is not kept.
+        pieces: whether pieces are sent before the end, which has the whole text.
     """
 
     dialogue: Dialogue
@@ -105,9 +106,12 @@ class Ask:
     grammar: Grammar | None = None
     after: tuple[str, int] | None = None
     raw: bool = False
+    pieces: bool = True
 
     def try_send(self, message: Message) -> bool:
         """Send a message. False if that is not possible any more, for example because the client's loop is closed."""
+        if isinstance(message, Piece) and not self.pieces:
+            return True
         try:
             self.send(message)
         except Exception as error:  # noqa: BLE001 - a client that is gone must not end the server

@@ -5,29 +5,38 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from h2o_stream.serve.errors import ApiError, wrong
-from h2o_stream.serve.messages import Dialogue, parse_dialogue
+from h2o_stream.serve.messages import Dialogue, Reply, parse_dialogue
 from h2o_stream.serve.replies import Done, Failed, Message, Piece, Started
 from h2o_stream.serve.requests import Options, Sampled, field, parse_format, parse_sampled
 from h2o_stream.serve.service import Service, finished
+from h2o_stream.serve.tools import as_tool_calls, parse_tool_choice, parse_tool_options
 from h2o_stream.serve.usage import report
+from h2o_stream.session.calls import CallSplitter
 
 _ID = re.compile(r"resp_([0-9a-f]{32})_(\d{1,9})")
 
 
 @dataclass(frozen=True)
 class AskedResponse:
-    """What a request asks; `after` is the conversation and the turn that it continues."""
+    """What a request asks.
+
+    Attributes:
+        after: the conversation and the turn that it continues.
+        keep: whether it is saved.
+        body: the request, parts of which an answer repeats.
+    """
 
     dialogue: Dialogue
     options: Options
     sampled: Sampled
     after: tuple[str, int] | None
     keep: bool
+    body: Mapping[str, Any]
 
 
 def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
@@ -36,18 +45,16 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
     Raises:
         ApiError: a field is wrong.
     """
-    if body.get("tools"):
-        raise wrong("tools", body["tools"], "none; /v1/chat/completions calls tools")
-    given, instructions = body.get("input"), field(body, "instructions", str)
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(messages, list) or not messages:
-        raise wrong("input", given, "a text or a list of messages")
-    messages = [
-        message for message in messages if not (isinstance(message, dict) and message.get("type") == "reasoning")
-    ]
+    asked = {
+        **body,
+        "tools": _with_functions(body.get("tools")),
+        "tool_choice": _with_function(body.get("tool_choice")),
+    }
+    options = parse_tool_options(asked, service.options.parse(body), service.call_format)
+    previous, instructions = field(body, "previous_response_id", str), field(body, "instructions", str)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
-    dialogue = parse_dialogue([*system, *messages])
-    previous, after = field(body, "previous_response_id", str), None
+    dialogue = parse_dialogue([*system, *_as_messages(body.get("input"))], options.read, goes_on=previous is not None)
+    after = None
     if previous is not None:
         match = _ID.fullmatch(previous)
         if match is None:
@@ -60,7 +67,43 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
     sampled = parse_sampled(body, service.config.max_reply, ("max_output_tokens",), None)
     text = field(body, "text", dict) or {}
     sampled = replace(sampled, choices=1, schema=parse_format(text.get("format"), "text.format"))
-    return AskedResponse(dialogue, service.options.parse(body), sampled, after, body.get("store") is not False)
+    sampled = parse_tool_choice(asked, sampled, options, service.special_tokens)
+    return AskedResponse(dialogue, options, sampled, after, body.get("store") is not False, body)
+
+
+def _with_functions(tools: Any) -> Any:
+    """The tools of a request in the form of chat completions."""
+    return [_with_function(tool) for tool in tools] if isinstance(tools, list) else tools
+
+
+def _with_function(value: Any) -> Any:
+    """A tool, or the choice of one, in the form of chat completions."""
+    if not isinstance(value, dict) or value.get("type") != "function":
+        return value
+    return {"type": "function", "function": {name: x for name, x in value.items() if name != "type" and x is not None}}
+
+
+def _as_messages(given: Any) -> list[Any]:
+    """The input of a request as messages of chat completions: calls belong to the reply before them."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise wrong("input", given, "a text or a list of messages")
+    messages = list[Any]()
+    for item in given:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind == "function_call":
+            function = {name: item.get(name) for name in ("name", "arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            before: dict[str, Any] = {"role": "assistant", "content": None}
+            if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+                before = messages.pop()
+            messages.append({**before, "tool_calls": [*before.get("tool_calls", ()), call]})
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind != "reasoning":
+            messages.append(item)
+    return messages
 
 
 async def answer_response(service: Service, asked: AskedResponse) -> dict[str, Any]:
@@ -71,7 +114,7 @@ async def answer_response(service: Service, asked: AskedResponse) -> dict[str, A
 
 
 def _response(service: Service, asked: AskedResponse, name: str, turn: int, end: Done | None) -> dict[str, Any]:
-    config = asked.sampled.config
+    config, body = asked.sampled.config, asked.body
     response: dict[str, Any] = {
         "id": f"resp_{name or '0' * 32}_{turn}",
         "object": "response",
@@ -83,26 +126,22 @@ def _response(service: Service, asked: AskedResponse, name: str, turn: int, end:
         "instructions": asked.dialogue.system,
         "max_output_tokens": config.max_tokens,
         "output": [],
-        "parallel_tool_calls": False,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": None if asked.after is None else f"resp_{asked.after[0]}_{asked.after[1]}",
         "temperature": config.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "none",
-        "tools": [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
         "top_p": config.top_p,
         "metadata": {},
     }
     if end is None:
         return response
-    cut = end.finish == "length"
-    thinking = [{
-        "id": f"rs_{name}_{turn}", "type": "reasoning", "summary": [],
-        "content": [{"type": "reasoning_text", "text": end.thinking}],
-    }] if end.thinking else []  # fmt: skip
+    status = "incomplete" if end.finish == "length" else "completed"
     return response | {
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": [*thinking, _item(name, turn, end.text, "incomplete" if cut else "completed")],
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if end.finish == "length" else None,
+        "output": _output(asked, f"{name or '0' * 32}_{turn}", end, status),
         "usage": {
             "input_tokens": end.seen.before + end.seen.read,
             "input_tokens_details": {"cached_tokens": end.seen.before},
@@ -114,10 +153,26 @@ def _response(service: Service, asked: AskedResponse, name: str, turn: int, end:
     }
 
 
-def _item(name: str, turn: int, text: str | None, status: str) -> dict[str, Any]:
+def _output(asked: AskedResponse, place: str, end: Done, status: str) -> list[dict[str, Any]]:
+    """The items of an answer: thinking, text and calls."""
+    reply = asked.options.read(end.text) if asked.sampled.calls else Reply(end.text)
+    items = [_thinking(place, end.thinking)] if end.thinking else []
+    if reply.text or not reply.calls:
+        items.append(_message(place, reply.text, status))
+    for number, call in enumerate(as_tool_calls(reply.calls)):
+        named = {"id": f"fc_{place}_{number}", "call_id": call["id"], **call["function"]}
+        items.append({"type": "function_call", "status": "completed", **named})
+    return items
+
+
+def _thinking(place: str, text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{place}", "type": "reasoning", "summary": [], "content": content}
+
+
+def _message(place: str, text: str | None, status: str) -> dict[str, Any]:
     content = [] if text is None else [_part(text)]
-    item = {"type": "message", "role": "assistant", "status": status, "content": content}
-    return {"id": f"msg_{name or '0' * 32}_{turn}", **item}
+    return {"id": f"msg_{place}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -127,46 +182,69 @@ def _part(text: str) -> dict[str, Any]:
 async def stream_response(
     service: Service, asked: AskedResponse, queues: Sequence[asyncio.Queue[Message]]
 ) -> AsyncIterator[dict[str, Any]]:
-    """The events of a streamed answer."""
-    number, texts, name, turn = 0, list[str](), "", 0
+    """The events of a streamed answer. Calls come whole, after the text, and thinking with the last event."""
+    events, number = _Events(service, asked), 0
     while True:
         message = await queues[0].get()
-        for event in _events(service, asked, message, texts, (name, turn)):
+        for event in events.of(message):
             yield {**event, "sequence_number": number}
             number += 1
-        if isinstance(message, Started):
-            name, turn = message.conversation, message.turn
         if isinstance(message, Done | Failed):
             return
 
 
-def _events(
-    service: Service, asked: AskedResponse, message: Message, texts: list[str], place: tuple[str, int]
-) -> list[dict[str, Any]]:
-    """The events of a message; `texts` are those of the reply so far."""
-    if isinstance(message, Failed):
-        return [{"type": "error", **message.error.body()["error"]}]
-    if isinstance(message, Started):
-        created = _response(service, asked, message.conversation, message.turn, None)
-        item = _item(message.conversation, message.turn, None, "in_progress")
-        where = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-        return [
-            {"type": "response.created", "response": created},
-            {"type": "response.in_progress", "response": created},
-            {"type": "response.output_item.added", "output_index": 0, "item": item},
-            {"type": "response.content_part.added", **where, "part": _part("")},
-        ]
-    where = {"item_id": _item(*place, None, "")["id"], "output_index": 0, "content_index": 0}
-    if isinstance(message, Piece):
-        texts.append(message.text)
-        if not message.text:
-            return []
-        return [{"type": "response.output_text.delta", **where, "delta": message.text, "logprobs": []}]
-    response = _response(service, asked, message.conversation, message.turn, message)
-    text = "".join(texts)
-    return [
-        {"type": "response.output_text.done", **where, "text": text, "logprobs": []},
-        {"type": "response.content_part.done", **where, "part": _part(text)},
-        {"type": "response.output_item.done", "output_index": 0, "item": response["output"][-1]},
-        {"type": f"response.{response['status']}", "response": response},
-    ]
+class _Events:
+    """What is sent of a reply, message by message."""
+
+    def __init__(self, service: Service, asked: AskedResponse) -> None:
+        self._service, self._asked, self._place = service, asked, ""
+        calls = asked.options.calls if asked.sampled.calls else None
+        self._splitter = CallSplitter(calls) if calls else None
+        self._texts = list[str]()
+
+    def of(self, message: Message) -> Iterator[dict[str, Any]]:
+        """The events of a message."""
+        if isinstance(message, Failed):
+            yield {"type": "error", **message.error.body()["error"]}
+        elif isinstance(message, Started):
+            self._place = f"{message.conversation or '0' * 32}_{message.turn}"
+            created = _response(self._service, self._asked, message.conversation, message.turn, None)
+            yield {"type": "response.created", "response": created}
+            yield {"type": "response.in_progress", "response": created}
+        elif isinstance(message, Piece):
+            yield from self._text(self._splitter.push(message.text) if self._splitter else message.text)
+        else:
+            rest, calls = self._splitter.flush() if self._splitter else ("", ())
+            yield from self._text(rest, even_if_empty=not calls)
+            yield from self._end(message)
+
+    def _text(self, text: str, even_if_empty: bool = False) -> Iterator[dict[str, Any]]:
+        where = {"item_id": f"msg_{self._place}", "output_index": 0, "content_index": 0}
+        if not self._texts and (text or even_if_empty):
+            item = _message(self._place, None, "in_progress")
+            yield {"type": "response.output_item.added", "output_index": 0, "item": item}
+            yield {"type": "response.content_part.added", **where, "part": _part("")}
+            self._texts.append("")
+        if text:
+            self._texts.append(text)
+            yield {"type": "response.output_text.delta", **where, "delta": text, "logprobs": []}
+
+    def _end(self, end: Done) -> Iterator[dict[str, Any]]:
+        response = _response(self._service, self._asked, end.conversation, end.turn, end)
+        where = {"item_id": f"msg_{self._place}", "output_index": 0, "content_index": 0}
+        if self._texts:
+            text = "".join(self._texts)
+            item = _message(self._place, text, response["status"])
+            yield {"type": "response.output_text.done", **where, "text": text, "logprobs": []}
+            yield {"type": "response.content_part.done", **where, "part": _part(text)}
+            yield {"type": "response.output_item.done", "output_index": 0, "item": item}
+        calls = [item for item in response["output"] if item["type"] == "function_call"]
+        for number, call in enumerate(calls, bool(self._texts)):
+            place, arguments = {"item_id": call["id"], "output_index": number}, call["arguments"]
+            begun = {**call, "status": "in_progress", "arguments": ""}
+            yield {"type": "response.output_item.added", "output_index": number, "item": begun}
+            yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
+            yield {"type": "response.function_call_arguments.done", **place, "arguments": arguments,
+                   "name": call["name"]}  # fmt: skip
+            yield {"type": "response.output_item.done", "output_index": number, "item": call}
+        yield {"type": f"response.{response['status']}", "response": response}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.engine.grammar import Grammar
@@ -28,6 +29,9 @@ from h2o_stream.serve.worker import Worker
 from h2o_stream.session.calls import CallFormat, find_format
 
 _DAY_S = 86_400.0
+GRAMMAR_S = 10.0
+"""Seconds that a schema may take until it is compiled, those before it included."""
+
 _RETRY_S = 2
 """Seconds after which a refused client should ask again."""
 
@@ -70,6 +74,7 @@ class Service:
         self.metrics = Metrics()
         self.conversations = Conversations(model, config, self.store)
         self.worker = Worker(model, self.conversations, config.running, config.timeout_s, self.metrics)
+        self._compiler = ThreadPoolExecutor(1, "h2o-grammar")
         self.active = 0
 
     @property
@@ -88,11 +93,11 @@ class Service:
         added = self.model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
-    def grammar(self, sampled: Sampled) -> Grammar | None:
+    async def _grammar(self, sampled: Sampled) -> Grammar | None:
         """What a reply must follow: a JSON schema or the form of calls; None if it is free.
 
         Raises:
-            ApiError: it is not supported.
+            ApiError: it is not supported, or takes too long.
         """
         rules = sampled.schema if sampled.rules is None else sampled.rules
         place = "response_format" if sampled.rules is None else "tools"
@@ -100,8 +105,12 @@ class Service:
             return None
         ends = self.model.model.generation.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), self.model.tokenizer.eos_token_id} - {None}
+        make = partial(Grammar, self.model.tokenizer, ends, self.model.model.description.output.rows, rules)
         try:
-            return Grammar(self.model.tokenizer, ends, self.model.model.description.output.rows, rules)
+            async with asyncio.timeout(GRAMMAR_S):
+                return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
+        except TimeoutError as error:
+            raise ApiError(400, f"the schema was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
         except ConfigError as error:
             raise ApiError(501, str(error), place) from error
         except H2OStreamError as error:
@@ -119,28 +128,24 @@ class Service:
         """
         if self.active + sampled.choices > self.config.running + self.config.waiting:
             raise ApiError(429, "too many requests wait already", code="queue_full", retry_after_s=_RETRY_S)
-        grammar = self.grammar(sampled)
-        loop = asyncio.get_running_loop()
         queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(sampled.choices)]
-        asks = []
-        for number, waiting in enumerate(queues):
-            seed = sampled.config.seed
-            config = sampled.config if seed is None else replace(sampled.config, seed=seed + number)
-
-            def send(message: Message, waiting: asyncio.Queue[Message] = waiting) -> None:
-                loop.call_soon_threadsafe(waiting.put_nowait, message)
-
-            kept = keep and not (raw or number)
-            asks.append(
-                Ask(dialogue, options, config, send, kept, sampled.logprobs, sampled.slots, grammar, after, raw)
-            )
-        self.active += len(asks)
+        asks = list[Ask]()
+        self.active += len(queues)
         try:
+            grammar = await self._grammar(sampled)
+            make = partial(
+                Ask, dialogue, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar, after=after,
+                raw=raw, pieces=sampled.stream or sampled.logprobs is not None,
+            )  # fmt: skip
+            for number, waiting in enumerate(queues):
+                seed = sampled.config.seed
+                config = sampled.config if seed is None else replace(sampled.config, seed=seed + number)
+                asks.append(make(config=config, send=_sender(waiting), keep=keep and not (raw or number)))
             for ask in reversed(asks):  # branches are opened before the conversation goes on
                 self.worker.submit(ask)
             yield queues
         finally:
-            self.active -= len(asks)
+            self.active -= len(queues)
             for ask in asks:
                 self.worker.cancel(ask)
 
@@ -155,8 +160,19 @@ class Service:
 
     def close(self) -> None:
         """Save and stop."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         self.worker.stop()
         self.store.close()
+
+
+def _sender(waiting: asyncio.Queue[Message]) -> Callable[[Message], None]:
+    """Puts messages into a queue, from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def send(message: Message) -> None:
+        loop.call_soon_threadsafe(waiting.put_nowait, message)
+
+    return send
 
 
 async def finished(waiting: asyncio.Queue[Message]) -> tuple[Done, list[Message]]:

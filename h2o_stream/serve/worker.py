@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.memory import trim_heap
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
@@ -29,6 +30,10 @@ _log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 256
 """Prompt tokens that are read in a step."""
+
+
+_IDLE_S = 1.0
+"""Seconds without replies after which free memory goes back to the system."""
 
 
 class Worker:
@@ -94,13 +99,18 @@ class Worker:
 
     def _take_actions(self) -> None:
         idle = not self._jobs and not (self._asked and self._endings.saving < self._running)
+        wait_s: float | None = _IDLE_S
         while True:
             try:
-                action = self._actions.get(block=idle)
+                action = self._actions.get(idle, wait_s)
             except queue.Empty:
-                return
-            idle = False
-            action()
+                if not idle:
+                    return
+                trim_heap()
+                wait_s = None
+            else:
+                idle = False
+                action()
 
     def _stop(self) -> None:
         self._stopped = True
