@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -56,9 +56,10 @@ _summed: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, bytes]]] = WeakKeyDic
 def model_digest(model: nn.Module) -> str:
     """Identifies a model: its class, the type of its weights, and 16 hex digits."""
     digest = hashlib.sha256(json.dumps(_config(model), sort_keys=True, default=str).encode())
-    known = _summed.setdefault(model, {})
-    offloaded = _offloaded(model)
-    for name, weight in _weights(model):
+    known, modules, dtypes = _summed.setdefault(model, {}), [*model.named_modules()], set[torch.dtype]()
+    offloaded = _offloaded(modules)
+    for name, weight in _weights(model, modules):
+        dtypes.add(weight.dtype)
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         weight = getattr(weight, "to_local", lambda whole=weight: whole)().detach()  # of one that processes share
         if weight.is_meta and name not in offloaded:
@@ -68,11 +69,11 @@ def model_digest(model: nn.Module) -> str:
             known[name] = seen, _sums(offloaded[name][name.rpartition(".")[2]] if weight.is_meta else weight)
         digest.update(known[name][1])
     held = set[str]()
-    for name, module in model.named_modules():
+    for name, module in modules:
         digest.update(json.dumps([name, *_module(module)], default=str).encode())
-        kind = getattr(module, "kind", None)
+        kind = vars(module).get("kind")
         held |= {kind.name.lower()} if isinstance(kind, Enum) else set()
-    held = held or {str(weight.dtype).removeprefix("torch.") for _, weight in _weights(model)}
+    held = held or {str(dtype).removeprefix("torch.") for dtype in dtypes}
     return f"{type(model).__name__} {'+'.join(sorted(held))} {digest.hexdigest()[:16]}"
 
 
@@ -91,20 +92,20 @@ def _config(model: nn.Module) -> Any:
     return relevant(model.config.to_dict())  # type: ignore[operator, union-attr]
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers; other buffers are computed."""
     yield from model.named_parameters()
-    for prefix, module in model.named_modules():
+    for prefix, module in modules:
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
 
 
-def _offloaded(model: nn.Module) -> dict[str, Any]:
+def _offloaded(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, Any]:
     """By weight name: the mapping in which accelerate keeps the offloaded weights of that module."""
     found = dict[str, Any]()
-    for prefix, module in model.named_modules():
-        kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+    for prefix, module in modules:
+        kept = getattr(vars(module).get("_hf_hook"), "weights_map", None)
         if kept is not None:
             found |= {f"{prefix}.{name}".lstrip("."): kept for name, _ in module.named_parameters(recurse=False)}
     return found
@@ -134,12 +135,12 @@ def _bytes(weight: Tensor) -> Tensor:
 def _module(module: nn.Module) -> Iterator[Any]:
     """What identifies a module besides its weights."""
     yield f"{type(module).__qualname__} {source_of(type(module))}"
-    for name, value in sorted(vars(module).items()):
-        if name in _ADAPTERS or not (name.startswith("_") or name in _PASSING):
-            try:
-                yield name, _plain(value)
-            except TypeError:  # a module, a tensor, a config
-                continue
+    public = (name for name in vars(module) if not (name.startswith("_") or name in _PASSING))
+    for name in sorted((*public, *(name for name in _ADAPTERS if name in vars(module)))):
+        try:
+            yield name, _plain(vars(module)[name])
+        except TypeError:  # a module, a tensor, a config
+            continue
     yield _additions(module)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence, Set
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy
@@ -200,17 +200,25 @@ class TermWeights:
 
     @cached_property
     def _ids(self) -> dict[str, tuple[int, ...]]:
-        """Words in lower case, and the tokens that are this word: " name", " Name"."""
-        special = set(self._tokenizer.all_special_ids)
-        starting: dict[str, tuple[int, ...]] = {}
-        bare: dict[str, tuple[int, ...]] = {}
-        for i, token in enumerate(self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))):
-            text = _text(token)
-            word = text.strip().casefold()
-            if i not in special and (word.isalnum() or len(word) == 1):
-                table = starting if text[:1] == " " or not word.isascii() else bare
-                table[word] = (*table.get(word, ()), i)
-        return starting or bare
+        tokens = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
+        return _words_of(tuple(tokens), frozenset(self._tokenizer.all_special_ids))
+
+
+@lru_cache(maxsize=2)
+def _words_of(tokens: Sequence[str | bytes | None], special: Set[int]) -> dict[str, tuple[int, ...]]:
+    """Words of a vocabulary in lower case, and the tokens that are this word: " name", " Name".
+
+    Conversations of a process share them: of 49,152 tokens they take a tenth of a second.
+    """
+    starting: dict[str, tuple[int, ...]] = {}
+    bare: dict[str, tuple[int, ...]] = {}
+    for i, token in enumerate(tokens):
+        text = _text(token)
+        word = text.strip().casefold()
+        if i not in special and (word.isalnum() or len(word) == 1):
+            table = starting if text[:1] == " " or not word.isascii() else bare
+            table[word] = (*table.get(word, ()), i)
+    return starting or bare
 
 
 def _text(token: str | bytes | None) -> str:
