@@ -42,7 +42,7 @@ class Hub(BaseHTTPRequestHandler):
 def serving_hub() -> Iterator[str]:
     """The address of a Hub."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

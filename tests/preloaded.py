@@ -24,8 +24,13 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
+from types import SimpleNamespace
 from typing import Any, Self
+
+from h2o_stream.models import gguf_export
+from h2o_stream.runtime import checking
+from tests.kept_checks import keep_checks, keep_digests, kept_digests
 
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 """The server's environment: as before any test changes it, with the variables that commands set before imports."""
@@ -67,6 +72,7 @@ class Preloaded(subprocess.Popen[Any]):
             "env": dict(os.environ if env is None else env),
             "terminal": self._terminal,
             "closed": list(self._closed),
+            "compared": kept_digests(),
         }
         reply.sendall(json.dumps(request).encode() + b"\n")
         self._reply = reply.makefile("rb")
@@ -110,40 +116,78 @@ def run(
     return subprocess.CompletedProcess(arguments, child.returncode, out, errors)
 
 
+def fork_other_pythons() -> None:
+    """Let the Pythons that the package starts beside this one be forks: nearly all of their time is that of imports."""
+
+    def start(command: Sequence[str], start_new_session: bool, **more: Any) -> Preloaded:
+        return Preloaded(command[1:], **more)
+
+    def finish(command: Sequence[str], capture_output: bool, check: bool) -> subprocess.CompletedProcess[str]:
+        return run(*command[1:])
+
+    for module in (checking, gguf_export):
+        vars(module)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": start, "run": finish})
+
+
 @cache
 def _server() -> socket.socket:
-    """A socket to this test process's server, which exits when the socket is closed."""
-    ours, theirs = socket.socketpair()
-    with theirs:
+    """A connection to the server of all test processes, which the first of them starts; it exits with the last one."""
+    address = str(Path(gettempdir(), f"h2o-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"))
+    with socket.socket(socket.AF_UNIX) as listening:
+        try:
+            listening.bind(address)
+        except OSError:  # another process was first
+            return _connected(address)
+        listening.listen()
         subprocess.Popen(
-            [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())], cwd=Path(__file__).parents[1],
-            env=_ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "tests.preloaded", str(listening.fileno())], cwd=Path(__file__).parents[1],
+            env=_ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[listening.fileno()],
             start_new_session=True,
         )  # fmt: skip
-    return ours
+        return _connected(address)
 
 
-def _serve(control: socket.socket) -> list[str]:
+def _connected(address: str) -> socket.socket:
+    connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + 10
+    while True:
+        try:
+            connection.connect(address)
+            return connection
+        except ConnectionRefusedError:  # the other process is about to listen
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def _serve(listening: socket.socket) -> list[str]:
     """Fork a child per request until the tests end. Returns only in the children, with their arguments."""
     replies: dict[int, socket.socket] = {}
+    controls = [listening.accept()[0]]
     ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     while True:
-        ready, _, _ = select.select([control, ended], [], [])
+        ready, _, _ = select.select([listening, ended, *controls], [], [])
+        if listening in ready:
+            controls.append(listening.accept()[0])
         if ended in ready:
             os.read(ended, 4096)
             while replies and (done := os.waitpid(-1, os.WNOHANG))[0]:
                 with suppress(OSError), replies.pop(done[0]) as reply:
                     reply.sendall(b"%d\n" % done[1])
-        if control in ready:
+        for control in controls[:]:
+            if control not in ready:
+                continue
             _, descriptors, _, _ = socket.recv_fds(control, 1, 4)
             if not descriptors:
-                sys.exit()
+                controls.remove(control)
+                if not controls:
+                    Path(listening.getsockname()).unlink()
+                    sys.exit()
+                continue
             reply = socket.socket(fileno=descriptors.pop())
             request = json.loads(reply.makefile("rb").readline())
             if not (child := os.fork()):
-                for unneeded in (control, reply, *replies.values()):
+                for unneeded in (listening, *controls, reply, *replies.values()):
                     unneeded.close()
                 return _become(request, descriptors)
             replies[child] = reply
@@ -177,6 +221,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    keep_digests(request["compared"])
     return list(request["arguments"])
 
 
@@ -191,6 +236,7 @@ def _warm_up() -> None:
     from h2o_stream.models.load import load, load_tokenizer
     from tests.kept_tokenizers import keep_tokenizers
 
+    keep_checks()
     keep_tokenizers()
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0  # progress bars would start a thread
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
@@ -201,7 +247,7 @@ def _warm_up() -> None:
     tqdm.monitor_interval = interval
 
 
-def _main(control: socket.socket) -> None:
+def _main(listening: socket.socket) -> None:
     _warm_up()
     deadline = time.monotonic() + 10
     while _threads() > 1:  # a fork has only one thread; the loading threads are about to exit
@@ -210,7 +256,7 @@ def _main(control: socket.socket) -> None:
     commands = entry_points(group="console_scripts")
     gc.collect()
     gc.freeze()
-    command, *arguments = _serve(control)
+    command, *arguments = _serve(listening)
     sys.modules["__main__"].__package__ = None  # behave like a script, not like ``python -m tests.preloaded``
     try:
         if command == "-c":

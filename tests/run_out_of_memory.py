@@ -6,7 +6,7 @@ import psutil
 
 from h2o_stream import CacheConfig, Engine, SamplingConfig
 from h2o_stream.engine.events import Finished
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.small_talk import small_tokenizer
 
 model = make_llama(heads=16, size=64, layers=4, vocab=1000, context=4096)

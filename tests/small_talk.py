@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 
 WORDS = tuple(f"w{number}" for number in range(24))
 _SPECIAL = ("<unk>", "<s>", "</s>", "<system>", "<user>", "<bot>")

@@ -4,6 +4,7 @@ import codecs
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -28,9 +29,14 @@ _QUIET_S, _DRAWN_S = 0.05, 0.3
 _WHERE = "\x1b[6n"
 """The request for the cursor position, which a terminal must answer."""
 
+_FRAME = re.compile(r"(?=\x1b\[H|\r\x1b\[2K|\x1b\[\?(?:1049|25)l)")
+"""Where frames begin: of full screens, of lines that are drawn again, and of the prompt."""
+
 
 class Pty:
     """Runs a command in a terminal of the given size and keeps what a user would see.
+
+    Frames are shown one by one: `until` sees each of them, however many wait to be read.
 
     Args:
         started: start a new interpreter, to test startup itself, instead of forking one that has imported everything.
@@ -54,6 +60,7 @@ class Pty:
         self.stream = pyte.Stream(self.screen)
         self.output = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._frames: list[str] = []
         self.side, program = pty.openpty()
         self.resize(columns, lines)
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), program)
@@ -120,22 +127,26 @@ class Pty:
         return code if code >= 0 else 128 - code
 
     def _shows(self, timeout_s: float) -> bool:
-        return bool(select.select([self.side], [], [], timeout_s)[0])
+        return bool(self._frames or select.select([self.side], [], [], timeout_s)[0])
 
     def _read(self) -> bool:
-        """Read available output; returns whether there may be more."""
+        """Show the next frame of the output, if there is one; returns whether there may be more."""
         if not self._shows(0.2):
             return True
-        try:
-            received = os.read(self.side, 65536)
-        except OSError:  # how Linux reports a closed terminal
-            received = b""
-        data = self._decoder.decode(received)
-        self.output += data
-        self.stream.feed(data)
-        for _ in range(data.count(_WHERE)):
+        if not self._frames:
+            try:
+                received = os.read(self.side, 65536)
+            except OSError:  # how Linux reports a closed terminal
+                received = b""
+            if not received:
+                return False
+            self._frames = _FRAME.split(self._decoder.decode(received))
+        frame = self._frames.pop(0)
+        self.output += frame
+        self.stream.feed(frame)
+        for _ in range(frame.count(_WHERE)):
             os.write(self.side, f"\x1b[{self.screen.cursor.y + 1};{self.screen.cursor.x + 1}R".encode())
-        return bool(received)
+        return True
 
 
 def _control_terminal() -> None:

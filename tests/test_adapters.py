@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.native import library
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.tolerance import assert_close
 
 peft = pytest.importorskip("peft")

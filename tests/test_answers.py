@@ -7,7 +7,7 @@ import pytest
 
 from h2o_stream.session.requests import Article, build_requests, read_articles, read_requests
 from tests.commands import invoke, records
-from tests.conftest import written
+from tests.fixtures import written
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from h2o_stream.native.abi import Array, MatrixKind, Sharing
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description
 from h2o_stream.runtime.model import ServedRuntime
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.test_experts import described, fed, packed, served
 
 TESTS = Path(__file__).parent

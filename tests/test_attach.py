@@ -8,8 +8,8 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, pipeli
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.models.load import LoadedModel
-from tests.conftest import ids, make_llama
 from tests.families import each_family
+from tests.fixtures import ids, make_llama
 from tests.tolerance import assert_close
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}

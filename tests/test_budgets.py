@@ -20,7 +20,7 @@ from h2o_stream.cache.windows import HeadWindow, schedules, windows
 from h2o_stream.compare.heavy_hitters.comparison import measure_attention
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.models.load import LoadedModel
-from tests.conftest import make_llama, thinned
+from tests.fixtures import make_llama, thinned
 from tests.oracle import Rules
 from tests.states import with_checksums
 from tests.test_oracle import compare, tokens_of

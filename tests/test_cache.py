@@ -14,7 +14,7 @@ from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.config import MIN_EVICTABLE
-from tests.conftest import ids
+from tests.fixtures import ids
 from tests.slots import attend
 from tests.tolerance import assert_close
 

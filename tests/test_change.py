@@ -15,7 +15,7 @@ from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
 from tests.commands import piped, records, texts
-from tests.conftest import with_exhaustive
+from tests.fixtures import with_exhaustive
 
 pytestmark = pytest.mark.usefixtures("own_home")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import invoke, piped, records, texts
-from tests.conftest import with_exhaustive
+from tests.fixtures import with_exhaustive
 from tests.preloaded import Preloaded
 
 pytestmark = pytest.mark.usefixtures("own_home")

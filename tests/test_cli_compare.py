@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.commands import invoke, records
-from tests.conftest import written
+from tests.fixtures import written
 from tests.tolerance import LIKELIHOOD
 
 

@@ -8,11 +8,12 @@ import pytest
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import Terminal
 from tests.commands import records
+from tests.fixtures import with_exhaustive
 from tests.terminal import Pty
 
 
 class TestTerminal:
-    @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (140, 40)])
+    @pytest.mark.parametrize(("columns", "lines"), with_exhaustive([(80, 24)], [(140, 40)]))
     def test_the_live_screen(self, tiny_folder: Path, questions: Path, columns: int, lines: int) -> None:
         base = ["-m", str(tiny_folder), "--questions", str(questions), "--turns", "4", "-n", "60", "--window", "64"]
         base += ["--seed", "3"]  # no reply of these ends by itself

@@ -9,7 +9,7 @@ import pytest
 
 from h2o_stream.config import POLICIES
 from tests.commands import invoke
-from tests.conftest import make_llama, written
+from tests.fixtures import make_llama, written
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,6 +51,9 @@ SLOW = ("speed", "soak", "tasks")
 COMPARISONS = ("nll", "--masked", "recall", "summarize", "--suite ruler", "throughput", "heavy-hitters")
 """The same in `make test`; `make test-all` runs them all."""
 
+RUN_ELSEWHERE = ("speed", "soak", "tasks", "--suite ruler", "recall", "summarize", "heavy-hitters")
+"""Those of which `make test` runs no command of the documentation, as other modules run the same comparison."""
+
 
 def commands() -> list[tuple[str, str]]:
     found: dict[str, str] = {}
@@ -79,19 +82,17 @@ def kind_of(line: str) -> str:
 
 
 def of_documentation() -> list[Any]:
-    """The commands as parameters, and whether to run them. What test_soak.py and test_speed.py run is exhaustive."""
+    """The commands as parameters, and whether to run them. What other tests run is exhaustive."""
     exhaustive, known, parameters = pytest.mark.exhaustive, set[str](), list[Any]()
     for page, line in COMMANDS:
         kind, name = kind_of(line), f"{page} {line}"[:70]
         first = kind not in known
         known.add(kind)
-        if first or kind not in SLOW + COMPARISONS:
-            parameters.append(
-                pytest.param(page, line, True, id=name, marks=exhaustive if kind in ("soak", "speed") else ())
-            )
+        if kind not in SLOW + COMPARISONS or (first and kind not in RUN_ELSEWHERE):
+            parameters.append(pytest.param(page, line, True, id=name))
             continue
         parameters.append(pytest.param(page, line, False, id=f"{name} options"))
-        if kind in COMPARISONS:
+        if first or kind in COMPARISONS:
             parameters.append(pytest.param(page, line, True, id=name, marks=exhaustive))
     return parameters
 

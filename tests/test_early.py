@@ -41,7 +41,9 @@ class Early:
         self.opened_in: threading.Thread | None = None
         monkeypatch.setattr(h2o_stream.ui.start, "load_conversation", self._prepare)
         monkeypatch.setattr(h2o_stream.ui.chat, "open_chat", self._opened)
+        monkeypatch.setattr("h2o_stream.ui.loading_chat._FRAME_S", 0.01)
         self.chat = LoadingChat(Settings(), ChatConfig(), Terminal(), JsonlWriter(None), {})
+        self.prompt = self.chat._prompt
 
     def _prepare(self, settings: Settings, notify: Callable[[str], None], progress: Any) -> object:
         while not self.loaded.wait(0.01):
@@ -62,14 +64,28 @@ class Early:
         yield SimpleNamespace(toolbar=lambda: "ready", run=run)
 
     def later(self, *steps: Callable[[], object]) -> None:
-        """Run steps one after another while the chat runs."""
+        """Run steps one after another while the chat runs; one that returns False is repeated."""
 
         def carry_out() -> None:
             for step in steps:
-                time.sleep(0.25)
-                step()
+                while step() is False:
+                    time.sleep(0.005)
 
         threading.Thread(target=carry_out, daemon=True).start()
+
+    def types(self, keys: str) -> Callable[[], None]:
+        """The step that presses keys."""
+        return lambda: self.keys.send_text(keys)
+
+    def shows(self, draft: str, waiting: bool) -> Callable[[], bool]:
+        """The step that waits until the prompt has this draft, sent or not."""
+        return lambda: (
+            self.prompt._session.app.is_running and (self.prompt.draft, self.prompt.waiting) == (draft, waiting)
+        )
+
+    def is_ready(self) -> bool:
+        """Whether the model is there and the prompt knows it."""
+        return self.prompt._background is None
 
     def run(self) -> None:
         with self.chat:
@@ -85,7 +101,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[Early]:
 class TestEarlyChat:
     def test_a_message_waits_for_the_model(self, early: Early, capsys: pytest.CaptureFixture[str]) -> None:
         early.keys.send_text("hello\r")
-        early.later(lambda: None, early.loaded.set, lambda: early.keys.send_text("again\r\x04"))
+        early.later(early.shows("hello", True), early.loaded.set, early.is_ready, early.types("again\r\x04"))
         early.run()
         assert early.said == ["hello", "again"]
         assert early.opened_in is threading.main_thread()
@@ -94,31 +110,31 @@ class TestEarlyChat:
     def test_a_message_that_waits_can_still_be_changed(self, early: Early) -> None:
         early.keys.send_text("hello\r")
         early.later(
-            lambda: early.keys.send_text(" there"),
-            early.loaded.set,
-            lambda: None,
-            lambda: early.keys.send_text("!\r"),
-            lambda: early.keys.send_text("\x04"),
-        )
+            early.shows("hello", True), early.types(" there"), early.shows("hello there", False),
+            early.loaded.set, early.is_ready, early.types("!\r\x04"),
+        )  # fmt: skip
         early.run()
         assert early.said == ["hello there!"]
 
     def test_what_is_half_typed_when_the_model_is_there_stays(self, early: Early) -> None:
         early.keys.send_text("/he")
-        early.later(early.loaded.set, lambda: None, lambda: early.keys.send_text("lp\r\x04"))
+        early.later(early.shows("/he", False), early.loaded.set, early.is_ready, early.types("lp\r\x04"))
         early.run()
         assert early.said == ["/help"]
 
-    @pytest.mark.parametrize("editing_s", [0, 1])
-    def test_an_editor_is_left_alone(self, early: Early, tmp_path: Path, monkeypatch: Any, editing_s: int) -> None:
-        editor = tmp_path / "editor"
-        editor.write_text(f'#!/bin/sh\nsleep {editing_s}\nprintf "from the editor" > "$1"\n')
+    @pytest.mark.parametrize("loaded", ["in the editor", "after it"])
+    def test_an_editor_is_left_alone(self, early: Early, tmp_path: Path, monkeypatch: Any, loaded: str) -> None:
+        editor, opened, closed = (tmp_path / name for name in ("editor", "opened", "closed"))
+        wait = f'touch "{opened}"; while [ ! -e "{closed}" ]; do sleep 0.01; done'
+        editor.write_text(f'#!/bin/sh\n{wait}\nprintf "from the editor" > "$1"\n')
         editor.chmod(0o755)
         monkeypatch.setenv("VISUAL", str(editor))
         early.keys.send_text("draft\x18\x05")
-        early.later(
-            lambda: None, early.loaded.set, *[lambda: None] * (4 * editing_s), lambda: early.keys.send_text("\x04")
-        )
+        if loaded == "in the editor":
+            steps = early.loaded.set, early.chat._loader.result.done, lambda: time.sleep(0.1), closed.touch
+        else:
+            steps = closed.touch, early.shows("from the editor", True), early.loaded.set
+        early.later(opened.exists, *steps, early.is_ready, early.types("\x04"))
         early.run()
         assert early.said == ["from the editor"]
         assert early.times_opened == 1
@@ -126,7 +142,7 @@ class TestEarlyChat:
     @pytest.mark.parametrize("typed", ["", "hello", "hello\r"])
     def test_ctrl_c_leaves_at_once(self, early: Early, typed: str) -> None:
         early.keys.send_text(typed)
-        early.later(lambda: early.keys.send_text("\x03"))
+        early.later(early.shows(typed.strip(), "\r" in typed), early.types("\x03"))
         with pytest.raises(KeyboardInterrupt):
             early.run()
         assert not early.loaded.is_set()
@@ -135,7 +151,7 @@ class TestEarlyChat:
     @pytest.mark.parametrize("typed", ["", "hello\r"])
     def test_so_does_ctrl_d(self, early: Early, typed: str) -> None:
         early.keys.send_text(typed)
-        early.later(lambda: early.keys.send_text("\x04"))
+        early.later(early.shows(typed.strip(), "\r" in typed), early.types("\x04"))
         early.run()
         assert not early.loaded.is_set()
         assert not early.said
@@ -144,7 +160,7 @@ class TestEarlyChat:
     def test_what_was_typed_is_not_lost_with_the_model(self, early: Early, typed: str, capsys: Any) -> None:
         early.error = ModelNotFoundError("no such model")
         early.keys.send_text(typed)
-        early.later(lambda: None, early.loaded.set)
+        early.later(early.shows(typed.replace("\x1b\r", "\n").strip("\r\x1b"), typed[-1] == "\r"), early.loaded.set)
         with pytest.raises(ModelNotFoundError, match="no such model"):
             early.run()
         err = capsys.readouterr().err
@@ -215,42 +231,55 @@ class TestLoadingLine:
             assert capsys.readouterr().err.count("Packing model  1/1000 B") == (0 if quiet else 2)
 
 
-SLOW = """
+HELD = """
 import sys, time
+from pathlib import Path
+
+class Held:
+    def find_spec(self, name, *more):
+        while name == "{module}" and not Path("{file}").exists():
+            time.sleep(0.01)
+
+sys.meta_path.insert(0, Held())
 from h2o_stream.cli import chat
-from h2o_stream.runtime import loading
-find = loading.find
-loading.find = lambda *arguments: (time.sleep(1), find(*arguments))
 sys.argv[0] = "h2o-chat"
 chat.main()
 """
-"""A chat with a second for typing before the model is looked for."""
+"""A chat whose loading waits, at the import of a module, until a file is there."""
 
 
 class TestInATerminal:
-    def test_a_question_before_the_model(self, tiny_folder: Path) -> None:
-        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4", started=True) as pty:
+    @pytest.fixture
+    def go(self, tmp_path: Path) -> Path:
+        """The file that is waited for."""
+        return tmp_path / "go"
+
+    def held(self, go: Path, *arguments: str, module: str = "h2o_stream.ui.start") -> Pty:
+        return Pty("python", "-c", HELD.format(module=module, file=go), *arguments, started=True)
+
+    def test_a_question_before_the_model(self, tiny_folder: Path, go: Path) -> None:
+        with self.held(go, "-m", str(tiny_folder), "-n", "4") as pty:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
             pty.send("hello\r")
-            pty.until(lambda p: "your message waits" in p.screen.display[-1], 2)
+            pty.until(lambda p: "your message waits" in p.screen.display[-1])
+            go.touch()
             pty.until(lambda p: "+ 4 tokens" in p.text)
             pty.send("\x04")
             assert pty.exit_code() == 0
         assert pty.output.count("Ctrl-D leaves") == 1
 
-    def test_leaving_does_not_wait_for_imports(self, tiny_folder: Path) -> None:
-        with Pty("h2o-chat", "-m", str(tiny_folder), "--engine", "eager", started=True) as pty:
+    def test_leaving_does_not_wait_for_imports(self, tiny_folder: Path, go: Path) -> None:
+        with self.held(go, "-m", str(tiny_folder), "--engine", "eager", module="torch") as pty:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
-            time.sleep(0.5)
-            begun = time.monotonic()
             pty.send("\x03")
             assert pty.exit_code() == 130
-            assert time.monotonic() - begun < 2
 
-    def test_no_such_model(self) -> None:
-        with Pty("-c", SLOW, "-m", "./nowhere") as pty:
+    def test_no_such_model(self, go: Path) -> None:
+        with self.held(go, "-m", "./nowhere") as pty:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
             pty.send("my question")
+            pty.until(lambda p: "> my question" in p.text)
+            go.touch()
             assert pty.exit_code() == 1
             assert "Not sent: my question" in pty.text
             assert "h2o-chat: ./nowhere does not exist" in pty.text

@@ -221,10 +221,10 @@ class TestText:
         assert out + stream.flush() == shown
         assert stream.stopped == (shown != text)
 
-    def test_a_stop_string_ends_the_reply(self, embedded: LoadedModel) -> None:
-        prompt = embedded.tokenizer("Count: one, two, three, four,")["input_ids"]
+    def test_a_stop_string_ends_the_reply(self, served_embedded: LoadedModel) -> None:
+        prompt = served_embedded.tokenizer("Count: one, two, three, four,")["input_ids"]
         sampling = SamplingConfig(temperature=0, max_tokens=30, stop=("seven",))
-        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=64), sampling) as engine:
+        with Engine(served_embedded.model, served_embedded.tokenizer, CacheConfig(window=64), sampling) as engine:
             list(engine.prefill(prompt))
             events = list(engine.decode())
         assert events[-1].reason == "stop"

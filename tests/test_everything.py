@@ -22,7 +22,7 @@ from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.ui.comparison import _Bars, _Total, run_comparison
 from h2o_stream.ui.terminal import Terminal
 from tests.commands import invoke, records
-from tests.conftest import with_exhaustive
+from tests.fixtures import with_exhaustive
 
 pytestmark = pytest.mark.usefixtures("no_charts")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import make_llama, thinned
+from tests.fixtures import make_llama, thinned
 from tests.oracle import Oracle, Rules
 from tests.test_oracle import TIE, tokens_of
 from tests.tolerance import assert_close

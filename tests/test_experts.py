@@ -18,8 +18,8 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError, Matrix
 from h2o_stream.native.experts import Experts
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
-from tests.conftest import thinned
 from tests.families import GROUPED, tiny
+from tests.fixtures import thinned
 from tests.interpreter import interpret, nudged
 from tests.packed_tiles import KINDS, random_tiles
 from tests.tolerance import relative_error

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from h2o_stream import CacheConfig, attach
-from tests.conftest import ids, thinned
 from tests.families import (
     CELLS,
     CONTEXT,
@@ -20,11 +19,12 @@ from tests.families import (
     TIE,
     config_of,
     error,
-    is_third,
+    is_fifth,
     matrix,
     rules_of,
     summary,
 )
+from tests.fixtures import ids, thinned
 from tests.oracle import Oracle, cache_of
 
 MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
@@ -32,8 +32,8 @@ MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
 
 
 def of_families(name: str, rows: list[tuple[int, Any]], chosen: Callable[[int, Any], bool]) -> Any:
-    """Rows of a family's number and a named value, of which `make test` takes the chosen ones of a third of all."""
-    rows = thinned(rows, lambda number, value: is_third(number) and chosen(number, value))
+    """Rows of a family's number and a named value, of which `make test` takes the chosen ones of a fifth of all."""
+    rows = thinned(rows, lambda number, value: is_fifth(number) and chosen(number, value))
     return pytest.mark.parametrize(
         ("number", name), rows, ids=lambda x: FAMILIES[x].name if isinstance(x, int) else str(x)
     )
@@ -58,7 +58,7 @@ def test_the_docs_say_what_the_matrix_says() -> None:
     """Written by ``make family-table``; `test_matrix` proves that nothing is missing.
 
     `make test` proves every cell of two families, or one way of one of them for policies from the literature. Of a
-    third of the others it proves one of the four ways of `h2o`, and `make test-all` proves the rest.
+    fifth of the others it proves one of the four ways of `h2o`, and `make test-all` proves the rest.
     """
     assert summary(lambda number, policy: len(CELLS)) in Path("docs/families.md").read_text(encoding="utf-8")
 

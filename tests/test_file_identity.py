@@ -18,7 +18,7 @@ from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.packed_folder import packed_folder
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.gguf_files import key, write_model
 
 T = GGUFValueType

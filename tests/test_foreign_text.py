@@ -37,7 +37,7 @@ from h2o_stream.ui.reply import MarkdownReply, PlainReply
 from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import SafeConsole, Terminal, one_line, printable
 from tests.commands import invoke
-from tests.conftest import written
+from tests.fixtures import written
 from tests.terminal import Pty
 from tests.test_streams import LINES
 
@@ -284,7 +284,7 @@ class TestTerminals:
 
     def test_a_screen(self, tmp_path: Path) -> None:
         lines = [*LINES, [0.5, "o", EVIL], [1.0, "o", "end"]]
-        with Pty("h2o-stream", "--replay", str(written(tmp_path / "evil.rec", lines)), "--pace", "0.5") as pty:
+        with Pty("h2o-stream", "--replay", str(written(tmp_path / "evil.rec", lines)), "--pace", "4") as pty:
             pty.until(lambda p: "66m" in p.text)
             assert pty.exit_code() == 0
         assert not spoken(pty.output, live=True)

@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_stream import CacheConfig, ConfigError, attach
-from tests.conftest import ids, make_llama
 from tests.families import FAMILIES
+from tests.fixtures import ids, make_llama
 
 
 class OneLogit:

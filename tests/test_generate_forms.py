@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase, TextGenerationPipeline
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from tests.conftest import make_llama, thinned
+from tests.fixtures import make_llama, thinned
 from tests.tolerance import assert_close
 
 Form = Callable[[Any, Any, dict[str, Tensor]], Any]

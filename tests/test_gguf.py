@@ -157,7 +157,7 @@ class TestHostile:
             with pytest.raises(ModelNotFoundError, match="damaged"):
                 GgufFile(cut)
 
-    @settings(max_examples=200, deadline=1000)
+    @settings(max_examples=200, deadline=20_000)
     @given(st.data())
     def test_bytes_that_were_changed(self, small: Path, tmp_path_factory: Any, data: st.DataObject) -> None:
         content = bytearray(small.read_bytes())
@@ -200,9 +200,9 @@ class TestFile:
         assert 0.95 * embedded_file.stat().st_size < ours.nbytes < embedded_file.stat().st_size
 
     def test_headers_are_read_fast(self, embedded_file: Path) -> None:
-        begun = time.perf_counter()
+        begun = time.process_time()
         GgufFile(embedded_file)
-        assert time.perf_counter() - begun < 1, "0.02 s on a quiet machine, gguf's own reader takes 3 s"
+        assert time.process_time() - begun < 1, "0.02 s on a quiet machine, gguf's own reader takes 3 s"
 
     def test_files_of_plain_numbers_are_not_quantized(self, small: Path) -> None:
         assert not GgufFile(small).quantized

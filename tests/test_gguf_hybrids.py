@@ -22,6 +22,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.mixers import GatedDelta, Mamba2
 from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.sources import ModelFile
+from tests.fixtures import with_exhaustive
 from tests.gguf_files import write_model
 from tests.test_gguf_families import (
     COMMON,
@@ -270,7 +271,7 @@ def test_as_llama_cpp_reads_them(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
-@each_case
+@pytest.mark.parametrize("name", with_exhaustive([*CASES][::2], [*CASES][1::2]))
 def test_packed_and_native(name: str, tmp_path: Path) -> None:
     """Matrices keep the file's format, fused ones too; steps are native and give the logits of the packed model."""
     loaded = load(ModelConfig(str(written(name, tmp_path, GGMLQuantizationType.Q8_0)), dtype="float32")).model

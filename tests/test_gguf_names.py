@@ -18,8 +18,8 @@ from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_names import Weight, model_weights
-from tests.conftest import make_llama
 from tests.families import GROUPED, SLIDING, rope, tiny
+from tests.fixtures import make_llama
 from tests.gguf_files import write_model
 
 HEAD = {"attention.key_length": 8, "attention.value_length": 8}

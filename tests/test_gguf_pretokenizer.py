@@ -17,7 +17,7 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_pretokenizer import _REGEXES
 from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.gguf_files import finish, write_model
 
 TEXTS = [

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment import graph_steps
 from h2o_stream.attachment.graph_steps import WARM_UP, GraphSteps
-from tests.conftest import ids as tokens
-from tests.conftest import make_llama, thinned
 from tests.families import FAMILIES
+from tests.fixtures import ids as tokens
+from tests.fixtures import make_llama, thinned
 
 aten = torch.ops.aten
 

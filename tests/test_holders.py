@@ -15,8 +15,8 @@ from h2o_stream.cache.holders import Holders, holders, retrieval_holders
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.retention import retention
-from tests.conftest import make_llama
 from tests.families import FAMILIES
+from tests.fixtures import make_llama
 
 
 def ids(count: int, rows: int = 1) -> torch.Tensor:

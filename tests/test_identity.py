@@ -22,8 +22,8 @@ from h2o_stream.models.quantize import packed_kinds, replace_module
 from h2o_stream.native.packing import pack
 from tests import families
 from tests.commands import invoke
-from tests.conftest import compared, make_llama, saved, with_exhaustive
 from tests.families import each_family
+from tests.fixtures import compared, make_llama, saved, with_exhaustive
 
 TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
 

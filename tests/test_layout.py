@@ -15,7 +15,7 @@ from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.windows import HeadWindow
-from tests.conftest import ids, make_llama
+from tests.fixtures import ids, make_llama
 
 WINDOW = 24
 GROUPS = (

@@ -23,13 +23,13 @@ from h2o_stream.cache.audit import check_slots
 from h2o_stream.cache.tolerance import error_of
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.test_native_boundary import default_dtype
 from tests.test_packed import packed_model
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
-OPERATIONS = int(os.environ.get("H2O_OPERATIONS", "200"))
+OPERATIONS = int(os.environ.get("H2O_OPERATIONS", "150"))
 """For each seed."""
 
 EXACT, ROUNDED = 1e-3, 0.3

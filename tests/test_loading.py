@@ -26,7 +26,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
-from tests.conftest import make_llama, saved, with_exhaustive
+from tests.fixtures import make_llama, saved, with_exhaustive
 from tests.tolerance import relative_error
 
 IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))

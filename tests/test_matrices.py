@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_stream.native.abi import Matrix, MatrixKind
 from h2o_stream.native.packing import GROUP, columns_fit
-from tests.conftest import thinned
+from tests.fixtures import thinned
 from tests.native_builds import native  # noqa: F401
 from tests.packed_tiles import KINDS, numbers, random_tiles
 

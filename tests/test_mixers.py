@@ -22,8 +22,8 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.packing import pack
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
-from tests.conftest import with_exhaustive
 from tests.families import CONTEXT, FAMILIES, GROUPED, tiny
+from tests.fixtures import with_exhaustive
 from tests.states import with_checksums
 from tests.test_native_prompt import dense_too, streamed, taken  # noqa: F401
 from tests.test_native_step import exact, tokens_of

@@ -19,7 +19,7 @@ from h2o_stream.models import find as finding
 from h2o_stream.models.find import find
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.templates import FALLBACK_STOPS
-from tests.conftest import saved
+from tests.fixtures import saved
 from tests.gguf_files import QuickReader
 from tests.hub import serving_hub
 

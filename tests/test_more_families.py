@@ -9,7 +9,7 @@ import pytest
 
 from h2o_stream import CacheConfig
 from h2o_stream.native import library, stepper
-from tests.conftest import thinned
+from tests.fixtures import thinned
 from tests.interpreter import error, nudged
 from tests.more_families import MORE
 from tests.test_native_prompt import streamed

@@ -41,7 +41,7 @@ def test_together_as_alone(model: RuntimeModel, count: int, memory: Literal["off
     native = library.loaded()
     assert native is not None
     batch = BatchStepper(native, model.description)
-    for step in range(12):
+    for step in range(6):
         tokens = [100 + step + 3 * number for number in range(count)]
         wanted = [served.forward([token]) for served, token in zip(alone, tokens, strict=True)]
         for served, token in zip(together, tokens, strict=True):
@@ -118,7 +118,7 @@ def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts:
     native = library.loaded()
     assert native is not None
     batch = BatchStepper(native, model.description)
-    for step in range(3):
+    for step in range(2):
         counts = (1,) * steps + prompts
         tokens = [[100 + step + 3 * number + i for i in range(count)] for number, count in enumerate(counts)]
         for served, part in zip((*alone, *together), tokens * 2, strict=True):

@@ -16,8 +16,8 @@ from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.native import library, stepper
 from h2o_stream.native.abi import MatrixKind
-from tests.conftest import make_llama
 from tests.families import FAMILIES, config_of
+from tests.fixtures import make_llama
 from tests.packed_tiles import KINDS
 from tests.test_native_step import EXACT, exact, tokens_of
 from tests.test_native_step import NATIVE as NATIVE_POLICIES

@@ -22,8 +22,8 @@ from h2o_stream.native import library
 from h2o_stream.native.kernels import make_kernels
 from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.slots import POLICIES
-from tests.conftest import make_llama
 from tests.families import FAMILIES, RULES, Family, config_of, pairs
+from tests.fixtures import make_llama
 from tests.slots import attend
 from tests.tolerance import relative_error
 

@@ -24,7 +24,7 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import load
 from h2o_stream.models.precision import device_map_kwargs
 from tests.commands import invoke
-from tests.conftest import make_llama, saved
+from tests.fixtures import make_llama, saved
 
 IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
 

@@ -8,7 +8,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.native import library
-from tests.conftest import ids
+from tests.fixtures import ids
 from tests.tolerance import assert_close
 
 

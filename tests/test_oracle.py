@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.h2o_cache import H2OCache
-from tests.conftest import make_llama, with_exhaustive
+from tests.fixtures import make_llama, with_exhaustive
 from tests.oracle import Oracle, Rules
 from tests.tolerance import FLOAT32, assert_close
 

@@ -14,7 +14,7 @@ from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
-from tests.conftest import make_llama, thinned
+from tests.fixtures import make_llama, thinned
 from tests.native_builds import native  # noqa: F401
 from tests.packed_tiles import KINDS, numbers, random_tiles
 

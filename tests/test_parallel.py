@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.commands import invoke, records
-from tests.conftest import make_llama, saved, written
+from tests.fixtures import make_llama, saved, written
 from tests.preloaded import Preloaded
 from tests.terminal import BIN
 from tests.tolerance import assert_alike

@@ -7,7 +7,7 @@ from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.fitting import WeightSizes, choose_precision
 from h2o_stream.models.precision import weight_sizes
 from h2o_stream.models.quantize import packed_bytes
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 
 GIB = 2**30
 SIZES = WeightSizes(float32=32 * GIB, int8=9 * GIB, int4=5 * GIB, largest=GIB)

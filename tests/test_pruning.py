@@ -12,7 +12,7 @@ from h2o_stream.models import gguf_export
 from h2o_stream.models import user_cache as packed_models
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.gguf_files import write_model
 
 RMS: dict[str, Any] = {"attention.layer_norm_rms_epsilon": 1e-6}

@@ -15,7 +15,7 @@ from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
-from tests.conftest import with_exhaustive
+from tests.fixtures import with_exhaustive
 from tests.small_talk import small_model, small_tokenizer
 
 
@@ -266,13 +266,13 @@ class TestIndexFollows:
 
 
 @pytest.mark.parametrize("repeats", with_exhaustive([10], [12]))
-def test_a_fact_is_told_after_it_was_evicted(embedded: LoadedModel, repeats: int) -> None:
+def test_a_fact_is_told_after_it_was_evicted(served_embedded: LoadedModel, repeats: int) -> None:
     """The embedded model tells what it can no longer see, and says so with the event."""
     filler = "The weather in the north stays cold and windy, and trains run late on many lines. " * repeats
     replies = {}
     for recall in ("off", "auto"):
         cache, sampling = CacheConfig(window=128), SamplingConfig(temperature=0.0, max_tokens=24)
-        with Engine(embedded.model, embedded.tokenizer, cache, sampling) as engine:
+        with Engine(served_embedded.model, served_embedded.tokenizer, cache, sampling) as engine:
             conversation = Conversation(engine, recall=recall)
             list(conversation.feed_turn("The password of the garden gate is 4821.", "Thank you, I will remember it."))
             for _ in range(2):

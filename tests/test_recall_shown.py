@@ -28,7 +28,7 @@ from h2o_stream.ui.recall import candidates_table, recalled_line, recalled_lines
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import PrefillStatus, SafeConsole, Terminal
 from tests.commands import invoke, piped, records
-from tests.conftest import written
+from tests.fixtures import written
 
 pytestmark = pytest.mark.usefixtures("own_home")
 

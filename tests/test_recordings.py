@@ -17,7 +17,7 @@ from h2o_stream.ui.panes import Panes, _shortened
 from h2o_stream.ui.recording import _read, _Recorder
 from h2o_stream.ui.stream import _run
 from tests.commands import invoke, piped, records, texts
-from tests.conftest import written
+from tests.fixtures import written
 from tests.preloaded import run as run_command
 from tests.terminal import BIN, Pty
 

@@ -12,9 +12,9 @@ from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import states_of
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CachePlan
-from tests.conftest import ids as tokens
-from tests.conftest import with_exhaustive
 from tests.families import FAMILIES, tiny
+from tests.fixtures import ids as tokens
+from tests.fixtures import with_exhaustive
 from tests.states import with_checksums
 from tests.test_generate_forms import PROMPTS, batch_of, generate, step, with_column
 from tests.tolerance import assert_close

@@ -30,7 +30,7 @@ from h2o_stream.plugins.ruler.rates import rates
 from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from tests.commands import invoke, records
-from tests.conftest import saved
+from tests.fixtures import saved
 from tests.tolerance import LIKELIHOOD
 
 HAYSTACK = Haystack.of(python_manual(), python_manual())

@@ -12,7 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerBase
 from h2o_stream.cli.seeds import _HINTS
 from h2o_stream.config import CacheConfig
 from tests.commands import invoke
-from tests.conftest import saved, written
+from tests.fixtures import saved, written
 
 pytestmark = pytest.mark.usefixtures("no_charts")
 

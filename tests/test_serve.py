@@ -97,17 +97,17 @@ class TestConversations:
         assert (report["origin"], report["turns_known"], report["turns_read"]) == ("read", 0, 1)
 
     def test_together_as_alone(self, server: Running) -> None:
-        alone = [texts(converse(server.url, number, 2, 24)) for number in range(3)]
-        answers, _ = together(server.url, range(12), 2, 24)
-        assert [texts(talk) for talk in answers[:3]] == alone
-        assert len({json.dumps(texts(talk)) for talk in answers}) == 12
+        alone = [texts(converse(server.url, number, 2, 16)) for number in range(2)]
+        answers, _ = together(server.url, range(9), 2, 16)
+        assert [texts(talk) for talk in answers[:2]] == alone
+        assert len({json.dumps(texts(talk)) for talk in answers}) == 9
 
     def test_prompts_of_any_lengths_are_read_together(self, server: Running) -> None:
         """Also one of a single token, which has no stream yet to be stepped."""
-        prompts = ["One", "One two three.", "word " * 70, "Read this: " + "a b c d " * 80, "x" * 300]
+        prompts = ["One", "One two three.", "word " * 70, "Read this: " + "a b c d " * 30, "x" * 100]
 
         def ask(prompt: str) -> str:
-            body = {"prompt": prompt, "temperature": 0, "max_tokens": 12}
+            body = {"prompt": prompt, "temperature": 0, "max_tokens": 6}
             status, answer = post(server.url, "/v1/completions", body)
             assert status == 200, answer
             return str(answer["choices"][0]["text"])
@@ -304,7 +304,7 @@ class TestLimits:
         answer.read(900)
         answer.close()
         connection.close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while server.service.active and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not server.service.active

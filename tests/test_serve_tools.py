@@ -13,7 +13,7 @@ from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
 from h2o_stream.serve.messages import Exchange, Reply, as_fed, next_hash, parse_dialogue
 from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
-from tests.conftest import compared, make_llama, saved
+from tests.fixtures import compared, make_llama, saved
 from tests.served import Running
 from tests.test_tools import HERMES, TIME, WEATHER
 

@@ -100,14 +100,14 @@ class TestConversation:
         engine = Engine(model, tokenizer, CacheConfig(window=window), sampling)
         return engine, Conversation(engine, system)
 
-    def test_three_turns_feed_the_system_prompt_once_and_every_token(self, embedded: LoadedModel) -> None:
-        engine, conversation = self.talk(embedded.model, embedded.tokenizer)
+    def test_three_turns_feed_the_system_prompt_once_and_every_token(self, served_embedded: LoadedModel) -> None:
+        engine, conversation = self.talk(served_embedded.model, served_embedded.tokenizer)
         fed: list[int] = []
         feed = engine._forward
         engine._forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
         with engine:
             turns = [self.last(conversation.say(text)) for text in TALK]
-        text = embedded.tokenizer.decode(fed)
+        text = served_embedded.tokenizer.decode(fed)
         assert text.count(SYSTEM) == 1
         assert text.startswith(f"<|im_start|>system\n{SYSTEM}{END}\n")
         assert [text.count(said) for said in TALK] == [1, 1, 1]
@@ -133,13 +133,13 @@ class TestConversation:
 
     @pytest.mark.parametrize(("window", "seen"), [(128, 640), pytest.param(256, 3000, marks=pytest.mark.exhaustive)])
     def test_facts_of_the_system_prompt_are_known_windows_later(
-        self, embedded: LoadedModel, window: int, seen: int
+        self, served_embedded: LoadedModel, window: int, seen: int
     ) -> None:
         """Keeping the prompt is not enough: behind the gap of evicted tokens, it gets no attention."""
         system = "You are a support agent of the company Bluefin. The company was founded in 1987."
         config, sampling = CacheConfig(window=window), SamplingConfig(0, max_tokens=16)
-        with Engine(embedded.model, embedded.tokenizer, config, sampling) as e:
-            conversation = Conversation(e, system, embedded.stops)
+        with Engine(served_embedded.model, served_embedded.tokenizer, config, sampling) as e:
+            conversation = Conversation(e, system, served_embedded.stops)
             questions = (text for _, text in load_questions(None).prompts(loop=True))
             while e.counts.seen < seen:
                 list(conversation.feed_turn(next(questions), next(questions)))

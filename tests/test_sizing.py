@@ -11,7 +11,7 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.compare.catalog import NllOptions
 from h2o_stream.config import SIZED_KV_BITS
-from tests.conftest import make_llama, thinned
+from tests.fixtures import make_llama, thinned
 from tests.test_oracle import tokens_of
 
 LONG = torch.tensor([tokens_of(0, 200)])

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.session.turn import Turn
-from tests.conftest import with_exhaustive
+from tests.fixtures import with_exhaustive
 from tests.states import equal_states
 
 TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on."]

@@ -29,7 +29,7 @@ from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
 from tests.commands import invoke
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.preloaded import Preloaded
 
 

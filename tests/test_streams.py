@@ -15,7 +15,7 @@ import pytest
 
 from h2o_stream.session.jsonl import JsonlWriter
 from tests.commands import invoke
-from tests.conftest import written
+from tests.fixtures import written
 from tests.preloaded import run
 from tests.terminal import BIN, Pty
 

@@ -8,9 +8,9 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Engine, H2OStreamError, SamplingConfig, attach
-from tests.conftest import ids as tokens
-from tests.conftest import refusal
 from tests.families import GROUPED
+from tests.fixtures import ids as tokens
+from tests.fixtures import refusal
 from tests.tolerance import assert_close
 
 MOE = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}

@@ -16,7 +16,7 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.plugins.harness import command as lm_eval_command
 from h2o_stream.plugins.harness.model import H2OLM
 from tests.commands import invoke, records
-from tests.conftest import written
+from tests.fixtures import written
 from tests.preloaded import run
 from tests.tolerance import LIKELIHOOD
 

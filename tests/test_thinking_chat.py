@@ -26,7 +26,7 @@ from h2o_stream.ui.reply import MarkdownReply, Thinking
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import SafeConsole, Terminal
 from tests.commands import invoke, piped, records
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.thinking_model import OPENED, script, thinking_tokenizer, write_thinking_model
 
 pytestmark = pytest.mark.usefixtures("own_home")

@@ -16,7 +16,7 @@ from h2o_stream.cache.windows import HeadWindow, Schedule
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.native import library
 from h2o_stream.session.state_files import StateFiles
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.oracle import Rules
 from tests.test_oracle import compare, tokens_of
 from tests.tolerance import relative_error

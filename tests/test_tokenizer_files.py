@@ -31,7 +31,7 @@ from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.retention import retention
 from h2o_stream.session.template import ChatTemplate
 from tests import gguf_files
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.gguf_files import LETTERS, MERGES, TOKENS, write_model
 
 TEXTS = [

@@ -16,7 +16,7 @@ from h2o_stream.session.questions import load_questions
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.turn import Turn
 from tests.commands import invoke
-from tests.conftest import compared, make_llama, saved, written
+from tests.fixtures import compared, make_llama, saved, written
 
 END = "<|im_end|>"
 HERMES = (

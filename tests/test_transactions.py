@@ -57,7 +57,7 @@ class TestInterrupted:
             history.open("talk")
         list(history.say("w3 w4"))
         before = whole(history)
-        for line in range(1, 1200, 13):
+        for line in range(1, 1200, 19):
             try:
                 with interrupted(line):
                     list(history.say("w5 w6 w7"))
@@ -74,7 +74,7 @@ class TestInterrupted:
         """Including the state of the random generator."""
         line, done = 0, False
         while not done:
-            line += 7
+            line += 11
             history = make()
             history.open(f"talk{line}")
             list(history.say("w3"))
@@ -98,7 +98,7 @@ class TestInterrupted:
         list(history.say("w3 w4"))
         before = whole(history)
         while not done:
-            line += 3
+            line += 5
             try:
                 with interrupted(line, ("session",)):
                     getattr(history, how)(f"copy{line}")

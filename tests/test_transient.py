@@ -12,7 +12,7 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.policies import Candidates, Policy, make_policy
 from h2o_stream.cache.protection import Protection
 from h2o_stream.native import library
-from tests.conftest import make_llama
+from tests.fixtures import make_llama
 from tests.states import with_checksums
 
 WINDOW = 32

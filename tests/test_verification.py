@@ -16,8 +16,8 @@ from h2o_stream.attachment import verification
 from h2o_stream.attachment.attention_interface import attention_names
 from h2o_stream.native.tensor_stepper import TensorStepper
 from tests.causal_models import make
-from tests.conftest import make_llama, refusal
 from tests.families import GROUPED, SIZES, tiny
+from tests.fixtures import make_llama, refusal
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.engine.sampling import Sampler
-from tests.conftest import compared, make_llama, saved
+from tests.fixtures import compared, make_llama, saved
 
 _TURNS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"

@@ -1,0 +1,206 @@
+"""Models and tokenizers shared by the tests: tiny random models for breadth, the embedded model for realism."""
+
+import gc
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from h2o_stream import CacheConfig, UnsupportedModelError, attach
+from h2o_stream.config import ModelConfig
+from h2o_stream.engine.check import check
+from h2o_stream.models.find import EMBEDDED_WHEEL
+from h2o_stream.models.load import LoadedModel, load, load_tokenizer
+from h2o_stream.resources import wheel_file
+from h2o_stream.runtime.loading import load_model
+from tests.gguf_files import write_model
+from tests.kept_checks import keep, keep_checks
+from tests.kept_tokenizers import keep_tokenizers
+from tests.preloaded import fork_other_pythons
+
+torch.set_grad_enabled(False)
+keep_checks()
+fork_other_pythons()
+keep_tokenizers()
+settings.register_profile("some", deadline=None, max_examples=50)  # a busy machine is no failure
+settings.register_profile("exhaustive", settings.get_profile("some"), max_examples=100)
+
+
+def make_llama(
+    heads: int = 2, groups: int = 1, layers: int = 2, size: int = 8, vocab: int = 64, context: int = 512, seed: int = 0
+) -> LlamaForCausalLM:
+    """A random Llama of Hkv = heads and Hq = heads * groups; weights large enough for attention to be uneven."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=heads * groups * size, intermediate_size=32, num_hidden_layers=layers,
+        num_attention_heads=heads * groups, num_key_value_heads=heads, head_dim=size, max_position_embeddings=context,
+        initializer_range=0.4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def ids(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    """Random tokens of `make_llama` [rows, count], none of them special."""
+    return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def written(path: Path, lines: Iterable[Any]) -> Path:
+    """A file of lines in JSON."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def saved(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Path:
+    """A folder with the model and the tokenizer, as commands take it."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def compared(folder: Path, quantize: str = "none") -> Path:
+    """The same folder, whose model is known to be right: the processes that tests start do not compare it again."""
+    for dtype in ("bfloat16", "float32"):
+        known = check(str(folder), folder, variant := f"{dtype} {quantize}")
+        assert not known.difference
+        keep(folder, variant, known)
+    return folder
+
+
+def with_exhaustive(some: Iterable[Any], rest: Iterable[Any]) -> list[Any]:
+    """Values of a parameter: some for `make test`, and the rest, which `make test-all` takes too."""
+    rows = (value if isinstance(value, tuple) else (value,) for value in rest)
+    return [*some, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows)]
+
+
+def thinned(values: Iterable[Any], chosen: Callable[..., bool]) -> list[Any]:
+    """Rows of parameters, of which `make test` takes the chosen ones."""
+    return [pytest.param(*row, marks=() if chosen(*row) else pytest.mark.exhaustive) for row in values]
+
+
+def refusal(model: Any, **settings: Any) -> str:
+    """Why the model is refused."""
+    with pytest.raises(UnsupportedModelError) as refused, attach(model, CacheConfig(**{"window": 32, **settings})):
+        pass
+    return str(refused.value)
+
+
+@pytest.fixture
+def tiny() -> LlamaForCausalLM:
+    return make_llama()
+
+
+@pytest.fixture
+def grouped() -> LlamaForCausalLM:
+    return make_llama(heads=2, groups=3)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file of a tiny random Llama."""
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    write_model(path, make_llama(), "llama", **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.dimension_count": 8})
+    return path
+
+
+@pytest.fixture(scope="session")
+def embedded_file() -> Path:
+    """The GGUF file of the embedded model."""
+    file = wheel_file(EMBEDDED_WHEEL, ".gguf")
+    assert file is not None, "make test installs it"
+    return file
+
+
+@pytest.fixture(scope="session")
+def embedded() -> LoadedModel:
+    """The embedded model with unpacked weights."""
+    return load(ModelConfig(dtype="float32", device="cpu", quantize="none"))
+
+
+@pytest.fixture(scope="session")
+def served_embedded() -> LoadedModel:
+    """The embedded model as commands load it: packed, and run by native code where there is any."""
+    return load_model(ModelConfig(dtype="float32"), CacheConfig(), "auto", print, print)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(ModelConfig())
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A random Llama with the embedded model's tokenizer, small enough for many commands to load."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    return compared(saved(make_llama(vocab=len(tokenizer), context=400), tokenizer, folder))
+
+
+@pytest.fixture(scope="session")
+def long_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """The same with the context length that the documentation assumes."""
+    folder = tmp_path_factory.mktemp("long-model")
+    return compared(saved(make_llama(vocab=len(tokenizer), context=8192), tokenizer, folder))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text of about 1,100 tokens."""
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
+    return path
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Three questions with two turns each."""
+    lines = [{"question_id": n, "category": "test", "turns": ["first " * 30, "then"]} for n in range(3)]
+    return written(tmp_path / "questions.jsonl", lines)
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Separate sessions and settings for each test."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results without charts, which take half a second each; test_report.py and test_cli_compare.py draw them."""
+    monkeypatch.setattr("h2o_stream.ui.report.svg", lambda chart, style: "<svg/>")
+    monkeypatch.setattr("h2o_stream.ui.comparison.draw", lambda chart, path: None)
+
+
+@pytest.fixture
+def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the harness from reading thousands of tasks, which takes 15 seconds, and from running pip."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda *_: ("pip", ""))
+
+
+@pytest.fixture
+def talker(tokenizer: PreTrainedTokenizerBase) -> Callable[..., PreTrainedModel]:
+    """Makes a random Llama with the embedded model's vocabulary."""
+
+    def make(**more: int) -> PreTrainedModel:
+        return make_llama(vocab=len(tokenizer), **more)
+
+    return make
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("some" if "not exhaustive" in config.getoption("markexpr") else "exhaustive")
+
+
+def pytest_collection_finish() -> None:
+    """Take everything that was imported and collected from the garbage collector, and call it less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
