@@ -1,22 +1,24 @@
-// Products of packed matrices with many vectors on AMX: both are rounded to bfloat16.
+// Products of packed matrices with many vectors, both rounded to bfloat16, on units for that.
 //
 // Tiles of rows are unpacked some columns at a time, and multiplied from the cache by all tokens.
 
-#include "amx.h"
+#include "bfloat16_units.h"
 #include "block_scales.h"
 #include "dot.h"
 #include "tiles.h"
 
-#if defined(H2O_AMX)
+#if defined(H2O_BFLOAT16_UNITS)
 
 namespace {
+
+namespace units = bfloat16_units;
 
 using packed::kGroup;
 using simd::BFloat16;
 using simd::Floats;
 
 constexpr int64_t kGroupsPerBlock = packed::kBlock / kGroup;
-static_assert(packed::kRows == amx::kSize && kGroup == amx::kDepth);
+static_assert(packed::kRows == units::kSize && kGroup == units::kDepth);
 
 // Groups that are unpacked at a time: they stay in the L1 cache, and those of the tokens in the L2 cache.
 constexpr int64_t kMaxGroups = 3 * kGroupsPerBlock;
@@ -33,27 +35,27 @@ struct Product {
 };
 
 // Rounds 16 vectors. Columns are in the order of `dot::FourColumns`.
-H2O_AMX_TARGET void round_panel(const Product& product, int64_t panel) {
-  const int64_t first = panel * amx::kSize, groups = product.groups();
-  BFloat16* tiles = product.vectors + panel * groups * amx::kTile;
-  for (int64_t t = 0; t < std::min(amx::kSize, product.count - first); ++t) {
+H2O_BFLOAT16_TARGET void round_panel(const Product& product, int64_t panel) {
+  const int64_t first = panel * units::kSize, groups = product.groups();
+  BFloat16* tiles = product.vectors + panel * groups * units::kTile;
+  for (int64_t t = 0; t < std::min(units::kSize, product.count - first); ++t) {
     const float* x = product.x + (first + t) * product.matrix.columns;
     for (int64_t i = 0; i < product.matrix.columns; i += simd::kWidth) {
-      dot::store_pairs(reinterpret_cast<int16_t*>(tiles + i / kGroup * amx::kTile + t * kGroup + i % kGroup),
-                       rounding::Codes(amx::round(simd::load(x + i))));
+      dot::store_pairs(reinterpret_cast<int16_t*>(tiles + i / kGroup * units::kTile + t * kGroup + i % kGroup),
+                       rounding::Codes(units::round(simd::load(x + i))));
     }
   }
 }
 
 // Unpacks a block of 256 columns, or `groups` groups, of 16 rows.
 template <int64_t kind>
-H2O_AMX_TARGET void unpack_block(const uint8_t* block, int64_t groups, BFloat16* tiles) {
+H2O_BFLOAT16_TARGET void unpack_block(const uint8_t* block, int64_t groups, BFloat16* tiles) {
   using Scales = packed::BlockScales<kind, Floats>;
   constexpr int64_t kLowerBytes = packed::lower_bytes(kind, 1), kUpperBytes = packed::upper_bytes(kind, 1);
   const uint8_t* lower = block + packed::scale_bytes(kind, groups);
   const uint8_t* upper = lower + groups * kLowerBytes;
   const Scales scales(block, groups, 0);
-  for (int64_t g = 0; g < groups; ++g, tiles += amx::kTile) {
+  for (int64_t g = 0; g < groups; ++g, tiles += units::kTile) {
     dot::Pairs pairs[kGroup / 2];
     dot::for_each_quad<kind, 1>(lower + g * kLowerBytes, upper + g * kUpperBytes,
                              [&](int64_t half, int64_t quad, int64_t, dot::Bytes bytes) {
@@ -68,38 +70,38 @@ H2O_AMX_TARGET void unpack_block(const uint8_t* block, int64_t groups, BFloat16*
       const simd::Ints codes = simd::Ints(pairs[i]);
       const Floats low = __builtin_convertvector(codes << 16 >> 16, Floats) * scale + offset;
       const Floats high = __builtin_convertvector(codes >> 16, Floats) * scale + offset;
-      _mm512_storeu_si512(tiles + i * kGroup, amx::round_pairs(low, high));
+      _mm512_storeu_si512(tiles + i * kGroup, units::round_pairs(low, high));
     }
   }
 }
 
-// Unpacks `groups` groups, starting at a whole block, of 32 rows; missing rows are left as they are. Prefetches those of
-// the next 32.
+// Unpacks `groups` groups, starting at a whole block, of 32 rows; missing rows are left as they are. Prefetches those
+// of the next 32.
 template <int64_t kind>
 void unpack(const Matrix& matrix, int64_t row, int64_t first, int64_t groups, BFloat16* tiles) {
   const int64_t offset = first / kGroupsPerBlock * packed::block_bytes(kind, kGroupsPerBlock);
-  const int64_t next = amx::kBlock / packed::kRows * stride_bytes(matrix);
-  for (int64_t end = std::min(row + amx::kBlock, matrix.rows); row < end; row += packed::kRows) {
+  const int64_t next = units::kBlock / packed::kRows * stride_bytes(matrix);
+  for (int64_t end = std::min(row + units::kBlock, matrix.rows); row < end; row += packed::kRows) {
     packed::for_each_block<kind>(tile_address(matrix, row) + offset, groups * kGroup,
                                  [&](const uint8_t* block, int64_t count, int64_t column) {
                                    simd::prefetch(block + next, packed::block_bytes(kind, count));
-                                   unpack_block<kind>(block, count, tiles + column / kGroup * amx::kTile);
+                                   unpack_block<kind>(block, count, tiles + column / kGroup * units::kTile);
                                  });
-    tiles += groups * amx::kTile;
+    tiles += groups * units::kTile;
   }
 }
 
 // Adds the products of 32 tokens with 32 rows to the output, or starts with the bias.
 void add_products(const Product& product, int64_t token, int64_t row, bool start, const float* products) {
-  const int64_t rows = std::min(product.matrix.rows - row, amx::kBlock);
-  const int64_t tokens = std::min(product.count - token, amx::kBlock);
-  float bias[amx::kBlock] = {};
+  const int64_t rows = std::min(product.matrix.rows - row, units::kBlock);
+  const int64_t tokens = std::min(product.count - token, units::kBlock);
+  float bias[units::kBlock] = {};
   if (product.matrix.bias) std::copy_n(product.matrix.bias + row, rows, bias);
   for (int64_t t = 0; t < tokens; ++t) {
     float* to = product.out + (token + t) * product.stride + row;
-    const float *from = products + t * amx::kBlock, *before = start ? bias : to;
-    if (rows == amx::kBlock) {
-      for (int64_t i = 0; i < amx::kBlock; ++i) to[i] = from[i] + before[i];
+    const float *from = products + t * units::kBlock, *before = start ? bias : to;
+    if (rows == units::kBlock) {
+      for (int64_t i = 0; i < units::kBlock; ++i) to[i] = from[i] + before[i];
     } else {
       for (int64_t i = 0; i < rows; ++i) to[i] = from[i] + before[i];
     }
@@ -107,17 +109,18 @@ void add_products(const Product& product, int64_t token, int64_t row, bool start
 }
 
 template <int64_t kind>
-H2O_AMX_TARGET void multiply_rows(const Product& product, Range rows, BFloat16* weights) {
-  const amx::Tiles in_use;
+H2O_BFLOAT16_TARGET void multiply_rows(const Product& product, Range rows, BFloat16* weights) {
+  const units::InUse in_use;
   const int64_t all_groups = product.groups();
-  alignas(simd::kCacheLine) float products[amx::kBlock * amx::kBlock];
+  alignas(simd::kCacheLine) float products[units::kBlock * units::kBlock];
   for (int64_t first = 0; first < all_groups; first += kMaxGroups) {
     const int64_t groups = std::min(kMaxGroups, all_groups - first);
-    for (int64_t row = rows.begin; row < rows.end; row += amx::kBlock) {
+    for (int64_t row = rows.begin; row < rows.end; row += units::kBlock) {
       unpack<kind>(product.matrix, row, first, groups, weights);
-      for (int64_t token = 0; token < product.count; token += amx::kBlock) {
-        amx::multiply(product.vectors + (token * all_groups + first * amx::kSize) * kGroup, all_groups * amx::kTile,
-                      weights, groups * amx::kTile, groups, products, amx::kBlock);
+      for (int64_t token = 0; token < product.count; token += units::kBlock) {
+        const BFloat16* vectors = product.vectors + (token * all_groups + first * units::kSize) * kGroup;
+        units::multiply(vectors, all_groups * units::kTile, weights, groups * units::kTile, groups,
+                        product.count - token, products, units::kBlock);
         add_products(product, token, row, first == 0, products);
       }
     }
@@ -126,17 +129,17 @@ H2O_AMX_TARGET void multiply_rows(const Product& product, Range rows, BFloat16* 
 
 template <int64_t kind>
 void gemm(Product product, int64_t threads) {
-  const int64_t panels = simd::padded(product.count, amx::kBlock) / amx::kSize;
-  constexpr int64_t kWeights = 2 * kMaxGroups * amx::kTile;
+  const int64_t panels = simd::padded(product.count, units::kBlock) / units::kSize;
+  constexpr int64_t kWeights = 2 * kMaxGroups * units::kTile;
   static thread_local Buffer<BFloat16> vectors, weights;
-  vectors.reserve(panels * product.groups() * amx::kTile), weights.reserve(threads * kWeights);
+  vectors.reserve(panels * product.groups() * units::kTile), weights.reserve(threads * kWeights);
   product.vectors = vectors.data();
   BFloat16* all_weights = weights.data();  // of this thread, for all workers
   parallel(threads, [&](const Worker& worker) {
     const Range range = worker.partition(panels);
     for (int64_t panel = range.begin; panel < range.end; ++panel) round_panel(product, panel);
     worker.barrier();
-    multiply_rows<kind>(product, worker.partition(product.matrix.rows, amx::kBlock),
+    multiply_rows<kind>(product, worker.partition(product.matrix.rows, units::kBlock),
                         all_weights + worker.index * kWeights);
   });
 }

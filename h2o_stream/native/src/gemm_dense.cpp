@@ -2,11 +2,13 @@
 //
 // Some columns of a panel of rows are transposed to the cache, and multiplied from there by all vectors.
 
-#include "amx.h"
+#include "bfloat16_units.h"
 #include "gemm.h"
 #include "tiles.h"
 
 namespace {
+
+namespace units = bfloat16_units;
 
 // Columns that are transposed at a time: they stay in the L2 cache beside vectors.
 constexpr int64_t kDepth = 512;
@@ -56,65 +58,67 @@ void gemm_floats(const Matrix& matrix, const float* x, int64_t count, float* out
   });
 }
 
-#if defined(H2O_AMX)
+#if defined(H2O_BFLOAT16_UNITS)
 
 using simd::BFloat16;
 
 // Tiles of columns that are transposed at a time.
 constexpr int64_t kSteps = 24;
 
-// Rounds 16 vectors to tiles [steps][amx::kSize][amx::kDepth]; missing ones are left as they are.
-H2O_AMX_TARGET void round_panel(const float* x, int64_t count, int64_t columns, BFloat16* tiles) {
-  for (int64_t t = 0; t < std::min(amx::kSize, count); ++t) {
+// Rounds 16 vectors to tiles [steps][units::kSize][units::kDepth]; missing ones are left as they are.
+H2O_BFLOAT16_TARGET void round_panel(const float* x, int64_t count, int64_t columns, BFloat16* tiles) {
+  for (int64_t t = 0; t < std::min(units::kSize, count); ++t) {
     for (int64_t i = 0; i < columns; i += simd::kWidth) {
-      const simd::Halves rounded = amx::round(simd::load(x + t * columns + i));
-      std::memcpy(tiles + i / amx::kDepth * amx::kTile + t * amx::kDepth + i % amx::kDepth, &rounded, sizeof rounded);
+      const simd::Halves rounded = units::round(simd::load(x + t * columns + i));
+      BFloat16* to = tiles + i / units::kDepth * units::kTile + t * units::kDepth + i % units::kDepth;
+      std::memcpy(to, &rounded, sizeof rounded);
     }
   }
 }
 
-// Transposes pairs of columns of 16 rows to tiles [steps][amx::kDepth / 2][amx::kSize][2]; missing rows are zero.
-H2O_AMX_TARGET void load_tiles(const Matrix& matrix, int64_t row, int64_t first, int64_t steps, BFloat16* tiles) {
+// Transposes pairs of columns of 16 rows to tiles [steps][units::kDepth / 2][units::kSize][2]; missing rows are zero.
+H2O_BFLOAT16_TARGET void load_tiles(const Matrix& matrix, int64_t row, int64_t first, int64_t steps, BFloat16* tiles) {
   const BFloat16* from = static_cast<const BFloat16*>(matrix.weights) + row * matrix.columns + first;
-  const int64_t rows = std::clamp<int64_t>(matrix.rows - row, 0, amx::kSize), pairs = matrix.columns / 2;
-  alignas(simd::kCacheLine) int32_t starts[amx::kSize];
-  for (int64_t r = 0; r < amx::kSize; ++r) starts[r] = int32_t(std::min(r, std::max<int64_t>(rows - 1, 0)) * pairs);
+  const int64_t rows = std::clamp<int64_t>(matrix.rows - row, 0, units::kSize), pairs = matrix.columns / 2;
+  alignas(simd::kCacheLine) int32_t starts[units::kSize];
+  for (int64_t r = 0; r < units::kSize; ++r) starts[r] = int32_t(std::min(r, std::max<int64_t>(rows - 1, 0)) * pairs);
   const __m512i offsets = _mm512_load_si512(starts);
   const __mmask16 present = __mmask16((1u << rows) - 1);
-  for (int64_t pair = 0; pair < steps * amx::kDepth / 2; ++pair) {
+  for (int64_t pair = 0; pair < steps * units::kDepth / 2; ++pair) {
     const __m512i column = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), present, offsets, from + 2 * pair, 4);
-    _mm512_store_si512(tiles + pair * amx::kSize * 2, column);
+    _mm512_store_si512(tiles + pair * units::kSize * 2, column);
   }
 }
 
 // Adds the products of 32 vectors with 32 rows to the output, or starts with the bias.
 void add_products(const Matrix& matrix, int64_t row, int64_t tokens, bool start, const float* products, float* out,
                   int64_t stride) {
-  const int64_t rows = std::min(matrix.rows - row, amx::kBlock);
-  float bias[amx::kBlock] = {};
+  const int64_t rows = std::min(matrix.rows - row, units::kBlock);
+  float bias[units::kBlock] = {};
   if (matrix.bias) std::copy_n(matrix.bias + row, rows, bias);
   for (int64_t t = 0; t < tokens; ++t) {
     float* to = out + t * stride + row;
-    const float *from = products + t * amx::kBlock, *before = start ? bias : to;
+    const float *from = products + t * units::kBlock, *before = start ? bias : to;
     for (int64_t i = 0; i < rows; ++i) to[i] = from[i] + before[i];
   }
 }
 
-H2O_AMX_TARGET void multiply_rows(const Matrix& matrix, const BFloat16* vectors, int64_t count, Range rows,
+H2O_BFLOAT16_TARGET void multiply_rows(const Matrix& matrix, const BFloat16* vectors, int64_t count, Range rows,
                                   BFloat16* weights, float* out, int64_t stride) {
-  const amx::Tiles in_use;
-  const int64_t all = matrix.columns / amx::kDepth;
-  alignas(simd::kCacheLine) float products[amx::kBlock * amx::kBlock];
+  const units::InUse in_use;
+  const int64_t all = matrix.columns / units::kDepth;
+  alignas(simd::kCacheLine) float products[units::kBlock * units::kBlock];
   for (int64_t first = 0; first < all; first += kSteps) {
     const int64_t steps = std::min(kSteps, all - first);
-    for (int64_t row = rows.begin; row < rows.end; row += amx::kBlock) {
+    for (int64_t row = rows.begin; row < rows.end; row += units::kBlock) {
       for (int64_t half = 0; half < 2; ++half) {
-        load_tiles(matrix, row + half * amx::kSize, first * amx::kDepth, steps, weights + half * steps * amx::kTile);
+        load_tiles(matrix, row + half * units::kSize, first * units::kDepth, steps,
+                   weights + half * steps * units::kTile);
       }
-      for (int64_t token = 0; token < count; token += amx::kBlock) {
-        amx::multiply(vectors + (token * all + first * amx::kSize) * amx::kDepth, all * amx::kTile, weights,
-                      steps * amx::kTile, steps, products, amx::kBlock);
-        add_products(matrix, row, std::min(amx::kBlock, count - token), first == 0, products, out + token * stride,
+      for (int64_t token = 0; token < count; token += units::kBlock) {
+        units::multiply(vectors + (token * all + first * units::kSize) * units::kDepth, all * units::kTile, weights,
+                        steps * units::kTile, steps, count - token, products, units::kBlock);
+        add_products(matrix, row, std::min(units::kBlock, count - token), first == 0, products, out + token * stride,
                      stride);
       }
     }
@@ -122,18 +126,18 @@ H2O_AMX_TARGET void multiply_rows(const Matrix& matrix, const BFloat16* vectors,
 }
 
 void gemm_tiles(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads) {
-  const int64_t panels = simd::padded(count, amx::kBlock) / amx::kSize, size = amx::kSize * matrix.columns;
-  constexpr int64_t kWeights = 2 * kSteps * amx::kTile;
+  const int64_t panels = simd::padded(count, units::kBlock) / units::kSize, size = units::kSize * matrix.columns;
+  constexpr int64_t kWeights = 2 * kSteps * units::kTile;
   static thread_local Buffer<BFloat16> vectors, weights;
   vectors.reserve(panels * size), weights.reserve(threads * kWeights);
   BFloat16 *all_vectors = vectors.data(), *all_weights = weights.data();  // of this thread, for all workers
   parallel(threads, [&](const Worker& worker) {
     const Range range = worker.partition(panels);
     for (int64_t panel = range.begin; panel < range.end; ++panel) {
-      round_panel(x + panel * size, count - panel * amx::kSize, matrix.columns, all_vectors + panel * size);
+      round_panel(x + panel * size, count - panel * units::kSize, matrix.columns, all_vectors + panel * size);
     }
     worker.barrier();
-    multiply_rows(matrix, all_vectors, count, worker.partition(matrix.rows, amx::kBlock),
+    multiply_rows(matrix, all_vectors, count, worker.partition(matrix.rows, units::kBlock),
                   all_weights + worker.index * kWeights, out, stride);
   });
 }
@@ -144,8 +148,8 @@ void gemm_tiles(const Matrix& matrix, const float* x, int64_t count, float* out,
 
 void gemm_dense(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride,
                 [[maybe_unused]] bool in_bfloat16, int64_t threads) {
-#if defined(H2O_AMX)
-  if (in_bfloat16 && matrix.kind == kBFloat16 && matrix.columns % amx::kDepth == 0 && amx::available()) {
+#if defined(H2O_BFLOAT16_UNITS)
+  if (in_bfloat16 && matrix.kind == kBFloat16 && matrix.columns % units::kDepth == 0 && units::available()) {
     return gemm_tiles(matrix, x, count, out, stride, threads);
   }
 #endif

@@ -1,6 +1,6 @@
 #include "matrix.h"
 
-#include "amx.h"
+#include "bfloat16_units.h"
 #include "tiles.h"
 
 namespace {
@@ -14,8 +14,8 @@ constexpr int64_t kMinBytesPerThread = 32768;
 // From this many vectors on, a matrix is unpacked to the cache once for all of them.
 constexpr int64_t kMinGemmVectors = 9;
 
-// From this many vectors on, AMX is faster.
-constexpr int64_t kMinAmxVectors = 17;
+// From this many vectors on, units for bfloat16 are faster.
+constexpr int64_t kMinBFloat16Vectors = 17;
 
 int64_t useful_threads(const Matrix& matrix, int64_t count, int64_t threads) {
   const int64_t tiles = simd::padded(matrix.rows, packed::kRows) / packed::kRows;
@@ -66,8 +66,8 @@ void skinny_gemm(const Matrix& matrix, const Vectors& vectors, Range range, Rang
 void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride,
               [[maybe_unused]] bool in_bfloat16, int64_t threads) {
   threads = useful_threads(matrix, count, threads);
-#if defined(H2O_AMX)
-  if (in_bfloat16 && packed::is_packed(matrix.kind) && count >= kMinAmxVectors && amx::available()) {
+#if defined(H2O_BFLOAT16_UNITS)
+  if (in_bfloat16 && packed::is_packed(matrix.kind) && count >= kMinBFloat16Vectors && bfloat16_units::available()) {
     gemm_bfloat16(matrix, x, count, out, stride, threads);
     return apply_scale(matrix, count, out, stride, threads);
   }

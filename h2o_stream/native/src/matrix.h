@@ -39,7 +39,7 @@ void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, i
 // `multiply` for packed matrices and many vectors, with the numbers of `skinny_gemm`, but without the matrix's scale.
 void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
 
-// The same, rounded to bfloat16; where `amx::available()`.
+// The same, rounded to bfloat16; where `bfloat16_units::available()`.
 void gemm_bfloat16(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
 
 // `multiply` for dense matrices and many vectors, without the matrix's scale. With `in_bfloat16` vectors may be rounded
