@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig, ServeConfig
+from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.native import library
 from h2o_stream.serve import service, worker
 from h2o_stream.serve.app import make_app
@@ -33,7 +33,7 @@ from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session import state_files
 from tests.serve_kill import Server, kill_under_load
-from tests.served import Listening, Running, reply
+from tests.served import CACHE, Listening, Running, reply
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
@@ -268,11 +268,19 @@ def test_a_server_without_replies_gives_free_memory_back(server: Running, monkey
     assert given[0] > ended
 
 
+def test_the_first_question_does_not_wait_for_tables_of_recall(tiny_folder: Path, tmp_path: Path) -> None:
+    model = service.load_served(ModelConfig(str(tiny_folder), dtype="float32"), CACHE)
+    served = service.Service(model, ServeConfig(folder=tmp_path), Options(CACHE, "auto"))
+    served.start()
+    served.close()
+    assert "_table" in vars(served.conversations._terms)
+
+
 def test_a_whole_answer_comes_in_one_piece() -> None:
     sent = list[Message]()
     piece, error = Piece("a", "", ()), Failed(ApiError(500, "no"))
     for pieces in (True, False):
-        ask = Ask(Dialogue(None, (), "x"), Options(CacheConfig()), SamplingConfig(), sent.append, pieces=pieces)
+        ask = Ask(Dialogue(None, (), "x"), Options(CACHE), SamplingConfig(), sent.append, pieces=pieces)
         assert all([ask.try_send(piece), ask.try_send(error)])
     assert sent == [piece, error, error]
 

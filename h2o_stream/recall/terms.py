@@ -114,6 +114,11 @@ class TermWeights:
         self._tokenizer = tokenizer
         self._read_rows = read_rows
 
+    def prepare(self) -> None:
+        """Make the tables now, which takes a quarter of a second, and not when the first word is looked for."""
+        if self._read_rows is not None:
+            _ = self._table
+
     def weight(self, word: str) -> float:
         """How informative a word is: 0 for the commonest, 1 for what the vocabulary has no token for."""
         ids = self._ids.get(word)

@@ -38,7 +38,7 @@ def make_app(service: Service) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        service.worker.start()
+        service.start()
         try:
             yield
         finally:

@@ -112,6 +112,10 @@ class Conversations:
         self.awake: dict[str, Live] = {}
         self.busy: set[str] = set()
 
+    def prepare_recall(self) -> None:
+        """Make what recall needs of the model, before somebody waits for it."""
+        self._terms.prepare()
+
     def open(self, dialogue: Dialogue, options: Options, keep: bool) -> Opened:
         """The conversation that continues a dialogue; with `keep` it is saved after each turn.
 

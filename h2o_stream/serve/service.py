@@ -77,6 +77,12 @@ class Service:
         self._compiler = ThreadPoolExecutor(1, "h2o-grammar")
         self.active = 0
 
+    def start(self) -> None:
+        """Begin to serve."""
+        if self.options.recall != "off":
+            self.worker.call(self.conversations.prepare_recall)
+        self.worker.start()
+
     @property
     def name(self) -> str:
         """Name of the model."""
