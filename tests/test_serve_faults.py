@@ -2,11 +2,13 @@
 
 import asyncio
 import errno
+import gc
 import json
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -257,14 +259,16 @@ def test_headers_that_come_drop_by_drop_are_not_waited_for(server: Running, befo
 
 
 def test_a_server_without_replies_gives_free_memory_back(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, and not again before it has done something."""
-    given = list[float]()
+    """Once, and not again before it has done something. Conversations hold no logits."""
+    given, batch = list[float](), server.service.worker._batch
     monkeypatch.setattr(worker, "_IDLE_S", 0.2)
     monkeypatch.setattr(worker, "trim_heap", lambda: given.append(time.monotonic()))
     server.say("Busy?")
-    ended = time.monotonic()
+    gc.collect()  # replies that other tests let fail
+    ended, logits = time.monotonic(), weakref.ref(batch._logits)
     time.sleep(0.6)
     assert len(given) == 1
+    assert logits() is None
     assert given[0] > ended
 
 

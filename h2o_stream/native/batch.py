@@ -106,6 +106,10 @@ class BatchStepper:
             stepper.cache.torn = False
         return logits
 
+    def release(self) -> None:
+        """Free the logits of the last step, if nobody else holds them."""
+        self._logits = self._logits[:0].copy()
+
     def _room_for(self, rows: int) -> NDArray[numpy.float32]:
         if len(self._logits) < rows:
             self._logits = numpy.empty((rows, self._logits.shape[1]), numpy.float32)

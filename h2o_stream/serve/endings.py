@@ -174,6 +174,7 @@ class Endings:
             job.ask.try_send(done)
 
     def _release(self, live: Live) -> None:
+        live.engine.end_reply()
         if live.kept is not None:
             self._conversations.busy.discard(live.kept.id)
 

@@ -139,6 +139,10 @@ class WaitingEngine(Engine):
         """The waiting tokens are in the cache; logits [V] are valid until the next step."""
         self.waiting, self._logits = (), logits
 
+    def end_reply(self) -> None:
+        """Let the logits go: the next turn begins with a prompt."""
+        self._logits = None
+
     def _forward(self, tokens: list[int]) -> None:
         self._logits, self.waiting = None, tokens
         self.tokens.extend(tokens)

@@ -106,6 +106,7 @@ class Worker:
             except queue.Empty:
                 if not idle:
                     return
+                self._batch.release()
                 trim_heap()
                 wait_s = None
             else:
