@@ -86,8 +86,8 @@ struct Case {
 int64_t call(int seed, int64_t threads, int64_t rounds) {
   calls = true;
   std::minstd_rand random(seed);
-  Case cases[] = {{kFloat32, 64, {500, 100, 37}}, {kFloat32, 8, {40000}}, {kInt8, 128, {1024, 1000}}, {kFloat32, 8, {20}},
-                  {kFloat32, 1024, {128}}};
+  Case cases[] = {{kFloat32, 64, {500, 100, 37}}, {kFloat32, 8, {40000}}, {kInt8, 128, {1024, 1000}},
+                  {kFloat32, 8, {20}}, {kFloat32, 1024, {128}}};
   int64_t wrong = 0;
   for (int64_t round = 0; round < rounds; ++round) {
     for (Case& one : cases) one.change(random);

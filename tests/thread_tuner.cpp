@@ -1,5 +1,5 @@
-// For each line (seconds of a step on all threads, on one, whether that has assistants, and whether they were undisturbed)
-// prints whether the tuner chose all threads.
+// For each line (seconds of a step on all threads, on one, whether that has assistants, and whether they were
+// undisturbed) prints whether the tuner chose all threads.
 
 #include "../h2o_stream/native/src/thread_tuner.h"
 

@@ -35,8 +35,8 @@ extern "C" {
 //          codes  as kInt4
 //          value = scale * number, where a code is the sign and the index of 0, 1, 2, 3, 4, 6, 8 or 12
 //   kInt5  scales as kInt4
-//          codes  the low four bits of each code as kInt4, then the high one: uint8 [n][16][4], where bit 4h + q of byte
-//                 [g][r][k] belongs to column 16h + 4q + k
+//          codes  the low four bits of each code as kInt4, then the high one: uint8 [n][16][4], where bit 4h + q of
+//                 byte [g][r][k] belongs to column 16h + 4q + k
 //          value = scale * code + offset
 //   kQ5K   scales as kQ4K
 //          codes  as kInt5
@@ -76,8 +76,8 @@ enum MatrixKind : int64_t {
   kIq4Xs = 14
 };
 
-// How threads share the work of a decode step: as `ThreadTuner` decides; all threads meet at barriers; one thread, which
-// others assist with products.
+// How threads share the work of a decode step: as `ThreadTuner` decides; all threads meet at barriers; one thread,
+// which others assist with products.
 enum Sharing : int64_t { kTuned = 0, kBarriers = 1, kAssisted = 2 };
 
 struct Matrix {
@@ -123,7 +123,8 @@ struct AttentionLayer {
 
 constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
 
-// The slots of some KV heads of one stream in one layer; every array is [heads][...]. See h2o_stream/cache/head_group.py.
+// The slots of some KV heads of one stream in one layer; every array is [heads][...].
+// See h2o_stream/cache/head_group.py.
 //
 // Ranks are at most 2 * S, that of an empty slot while the cache fills up.
 //
@@ -186,9 +187,9 @@ enum GroupWorth : int64_t { kBestOne = 0, kBestTwo = 1 };
 // Where gates are: in a matrix of their own; or in `gate` with an expert's rows of `up`, before them or in turns.
 enum GateLayout : int64_t { kApart = 0, kHalves = 1, kInTurns = 2 };
 
-// A mixture of experts, which are MLPs, without gates if `gate` is null: a token goes through those with the highest scores. Their outputs are added with
-// their scores as weights, times `scale`. The rows of expert e start at e * stride in `gate` and `up`, and at
-// e * hidden_size in `down`; each is a whole number of tiles.
+// A mixture of experts, which are MLPs, without gates if `gate` is null: a token goes through those with the highest
+// scores. Their outputs are added with their scores as weights, times `scale`. The rows of expert e start at e * stride
+// in `gate` and `up`, and at e * hidden_size in `down`; each is a whole number of tiles.
 struct Experts {
   Matrix router;             // [experts][hidden_size]; null if the layer has no experts
   const float* choice_bias;  // [experts], added to scores for the choice only, or null
@@ -298,9 +299,9 @@ struct Laurel {
 //   m = mlp(before_mlp(x));                                           x += after_mlp(m)
 //   e = embedding_out(act(embedding_gate(x)) * embedding of the token for this layer);  x += after_embedding(e)
 //   x *= output_scale
-// What is missing is left out: attention if qkv_count is 0, the mixer if its kind is kNoMixer, the MLP if neither `down`
-// nor the router has weights, e if `embedding_gate` has none. With `parallel` the MLP reads x before `a` is added. The
-// output of experts is added to that of the MLP, which may be missing then.
+// What is missing is left out: attention if qkv_count is 0, the mixer if its kind is kNoMixer, the MLP if neither
+// `down` nor the router has weights, e if `embedding_gate` has none. With `parallel` the MLP reads x before `a` is
+// added. The output of experts is added to that of the MLP, which may be missing then.
 struct Layer {
   AttentionLayer attention;
   Norm before_attention, after_attention, before_mlp, after_mlp, after_embedding;
@@ -316,8 +317,8 @@ struct Layer {
   // Latent queries, keys and values: what is then computed from that vector.
   Projection latent[2];
   int64_t latent_count;
-  // Head h of each starts at offset + h * stride in that vector. The last `key_tail_size` elements of all keys are those
-  // from key_tail_offset on.
+  // Head h of each starts at offset + h * stride in that vector. The last `key_tail_size` elements of all keys are
+  // those from key_tail_offset on.
   int64_t query_offset, query_stride, key_offset, key_stride, value_offset, value_stride;
   int64_t key_tail_offset, key_tail_size;
   // [head_size] or null: where in its part of that vector each element of a query or key is, before anything else.
@@ -327,12 +328,12 @@ struct Layer {
   int64_t gate_kind, gate_offset, gate_stride, gate_size;
   double value_scale;
   Norm attended_norm;  // of the attention's output [query_heads * value_size], before `out`
-  int64_t kv_source;   // the layer whose keys and values these are, in the same places of the vector: this or an earlier
+  int64_t kv_source;   // the layer whose keys and values these are, in the same places: this or an earlier one
   // Queries are multiplied by 1 + temperature * log(1 + floor((token index + temperature_start) / temperature_length)).
   double temperature, temperature_length;
   int64_t temperature_start;
-  // [head_size] or null: the order of the elements of a head in which RoPE rotates halves; keys are stored in it, except
-  // with kAbsolute.
+  // [head_size] or null: the order of the elements of a head in which RoPE rotates halves; keys are stored in it,
+  // except with kAbsolute.
   const int32_t* order;
   // Factor on the first `rope_scaled_dims` elements of queries and keys in that order (YaRN, LongRoPE).
   double rope_scale;
@@ -347,7 +348,8 @@ struct Layer {
   Experts experts;
   int64_t activation;
   double activation_parameters[4];
-  // Of gates, only what is above their mean by more than `gate_deviations` standard deviations goes on; of the MLP only.
+  // Of gates, only what is above their mean by more than `gate_deviations` standard deviations goes on; of the MLP
+  // only.
   int64_t cuts_gates;
   double gate_deviations;
   AltUp altup;

@@ -17,7 +17,8 @@ void correct(const Model& model, const Layer& layer, float* versions, float* x);
 // Adds a layer's embedding, normed, to all but the first. `scratch` has room for `hidden_size` numbers.
 void add_embedding(const Model& model, const Layer& layer, const float* delta, float* versions, float* scratch);
 
-// Writes the first versions of a token with the embedding x; `projected` [n - 1][hidden_size] is what `to_versions` give.
+// Writes the first versions of a token with the embedding x; `projected` [n - 1][hidden_size] is what `to_versions`
+// give.
 void split(const Model& model, const float* projected, const float* x, float* versions);
 
 // Writes their mean to x; `projected` is what `from_versions` give.

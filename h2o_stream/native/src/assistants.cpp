@@ -237,7 +237,8 @@ void Assistants::do_offered(Assistant& own, const RowJob& job, int32_t number) {
   }
 }
 
-// Leaves the caller's processor, where it would only take time from the caller, for another one that the caller may use.
+// Leaves the caller's processor, where it would only take time from the caller, for another one that the caller may
+// use.
 void Assistants::avoid_caller() const {
 #if defined(__linux__)
   const int processor = processor_.load(std::memory_order_relaxed);

@@ -2,8 +2,8 @@
 //
 // Slots are processed in fixed-size blocks, so results do not depend on the number of threads. Every block has its own
 // softmax, and the blocks are merged in order, as in split-K flash decoding, with what is found in the memory of
-// evicted tokens. A token goes through `attend`, `merge` for each stream, `update_scores` and `evict`, between which the
-// caller puts barriers; `step` takes each head of many streams through all of them.
+// evicted tokens. A token goes through `attend`, `merge` for each stream, `update_scores` and `evict`, between which
+// the caller puts barriers; `step` takes each head of many streams through all of them.
 
 #pragma once
 

@@ -1,6 +1,6 @@
-// A decode step of many streams, and prompts of others: the products of a prompt, which read every matrix once for all of
-// them, around the attention of a step for the first streams and that of a prompt for the rest. The numbers are those of
-// `Step` and `Prompt`, except that products may be rounded to bfloat16 (`multiply`).
+// A decode step of many streams, and prompts of others: the products of a prompt, which read every matrix once for all
+// of them, around the attention of a step for the first streams and that of a prompt for the rest. The numbers are
+// those of `Step` and `Prompt`, except that products may be rounded to bfloat16 (`multiply`).
 
 #pragma once
 

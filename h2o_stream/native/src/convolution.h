@@ -10,8 +10,8 @@
 // Channels that are convolved at once; a thread's share is a whole number of such blocks.
 constexpr int64_t kChannels = 64;
 
-// Replaces x [count][stride] by its convolution, for up to kChannels channels from `first` on, which are the first ones of
-// x. `state` [channels][kernel] has the last inputs, the newest last, and is updated.
+// Replaces x [count][stride] by its convolution, for up to kChannels channels from `first` on, which are the first ones
+// of x. `state` [channels][kernel] has the last inputs, the newest last, and is updated.
 inline void convolve(const Convolution& convolution, int64_t first, int64_t channels, float* x, int64_t count,
                      int64_t stride, float* state) {
   const int64_t kernel = convolution.kernel;

@@ -26,7 +26,8 @@ struct FourColumns {
   Pairs even, odd;
 };
 
-// Keeps a vector in a register: GCC would read the operand again for each use, or reorder sums and run out of registers.
+// Keeps a vector in a register: GCC would read the operand again for each use, or reorder sums and run out of
+// registers.
 template <class Vector>
 [[gnu::always_inline]] inline Vector in_register(Vector vector) {
 #if defined(H2O_AVX512)
@@ -69,9 +70,9 @@ Bytes look_up(Bytes codes) {
   return (from < to ? bytes << uint16_t(to - from) : bytes >> uint16_t(from - to)) & mask;
 }
 
-// Calls body(half, quad, row, bytes) for columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group, in the order
-// of memory, and `rows` registers of rows. The bytes are signed for kInt8, else unsigned with the bias of the kind.
-// `lower` and `upper` are the group's low and high bits.
+// Calls body(half, quad, row, bytes) for columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group, in the
+// order of memory, and `rows` registers of rows. The bytes are signed for kInt8, else unsigned with the bias of the
+// kind. `lower` and `upper` are the group's low and high bits.
 template <int64_t kind, int64_t rows, class Body>
 [[gnu::always_inline]] inline void for_each_quad(const uint8_t* lower, const uint8_t* upper, Body body) {
   using packed::kLine;

@@ -1,7 +1,7 @@
 // Products of packed matrices with many vectors, such as the tokens of a prompt; limited by arithmetic.
 //
-// Tiles of 16 rows are unpacked to 16-bit codes, some columns at a time, and multiplied from the cache by all tokens of a
-// panel. Every number is the same sum, in the same order, as in matrix_packed.cpp.
+// Tiles of 16 rows are unpacked to 16-bit codes, some columns at a time, and multiplied from the cache by all tokens of
+// a panel. Every number is the same sum, in the same order, as in matrix_packed.cpp.
 
 #include "block_scales.h"
 #include "dot.h"
@@ -76,7 +76,9 @@ void round_block(const Product& product, int64_t block) {
         dot::store_pairs(codes + i * kWidth, rounded);
       });
       groups[g].scales[t] = scale.scale, groups[g].sums[0][t] = scale.sum;
-      if (product.matrix.kind == kQ2K) groups[g].sums[0][t] = scale.half_sum(0), groups[g].sums[1][t] = scale.half_sum(1);
+      if (product.matrix.kind == kQ2K) {
+        groups[g].sums[0][t] = scale.half_sum(0), groups[g].sums[1][t] = scale.half_sum(1);
+      }
       for (int64_t i = 0; i < kPairs; ++i) std::memcpy(&groups[g].pairs[i][t], codes + 2 * i, sizeof(int32_t));
     }
   }

@@ -11,7 +11,8 @@ int64_t repack(const Matrix& matrix, const uint8_t* blocks, const int64_t* order
   static const uint8_t zeros[Type::kBytes] = {};
   constexpr int64_t kGroups = Type::kColumns / packed::kGroup;
   constexpr int64_t kScaleBytes = (packed::has_offsets(Type::kKind) ? 4 : 2) * kRows;  // per group, if it is a block
-  constexpr int64_t kLowerBytes = packed::lower_bytes(Type::kKind, 1), kUpperBytes = packed::upper_bytes(Type::kKind, 1);
+  constexpr int64_t kLowerBytes = packed::lower_bytes(Type::kKind, 1);
+  constexpr int64_t kUpperBytes = packed::upper_bytes(Type::kKind, 1);
   if (matrix.kind != Type::kKind || matrix.columns <= 0 || matrix.columns % Type::kColumns) return 1;
   const int64_t row_bytes = matrix.columns / Type::kColumns * Type::kBytes;
   for_each_block(matrix, threads, [&](const BlockTarget& target) {

@@ -11,8 +11,8 @@ namespace {
 using simd::Floats;
 using simd::kWidth;
 
-// Tokens whose keys and queries stay in the first cache for all rows of a head's state; rows and vectors of a row that stay
-// in registers for these tokens.
+// Tokens whose keys and queries stay in the first cache for all rows of a head's state; rows and vectors of a row that
+// stay in registers for these tokens.
 constexpr int64_t kTokens = 16, kRows = 2, kVectors = simd::kWidth == 16 ? 8 : 4;
 
 // What a head does with each token.
@@ -40,8 +40,8 @@ void store(Floats vector, int64_t size, float* to) {
   std::copy_n(padded, size, to);
 }
 
-// Takes tokens through columns of `rows` rows of the state, from `value` and `column` on, and adds what is read of them.
-// The columns are `vectors` vectors if kWhole, or else `size` elements.
+// Takes tokens through columns of `rows` rows of the state, from `value` and `column` on, and adds what is read of
+// them. The columns are `vectors` vectors if kWhole, or else `size` elements.
 template <int64_t rows, int64_t vectors, bool kWhole>
 void run_tile(const Head& head, Range tokens, int64_t value, int64_t column, int64_t size) {
   constexpr int64_t kAdded = kWidth / rows;  // tokens whose products are added up across vectors at a time
@@ -144,7 +144,9 @@ void convolve_all(const Mixer& mixer, const MixerTokens& tokens, const Worker& w
     const int64_t channels = std::min(kChannels, share.end - first);
     float* x = tokens.projected + mixer.value.offset + first;
     convolve(mixer.convolution, first, channels, x, tokens.count, tokens.stride, tokens.states[0]);
-    for (int64_t token = 0; token < tokens.count; ++token, x += tokens.stride) activate(kSilu, nullptr, nullptr, x, {0, channels}, x);
+    for (int64_t token = 0; token < tokens.count; ++token, x += tokens.stride) {
+      activate(kSilu, nullptr, nullptr, x, {0, channels}, x);
+    }
   }
 }
 

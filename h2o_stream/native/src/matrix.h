@@ -13,8 +13,8 @@
 #include "threads.h"
 #include "vectors.h"
 
-// out[(v - range.begin) * stride + row] = scale * (matrix[row] . vectors[v] + bias[row]) for ranges of vectors and rows.
-// Vectors must be quantized if the matrix is packed. `rows.begin` is a multiple of 16.
+// out[(v - range.begin) * stride + row] = scale * (matrix[row] . vectors[v] + bias[row]) for ranges of vectors and
+// rows. Vectors must be quantized if the matrix is packed. `rows.begin` is a multiple of 16.
 void skinny_gemm(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out, int64_t stride);
 
 // The same for vectors [0, count).

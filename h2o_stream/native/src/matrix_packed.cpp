@@ -65,8 +65,8 @@ class PackedTile {
 #pragma GCC unroll 4
       for (int64_t row_vector = 0; row_vector < kVectorsPerTile; row_vector += kRowVectors<count>) {
         const int64_t offset = row_vector * 4 * kWidth;
-        add_group<count>(block, groups, group, group_lower + offset, group_upper + offset, vectors, first, begin + group,
-                         row_vector, sums);
+        add_group<count>(block, groups, group, group_lower + offset, group_upper + offset, vectors, first,
+                         begin + group, row_vector, sums);
       }
     }
   }

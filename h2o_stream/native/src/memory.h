@@ -3,8 +3,8 @@
 // Keys are un-rotated. Keys and values have 8 bits and a scale per token. Beside them are codes of the keys
 // (memory_codes.h), by which they are searched (memory_search.h).
 //
-// Segments of kSegment tokens of all heads lie in memory that Python maps. Tokens are appended as they are evicted; what
-// has been written does not change.
+// Segments of kSegment tokens of all heads lie in memory that Python maps. Tokens are appended as they are evicted;
+// what has been written does not change.
 
 #pragma once
 

@@ -49,8 +49,8 @@ struct Table {
   float offset, step;
 };
 
-// The codebook of a head, in an array of floats: whether it has been learned; the centre of keys [key_size]; before that
-// second moments of queries [key_size][key_size], then directions for keys [dims][key_size] and for queries
+// The codebook of a head, in an array of floats: whether it has been learned; the centre of keys [key_size]; before
+// that second moments of queries [key_size][key_size], then directions for keys [dims][key_size] and for queries
 // [key_size][dims]; the projected centre [dims]; centroids [groups][kGroupDims][kCentroids].
 class Codebook {
  public:

@@ -17,8 +17,8 @@ struct MixerTokens {
   bool in_prompt;        // there are several tokens, or the first one of the stream
 };
 
-// Does this thread's share; all threads of a job call it with the same arguments, and it may let them wait for each other.
-// Results do not depend on the number of threads. `scratch` is `scratch_size` numbers of this thread's own.
+// Does this thread's share; all threads of a job call it with the same arguments, and it may let them wait for each
+// other. Results do not depend on the number of threads. `scratch` is `scratch_size` numbers of this thread's own.
 void mix(const Mixer& mixer, const MixerTokens& tokens, float* scratch, const Worker& worker);
 
 // Numbers of scratch for up to `count` tokens.

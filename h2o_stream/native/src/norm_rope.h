@@ -102,8 +102,8 @@ inline void rotate(const Layer& layer, const float* cos_sin, float* x) {
   }
 }
 
-// The queries or the keys of a token: head h starts at `first` + h * `stride`. The last elements of all heads may be the
-// same. At last they are multiplied by `factor`.
+// The queries or the keys of a token: head h starts at `first` + h * `stride`. The last elements of all heads may be
+// the same. At last they are multiplied by `factor`.
 struct Heads {
   const Norm& norm;
   const float* first;
@@ -159,7 +159,8 @@ inline void prepare_head(const Layer& layer, const Heads& heads, int64_t head, i
     apply_norm(heads.norm, from, size, out);
   }
   if (layer.rope_scale != 1) {
-    for (int64_t i = 0; i < layer.rope_scaled_dims; ++i) out[layer.order ? layer.order[i] : i] *= float(layer.rope_scale);
+    const float scale = float(layer.rope_scale);
+    for (int64_t i = 0; i < layer.rope_scaled_dims; ++i) out[layer.order ? layer.order[i] : i] *= scale;
   }
   if (layer.frequencies) rotate(layer, angles.at(layer.frequencies, layer.absolute_rotary_dims, index), out);
   if (layer.norms_after_rope) apply_norm(heads.norm, out, size, out);

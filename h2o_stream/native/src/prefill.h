@@ -13,7 +13,8 @@
 
 namespace prefill {
 
-// The new tokens of all streams and the output: left-aligned or, with `starts`, those of one stream after those of another.
+// The new tokens of all streams and the output: left-aligned or, with `starts`, those of one stream after those of
+// another.
 struct NewTokens {
   const void *query, *key, *value;  // [streams][heads][tokens][size]
   const int64_t* strides;           // [3][3]: elements per stream, head and token, of query, key and value

@@ -190,7 +190,9 @@ void Prompt::finish(const Layer& layer) {
     });
     if (layer.embedding_gate.weights) add_embedding(layer, first, size);
     if (layer.output_scale == 1) return;
-    for_each_token(size, [&](int64_t i, const Worker&) { ::scale(layer.output_scale, hidden, x_.at((first + i) * hidden)); });
+    for_each_token(size, [&](int64_t i, const Worker&) {
+      ::scale(layer.output_scale, hidden, x_.at((first + i) * hidden));
+    });
   });
 }
 
@@ -219,8 +221,8 @@ void Prompt::advance() {
 
 extern "C" {
 
-// Takes `new_tokens` of each of `count` streams through a model, and evicts; see `Prompt`. With `lengths` [count] they are
-// the tokens of the longest one, and `tokens` has no gaps. `chunk` 0 is for all tokens.
+// Takes `new_tokens` of each of `count` streams through a model, and evicts; see `Prompt`. With `lengths` [count] they
+// are the tokens of the longest one, and `tokens` has no gaps. `chunk` 0 is for all tokens.
 // Tokens must be in the vocabulary; those in `streams` are ignored. Tables of rotations must reach the distances of as
 // many tokens as there are in all slots and in a chunk. `copied` gets the attention of every KV head to the copies in
 // the tokens of a single stream, which come twice and are rotated by their positions (copied.h); null for none.

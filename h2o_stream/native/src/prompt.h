@@ -17,9 +17,9 @@
 
 class Prompt {
  public:
-  // `lengths` [count] tokens of each of `count` streams, `new_tokens` at most and, if it is null, of each, with evictions
-  // after every `chunk` of them. `limits` is [count][groups of all layers][chunks of `new_tokens`]: the tokens that a
-  // group may hold after each chunk.
+  // `lengths` [count] tokens of each of `count` streams, `new_tokens` at most and, if it is null, of each, with
+  // evictions after every `chunk` of them. `limits` is [count][groups of all layers][chunks of `new_tokens`]: the
+  // tokens that a group may hold after each chunk.
   Prompt(const Model& model, const Stream* streams, int64_t count, const int64_t* lengths, int64_t new_tokens,
          int64_t chunk, const int64_t* limits, int64_t threads);
 
@@ -28,8 +28,9 @@ class Prompt {
   // Whether there are slots for all tokens to keep.
   bool fits();
 
-  // Takes `tokens`, those of one stream after those of another, through the model. Writes logits [count][keep][vocab_size], those of the last
-  // `keep` tokens of each stream. `copied`, if not null, gets what `measure_copied` does for each layer.
+  // Takes `tokens`, those of one stream after those of another, through the model. Writes logits
+  // [count][keep][vocab_size], those of the last `keep` tokens of each stream. `copied`, if not null, gets what
+  // `measure_copied` does for each layer.
   void run(const int64_t* tokens, int64_t keep, float* logits, float* copied);
 
  protected:

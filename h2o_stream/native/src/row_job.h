@@ -22,7 +22,8 @@ struct RowJob {
   int64_t chunks() const { return (tiles + chunk_tiles - 1) / chunk_tiles; }
   bool full() const { return count == kMaxMatrices || tiles * packed::kRows == kMaxRows; }
 
-  // Adds rows of a matrix from `begin` on, as many as there is room for; returns the first one for which there was none.
+  // Adds rows of a matrix from `begin` on, as many as there is room for; returns the first one for which there was
+  // none.
   int64_t add(const Matrix& matrix, int64_t begin) {
     const int64_t end = std::min(matrix.rows, begin + kMaxRows - tiles * packed::kRows);
     Matrix& part = matrices[count++] = matrix;
@@ -41,7 +42,8 @@ struct RowJob {
   int64_t nbytes() const {
     int64_t bytes = 0;
     for (int64_t i = 0; i < count; ++i) {
-      bytes += tiles_of(matrices[i]) * (packed::is_packed(matrices[i].kind) ? 1 : packed::kRows) * stride_bytes(matrices[i]);
+      const int64_t strides = packed::is_packed(matrices[i].kind) ? 1 : packed::kRows;  // of a tile
+      bytes += tiles_of(matrices[i]) * strides * stride_bytes(matrices[i]);
     }
     return bytes;
   }

@@ -136,7 +136,9 @@ struct Rotation {
   static constexpr int32_t kFineDistances = 32;
 
   const float* row(int64_t slot) const { return table + distances[slot] * rotary_dims; }
-  const float* coarse(int64_t slot) const { return table + distances[slot] / kFineDistances * kFineDistances * rotary_dims; }
+  const float* coarse(int64_t slot) const {
+    return table + distances[slot] / kFineDistances * kFineDistances * rotary_dims;
+  }
   const float* fine(int64_t slot) const { return table + distances[slot] % kFineDistances * rotary_dims; }
   float scale() const { return table[0]; }  // of every row, so that a composed rotation has its square
 };
@@ -144,8 +146,8 @@ struct Rotation {
 // Products of the queries of a group with a rotated key, held in `blocks` registers per half: vectors whose elements
 // are still to be summed, kWidth vectors apart.
 template <int64_t blocks, class Keys>
-[[gnu::always_inline]] inline void rotated_products(const Keys& keys, int64_t slot, const Rotation& rotation, const float* queries, int64_t heads,
-                      Floats* products) {
+[[gnu::always_inline]] inline void rotated_products(const Keys& keys, int64_t slot, const Rotation& rotation,
+                                                    const float* queries, int64_t heads, Floats* products) {
   constexpr int64_t half = blocks * kWidth;
   const float *coarse = rotation.coarse(slot), *fine = rotation.fine(slot);
   Floats rotated[2 * blocks];

@@ -96,7 +96,9 @@ void Step::reserve(int64_t threads) {
     states_[i].versions.reserve(rows * model_.versions * hidden);
     if (model_.versions) states_[i].version_inputs = Vectors(rows * (model_.versions - 1), hidden);
     states_[i].laurel = Vectors(rows, laurel_rank_);
-    if (experts_beside) states_[i].router_input = Vectors(rows, hidden), states_[i].expert_input = Vectors(rows, hidden);
+    if (experts_beside) {
+      states_[i].router_input = Vectors(rows, hidden), states_[i].expert_input = Vectors(rows, hidden);
+    }
   }
   angles_.resize(reserved_threads_ * reserved_streams_);
   qkv_.reserve(reserved_streams_ * qkv);
@@ -132,7 +134,9 @@ void Step::run_worker(const Worker& worker) {
     for_each_stream(worker, [&](State& state, int64_t stream) {
       float* x = state.x.at(stream * model_.hidden_size);
       if (before) add_layer(*before, x, stream, worker);
-      if (model_.versions) altup::predict(model_, layer, state.versions.at(stream * model_.versions * model_.hidden_size), x);
+      if (const int64_t size = model_.versions * model_.hidden_size) {
+        altup::predict(model_, layer, state.versions.at(stream * size), x);
+      }
       write_trace(index, stream, x, worker);
       apply_norm(layer.before_attention, x, model_.hidden_size, state.normed.at(stream));
       const Matrix *qkv = layer.qkv, *in = layer.mixer.in;
@@ -173,8 +177,8 @@ void Step::embed_for_layers(const Worker& worker) {
     quantize_for({&model_.layer_projection}, state.normed, stream, {0, hidden});
   });
   for (int64_t stream = worker.index; stream < count_; stream += worker.count) {
-    const int64_t token = streams_[stream].token;
-    read_row(model_.layer_embedding, token < model_.layer_embedding.rows ? token : 0, layer_embeddings_.at(stream * size));
+    const int64_t token = streams_[stream].token, row = token < model_.layer_embedding.rows ? token : 0;
+    read_row(model_.layer_embedding, row, layer_embeddings_.at(stream * size));
   }
   skinny_gemm(model_.layer_projection, state(worker).normed, count_, worker.partition(size, kRows),
               layer_projections_.data(), size);

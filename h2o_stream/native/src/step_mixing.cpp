@@ -34,7 +34,9 @@ void Step::mix_tokens(const Worker& worker, const Layer& layer) {
   }
   worker.barrier();
   multiply_out(worker, layer);
-  if (has_mlp(layer)) prefetch(layer.gate.weights ? layer.gate : layer.up, worker.partition(layer.down.columns, kGroup));
+  if (has_mlp(layer)) {
+    prefetch(layer.gate.weights ? layer.gate : layer.up, worker.partition(layer.down.columns, kGroup));
+  }
   worker.barrier();
   if (!attends(layer)) return;
   attention_.evict(worker);
@@ -50,7 +52,7 @@ void Step::select_slots(const Layer& layer) {
 void Step::multiply_out(const Worker& worker, const Layer& layer) {
   const int64_t hidden = model_.hidden_size;
   const Range rows = worker.partition(hidden, kRows);
-  const Matrix& mixer_out = layer.mixer.out;
+  const Matrix &mixer_out = layer.mixer.out, &right = layer.laurel.right;
   for_each_stream(worker, [&](State& state, int64_t stream) {
     if (attends(layer)) {
       attention_.merge(worker, stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
@@ -59,7 +61,7 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
       apply_norm(layer.attended_norm, attended, layer.out.columns, attended);
       quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
     }
-    if (const Matrix& right = layer.laurel.right; right.weights) {
+    if (right.weights) {
       std::copy_n(laurel_.at(stream * laurel_rank_), right.columns, state.laurel.at(stream));
       quantize_for({&right}, state.laurel, stream, {0, right.columns});
     }
@@ -69,7 +71,7 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
     }
   });
   const State& local = state(worker);
-  if (layer.laurel.right.weights) skinny_gemm(layer.laurel.right, local.laurel, count_, rows, laurel_delta_.data(), hidden);
+  if (right.weights) skinny_gemm(right, local.laurel, count_, rows, laurel_delta_.data(), hidden);
   if (!attends(layer)) {
     return multiply(worker, {&mixer_out, attention_delta_.data(), hidden}, local.mixed);
   }

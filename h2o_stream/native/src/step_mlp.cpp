@@ -145,7 +145,8 @@ void Step::multiply_down(const Worker& worker, const Layer& layer) {
 // Adds a range of the outputs of a stream's experts.
 void Step::add_experts(const Worker& worker, const Experts& experts, int64_t stream, Range rows) {
   const int64_t hidden = model_.hidden_size;
-  float *delta = (beside(experts) ? expert_delta_ : mlp_delta_).at(stream * hidden), *output = scratch_.at(worker.index * hidden);
+  float* delta = (beside(experts) ? expert_delta_ : mlp_delta_).at(stream * hidden);
+  float* output = scratch_.at(worker.index * hidden);
   for (int64_t choice = stream * experts.chosen; choice < (stream + 1) * experts.chosen; ++choice) {
     const auto [index, weight] = choices(worker)[choice];
     const Expert expert(experts, index, hidden);

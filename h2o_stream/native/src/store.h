@@ -28,7 +28,8 @@ Params<Number> range_params(Number low, Number high, int64_t bits, float coverag
   return {low <= high ? middle - half : zero, low <= high ? half * 2 / float((1 << bits) - 1) : zero};
 }
 
-// Calls work(true_type, i) for each whole vector of `count` elements, and work(false_type, i) for each one that is left.
+// Calls work(true_type, i) for each whole vector of `count` elements, and work(false_type, i) for each one that is
+// left.
 template <class Work>
 [[gnu::always_inline]] inline void for_each_vector(int64_t count, Work work) {
   const int64_t whole = count / simd::kWidth * simd::kWidth;
@@ -71,8 +72,8 @@ struct ParamArray {
   simd::Floats vector_scale(int64_t i) const { return stride ? simd::load(scales + i) : simd::splat(*scales); }
 };
 
-// A row of codes is one plane, or for 6 bits two: the lower four bits of all codes, then the upper two. A byte of a plane
-// packs elements that are size * width / 8 apart.
+// A row of codes is one plane, or for 6 bits two: the lower four bits of all codes, then the upper two. A byte of a
+// plane packs elements that are size * width / 8 apart.
 constexpr int64_t lower_bits(int64_t bits) { return bits == 6 ? 4 : bits; }
 
 // Calls work(width, shift, plane) for each plane of a row: its bits per code, and which bits of a code they are.

@@ -53,7 +53,7 @@ class ThreadTuner {
 
   // A trial with assistants costs little, so that a mean of few steps may begin it.
   void record_parallel(double seconds, int64_t steps_of_mean) {
-    parallel_mean_ = parallel_mean_ == 0 ? seconds : parallel_mean_ + (seconds - parallel_mean_) / double(steps_of_mean);
+    parallel_mean_ += parallel_mean_ == 0 ? seconds : (seconds - parallel_mean_) / double(steps_of_mean);
     baseline_ = baseline_ == 0 ? parallel_mean_ : std::min(baseline_ * 1.0005, parallel_mean_);
     if (parallel_mean_ > 1.6 * baseline_) enter(kTrySerial, kTrialSteps);
   }
