@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from h2o_stream.models.gguf_header import GgufTensor
 from h2o_stream.native.description import DescriptionError
+from h2o_stream.runtime.gguf_parameters import NOT_WEIGHTS
 from h2o_stream.runtime.gguf_weights import GgufWeights, is_dense
 from h2o_stream.runtime.packed_file import Entry
-from h2o_stream.runtime.parameters import NOT_WEIGHTS, tensor_name
+from h2o_stream.runtime.parameters import tensor_name
 from h2o_stream.runtime.weights import SAFETENSORS_NAMES, packed_name
 
 

@@ -26,12 +26,13 @@ from h2o_stream.runtime.checkpoint_packing import KINDS, PackedCheckpoint, packe
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
 from h2o_stream.runtime.gguf_entries import gguf_entries
+from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import measured_windows
 from h2o_stream.runtime.known import Windows, read_windows, save_windows
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.packed_file import packed_difference, write_packed
-from h2o_stream.runtime.parameters import Parameters, parameters_of_gguf
+from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.weights import (
     SAFETENSORS_DTYPES,
     SAFETENSORS_NAMES,

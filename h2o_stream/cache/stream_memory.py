@@ -1,0 +1,217 @@
+"""The memory of one stream: its segments, in the order of eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+from h2o_stream import config
+from h2o_stream.cache.group_rules import GroupRules
+from h2o_stream.cache.segment_file import Segment, SegmentFile
+from h2o_stream.cache.state import Array, State, require_array
+from h2o_stream.errors import H2OStreamError
+
+_MIN_SEGMENTS = 3
+"""Room for the tokens of a forward, `PREFILL_STEP_MAX`, and a segment that is being filled."""
+
+
+def cannot_be_on_disk(error: OSError) -> H2OStreamError:
+    """The error of a segment that has no room on disk."""
+    return H2OStreamError(f"the memory cannot be put on disk: {error.strerror or error}; take --memory off")
+
+
+class HeadPart(NamedTuple):
+    """Where a head is in a memory.
+
+    Attributes:
+        data: first byte of its records in a segment, each of which begins with the index of a token, an int32.
+        record: bytes of a record.
+        found: its first place in what queries have found.
+        queries: query heads that share it.
+    """
+
+    data: int
+    record: int
+    found: int
+    queries: int
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """How large the memory of a stream is, and where its heads are."""
+
+    groups: Sequence[GroupRules]
+    heads: Sequence[HeadPart]
+    floats: int
+    places: int
+    tokens: int
+    limit: int
+
+    @property
+    def shrinkage(self) -> int:
+        """Tokens that a head may evict besides as many as arrive, because its window shrinks in a stream."""
+        return max(0, *(group.schedule.common - group.schedule.window for group in self.groups))
+
+    @property
+    def min_segments(self) -> int:
+        """As many as hold a forward."""
+        return _MIN_SEGMENTS + -(-self.shrinkage // self.tokens)
+
+    @property
+    def max_segments(self) -> int:
+        """As many as fit into the limit."""
+        return max(self.limit, self.min_segments)
+
+
+class StreamMemory:
+    """The memory of one stream.
+
+    Attributes:
+        counts: [heads] int64, tokens in memory; native code counts them.
+        codebooks: [floats] float32, for the codes of all heads' keys.
+        found: [places] int32, what the last queries of all heads attended to; -1 for nothing.
+        addresses: [n] int64, those of the segments.
+        segments: as many as are needed.
+        dropped: tokens of each head that were forgotten, because the memory was full.
+    """
+
+    def __init__(self, layout: MemoryLayout, file: SegmentFile) -> None:
+        self._layout, self._file = layout, file
+        self.counts = numpy.zeros(len(layout.heads), numpy.int64)
+        self.codebooks = numpy.zeros(layout.floats, numpy.float32)
+        self.found = numpy.full(layout.places, -1, numpy.int32)
+        self.addresses = numpy.zeros(layout.max_segments, numpy.int64)
+        self.segments: list[Segment] = []
+        self.dropped = 0
+
+    def max_in_memory(self, seen: int) -> int:
+        """The most that a head may have in memory in a stream of `seen` tokens, if no more were dropped than seen."""
+        return seen + self._layout.shrinkage - self.dropped
+
+    def make_room(self, seen: int, before: int) -> int:
+        """Make room for what a stream of `seen` tokens may have evicted; for how many tokens there is.
+
+        The oldest are forgotten if the memory is full, but no more than have been fed: otherwise heads could have more
+        in memory than was seen and not dropped.
+
+        Args:
+            seen: tokens of the stream after the next forward.
+            before: how many of them have been fed.
+
+        Raises:
+            H2OStreamError: there is no room on disk, or none for so many tokens at once; the stream can go on.
+        """
+        tokens = self._layout.tokens
+        while (missing := self.max_in_memory(seen) - len(self.segments) * tokens) > 0:
+            if len(self.segments) < len(self.addresses) and self._grow():
+                continue
+            if self.dropped + -(-missing // tokens) * tokens > before:
+                max_tokens = max((len(self.segments) - 1) * tokens - self._layout.shrinkage, 0)
+                raise H2OStreamError(
+                    f"{seen - before} tokens at once do not fit into the memory; feed at most {max_tokens}, "
+                    "or raise --memory"
+                )
+            self._drop_oldest()
+        return self.dropped + len(self.segments) * tokens - self._layout.shrinkage
+
+    def _grow(self) -> bool:
+        """Add a segment; whether there is room on disk.
+
+        Raises:
+            H2OStreamError: there is none for as many as are needed.
+        """
+        try:
+            self._add(self._file.take())
+        except OSError as error:
+            if len(self.segments) < self._layout.min_segments:
+                raise cannot_be_on_disk(error) from error
+            return False
+        return True
+
+    def _add(self, segment: Segment) -> None:
+        self.addresses[len(self.segments)] = segment.ctypes.data
+        self.segments.append(segment)
+
+    def _drop_oldest(self) -> None:
+        self.dropped += self._layout.tokens
+        numpy.maximum(self.counts - self._layout.tokens, 0, out=self.counts)
+        self.found[:] = numpy.where(self.found < self._layout.tokens, -1, self.found - self._layout.tokens)
+        del self.segments[0]
+        self.addresses[:-1] = self.addresses[1:]
+
+    def token_indices(self, head: int) -> NDArray[numpy.int32]:
+        """The tokens that a head has in memory, in the order in which it evicted them."""
+        parts = [self._indices_in(segment, head) for segment in self.segments]
+        return numpy.concatenate([numpy.empty(0, numpy.int32), *parts])[: self.counts[head]]
+
+    def _indices_in(self, segment: Segment, head: int) -> NDArray[numpy.int32]:
+        part = self._layout.heads[head]
+        records = segment[part.data : part.data + part.record * self._layout.tokens].reshape(-1, part.record)
+        return numpy.ascontiguousarray(records[:, :4]).view(numpy.int32)[:, 0]
+
+    def looked_back(self) -> list[int]:
+        """The token in memory that each query head attends to most, as far as there is one."""
+        tokens = list[int]()
+        for head in self._layout.heads:
+            last = head.found + head.queries * config.MEMORY_MATCHES
+            for place in self.found[head.found : last : config.MEMORY_MATCHES].tolist():
+                if place >= 0:
+                    segment, row = divmod(place, self._layout.tokens)
+                    first = head.data + row * head.record
+                    tokens.append(int(self.segments[segment][first : first + 4].view(numpy.int32)[0]))
+        return tokens
+
+    @property
+    def num_sealed(self) -> int:
+        """Segments that are full for every head."""
+        return min(int(self.counts.min(initial=2**62)) // self._layout.tokens, len(self.segments))
+
+    def fork(self) -> StreamMemory:
+        """A copy, which shares the segments that are full.
+
+        Raises:
+            OSError: there is no room on disk.
+        """
+        return self.of(self.arrays(), self.dropped)
+
+    def of(self, arrays: Mapping[str, Array], dropped: int) -> StreamMemory:
+        """The memory of another stream, with these arrays.
+
+        Raises:
+            H2OStreamError: they do not fit.
+            OSError: there is no room on disk.
+        """
+        made = StreamMemory(self._layout, self._file)
+        made.dropped = dropped
+        made.counts[:] = require_array(arrays, "counts", like=made.counts)
+        made.codebooks[:] = require_array(arrays, "codebooks", like=made.codebooks)
+        made.found[:] = require_array(arrays, "found", like=made.found)
+        count = len(arrays) - 3
+        if not 0 <= count <= len(made.addresses):
+            raise H2OStreamError(f"the state does not fit: its memory has {count} segments")
+        if not 0 <= made.counts.min(initial=0) <= made.counts.max(initial=0) <= count * self._layout.tokens:
+            raise H2OStreamError(f"the state is damaged: its memory has {made.counts.max()} tokens")
+        if not -1 <= made.found.min(initial=-1) <= made.found.max(initial=-1) < made.counts.max(initial=1):
+            raise H2OStreamError("the state is damaged: its memory has found what it does not hold")
+        for number in range(count):
+            segment = arrays[str(number)]
+            if not self._file.is_sealed(segment):
+                segment = self._file.take()
+                segment[:] = require_array(arrays, str(number), like=segment)
+            made._add(segment)
+        return made
+
+    def arrays(self) -> State:
+        """Everything by name; full segments are not copied."""
+        sealed = self.num_sealed
+        for segment in self.segments[:sealed]:
+            self._file.seal(segment)
+        segments = {
+            str(number): segment if number < sealed else segment.copy() for number, segment in enumerate(self.segments)
+        }
+        small: State = {"counts": self.counts, "codebooks": self.codebooks, "found": self.found}
+        return {name: array.copy() for name, array in small.items()} | segments
