@@ -1,4 +1,5 @@
-// Assistants whose threads are interrupted at random: results must be exact, and weights free to change after `leave`.
+// Assistants whose threads are interrupted at random: results must be exact, and weights free to change after `leave`,
+// also where memory runs out in a product.
 //
 // Compiled by test_assistants.py with the thread sanitizer, and with products of its own in place of the library's.
 
@@ -11,7 +12,8 @@
 namespace {
 
 thread_local bool calls = false;
-std::atomic<int64_t> rows_by_others{0};
+thread_local int64_t products_left = -1;  // of the caller, until memory runs out
+std::atomic<int64_t> rows_by_others{0}, failures{0};
 
 void sleep_at_times() {
   static std::atomic<unsigned> seed{0};
@@ -31,11 +33,13 @@ float product(const Matrix& matrix, const float* weights, const Vectors& vectors
     }
     return sum;
   }
-  for (int64_t i = 0; i < matrix.columns; ++i) sum += weights[i] * vectors.at(0)[i];
+  const int64_t stride = packed::has_columns(matrix.kind) ? matrix.rows : 1;
+  for (int64_t i = 0; i < matrix.columns; ++i) sum += weights[i * stride] * vectors.at(0)[i];
   return sum;
 }
 
 const float* weights_of(const Matrix& matrix, int64_t row) {
+  if (packed::has_columns(matrix.kind)) return static_cast<const float*>(matrix.weights) + row;
   const bool is_packed = packed::is_packed(matrix.kind);
   const int64_t place = is_packed ? row / packed::kRows * stride_bytes(matrix) / 4 + row % packed::kRows
                                   : row * matrix.columns;
@@ -83,24 +87,30 @@ struct Case {
 };
 
 // Returns the number of wrong results.
+int64_t multiply(Case& one, std::minstd_rand& random) {
+  one.change_vector(random);
+  std::vector<Product> products;
+  for (size_t j = 0; j < one.matrices.size(); ++j) products.push_back({&one.matrices[j], one.outs[j].data(), 0});
+  Assistants::get().multiply(products.data(), int64_t(products.size()), one.vectors, 0);
+  return one.wrong();
+}
+
+// The same, of many calls.
 int64_t call(int seed, int64_t threads, int64_t rounds) {
   calls = true;
   std::minstd_rand random(seed);
   Case cases[] = {{kFloat32, 64, {500, 100, 37}}, {kFloat32, 8, {40000}}, {kInt8, 128, {1024, 1000}},
-                  {kFloat32, 8, {20}}, {kFloat32, 1024, {128}}};
+                  {kFloat32, 8, {20}}, {kFloat32, 1024, {128}}, {kFloat32Columns, 8, {40000}}};
   int64_t wrong = 0;
   for (int64_t round = 0; round < rounds; ++round) {
     for (Case& one : cases) one.change(random);
-    const bool joined = Assistants::get().join(threads);
-    for (int64_t i = 0; joined && i < 20; ++i) {
-      Case& one = cases[i % std::size(cases)];
-      one.change_vector(random);
-      std::vector<Product> products;
-      for (size_t j = 0; j < one.matrices.size(); ++j) products.push_back({&one.matrices[j], one.outs[j].data(), 0});
-      Assistants::get().multiply(products.data(), int64_t(products.size()), one.vectors, 0);
-      wrong += one.wrong();
+    try {
+      const auto lock = Assistants::get().join(threads);
+      products_left = round % 3 == 2 ? int64_t(random() % 30) : -1;
+      for (int64_t i = 0; lock && i < 24; ++i) wrong += multiply(cases[i % std::size(cases)], random);
+    } catch (const std::bad_alloc&) {
+      ++failures;
     }
-    if (joined) Assistants::get().part();
     Assistants::get().leave();
   }
   return wrong;
@@ -111,6 +121,7 @@ int64_t call(int seed, int64_t threads, int64_t rounds) {
 int64_t stride_bytes(const Matrix& matrix) { return 4 * matrix.columns; }
 
 void skinny_gemm(const Matrix& matrix, const Vectors& vectors, Range, Range rows, float* out, int64_t) {
+  if (calls && products_left-- == 0) throw std::bad_alloc();
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     out[row] = product(matrix, weights_of(matrix, row), vectors) + matrix.bias[row];
     if (calls) continue;
@@ -124,6 +135,7 @@ int main() {
   std::thread other([&] { wrong_of_other = call(1, 2, 15); });
   wrong = call(2, 4, 15);
   other.join();
-  std::printf("%ld wrong, %ld rows by others\n", long(wrong + wrong_of_other), long(rows_by_others));
-  return wrong + wrong_of_other || !rows_by_others;
+  std::printf("%ld wrong, %ld rows by others, %ld failures\n", long(wrong + wrong_of_other), long(rows_by_others),
+              long(failures));
+  return wrong + wrong_of_other || !rows_by_others || !failures;
 }

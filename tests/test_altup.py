@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.native import library, stepper
@@ -63,6 +65,13 @@ def test_a_stream_that_is_undone_goes_on_as_before(model: Any) -> None:
         cache.load_state_dict(state)
         again = [model(part, past_key_values=cache).logits for part in tokens[:, 30:].split([20, *[1] * 10], 1)]
     assert torch.cat(first, 1).equal(torch.cat(again, 1))
+
+
+def test_a_router_without_a_norm_is_refused() -> None:
+    model = copy.deepcopy(MORE[NAME]())
+    model.model.layers[1].altup.router_norm = nn.Identity()
+    with pytest.raises(DescriptionError, match="altup of layer 1 has no router_norm"):
+        describe(model)
 
 
 def test_too_many_versions_are_refused() -> None:

@@ -6,16 +6,19 @@ import os
 import shutil
 import signal
 import subprocess
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from h2o_stream.native import library, stepper
-from h2o_stream.native.abi import Array, MatrixKind, Sharing
+from h2o_stream.native.abi import MatrixKind, Sharing
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Description
+from h2o_stream.native.description import Description, Matrix
+from h2o_stream.native.pointers import Array
 from h2o_stream.runtime.model import ServedRuntime
 from tests.fixtures import make_llama
 from tests.test_experts import described, fed, packed, served
@@ -49,8 +52,21 @@ def test_exact_and_without_races_though_threads_are_interrupted(flags: tuple[str
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@native
+@compiled
+def test_a_step_that_is_closed_waits_for_late_threads(tmp_path: Path) -> None:
+    command = program(tmp_path, TESTS / "late_assistants.cpp", flags=("-pthread", "-ldl"))
+    in_use = library._path(library.name())
+    ended = subprocess.run([*command, in_use], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 def model(name: str) -> Description:
     """A model with matrices large enough to be shared."""
+    if name == "columns":  # of more rows than a job has room for
+        weights = torch.randn(256, 40000, generator=torch.Generator().manual_seed(0))
+        output = Matrix(weights, None, 40000, 256, MatrixKind.FLOAT32_COLUMNS)
+        return replace(describe(make_llama(heads=8, groups=2, size=16, vocab=40000)), output=output)
     if name == "experts":
         return described("softmax", MatrixKind.INT4, 1024, 256)
     description = describe(make_llama(heads=8, groups=2, size=16, vocab=2000))
@@ -77,7 +93,7 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @native
-@pytest.mark.parametrize("name", ["dense", "packed", "experts"])
+@pytest.mark.parametrize("name", ["dense", "packed", "experts", "columns"])
 def test_results_do_not_depend_on_who_multiplies(name: str, three_threads: None) -> None:
     results = [logits(assisted(model(name), sharing)) for sharing in Sharing for _ in range(3)]
     assert all(numpy.array_equal(result, results[0]) for result in results)
@@ -86,17 +102,22 @@ def test_results_do_not_depend_on_who_multiplies(name: str, three_threads: None)
 @native
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_process_has_assistants_of_its_own(three_threads: None) -> None:
-    runtime = assisted(model("dense"))
-    expected = logits(runtime)
+    used, unused = assisted(model("dense")), assisted(model("dense"))
+    expected = logits(used)[:, :500].tobytes()
     read, write = os.pipe()
-    if not (child := os.fork()):
-        signal.alarm(20)
-        os.write(write, logits(assisted(model("dense")))[:, :500].tobytes())
-        os._exit(0)
+    if not (child := os.fork()):  # which must not use torch, nor return to pytest
+        try:
+            signal.alarm(20)
+            os.write(write, logits(unused)[:, :500].tobytes())
+        except BaseException:  # noqa: BLE001
+            os.write(write, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        assert pipe.read() == expected[:, :500].tobytes()
+        found = pipe.read()
     assert os.waitpid(child, 0)[1] == 0
+    assert found == expected, found[:2000]
 
 
 QUIET, BUSY, ALONE = (4.0, 4.6, 1, 1), (20.0, 6.3, 1, 0), (20.0, 8.0, 0, 0)

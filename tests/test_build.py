@@ -26,7 +26,7 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, copy)
     sources = copy / "h2o_stream" / "native" / "src"
     sources.mkdir()
-    for name in ("cpu.cpp", "simd.h", "compat.h"):
+    for name in ("abi.cpp", "cpu.cpp", "simd.h", "compat.h"):
         shutil.copy(ROOT / "h2o_stream" / "native" / "src" / name, sources)
     return copy
 

@@ -32,12 +32,13 @@ def described(weights: Tensor, bias: Tensor | None, rows: int, columns: int, kin
 
 def multiply(library: ctypes.CDLL, matrix: Matrix, x: Tensor, threads: int = 1, in_bfloat16: bool = False) -> Tensor:
     out = torch.full((len(x) * matrix.rows + 1,), GUARD)
-    library.h2o_multiply(
+    failed = library.h2o_multiply(
         ctypes.byref(matrix),
         ctypes.c_void_p(x.data_ptr()),
         ctypes.c_void_p(out.data_ptr()),
         *map(ctypes.c_int64, (len(x), in_bfloat16, threads)),
     )
+    assert not failed
     assert out[-1] == GUARD
     return out[:-1].view(len(x), matrix.rows)
 

@@ -23,8 +23,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.cache.tolerance import error_of
 from h2o_stream.native import library
-from h2o_stream.native.abi import MatrixKind, pointer
+from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import gather, pack, repack
+from h2o_stream.native.pointers import pointer
 from tests.fixtures import make_llama, with_exhaustive
 from tests.native_builds import in_use  # noqa: F401
 from tests.test_packed import packed_model
@@ -135,7 +136,7 @@ class TestPointer:
 
     def test_optimized_python_checks_too(self) -> None:
         code = (
-            "import numpy; from h2o_stream.native.abi import pointer; from h2o_stream import H2OStreamError\n"
+            "import numpy; from h2o_stream.native.pointers import pointer; from h2o_stream import H2OStreamError\n"
             "try: pointer(numpy.zeros(4), 'int64', 4)\n"
             "except H2OStreamError: print('refused')"
         )

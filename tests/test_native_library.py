@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from h2o_stream.errors import ConfigError
-from h2o_stream.native import library
+from h2o_stream.native import abi, library
 from h2o_stream.native.library import FOLDER_VARIABLE, INSTRUCTIONS, INSTRUCTIONS_VARIABLE
 from h2o_stream.native.threads import num_threads
 from tests.preloaded import run
@@ -21,10 +22,12 @@ from tests.preloaded import run
 def fresh(monkeypatch: pytest.MonkeyPatch):
     """Load the library again before and after each test."""
     monkeypatch.delenv(INSTRUCTIONS_VARIABLE, raising=False)
-    library._load.cache_clear()
+    for kept in (library._load, library._interface):
+        kept.cache_clear()
     yield
     monkeypatch.undo()
-    library._load.cache_clear()
+    for kept in (library._load, library._interface):
+        kept.cache_clear()
 
 
 @pytest.fixture
@@ -114,6 +117,38 @@ assert library.loaded() is None
 """
         done = run("-c", code)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(library.loaded() is None, reason="not compiled")
+class TestOtherVersions:
+    def test_one_for_another_interface_is_not_used(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As after a pull that changes a structure, before `make setup`."""
+        for file in Path(library.__file__).parent.glob("_h2o_*"):
+            shutil.copy(file, folder)
+        assert library.why_not() == ""
+        changed = folder / "abi.py"
+        changed.write_text(Path(abi.__file__).read_text().replace("rows columns kind", "rows columns stride kind"))
+        monkeypatch.setattr(abi, "__file__", str(changed))
+        library._interface.cache_clear()
+        assert_another_version()
+
+    @pytest.mark.skipif(not shutil.which("g++"), reason="no compiler")
+    def test_one_that_does_not_say_its_interface_is_not_used(self, folder: Path) -> None:
+        path, source = folder / "_h2o_portable.so", folder / "old.cpp"
+        source.write_text('extern "C" long h2o_cpu_supports(long number) { return number == 0; }')
+        subprocess.run(["g++", "-shared", "-fPIC", source, "-o", path], check=True)
+        path.with_suffix(".sum").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+        assert_another_version()
+
+
+def assert_another_version() -> None:
+    library._load.cache_clear()
+    assert library.loaded() is None
+    assert library.name() == "none"
+    reason = library.why_not()
+    assert "run make setup" in reason
+    assert "_h2o_portable.so was compiled for another version" in reason
+    assert "\n" not in reason
 
 
 def test_the_interface_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:

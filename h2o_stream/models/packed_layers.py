@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from h2o_stream.attachment.gradients import without_gradient
-from h2o_stream.native.abi import Matrix, MatrixKind, pointer
+from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.native.abi import Matrix, MatrixKind
 from h2o_stream.native.packing import gather, packed_bytes, require_library, tiles_shape
+from h2o_stream.native.pointers import pointer
 from h2o_stream.native.threads import num_threads
 
 _NO_GRADIENT = "packed weights have no gradients; load the model with --quantize none"
@@ -54,7 +56,8 @@ class PackedLinear(nn.Module):
         tiles = pointer(self.tiles, "uint8", packed_bytes(self.kind, self.out_features, self.in_features))
         matrix = Matrix(tiles, None, self.out_features, self.in_features, self.kind)
         inputs, outputs = pointer(x, "float32", x.numel()), pointer(y, "float32", y.numel())
-        native.h2o_multiply(ctypes.byref(matrix), inputs, outputs, len(x), in_bfloat16, num_threads())
+        if native.h2o_multiply(ctypes.byref(matrix), inputs, outputs, len(x), in_bfloat16, num_threads()):
+            raise OutOfMemoryError(f"out of memory for the products of {len(x)} tokens; lower --chunk")
         return y
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from h2o_stream.native import abi
-from h2o_stream.native.abi import MAX_VERSIONS, Array, pointer
+from h2o_stream.native.abi import MAX_VERSIONS
 from h2o_stream.native.matrix import DescriptionError, Matrix, Norm
+from h2o_stream.native.pointers import Array, pointer
 
 
 @dataclass(frozen=True, eq=False)

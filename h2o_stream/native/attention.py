@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from h2o_stream.native import abi
-from h2o_stream.native.abi import Array, GateKind, pointer
+from h2o_stream.native.abi import GateKind
 from h2o_stream.native.matrix import NO_NORM, DescriptionError, Matrix, Norm
+from h2o_stream.native.pointers import Array, pointer
 
 
 @dataclass(frozen=True)

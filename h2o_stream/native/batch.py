@@ -12,9 +12,10 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.native.abi import STREAM, AttentionLayer, pointer
+from h2o_stream.native.abi import STREAM, AttentionLayer
 from h2o_stream.native.description import Description, NativeModel
-from h2o_stream.native.stepper import MAX_ROWS, PromptPlan, Stepper, raise_failure
+from h2o_stream.native.pointers import pointer
+from h2o_stream.native.stepper import MAX_ROWS, PromptPlan, Stepper, open_step, raise_failure
 from h2o_stream.native.threads import num_threads
 
 
@@ -28,7 +29,7 @@ class BatchStepper:
 
     def __init__(self, native: CDLL, description: Description) -> None:
         self._native, self._model = native, NativeModel(description)
-        self._step = native.h2o_step_open(ctypes.addressof(self._model.struct))
+        self._step = open_step(native, self._model)
         self._filled: tuple[int, ...] = ()
         self._logits = numpy.empty((0, self._model.struct.vocab_size), numpy.float32)
 

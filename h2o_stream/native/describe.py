@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from h2o_stream.native import layouts
-from h2o_stream.native.abi import Activation, dtype_name
+from h2o_stream.native.abi import Activation
 from h2o_stream.native.altup import Versions
 from h2o_stream.native.attention import Attention, with_lent_columns
 from h2o_stream.native.description import (
@@ -44,6 +44,7 @@ from h2o_stream.native.modules import (
     matrix_of,
 )
 from h2o_stream.native.multipliers import scaled_attention, scaled_mixer_output, scaled_mlp
+from h2o_stream.native.pointers import dtype_name
 from h2o_stream.native.residual_modules import ResidualReader
 
 _NO_OPS = (nn.Dropout, nn.Identity)

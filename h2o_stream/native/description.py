@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from h2o_stream.native import abi
-from h2o_stream.native.abi import Activation, Array, pointer
+from h2o_stream.native.abi import Activation
 from h2o_stream.native.altup import AltUp, Laurel, Versions, fill_altup, fill_laurel, fill_versions
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.matrix import DENSE as DENSE
@@ -22,6 +22,7 @@ from h2o_stream.native.matrix import DescriptionError as DescriptionError
 from h2o_stream.native.matrix import Matrix as Matrix
 from h2o_stream.native.matrix import Norm as Norm
 from h2o_stream.native.mixers import Mixer, fill_mixer
+from h2o_stream.native.pointers import Array, pointer
 
 
 class FeedForward(Protocol):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from h2o_stream.native import abi
-from h2o_stream.native.abi import Activation, Array, GateLayout, GroupWorth, Scoring, pointer
+from h2o_stream.native.abi import Activation, GateLayout, GroupWorth, Scoring
 from h2o_stream.native.description import DescriptionError, Matrix, Mlp
 from h2o_stream.native.matrix import Norm
+from h2o_stream.native.pointers import Array, pointer
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,8 @@ from h2o_stream.cache.attention import LogitTransform, QueryChunk
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
-from h2o_stream.native.abi import TOO_FEW_SLOTS, AttentionLayer, dtype_name, pointer
+from h2o_stream.native.abi import TOO_FEW_SLOTS, AttentionLayer
+from h2o_stream.native.pointers import dtype_name, pointer
 from h2o_stream.native.slots import BoundLayer, why_not
 from h2o_stream.native.threads import num_threads
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h2o_stream.native.abi import Array
 from h2o_stream.native.attention import Attention, HeadOffsets, Latent, Rope, Tail
 from h2o_stream.native.matrix import NO_NORM, DescriptionError, Matrix, Norm
+from h2o_stream.native.pointers import Array
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Loads the compiled library for the best instruction set, or explains why there is none.
 
 One library per instruction set is compiled from `src` (CMakeLists.txt), so that a wheel runs on any processor of its
-architecture. Each has a checksum file; a library that is damaged, truncated or from another build is not loaded.
+architecture. Each has a checksum file; a library that is damaged, truncated or from another build is not loaded. One
+that was compiled beside another `abi.py` is not used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from h2o_stream.errors import ConfigError
-from h2o_stream.native.abi import declare
+from h2o_stream.native import abi
 
 INSTRUCTIONS = ("portable", "avx2", "avxvnni", "avx512")
 """From baseline to best, in the order of src/cpu.cpp."""
@@ -76,13 +77,15 @@ def open_library(choice: str) -> ctypes.CDLL:
     """Open the library for one of `available`.
 
     Raises:
-        OSError: the library is damaged or from another build, or the system cannot load it.
-        AttributeError: the library is from another version.
+        OSError: the library is damaged or from another build or version, or the system cannot load it.
     """
     path = _path(choice)
     if hashlib.sha256(path.read_bytes()).hexdigest() != _checksum(choice):
         raise OSError(f"{path.name} is damaged or of another build, its checksum differs")
-    return declare(ctypes.CDLL(str(path.resolve())))
+    library = ctypes.CDLL(str(path.resolve()))
+    if _compiled_for(library) != _interface():
+        raise OSError(f"{path.name} was compiled for another version of h2o_stream")
+    return abi.declare(library)
 
 
 @cache
@@ -101,8 +104,24 @@ def _load() -> tuple[ctypes.CDLL | None, str, str]:
             )
         best = requested or choices[-1]
         return open_library(best), best, ""
-    except (OSError, AttributeError) as error:  # AttributeError: from another version
-        return None, "none", f"the compiled library cannot be loaded, install h2o_stream again: {error}"
+    except OSError as error:
+        return None, "none", f"the compiled library cannot be used, run make setup or install h2o_stream again: {error}"
+
+
+@cache
+def _interface() -> str:
+    """Identifies the interface that Python declares."""
+    return hashlib.sha256(Path(abi.__file__).read_bytes()).hexdigest()
+
+
+def _compiled_for(library: ctypes.CDLL) -> str:
+    """The interface that a library was compiled for; nothing if it does not say."""
+    try:
+        library.h2o_abi.restype = ctypes.c_char_p
+    except AttributeError:
+        return ""
+    digest: bytes = library.h2o_abi()
+    return digest.decode()
 
 
 def _checksum(choice: str) -> str:

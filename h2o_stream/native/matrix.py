@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from h2o_stream.native import abi, packing
-from h2o_stream.native.abi import Array, MatrixKind, NormKind, pointer
+from h2o_stream.native.abi import MatrixKind, NormKind
+from h2o_stream.native.pointers import Array, pointer
 
 
 class DescriptionError(Exception):

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from h2o_stream.native import abi
-from h2o_stream.native.abi import Array, MixerKind, pointer
+from h2o_stream.native.abi import MixerKind
 from h2o_stream.native.matrix import DescriptionError, Matrix, Norm
+from h2o_stream.native.pointers import Array, pointer
 
 
 class Mixer(Protocol):

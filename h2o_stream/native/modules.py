@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from h2o_stream.native.abi import Activation, MatrixKind, NormKind, dtype_name
+from h2o_stream.native.abi import Activation, MatrixKind, NormKind
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.packing import gather
+from h2o_stream.native.pointers import dtype_name
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
 """Dense weights that need no conversion."""

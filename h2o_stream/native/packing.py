@@ -1,6 +1,6 @@
 """Packed matrices in 2 to 8 bits; `src/abi.h` documents the layout.
 
-All arrays (`abi.Array`) are on the CPU, and everything here needs the compiled library. `tiles` are uint8 of
+All arrays (`pointers.Array`) are on the CPU, and everything here needs the compiled library. `tiles` are uint8 of
 `tiles_shape`: a matrix of `rows` and `columns` in the format `kind`. An array for the result may be given as `out`;
 otherwise it is of the library that the input is of.
 """
@@ -12,8 +12,9 @@ from typing import Final
 
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
-from h2o_stream.native.abi import Array, Matrix, MatrixKind, dtype_name, empty, pointer
+from h2o_stream.native.abi import Matrix, MatrixKind
 from h2o_stream.native.gguf_types import BLOCKS
+from h2o_stream.native.pointers import Array, dtype_name, empty, pointer
 from h2o_stream.native.threads import num_threads
 
 ROWS: Final = 16

@@ -80,7 +80,8 @@ class ResidualReader(AttentionReader):
                 (layout.correction, count, count),
             )
         )
-        assert norm.weight is not None
+        if norm.weight is None:
+            raise DescriptionError(f"{name} has no {layout.norm}")
         scaled = self._config.altup_correct_scale
         return AltUp(
             (router * norm.weight * float(getattr(module, layout.input_scale))).contiguous(),

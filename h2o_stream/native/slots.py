@@ -16,16 +16,8 @@ from h2o_stream import config
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.ranks import rank_dtype
 from h2o_stream.cache.token_memory import HeadBytes
-from h2o_stream.native.abi import (
-    SLOTS,
-    Array,
-    AttentionLayer,
-    PolicyKind,
-    PositionMode,
-    dtype_name,
-    pointer,
-    row_bytes,
-)
+from h2o_stream.native.abi import SLOTS, AttentionLayer, PolicyKind, PositionMode
+from h2o_stream.native.pointers import Array, dtype_name, pointer, row_bytes
 
 POLICIES: dict[str, PolicyKind] = {
     config.POLICIES[name].rule: kind

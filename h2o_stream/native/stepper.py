@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
-from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS, Array, pointer
+from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS
 from h2o_stream.native.description import DENSE, NativeModel
+from h2o_stream.native.pointers import Array, pointer
 from h2o_stream.native.slots import BoundLayer, memory_bytes, why_not
 from h2o_stream.native.threads import num_threads
 
@@ -65,6 +66,18 @@ def raise_failure(code: int) -> None:
         raise OutOfMemoryError("out of memory for so many tokens at once; lower --chunk")
 
 
+def open_step(native: CDLL, model: NativeModel) -> int:
+    """What `h2o_step` runs in, which must be closed.
+
+    Raises:
+        OutOfMemoryError: there is none for it.
+    """
+    step: int | None = native.h2o_step_open(ctypes.addressof(model.struct))
+    if step is None:
+        raise OutOfMemoryError("out of memory for decode steps")
+    return step
+
+
 class Stepper:
     """Steps and prompts of one model through the slots of one cache.
 
@@ -109,7 +122,7 @@ class Stepper:
                     layer.temperature = 0.0
         cache.assign_memory(self._shapes, [memory_bytes(native, shape) for shape in self._shapes])
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
-        self._step = native.h2o_step_open(ctypes.addressof(model.struct))
+        self._step = open_step(native, model)
         self.takes_prompts = dense_prompts or not any(x.kind in _DENSE for x in model.description.matrices)
 
     def __del__(self) -> None:

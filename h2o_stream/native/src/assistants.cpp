@@ -32,13 +32,10 @@ int64_t most_columns(const RowJob& job) {
 
 bool is_packed(const RowJob& job) { return packed::is_packed(job.matrices[0].kind); }
 
-// Whether rows are one after the other, and all matrices read the same numbers of a vector.
+// Whether all matrices read the same numbers of a vector.
 bool can_be_shared(const RowJob& job) {
-  for (int64_t i = 0; i < job.count; ++i) {
-    const int64_t kind = job.matrices[i].kind;
-    if (packed::has_columns(kind) || packed::is_packed(kind) != is_packed(job)) return false;
-  }
-  return true;
+  return std::all_of(job.matrices, job.matrices + job.count,
+                     [&](const Matrix& matrix) { return packed::is_packed(matrix.kind) == is_packed(job); });
 }
 
 bool is_in_time(const std::atomic<int32_t>& done, int32_t number, std::chrono::steady_clock::duration patience) {
@@ -66,8 +63,9 @@ Assistants& Assistants::get() {
   return *assistants;
 }
 
-bool Assistants::join(int64_t threads) {
-  if (!mutex_.try_lock()) return false;
+Assistants::Lock Assistants::join(int64_t threads) {
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock) return lock;
   asked_ = std::min(threads, kMaxThreads) - 1, record_ = {};
   try {
     ready_.reserve(asked_);
@@ -78,25 +76,22 @@ bool Assistants::join(int64_t threads) {
       assistants_.push_back(std::move(assistant));
     }
   } catch (const std::exception&) {
-    mutex_.unlock();
-    return false;
+    return {};
   }
 #if defined(__linux__)
   caller_.store(int(syscall(SYS_gettid)), std::memory_order_relaxed);
 #endif
-  return true;
-}
-
-Assistants::Record Assistants::part() {
-  const Record record = record_;
-  mutex_.unlock();
-  return record;
+  return lock;
 }
 
 void Assistants::leave() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& assistant : assistants_) {
-    const Offer offer = assistant->offer.load(std::memory_order_acquire);
+    Offer offer = assistant->offer.load(std::memory_order_acquire);
+    while (offer.begin < offer.end) {  // an exception has ended the job
+      const Offer none{offer.job, offer.begin, offer.begin};
+      if (assistant->offer.compare_exchange_weak(offer, none, std::memory_order_acq_rel)) offer = none;
+    }
     for (int64_t chunk = assistant->first; chunk < offer.begin; ++chunk) {
       while (assistant->done[chunk].load(std::memory_order_acquire) != offer.job) {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -109,9 +104,14 @@ void Assistants::multiply(const Product* products, int64_t count, const Vectors&
   RowJob job;
   float* outs[RowJob::kMaxMatrices];
   for (int64_t i = 0; i < count; ++i) {
-    for (int64_t row = 0; row < products[i].matrix->rows;) {
+    const Matrix& matrix = *products[i].matrix;
+    if (packed::has_columns(matrix.kind)) {  // whose rows are not one after the other
+      skinny_gemm(matrix, vectors, Range{vector, vector + 1}, {0, matrix.rows}, products[i].out, 0);
+      continue;
+    }
+    for (int64_t row = 0; row < matrix.rows;) {
       outs[job.count] = products[i].out + row;
-      row = job.add(*products[i].matrix, row);
+      row = job.add(matrix, row);
       if (!job.full()) continue;
       run(job, outs, {vectors, vector});
       job = {};

@@ -30,16 +30,18 @@ class Assistants {
   // Those of the process.
   static Assistants& get();
 
-  // Makes `threads - 1` threads assist the caller; returns false if they assist another or there is no memory for them.
-  bool join(int64_t threads);
+  // Makes `threads - 1` threads assist the caller for as long as it has the lock. There is none if they assist another
+  // or there is no memory for them.
+  using Lock = std::unique_lock<std::mutex>;
+  Lock join(int64_t threads);
 
-  // Ends what `join` began.
-  Record part();
-
-  // Multiplies one of some vectors. Only between `join` and `part`.
+  // Multiplies one of some vectors. Only for whom they assist.
   void multiply(const Product* products, int64_t count, const Vectors& vectors, int64_t vector);
 
-  // Waits until no thread reads weights.
+  // Of the one whom they assist.
+  const Record& record() const { return record_; }
+
+  // Waits until no thread reads weights, nor will for a job that was not finished.
   void leave();
 
  private:

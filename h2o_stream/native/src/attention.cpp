@@ -10,12 +10,11 @@ void DecodeAttention::reserve(int64_t streams, int64_t query_heads, int64_t valu
                               int64_t threads) {
   query_heads_ = query_heads;
   max_slots_ = simd::padded(slots, 16), blocks_ = simd::padded(slots, kBlockSlots) / kBlockSlots;
-  const int64_t heads = streams * query_heads;
-  max_heads_ = std::max(max_heads_, heads);
-  probs_.reserve(heads * max_slots_);
-  maxima_.reserve(heads * blocks_);
-  sums_.reserve(heads * blocks_);
-  outputs_.reserve(heads * blocks_ * value_size);
+  heads_ = streams * query_heads;
+  probs_.reserve(heads_ * max_slots_);
+  maxima_.reserve(heads_ * blocks_);
+  sums_.reserve(heads_ * blocks_);
+  outputs_.reserve(heads_ * blocks_ * value_size);
   if (int64_t(scratch_.size()) < threads) scratch_.resize(threads);
 }
 
@@ -39,7 +38,11 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
   }
   // A memory that is not searched now may be later; there are more candidates than matches.
   max_matches_ = std::max({max_matches_, layer.memory_matches, layer.memory_candidates});
-  matches_.reserve(max_heads_ * memory::kParts * max_matches_);
+  matches_.reserve(heads_ * memory::kParts * max_matches_);
+}
+
+void DecodeAttention::reserve_heads(int64_t heads) {
+  for (Scratch& scratch : scratch_) scratch.places.reserve(heads);
 }
 
 void DecodeAttention::insert_token(const HeadSlots& head, int64_t slot, int32_t token_index, const float* key,

@@ -25,6 +25,9 @@ class DecodeAttention {
   // Allocates per-thread scratch for a layer of this shape. Call `reserve` first.
   void reserve_scratch(const AttentionLayer& layer);
 
+  // Allocates for `step` of so many heads of all streams. Call `reserve` first.
+  void reserve_heads(int64_t heads);
+
   // Selects a layer. `slots` is [streams][groups]; the groups of stream b start at slots[b].
   void set_layer(const AttentionLayer& layer, const Slots* const* slots, int64_t groups, int64_t streams,
                  const int32_t* token_indices) {
@@ -226,7 +229,7 @@ class DecodeAttention {
   int64_t groups_ = 0, streams_ = 0;
   const int32_t* token_indices_ = nullptr;
 
-  int64_t query_heads_ = 0, max_slots_ = 0, blocks_ = 0, max_heads_ = 0, max_matches_ = 0;
+  int64_t query_heads_ = 0, max_slots_ = 0, blocks_ = 0, heads_ = 0, max_matches_ = 0;
   Buffer<float> probs_, maxima_, sums_, outputs_;
   Buffer<memory::Match> matches_;
   std::vector<Scratch> scratch_;

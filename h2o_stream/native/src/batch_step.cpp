@@ -21,10 +21,11 @@ void BatchStep::run(const int64_t* tokens, float* logits) {
 }
 
 void BatchStep::reserve_attention() {
-  int64_t slots = 0, query_heads = 0, value_size = 0;
+  int64_t slots = 0, query_heads = 0, kv_heads = 0, value_size = 0;
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     query_heads = std::max(query_heads, layer.attention.query_heads);
+    kv_heads = std::max(kv_heads, layer.attention.kv_heads);
     value_size = std::max(value_size, layer.attention.value_size);
     for (int64_t stream = 0; stream < steps_; ++stream) {
       for (int64_t group = 0; group < layer.group_count; ++group) {
@@ -33,6 +34,7 @@ void BatchStep::reserve_attention() {
     }
   }
   attention_.reserve(threads_, query_heads, value_size, slots, threads_);
+  attention_.reserve_heads(steps_ * kv_heads);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     if (attends(model_.layers[index])) attention_.reserve_scratch(model_.layers[index].attention);
   }

@@ -63,7 +63,7 @@ extern "C" int64_t h2o_decode(const AttentionLayer* layer, const Slots* slots, i
   try {
     decode(layer, slots, groups, streams, query, key, value, output, threads);
     return 0;
-  } catch (const std::exception&) {  // all buffers and threads are created before any state changes
+  } catch (const std::exception&) {  // all buffers are created before any state changes
     return 1;
   }
 }

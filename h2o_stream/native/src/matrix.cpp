@@ -1,5 +1,7 @@
 #include "matrix.h"
 
+#include <exception>
+
 #include "bfloat16_units.h"
 #include "tiles.h"
 
@@ -94,8 +96,14 @@ void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, i
   });
 }
 
-// y [count][rows] = x [count][columns] times the transposed matrix, plus its bias, scaled; see `multiply`.
-extern "C" void h2o_multiply(const Matrix* matrix, const float* x, float* y, int64_t count, int64_t in_bfloat16,
-                             int64_t threads) {
-  multiply(*matrix, x, count, y, matrix->rows, in_bfloat16, threads);
+// y [count][rows] = x [count][columns] times the transposed matrix, plus its bias, scaled; see `multiply`. Returns 0,
+// or 1 if out of memory.
+extern "C" int64_t h2o_multiply(const Matrix* matrix, const float* x, float* y, int64_t count, int64_t in_bfloat16,
+                                int64_t threads) {
+  try {
+    multiply(*matrix, x, count, y, matrix->rows, in_bfloat16, threads);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
 }

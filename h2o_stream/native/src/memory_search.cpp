@@ -64,10 +64,10 @@ void Search::reserve(const AttentionLayer& layer, int64_t queries) {
   max_places_ = std::max(max_places_, simd::padded(std::max(candidates, kTraining), 16));
   stride_ = simd::padded(layer.head_size, 16);
   queries_.reserve(queries * stride_), far_queries_.reserve(queries * stride_), rotated_.reserve(stride_);
-  const size_t batches = (queries + kTogether - 1) / kTogether;
-  if (far_.size() < batches * kTogether) far_.resize(batches * kTogether), near_.resize(batches * kTogether);
+  const size_t batches = std::max(size_t((queries + kTogether - 1) / kTogether), candidates_.size());
+  num_near_.resize(batches), candidates_.resize(batches);
+  far_.resize(batches * kTogether), near_.resize(batches * kTogether);
   thresholds_.resize(far_.size()), far_limits_.resize(far_.size()), limits_.resize(far_.size());
-  if (candidates_.size() < batches) candidates_.resize(batches), num_near_.resize(batches);
   for (Candidates& of_batch : candidates_) of_batch.reserve(max_places_);
   sample_.reserve(kMaxSample * kTogether * kBlock);
   places_.reserve(max_places_);

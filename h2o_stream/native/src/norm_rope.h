@@ -64,10 +64,17 @@ inline void add_normed(const Norm& norm, const float* delta, int64_t size, float
 // Cosines and sines of one token index, cached because most layers share their frequencies.
 class Angles {
  public:
+  // Allocates for all layers of a model.
+  void reserve(const Model& model) {
+    for (const Layer* layer = model.layers; layer < model.layers + model.layer_count; ++layer) {
+      cos_sin_.reserve(layer->absolute_rotary_dims), copy_.reserve(layer->attention.head_size);
+    }
+    frequencies_ = nullptr;
+  }
+
   // [rotary_dims]: cosines, then sines.
   const float* at(const float* frequencies, int64_t rotary_dims, int32_t index) {
     if (frequencies != frequencies_ || index != index_) {
-      cos_sin_.reserve(rotary_dims);
       for (int64_t i = 0; i < rotary_dims / 2; ++i) {
         const float angle = float(index) * frequencies[i];
         cos_sin_[i] = std::cos(angle);
@@ -80,7 +87,6 @@ class Angles {
 
   // Puts x [size] in an order.
   void reorder(const int32_t* order, int64_t size, float* x) {
-    copy_.reserve(size);
     std::copy_n(x, size, copy_.data());
     for (int64_t i = 0; i < size; ++i) x[i] = copy_[order[i]];
   }

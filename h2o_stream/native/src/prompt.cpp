@@ -90,6 +90,7 @@ void Prompt::reserve() {
   choices_.reserve(block * chosen_);
   tokens_by_expert_.resize(experts_);
   angles_.resize(threads_);
+  for (Angles& angles : angles_) angles.reserve(model_);
 }
 
 void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copied) {

@@ -1,4 +1,4 @@
-// Products of one vector with some rows of several matrices, in chunks that threads can take.
+// Products of one vector with some rows of several matrices, in chunks that threads can take. Rows follow one another.
 
 #pragma once
 

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <exception>
+#include <new>
 
 #include "activation.h"
 #include "altup.h"
@@ -24,9 +25,11 @@ void Step::run(const Stream* streams, int64_t count, float* logits, float* trace
   const int64_t tuned = threads > 1 && sharing_ == kTuned ? tuner_.choose(threads) : threads;
   const bool alone = threads > 1 && (tuned == 1 || sharing_ == kAssisted);
   const auto start = std::chrono::steady_clock::now();
-  assistants_ = alone && count_ == 1 && Assistants::get().join(threads) ? &Assistants::get() : nullptr;
+  Assistants& all = Assistants::get();
+  const auto lock = alone && count_ == 1 ? all.join(threads) : Assistants::Lock();
+  assistants_ = lock ? &all : nullptr;
   parallel(alone ? 1 : tuned, [this](const Worker& worker) { run_worker(worker); });
-  const bool undisturbed = assistants_ && assistants_->part().undisturbed();
+  const bool undisturbed = assistants_ && assistants_->record().undisturbed();
   if (threads == 1 || sharing_ != kTuned) return;
   const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
   tuner_.record(time.count(), count_ == 1, undisturbed);
@@ -75,18 +78,22 @@ void Step::reserve(int64_t threads) {
     expert_inner = std::max(expert_inner, experts.inner_size);
     experts_beside = experts_beside || beside(experts);
   }
-  const bool grows = count_ > reserved_streams_ || threads > reserved_threads_ || slots > reserved_slots_;
-  reserved_streams_ = std::max(count_, reserved_streams_), reserved_threads_ = std::max(threads, reserved_threads_);
-  reserved_slots_ = std::max(slots, reserved_slots_);
-  if (grows) attention_.reserve(reserved_streams_, query_heads, value_size, reserved_slots_, reserved_threads_);
+  const Room room{std::max(count_, reserved_.streams), std::max(threads, reserved_.threads),
+                  std::max(slots, reserved_.slots)};
+  const bool grows =
+      room.streams > reserved_.streams || room.threads > reserved_.threads || room.slots > reserved_.slots;
+  if (grows) {
+    reserved_ = {};  // until all of it is there
+    attention_.reserve(room.streams, query_heads, value_size, room.slots, room.threads);
+  }
   for (int64_t index = 0; index < model_.layer_count; ++index) {  // whose bits and memory may be others than before
     if (attends(model_.layers[index])) attention_.reserve_scratch(model_.layers[index].attention);
   }
   if (!grows) return;
   const int64_t hidden = model_.hidden_size;
-  states_.resize(reserved_threads_);
-  for (int64_t i = 0; i < reserved_threads_; ++i) {
-    const int64_t rows = i == 0 ? reserved_streams_ : 1;  // the other states hold a single stream
+  states_.resize(room.threads);
+  for (int64_t i = 0; i < room.threads; ++i) {
+    const int64_t rows = i == 0 ? room.streams : 1;  // the other states hold a single stream
     states_[i].x.reserve(rows * hidden);
     states_[i].factors.reserve(rows * attention_.factor_count());
     states_[i].normed = Vectors(rows, hidden);
@@ -100,30 +107,32 @@ void Step::reserve(int64_t threads) {
       states_[i].router_input = Vectors(rows, hidden), states_[i].expert_input = Vectors(rows, hidden);
     }
   }
-  angles_.resize(reserved_threads_ * reserved_streams_);
-  qkv_.reserve(reserved_streams_ * qkv);
+  angles_.resize(room.threads * room.streams);
+  for (Angles& angles : angles_) angles.reserve(model_);
+  qkv_.reserve(room.streams * qkv);
   qkv_size_ = qkv, inner_ = inner;
-  mixer_projected_.reserve(reserved_streams_ * projected_);
-  mixed_.reserve(reserved_streams_ * mixed_size_);
-  mixer_scratch_.reserve(reserved_threads_ * mixer_scratch_size_);
-  attention_delta_.reserve(reserved_streams_ * hidden);
-  mlp_delta_.reserve(reserved_streams_ * hidden);
-  layer_embeddings_.reserve(reserved_streams_ * model_.layer_embedding.columns);
-  layer_projections_.reserve(reserved_streams_ * model_.layer_embedding.columns);
-  gate_.reserve(reserved_streams_ * std::max(inner, 2 * chosen_ * expert_inner));
-  up_.reserve(reserved_streams_ * inner);
-  scratch_.reserve(reserved_threads_ * hidden);
-  projected_versions_.reserve(model_.versions ? reserved_streams_ * (model_.versions - 1) * hidden : 0);
-  laurel_.reserve(reserved_streams_ * laurel_rank_);
-  laurel_delta_.reserve(laurel_rank_ ? reserved_streams_ * hidden : 0);
-  expert_delta_.reserve(experts_beside ? reserved_streams_ * hidden : 0);
-  sums_.reserve(experts_beside ? reserved_threads_ * hidden : 0);
-  router_logits_.reserve(reserved_streams_ * experts_);
-  scores_.reserve(reserved_threads_ * 2 * experts_);
-  choices_.reserve(reserved_threads_ * reserved_streams_ * chosen_);
-  moments_.resize(reserved_threads_ * reserved_streams_);
-  activated_ = Vectors(reserved_streams_, inner);
-  expert_activated_ = Vectors(reserved_streams_ * chosen_, expert_inner);
+  mixer_projected_.reserve(room.streams * projected_);
+  mixed_.reserve(room.streams * mixed_size_);
+  mixer_scratch_.reserve(room.threads * mixer_scratch_size_);
+  attention_delta_.reserve(room.streams * hidden);
+  mlp_delta_.reserve(room.streams * hidden);
+  layer_embeddings_.reserve(room.streams * model_.layer_embedding.columns);
+  layer_projections_.reserve(room.streams * model_.layer_embedding.columns);
+  gate_.reserve(room.streams * std::max(inner, 2 * chosen_ * expert_inner));
+  up_.reserve(room.streams * inner);
+  scratch_.reserve(room.threads * hidden);
+  projected_versions_.reserve(model_.versions ? room.streams * (model_.versions - 1) * hidden : 0);
+  laurel_.reserve(room.streams * laurel_rank_);
+  laurel_delta_.reserve(laurel_rank_ ? room.streams * hidden : 0);
+  expert_delta_.reserve(experts_beside ? room.streams * hidden : 0);
+  sums_.reserve(experts_beside ? room.threads * hidden : 0);
+  router_logits_.reserve(room.streams * experts_);
+  scores_.reserve(room.threads * 2 * experts_);
+  choices_.reserve(room.threads * room.streams * chosen_);
+  moments_.resize(room.threads * room.streams);
+  activated_ = Vectors(room.streams, inner);
+  expert_activated_ = Vectors(room.streams * chosen_, expert_inner);
+  reserved_ = room;
 }
 
 void Step::run_worker(const Worker& worker) {
@@ -246,7 +255,8 @@ void Step::output(const Worker& worker) {
 
 extern "C" {
 
-void* h2o_step_open(const Model* model) { return new Step(*model); }
+// Returns null if out of memory.
+void* h2o_step_open(const Model* model) { return new (std::nothrow) Step(*model); }
 
 // Weights may be freed afterwards.
 void h2o_step_close(void* step) {
@@ -257,12 +267,13 @@ void h2o_step_close(void* step) {
 // How threads share the work of steps, one of `Sharing`; at first kTuned.
 void h2o_step_share(void* step, int64_t sharing) { static_cast<Step*>(step)->share(sharing); }
 
-// See `Step::run`. Returns 0, or 1 if out of memory, with nothing changed.
+// See `Step::run`. Returns 0, or 1 if out of memory: with nothing changed, except that the slots of kMinStreams or more
+// are undefined then.
 int64_t h2o_step(void* step, const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
   try {
     static_cast<Step*>(step)->run(streams, count, logits, trace, threads);
     return 0;
-  } catch (const std::exception&) {  // all buffers and threads are created before any state changes
+  } catch (const std::exception&) {  // all buffers of a `Step` are created before any state changes
     return 1;
   }
 }

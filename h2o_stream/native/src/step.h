@@ -49,6 +49,11 @@ class Step {
     Vectors version_inputs, laurel;
   };
 
+  // What buffers have room for.
+  struct Room {
+    int64_t streams = 0, threads = 0, slots = 0;
+  };
+
   void reserve(int64_t threads);
   void run_worker(const Worker& worker);
   // Multiplies this thread's rows, in whole units; with assistants all rows.
@@ -95,7 +100,7 @@ class Step {
   State& state(const Worker& worker) { return states_[count_ == 1 ? worker.index : 0]; }
   static bool beside(const Experts& experts) { return experts.output_norm.kind != kNoNorm; }
   // The experts [streams][chosen] of a layer; every thread chooses for itself.
-  Choice* choices(const Worker& worker) { return choices_.at(worker.index * reserved_streams_ * chosen_); }
+  Choice* choices(const Worker& worker) { return choices_.at(worker.index * reserved_.streams * chosen_); }
 
   const Model model_;
   ThreadTuner tuner_;
@@ -104,7 +109,7 @@ class Step {
   const Stream* streams_ = nullptr;
   float *logits_ = nullptr, *trace_ = nullptr;
   int64_t count_ = 0;
-  int64_t reserved_streams_ = 0, reserved_threads_ = 0, reserved_slots_ = 0;
+  Room reserved_;
 
   DecodeAttention attention_;
   std::vector<State> states_;

@@ -18,7 +18,7 @@ void Step::mix_tokens(const Worker& worker, const Layer& layer) {
   worker.barrier();
   if (attends(layer)) {
     attention_.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
-      prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_streams_ + stream]);
+      prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_.streams + stream]);
     });
     prefetch(layer.out, worker.partition(model_.hidden_size, kRows));
   }

@@ -74,7 +74,7 @@ void Step::multiply_up(const Worker& worker, const Layer& layer) {
 void Step::norm_inner(const Worker& worker, const Layer& layer, Range columns) {
   worker.barrier();
   const int64_t size = layer.down.columns;
-  Moments* found = moments_.data() + worker.index * reserved_streams_;
+  Moments* found = moments_.data() + worker.index * reserved_.streams;
   for (int64_t stream = 0; stream < count_; ++stream) {
     found[stream] = moments(layer.inner_norm, activated_.at(stream), size);
   }

@@ -2,7 +2,9 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -16,12 +18,7 @@ class Pool {
  public:
   void run(int64_t threads, Job job, void* context) {
     std::lock_guard<std::mutex> lock(job_mutex_);
-    while (int64_t(workers_.size()) + 1 < threads) {
-      workers_.push_back(std::make_unique<EventCounter>());
-      std::thread([this, start = workers_.back().get(), index = int64_t(workers_.size())] {
-        work(*start, index);
-      }).detach();
-    }
+    threads = std::min(threads, start_workers(threads - 1) + 1);
     job_ = job, context_ = context, threads_ = threads;
     for (int64_t i = 0; i < threads - 1; ++i) workers_[i]->advance();
     job(context, Worker{0, threads});
@@ -39,6 +36,20 @@ class Pool {
   }
 
  private:
+  // Starts workers until there are so many, or until there is no memory for another one; returns how many there are.
+  int64_t start_workers(int64_t count) {
+    try {
+      while (int64_t(workers_.size()) < count) {
+        auto start = std::make_unique<EventCounter>();
+        workers_.reserve(workers_.size() + 1);
+        std::thread([this, &start = *start, index = int64_t(workers_.size()) + 1] { work(start, index); }).detach();
+        workers_.push_back(std::move(start));
+      }
+    } catch (const std::exception&) {
+    }
+    return int64_t(workers_.size());
+  }
+
   void work(EventCounter& start, int64_t index) {
     for (int32_t before = 0;; ++before) {
       start.wait_past(before);

@@ -31,7 +31,8 @@ class Worker {
 
 using Job = void (*)(void* context, const Worker& worker);
 
-// Runs a job on `threads` threads, including the caller; returns when all have finished.
+// Runs a job on `threads` threads, including the caller, or on those that there are if there is no memory for more;
+// returns when all have finished. A job throws nothing.
 void run_on_threads(int64_t threads, Job job, void* context);
 
 template <class Body>

@@ -1,0 +1,41 @@
+"""Memory that ends in native code: a clear error, and nothing that later steps would read or write out of bounds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from h2o_stream.native import library
+from tests.fixtures import thinned
+
+TESTS = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="nothing to preload"),
+    pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library"),
+]
+
+
+@pytest.mark.parametrize(("model", "rule", "what"), thinned(
+    product(("dense", "experts"), ("h2o", "absolute", "memory"), ("prompt", "batch", "step", "assisted step")),
+    lambda *case: case == ("experts", "h2o", "step"),
+))  # fmt: skip
+def test_every_allocation_may_fail(model: str, rule: str, what: str, tmp_path: Path) -> None:
+    preloaded = tmp_path / "failing_allocations.so"
+    source = TESTS / "failing_allocations.cpp"
+    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", source, "-o", preloaded, "-ldl"], check=True)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.run_failing_allocations", model, rule, what],
+        cwd=TESTS.parent,
+        env=os.environ | {"LD_PRELOAD": str(preloaded), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
