@@ -47,19 +47,20 @@ def packed(kind: MatrixKind, rows: int, columns: int, seed: int) -> Matrix:
 
 
 @functools.cache
-def described(name: str, kind: MatrixKind, inner: int, hidden: int) -> Description:
-    """A model with 6 packed experts, of which each token goes through 3."""
+def described(name: str, kind: MatrixKind, inner: int, hidden: int, count: int = 6) -> Description:
+    """A model with packed experts, of which each token goes through 3."""
     model, settings = MODELS[name]
-    sizes = {**GROUPED, "hidden_size": hidden, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3}
-    description = describe(nudged(tiny(model, **{**sizes, "moe_intermediate_size": inner, **settings})()))
+    sizes = {**GROUPED, "hidden_size": hidden, "moe_intermediate_size": inner, "num_experts_per_tok": 3}
+    counts = {"num_experts": count, "num_local_experts": count}
+    description = describe(nudged(tiny(model, **{**sizes, **counts, **settings})()))
     layers = [*description.layers]
     for number, layer in enumerate(layers):
         if isinstance(layer.mlp, Experts):
             experts = replace(
                 layer.mlp,
-                gate=packed(kind, 6 * inner, hidden, number),
-                up=packed(kind, 6 * inner, hidden, number + 10),
-                down=packed(kind, 6 * hidden, inner, number + 20),
+                gate=packed(kind, count * inner, hidden, number),
+                up=packed(kind, count * inner, hidden, number + 10),
+                down=packed(kind, count * hidden, inner, number + 20),
                 stride=inner,
             )
             layers[number] = replace(layer, mlp=experts)
@@ -77,9 +78,10 @@ def with_arrays(value: Any) -> Any:
     return value
 
 
-def served(description: Description, threads: int = 1) -> ServedRuntime:
-    model = RuntimeModel(with_arrays(description), (), "x", str, 128, 128, [None] * len(description.layers), None)
-    served = model.serve(CacheConfig("recent", window=64))
+def served(description: Description, threads: int = 1, window: int = 64) -> ServedRuntime:
+    longest, layers = 2 * window, len(description.layers)
+    model = RuntimeModel(with_arrays(description), (), "x", str, longest, longest, [None] * layers, None)
+    served = model.serve(CacheConfig("recent", window=window))
     served.stepper._most_threads = threads
     return served
 
@@ -112,6 +114,16 @@ def test_results_do_not_depend_on_the_number_of_threads(name: str, inner: int, m
     for threads in (1, 2, 3, 5):
         monkeypatch.setattr(stepper, "num_threads", lambda threads=threads: threads)
         results.append(fed(served(description, threads), parts))
+    assert all(numpy.array_equal(result, results[0]) for result in results)
+
+
+def test_many_experts_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take whole experts, and there is no room for the tokens of all experts at a time."""
+    description, tokens, results = described("softmax", MatrixKind.INT8, 32, 64, 48), TOKENS * 15, []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(stepper, "num_threads", lambda threads=threads: threads)
+        results.append(served(description, threads, 640).forward(tokens))
+    assert relative_error(torch.from_numpy(results[0]), interpret(description, tokens)[-1]) < 5e-3
     assert all(numpy.array_equal(result, results[0]) for result in results)
 
 

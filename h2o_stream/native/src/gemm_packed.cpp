@@ -108,22 +108,23 @@ void unpack_block(const uint8_t* block, int64_t groups, int64_t first, WeightGro
   }
 }
 
-template <int64_t kind>
+// Adds the products with the first `tokens` vectors of a block.
+template <int64_t kind, int64_t tokens>
 void add_products(const WeightGroup<kind>* weights, const VectorGroup* vectors, int64_t groups, Sums& total) {
   using Group = WeightGroup<kind>;
-  Sums sums;
+  Floats sums[tokens][kRegisters];
   std::memcpy(&sums, &total, sizeof sums);
   for (int64_t g = 0; g < groups; ++g) {
     const Group& group = weights[g];
     const VectorGroup& vector = vectors[g];
 #pragma GCC unroll 2
     for (int64_t i = 0; i < Group::kScales; ++i) {
-      simd::Ints dots[kTokens][kRegisters] = {};
+      simd::Ints dots[tokens][kRegisters] = {};
       constexpr int64_t kPairsPerScale = kPairs / Group::kScales;
 #pragma GCC unroll 16
       for (int64_t pair = i * kPairsPerScale; pair < (i + 1) * kPairsPerScale; ++pair) {
 #pragma GCC unroll 12
-        for (int64_t t = 0; t < kTokens; ++t) {
+        for (int64_t t = 0; t < tokens; ++t) {
 #pragma GCC unroll 4
           for (int64_t r = 0; r < kRegisters; ++r) {
             dots[t][r] = dot::multiply_add(dots[t][r], group.codes[pair][r], &vector.pairs[pair][t]);
@@ -131,7 +132,7 @@ void add_products(const WeightGroup<kind>* weights, const VectorGroup* vectors, 
         }
       }
 #pragma GCC unroll 12
-      for (int64_t t = 0; t < kTokens; ++t) {
+      for (int64_t t = 0; t < tokens; ++t) {
 #pragma GCC unroll 4
         for (int64_t r = 0; r < kRegisters; ++r) {
           sums[t][r] += __builtin_convertvector(dots[t][r], Floats) * (group.scales[i][r] * vector.scales[t]);
@@ -140,7 +141,7 @@ void add_products(const WeightGroup<kind>* weights, const VectorGroup* vectors, 
     }
     if constexpr (Group::kHasOffsets) {
 #pragma GCC unroll 12
-      for (int64_t t = 0; t < kTokens; ++t) {
+      for (int64_t t = 0; t < tokens; ++t) {
 #pragma GCC unroll 4
         for (int64_t r = 0; r < kRegisters; ++r) {
 #pragma GCC unroll 2
@@ -192,7 +193,9 @@ void multiply_rows(const Product& product, int64_t row, Range blocks, WeightGrou
     const int64_t groups = std::min(kMaxGroups, product.groups() - first);
     unpack<kind>(product.matrix, row, first, groups, weights);
     for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-      add_products<kind>(weights, product.block(block) + first, groups, sums[block - blocks.begin]);
+      const bool half = product.count - block * kTokens <= kTokens / 2;
+      const auto add = half ? add_products<kind, kTokens / 2> : add_products<kind, kTokens>;
+      add(weights, product.block(block) + first, groups, sums[block - blocks.begin]);
     }
   }
   for (int64_t block = blocks.begin; block < blocks.end; ++block) {

@@ -120,16 +120,18 @@ void run_token(const Head& head) {
     for (int64_t i = 0; i < values; ++i) {
       float* state = head.state + (first + i) * size;
       const float input = head.learn[0] * head.value[first + i];
+      Floats sum{};
       const auto add = [&](auto is_whole, int64_t column) {
         constexpr bool kWhole = decltype(is_whole)::value;
         const int64_t rest = size - column;
         const Floats added = input * load<kWhole>(head.key + column, rest);
         const Floats row = head.keep[0] * load<kWhole>(state + column, rest) + added;
         store<kWhole>(row, rest, state + column);
-        sums[i] += row * load<kWhole>(head.query + column, rest);
+        sum += row * load<kWhole>(head.query + column, rest);
       };
       for (int64_t column = 0; column < whole; column += kWidth) add(std::true_type(), column);
       if (whole < size) add(std::false_type(), whole);
+      sums[i] = sum;
     }
     float read[kWidth];
     simd::store(simd::sums_of_rows(sums), read);

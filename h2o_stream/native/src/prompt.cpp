@@ -55,9 +55,8 @@ void Prompt::reserve() {
     mixer_scratch_size_ = std::max(mixer_scratch_size_, scratch_size(layer.mixer, block));
     mixed_.reserve(count_ * layer.mixer.out.columns);
     mixed_delta_.reserve(attends(layer) && has_mixer(layer) ? block * hidden : 0);
-    inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size, layer.embedding_gate.rows,
-                       layer.laurel.left.rows});
-    gate_inner_ = std::max({gate_inner_, inner_, 2 * layer.experts.inner_size});
+    inner_ = std::max({inner_, layer.down.columns, layer.embedding_gate.rows, layer.laurel.left.rows});
+    expert_inner_ = std::max(expert_inner_, layer.experts.inner_size);
     if (layer.experts.output_norm.kind != kNoNorm) expert_sums_.reserve(block * hidden);
     for (int64_t i = 0; i < layer.latent_count; ++i) latent_ = std::max(latent_, layer.latent[i].matrix.columns);
     if (layer.gate_kind != kNoGate) gate_width_ = std::max(gate_width_, shape.query_heads * layer.gate_size);
@@ -74,21 +73,24 @@ void Prompt::reserve() {
   qkv_.reserve(block * qkv_size_);
   attention_delta_.reserve(block * hidden);
   mlp_delta_.reserve(block * hidden);
-  gate_.reserve(block * gate_inner_);
+  const int64_t expert_rows = std::min(block * chosen_, kExpertRows);
+  gate_.reserve(std::max(block * inner_, expert_rows * 2 * expert_inner_));
   latents_.reserve(block * latent_);
   gates_.reserve(count_ * gate_width_);
   layer_embeddings_.reserve(count_ * model_.layer_embedding.columns);
   layer_projections_.reserve(layer_embeddings_.size());
-  up_.reserve(block * inner_);
+  up_.reserve(std::max(block * inner_, expert_rows * expert_inner_));
   scratch_.reserve(threads_ * hidden);
   mixer_scratch_.reserve(threads_ * mixer_scratch_size_);
   normed_.reserve(block * hidden);
-  gathered_.reserve(experts_ ? block * hidden : 0);
+  gathered_.reserve(expert_rows * hidden);
   expert_delta_.reserve(gathered_.size());
   router_logits_.reserve(block * experts_);
   scores_.reserve(threads_ * 2 * experts_);
   choices_.reserve(block * chosen_);
+  rows_.reserve(choices_.size());
   tokens_by_expert_.resize(experts_);
+  first_rows_.resize(experts_);
   angles_.resize(threads_);
   for (Angles& angles : angles_) angles.reserve(model_);
 }

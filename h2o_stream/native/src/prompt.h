@@ -1,8 +1,8 @@
 // Several new tokens of each stream, from token ids to logits.
 //
 // The layers follow one another: queries, keys and values of all tokens, attention and eviction (prefill.h), then the
-// rest of the layer. Every matrix is read once for a block of tokens. Experts follow one another, each with the tokens
-// of a block that go through it.
+// rest of the layer. Every matrix is read once for a block of tokens. Experts get the tokens of a block that go through
+// them; threads take whole ones, or if there are few some rows of each.
 
 #pragma once
 
@@ -55,8 +55,10 @@ class Prompt {
   void feed_mlp(const Layer& layer, int64_t size);
   void feed_experts(const Layer& layer, int64_t first, int64_t size);
   void feed_experts_beside(const Layer& layer, int64_t first, int64_t size);
-  void feed_expert(const Layer& layer, const Expert& expert, int64_t count);
-  void add_experts(const Layer& layer, float* sums);
+  void add_experts(const Layer& layer, int64_t size, float* sums);
+  void run_experts(const Layer& layer, Range experts, int64_t used);
+  void feed_expert(const Layer& layer, int64_t index, int64_t threads);
+  void add_outputs(const Experts& experts, Range added, int64_t size, float* sums);
   void group_by_expert(const Experts& experts, int64_t size);
   void add_embedding(const Layer& layer, int64_t first, int64_t size);
   void output(float* logits);
@@ -78,7 +80,11 @@ class Prompt {
   // Calls `body(index, worker)` for every token of a block.
   template <class Body>
   void for_each_token(int64_t size, Body body) const {
-    parallel(std::min(threads_, size), [&](const Worker& worker) {
+    for_each_token(size, threads_, body);
+  }
+  template <class Body>
+  static void for_each_token(int64_t size, int64_t threads, Body body) {
+    parallel(std::min(threads, size), [&](const Worker& worker) {
       const Range tokens = worker.partition(size);
       for (int64_t i = tokens.begin; i < tokens.end; ++i) body(i, worker);
     });
@@ -86,6 +92,9 @@ class Prompt {
 
   // Tokens that go through the MLP or a projection at a time, so that activations do not grow with the prompt.
   static constexpr int64_t kBlock = 512;
+
+  // Tokens of experts at a time, at least those of a block; and experts a thread of which each takes whole ones.
+  static constexpr int64_t kExpertRows = 2 * kBlock, kMinExpertsPerThread = 8;
 
   const Model& model_;
   const Stream* streams_;
@@ -103,8 +112,8 @@ class Prompt {
   int64_t groups_, qkv_size_ = 0, inner_ = 0;   // groups of all layers; maxima over layers
   int64_t latent_ = 0, gate_width_ = 0;         // the same
   int64_t mixer_scratch_size_ = 0;              // the same
-  int64_t gate_inner_ = 0;                      // the same, with what experts have beside gates
   int64_t experts_ = 0, chosen_ = 0;            // the same
+  int64_t expert_inner_ = 0;                    // the same
 
   Buffer<float> x_;                                                       // the residual stream [tokens][hidden_size]
   Buffer<float> query_, attended_;                                        // [tokens][heads][size]
@@ -120,9 +129,11 @@ class Prompt {
   Buffer<float> mixed_;                                                   // [tokens][columns of the mixer's output]
   Buffer<float> mixed_delta_;                                             // of a block
   Buffer<float> scratch_, mixer_scratch_;                                 // [threads][size]
-  Buffer<float> gathered_, expert_delta_;                                 // [tokens of an expert][hidden_size]
+  Buffer<float> gathered_, expert_delta_;                                 // [tokens of some experts][hidden_size]
   Buffer<float> router_logits_, scores_;                                  // [tokens][experts], [threads][2][experts]
   Buffer<Choice> choices_;                                                // [tokens][chosen]
+  Buffer<int64_t> rows_;                                                  // [tokens][chosen]: in `expert_delta_`
   std::vector<std::vector<int64_t>> tokens_by_expert_;                    // places in `choices_`
+  std::vector<int64_t> first_rows_;                                       // of experts, in `expert_delta_`
   std::vector<Angles> angles_;                                            // [threads]
 };

@@ -1,6 +1,8 @@
 // What follows the attention in a layer of a prompt.
 
 #include <algorithm>
+#include <atomic>
+#include <new>
 
 #include "activation.h"
 #include "altup.h"
@@ -37,7 +39,7 @@ void Prompt::feed_mlp(const Layer& layer, int64_t size) {
 void Prompt::feed_experts(const Layer& layer, int64_t first, int64_t size) {
   if (layer.experts.output_norm.kind != kNoNorm) return feed_experts_beside(layer, first, size);
   group_by_expert(layer.experts, size);
-  add_experts(layer, mlp_delta_.data());
+  add_experts(layer, size, mlp_delta_.data());
 }
 
 // The same for experts beside the MLP.
@@ -53,7 +55,7 @@ void Prompt::feed_experts_beside(const Layer& layer, int64_t first, int64_t size
   group_by_expert(experts, size);
   norm_with(experts.input_norm);
   std::fill_n(expert_sums_.data(), size * hidden, 0.f);
-  add_experts(layer, expert_sums_.data());
+  add_experts(layer, size, expert_sums_.data());
   for_each_token(size, [&](int64_t i, const Worker& worker) {
     float* delta = mlp_delta_.at(i * hidden);
     apply_norm(experts.mlp_norm, delta, hidden, delta);
@@ -61,43 +63,77 @@ void Prompt::feed_experts_beside(const Layer& layer, int64_t first, int64_t size
   });
 }
 
-// Adds the outputs of the experts that the tokens of a block were grouped by, which are in `normed_`.
-void Prompt::add_experts(const Layer& layer, float* sums) {
-  const Experts& experts = layer.experts;
-  const int64_t hidden = model_.hidden_size;
-  for (int64_t index = 0; index < experts.router.rows; ++index) {
-    const std::vector<int64_t>& choices = tokens_by_expert_[index];
-    const int64_t count = int64_t(choices.size());
-    if (!count) continue;
-    const Expert expert(experts, index, hidden);
-    for_each_token(count, [&](int64_t i, const Worker&) {
-      float* x = gathered_.at(i * hidden);
-      std::copy_n(normed_.at(choices[i] / experts.chosen * hidden), hidden, x);
-      if (experts.weighs_inputs) ::scale(choices_[choices[i]].weight, hidden, x);
-    });
-    feed_expert(layer, expert, count);
-    for_each_token(count, [&](int64_t i, const Worker&) {
-      float* delta = sums + choices[i] / experts.chosen * hidden;
-      const float *output = expert_delta_.at(i * hidden), weight = choices_[choices[i]].weight;
-      const float factor = experts.weighs_inputs ? 1 : weight;
-      for (int64_t k = 0; k < hidden; ++k) delta[k] += factor * output[k];
-    });
+// Adds the outputs of the experts that the tokens of a block were grouped by, which are in `normed_`: of as many experts at
+// a time as have room for their tokens.
+void Prompt::add_experts(const Layer& layer, int64_t size, float* sums) {
+  const int64_t all = layer.experts.router.rows;
+  for (Range experts{0, 0}; experts.begin < all; experts.begin = experts.end) {
+    int64_t rows = 0, used = 0;
+    for (; experts.end < all; ++experts.end) {
+      const int64_t count = int64_t(tokens_by_expert_[experts.end].size());
+      if (rows + count > kExpertRows) break;
+      first_rows_[experts.end] = rows, rows += count, used += count > 0;
+    }
+    run_experts(layer, experts, used);
+    add_outputs(layer.experts, experts, size, sums);
   }
 }
 
-// Takes the gathered tokens through an expert.
-void Prompt::feed_expert(const Layer& layer, const Expert& expert, int64_t count) {
-  const int64_t inner = layer.experts.inner_size, layout = layer.experts.gate_layout;
+// Takes their tokens through `used` of some experts. Of many experts each thread takes whole ones, of few some rows of each.
+void Prompt::run_experts(const Layer& layer, Range experts, int64_t used) {
+  if (used < kMinExpertsPerThread * threads_) {
+    for (int64_t index = experts.begin; index < experts.end; ++index) feed_expert(layer, index, threads_);
+    return;
+  }
+  std::atomic<int64_t> next{experts.begin};
+  std::atomic<bool> failed{false};
+  parallel(threads_, [&](const Worker&) {
+    try {
+      for (int64_t index; (index = next++) < experts.end;) feed_expert(layer, index, 1);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+  });
+  if (failed) throw std::bad_alloc();
+}
+
+// Takes its tokens through an expert.
+void Prompt::feed_expert(const Layer& layer, int64_t index, int64_t threads) {
+  const Experts& experts = layer.experts;
+  const std::vector<int64_t>& choices = tokens_by_expert_[index];
+  const int64_t hidden = model_.hidden_size, inner = experts.inner_size, layout = experts.gate_layout;
+  const int64_t count = int64_t(choices.size()), row = first_rows_[index];
+  if (!count) return;
+  const Expert expert(experts, index, hidden);
   const bool gated = expert.gate.weights;
-  if (gated) multiply(expert.gate, gathered_.data(), count, gate_.data(), expert.gate.rows, in_bfloat16_, threads_);
-  if (layout == kApart) multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16_, threads_);
-  for_each_token(count, [&](int64_t i, const Worker&) {
-    const float* gate = gate_.at(i * expert.gate.rows);
-    float* up = up_.at(i * inner);
+  float *inputs = gathered_.at(row * hidden), *gates = gate_.at(row * 2 * inner), *ups = up_.at(row * inner);
+  for_each_token(count, threads, [&](int64_t i, const Worker&) {
+    float* x = inputs + i * hidden;
+    std::copy_n(normed_.at(choices[i] / experts.chosen * hidden), hidden, x);
+    if (experts.weighs_inputs) ::scale(choices_[choices[i]].weight, hidden, x);
+    rows_[choices[i]] = row + i;
+  });
+  if (gated) multiply(expert.gate, inputs, count, gates, expert.gate.rows, in_bfloat16_, threads);
+  if (layout == kApart) multiply(expert.up, inputs, count, ups, inner, in_bfloat16_, threads);
+  for_each_token(count, threads, [&](int64_t i, const Worker&) {
+    float *gate = gates + i * expert.gate.rows, *up = ups + i * inner;
     if (layout == kInTurns) return activate_in_turns(layer, gate, {0, inner}, up);
     activate(layer, gated ? gate : nullptr, layout == kHalves ? gate + inner : up, {0, inner}, up);
   });
-  multiply(expert.down, up_.data(), count, expert_delta_.data(), model_.hidden_size, in_bfloat16_, threads_);
+  multiply(expert.down, ups, count, expert_delta_.at(row * hidden), hidden, in_bfloat16_, threads);
+}
+
+// Adds the outputs of some experts to the sums of a block of tokens, in the order of the experts.
+void Prompt::add_outputs(const Experts& experts, Range added, int64_t size, float* sums) {
+  const int64_t hidden = model_.hidden_size;
+  for_each_token(size, threads_, [&](int64_t i, const Worker&) {
+    for (int64_t choice = i * experts.chosen; choice < (i + 1) * experts.chosen; ++choice) {
+      const auto [expert, weight] = choices_[choice];
+      if (expert < added.begin || expert >= added.end) continue;
+      const float *output = expert_delta_.at(rows_[choice] * hidden), factor = experts.weighs_inputs ? 1 : weight;
+      for (int64_t k = 0; k < hidden; ++k) sums[i * hidden + k] += factor * output[k];
+    }
+  });
 }
 
 // Chooses experts for a block of tokens.
