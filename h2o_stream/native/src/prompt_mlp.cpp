@@ -63,8 +63,8 @@ void Prompt::feed_experts_beside(const Layer& layer, int64_t first, int64_t size
   });
 }
 
-// Adds the outputs of the experts that the tokens of a block were grouped by, which are in `normed_`: of as many experts at
-// a time as have room for their tokens.
+// Adds the outputs of the experts that the tokens of a block were grouped by, which are in `normed_`: of as many experts
+// at a time as have room for their tokens.
 void Prompt::add_experts(const Layer& layer, int64_t size, float* sums) {
   const int64_t all = layer.experts.router.rows;
   for (Range experts{0, 0}; experts.begin < all; experts.begin = experts.end) {
@@ -79,7 +79,8 @@ void Prompt::add_experts(const Layer& layer, int64_t size, float* sums) {
   }
 }
 
-// Takes their tokens through `used` of some experts. Of many experts each thread takes whole ones, of few some rows of each.
+// Takes their tokens through `used` of some experts. Of many experts each thread takes whole ones, of few some rows of
+// each.
 void Prompt::run_experts(const Layer& layer, Range experts, int64_t used) {
   if (used < kMinExpertsPerThread * threads_) {
     for (int64_t index = experts.begin; index < experts.end; ++index) feed_expert(layer, index, threads_);
