@@ -1,8 +1,11 @@
 """What pytest imports first. The process that only distributes tests to others starts them without importing torch."""
 
+import gc
+
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no":
+        gc.disable()  # it would look at all that is imported and collected again and again
         config.pluginmanager.import_plugin("tests.fixtures")

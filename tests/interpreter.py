@@ -153,7 +153,7 @@ def apply_expert(experts: Experts, index: int, x: Tensor) -> Tensor:
         return apply_mlp(experts.expert(index), x)
     both, down = (part_of(matrix, index, experts.count) for matrix in (experts.gate, experts.down))
     y = both(x)
-    gate, up = (y[0::2], y[1::2]) if experts.gate_layout == abi.GateLayout.IN_TURNS else y.chunk(2)
+    gate, up = (y[:, 0::2], y[:, 1::2]) if experts.gate_layout == abi.GateLayout.IN_TURNS else y.chunk(2, 1)
     return down(gated(experts.activation, experts.parameters, gate, up))
 
 
@@ -169,11 +169,12 @@ def apply_experts(experts: Experts, x: Tensor) -> Tensor:
     y, weighed = torch.zeros_like(x), experts.router.weighs_inputs
     read = apply_norm(experts.beside.router, x) if experts.beside else x
     x = apply_norm(experts.beside.inputs, x) if experts.beside else x
-    for token, weights in enumerate(weights_of(experts.router, row) for row in read):
-        for expert in weights.nonzero().flatten().tolist():
-            weight = weights[expert]
-            outputs = apply_expert(experts, expert, x[token] * (weight if weighed else 1.0))
-            y[token] += outputs * (1.0 if weighed else weight)
+    weights = torch.stack([weights_of(experts.router, row) for row in read])
+    for expert in weights.any(0).nonzero().flatten().tolist():
+        tokens = weights[:, expert].nonzero().flatten()
+        weight = weights[tokens, expert, None]
+        outputs = apply_expert(experts, expert, x[tokens] * (weight if weighed else 1.0))
+        y[tokens] += outputs * (1.0 if weighed else weight)
     if experts.beside:
         return apply_norm(experts.beside.output, y)
     if experts.shared:

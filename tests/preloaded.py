@@ -248,6 +248,7 @@ def _warm_up() -> None:
 
 
 def _main(listening: socket.socket) -> None:
+    gc.disable()
     _warm_up()
     deadline = time.monotonic() + 10
     while _threads() > 1:  # a fork has only one thread; the loading threads are about to exit
@@ -256,6 +257,7 @@ def _main(listening: socket.socket) -> None:
     commands = entry_points(group="console_scripts")
     gc.collect()
     gc.freeze()
+    gc.enable()
     command, *arguments = _serve(listening)
     sys.modules["__main__"].__package__ = None  # behave like a script, not like ``python -m tests.preloaded``
     try:

@@ -192,7 +192,7 @@ class TestSessions:
         assert done.exit_code == code
         assert words in done.stderr
 
-    @pytest.mark.parametrize("turns", with_exhaustive([8], [20]))
+    @pytest.mark.parametrize("turns", with_exhaustive([6], [20]))
     def test_killed_at_any_moment_it_continues_exactly(self, tiny_folder: Path, tmp_path: Path, turns: int) -> None:
         """SIGKILL at random moments of a scripted session until it is complete."""
         talk = [f"question {number} " + "word " * 30 for number in range(turns)]

@@ -184,7 +184,8 @@ class TestStream:
         assert asked == {"all": [0, 0, 1, 1, 2, 2], "three": [0, 0, 1], "loop": [0, 0, 1, 1, 2, 2, 0, 0]}
 
     def test_full_continues_beyond_its_context_or_ends_there(self, tiny_folder: Path, questions: Path) -> None:
-        base = ["-m", tiny_folder, "--questions", questions, "-n", "90", "--policy", "full", "--jsonl", "-"]
+        base = ["-m", tiny_folder, "--questions", questions, "-n", "90", "--temp", "0", "--policy", "full"]
+        base += ["--jsonl", "-"]
         goes_on = invoke("h2o-stream", *base, "--turns", "4")
         turns = records(goes_on.stdout)[1:-1]
         assert [turn["beyond_context"] for turn in turns][-1]

@@ -57,7 +57,7 @@ def test_matrix(number: int, policy: str, cells: list[tuple[int, int]]) -> None:
 def test_the_docs_say_what_the_matrix_says() -> None:
     """Written by ``make family-table``; `test_matrix` proves that nothing is missing.
 
-    `make test` proves every cell of two families, or one way of one of them for policies from the literature. Of a
+    `make test` proves every cell of one of two families, or one way of it for policies from the literature. Of a
     fifth of the others it proves one of the four ways of `h2o`, and `make test-all` proves the rest.
     """
     assert summary(lambda number, policy: len(CELLS)) in Path("docs/families.md").read_text(encoding="utf-8")

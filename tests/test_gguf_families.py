@@ -32,7 +32,7 @@ from h2o_stream.runtime.heads import attention_to_copy
 from h2o_stream.runtime.loading import ModelFile
 from h2o_stream.runtime.model import RuntimeModel
 from tests.families import tiny
-from tests.fixtures import thinned
+from tests.fixtures import thinned, with_exhaustive
 from tests.gguf_files import write_model
 from tests.test_gguf_names import BASE, NORM, PARTIAL, THETA
 from tests.test_runtime import MODELS, keep_all
@@ -371,7 +371,7 @@ def served_logits(path: Path, positions: Positions | None = None) -> numpy.ndarr
     return numpy.stack([served.forward(TEXT[:PROMPT]), *(served.forward([token]) for token in TEXT[PROMPT:])])
 
 
-@each_family
+@pytest.mark.parametrize("name", with_exhaustive([*CASES][::2], [*CASES][1::2]))
 def test_as_transformers_reads_them(name: str, write: Callable[..., Path]) -> None:
     loaded = load(ModelConfig(str(write(name, None)), dtype="float32"))
     assert difference_of(logits_of(loaded.model), logits_of(CASES[name].make())) < 1e-4

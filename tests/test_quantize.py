@@ -15,6 +15,7 @@ from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.quantize import decode, encode, fit, spread
 from h2o_stream.cache.quantized_store import QuantizedStore
+from h2o_stream.engine.served import serve
 from h2o_stream.models.load import LoadedModel
 from tests.fixtures import make_llama, with_exhaustive
 from tests.slots import attend
@@ -196,11 +197,10 @@ class TestCache:
         with attach(model, CacheConfig(window=16, kv_bits=2)), pytest.raises(ConfigError, match="heads of size 6"):
             model(torch.randint(3, 64, (1, 8)))
 
-    @torch.no_grad()
     @pytest.mark.parametrize("bits", with_exhaustive([4, 2], [8, 6]))
-    def test_the_real_model_still_knows_its_text(self, embedded: LoadedModel, bits: int) -> None:
+    def test_the_real_model_still_knows_its_text(self, served_embedded: LoadedModel, bits: int) -> None:
         text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is Madrid. " * 3
-        ids = embedded.tokenizer(text + "The capital of France is", return_tensors="pt")["input_ids"]
-        with attach(embedded.model, CacheConfig(window=48, kv_bits=bits)):
-            best = embedded.model(ids).logits[0, -1].argmax()
-        assert embedded.tokenizer.decode(best).strip() == "Paris"
+        ids = served_embedded.tokenizer(text + "The capital of France is")["input_ids"]
+        served = serve(served_embedded.model, CacheConfig(window=48, kv_bits=bits), "auto", print)
+        best = int(served.forward(ids).argmax())
+        assert served_embedded.tokenizer.decode([best]).strip() == "Paris"

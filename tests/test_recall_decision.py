@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from h2o_stream.config import CacheConfig
+from h2o_stream.engine.served import serve
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.recall.decision import decide
 from h2o_stream.recall.index import PassageIndex
@@ -54,9 +56,10 @@ def reader(embeddings: torch.nn.Module) -> Any:
 
 
 @pytest.fixture(scope="module")
-def related(embedded: LoadedModel) -> TermWeights:
+def related(served_embedded: LoadedModel) -> TermWeights:
     """With the embeddings of the embedded model."""
-    return TermWeights(embedded.tokenizer, reader(embedded.model.get_input_embeddings()))
+    served = serve(served_embedded.model, CacheConfig(window=64), "auto", print)
+    return TermWeights(served_embedded.tokenizer, served.read_embeddings)
 
 
 @pytest.fixture

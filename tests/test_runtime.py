@@ -35,6 +35,7 @@ from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.rotations import Rotations, rope_frequencies
 from h2o_stream.runtime.sources import ModelFile
 from tests.families import GROUPED, SLIDING, tiny
+from tests.fixtures import with_exhaustive
 from tests.gguf_files import write_model
 from tests.test_gguf_names import BASE, EIGHT, HEAD, LAYERED, LINEAR, NORM, PARTIAL, QWEN, RMS, THETA, YARN, YARN_KEYS
 
@@ -345,7 +346,7 @@ class TestLoading:
     def test_the_dtype_is_the_one_that_torch_would_take(self, name: str) -> None:
         assert loading._dtype(name) == dtype_name(allowed_dtypes(name)[0])
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("dtype", with_exhaustive(["float32"], ["bfloat16"]))
     def test_the_embedded_model_ships_as_it_is(self, embedded_file: Path, dtype: str) -> None:
         """What is known of it is what is found out about it here."""
         known = read_known(embedded_file, dtype)

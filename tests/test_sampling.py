@@ -111,16 +111,18 @@ class TestSources:
             assert model_sampling(name)["repetition_penalty"] > 1
         assert model_sampling("HuggingFaceTB/SmolLM2-1.7B-Instruct") == {}
 
-    def test_new_settings_keep_the_model_s_defaults(self, embedded: LoadedModel) -> None:
+    def test_new_settings_keep_the_model_s_defaults(self, served_embedded: LoadedModel) -> None:
         defaults = {"repetition_penalty": 1.1}
-        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=64), sampling_defaults=defaults) as engine:
+        with Engine(
+            served_embedded.model, served_embedded.tokenizer, CacheConfig(window=64), sampling_defaults=defaults
+        ) as engine:
             assert engine.sampler.settings["repetition_penalty"] == 1.1
             engine.set_sampling(SamplingConfig(temperature=0.3))
             assert engine.sampler.settings["repetition_penalty"] == 1.1
 
-    def test_the_bench_temperature_is_that_of_the_category(self, embedded: LoadedModel) -> None:
+    def test_the_bench_temperature_is_that_of_the_category(self, served_embedded: LoadedModel) -> None:
         sampling = SamplingConfig(temperature="bench")
-        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=64), sampling) as engine:
+        with Engine(served_embedded.model, served_embedded.tokenizer, CacheConfig(window=64), sampling) as engine:
             seed, used = engine.sampler.seed, {}
             for category in (*BENCH_TEMPERATURES, "of my own"):
                 set_temperature(engine, sampling, Question(1, category, ("Hi",)))
@@ -128,8 +130,8 @@ class TestSources:
             assert used == {**BENCH_TEMPERATURES, "of my own": DEFAULT_TEMPERATURE}
             assert engine.sampler.seed == seed
 
-    def test_without_bench_nothing_changes(self, embedded: LoadedModel) -> None:
-        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=64)) as engine:
+    def test_without_bench_nothing_changes(self, served_embedded: LoadedModel) -> None:
+        with Engine(served_embedded.model, served_embedded.tokenizer, CacheConfig(window=64)) as engine:
             sampler = engine.sampler
             set_temperature(engine, engine.sampling, Question(1, "math", ("Hi",)))
             assert engine.sampler is sampler
