@@ -157,6 +157,9 @@ class TestCommand:
         ]  # fmt: skip
         assert all(record["documents"] == 3 and 0 <= record["acc"] <= 1 for record in found)
         assert "| full | all |" in (tmp_path / "out" / "tasks.md").read_text()
+        compiled = folder / "__pycache__" / "functions.pyc"
+        compiled.parent.mkdir()
+        compiled.write_bytes(b"written by the first run")
         again = invoke("h2o-compare", *base, "--jsonl", "-", "-q")
         assert records(again.stdout)[1:] == found
         assert len(list((tmp_path / "out" / "parts").iterdir())) == 4, "answers are reused"
