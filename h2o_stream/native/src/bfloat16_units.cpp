@@ -5,8 +5,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
-
 #define H2O_AMX_TARGET [[gnu::target("amx-tile,amx-bf16")]]
 
 namespace bfloat16_units {

@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 
 #if defined(H2O_AVX512) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
@@ -37,6 +39,21 @@ class InUse {
 // Only the first `rows` rows of C are needed, and those after them may be left as they are.
 void multiply(const simd::BFloat16* a, int64_t a_next, const simd::BFloat16* b, int64_t b_next, int64_t steps,
               int64_t rows, float* c, int64_t stride);
+
+// Adds rows and columns of a block [kBlock][kBlock] of C to the output, which begins with the bias, if there is one.
+inline void add_block(const float* block, bool begins, const float* bias, int64_t rows, int64_t columns, float* out,
+                      int64_t stride) {
+  float first[kBlock] = {};
+  if (bias) std::copy_n(bias, columns, first);
+  for (int64_t row = 0; row < rows; ++row, block += kBlock, out += stride) {
+    const float* before = begins ? first : out;
+    if (columns == kBlock) {
+      for (int64_t i = 0; i < kBlock; ++i) out[i] = block[i] + before[i];
+    } else {
+      for (int64_t i = 0; i < columns; ++i) out[i] = block[i] + before[i];
+    }
+  }
+}
 
 // A register of numbers as bfloat16, rounded to nearest, ties to even.
 H2O_BFLOAT16_TARGET inline simd::Halves round(simd::Floats numbers) {

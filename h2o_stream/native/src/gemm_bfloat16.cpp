@@ -91,23 +91,6 @@ void unpack(const Matrix& matrix, int64_t row, int64_t first, int64_t groups, BF
   }
 }
 
-// Adds the products of 32 tokens with 32 rows to the output, or starts with the bias.
-void add_products(const Product& product, int64_t token, int64_t row, bool start, const float* products) {
-  const int64_t rows = std::min(product.matrix.rows - row, units::kBlock);
-  const int64_t tokens = std::min(product.count - token, units::kBlock);
-  float bias[units::kBlock] = {};
-  if (product.matrix.bias) std::copy_n(product.matrix.bias + row, rows, bias);
-  for (int64_t t = 0; t < tokens; ++t) {
-    float* to = product.out + (token + t) * product.stride + row;
-    const float *from = products + t * units::kBlock, *before = start ? bias : to;
-    if (rows == units::kBlock) {
-      for (int64_t i = 0; i < units::kBlock; ++i) to[i] = from[i] + before[i];
-    } else {
-      for (int64_t i = 0; i < rows; ++i) to[i] = from[i] + before[i];
-    }
-  }
-}
-
 template <int64_t kind>
 H2O_BFLOAT16_TARGET void multiply_rows(const Product& product, Range rows, BFloat16* weights) {
   const units::InUse in_use;
@@ -116,12 +99,15 @@ H2O_BFLOAT16_TARGET void multiply_rows(const Product& product, Range rows, BFloa
   for (int64_t first = 0; first < all_groups; first += kMaxGroups) {
     const int64_t groups = std::min(kMaxGroups, all_groups - first);
     for (int64_t row = rows.begin; row < rows.end; row += units::kBlock) {
+      const int64_t rows_in_block = std::min(product.matrix.rows - row, units::kBlock);
+      const float* bias = product.matrix.bias ? product.matrix.bias + row : nullptr;
       unpack<kind>(product.matrix, row, first, groups, weights);
       for (int64_t token = 0; token < product.count; token += units::kBlock) {
         const BFloat16* vectors = product.vectors + (token * all_groups + first * units::kSize) * kGroup;
         units::multiply(vectors, all_groups * units::kTile, weights, groups * units::kTile, groups,
                         product.count - token, products, units::kBlock);
-        add_products(product, token, row, first == 0, products);
+        units::add_block(products, first == 0, bias, std::min(product.count - token, units::kBlock), rows_in_block,
+                         product.out + token * product.stride + row, product.stride);
       }
     }
   }

@@ -90,19 +90,6 @@ H2O_BFLOAT16_TARGET void load_tiles(const Matrix& matrix, int64_t row, int64_t f
   }
 }
 
-// Adds the products of 32 vectors with 32 rows to the output, or starts with the bias.
-void add_products(const Matrix& matrix, int64_t row, int64_t tokens, bool start, const float* products, float* out,
-                  int64_t stride) {
-  const int64_t rows = std::min(matrix.rows - row, units::kBlock);
-  float bias[units::kBlock] = {};
-  if (matrix.bias) std::copy_n(matrix.bias + row, rows, bias);
-  for (int64_t t = 0; t < tokens; ++t) {
-    float* to = out + t * stride + row;
-    const float *from = products + t * units::kBlock, *before = start ? bias : to;
-    for (int64_t i = 0; i < rows; ++i) to[i] = from[i] + before[i];
-  }
-}
-
 H2O_BFLOAT16_TARGET void multiply_rows(const Matrix& matrix, const BFloat16* vectors, int64_t count, Range rows,
                                   BFloat16* weights, float* out, int64_t stride) {
   const units::InUse in_use;
@@ -111,6 +98,8 @@ H2O_BFLOAT16_TARGET void multiply_rows(const Matrix& matrix, const BFloat16* vec
   for (int64_t first = 0; first < all; first += kSteps) {
     const int64_t steps = std::min(kSteps, all - first);
     for (int64_t row = rows.begin; row < rows.end; row += units::kBlock) {
+      const int64_t rows_in_block = std::min(matrix.rows - row, units::kBlock);
+      const float* bias = matrix.bias ? matrix.bias + row : nullptr;
       for (int64_t half = 0; half < 2; ++half) {
         load_tiles(matrix, row + half * units::kSize, first * units::kDepth, steps,
                    weights + half * steps * units::kTile);
@@ -118,8 +107,8 @@ H2O_BFLOAT16_TARGET void multiply_rows(const Matrix& matrix, const BFloat16* vec
       for (int64_t token = 0; token < count; token += units::kBlock) {
         units::multiply(vectors + (token * all + first * units::kSize) * units::kDepth, all * units::kTile, weights,
                         steps * units::kTile, steps, count - token, products, units::kBlock);
-        add_products(matrix, row, std::min(units::kBlock, count - token), first == 0, products, out + token * stride,
-                     stride);
+        units::add_block(products, first == 0, bias, std::min(units::kBlock, count - token), rows_in_block,
+                         out + token * stride + row, stride);
       }
     }
   }
