@@ -20,8 +20,11 @@ from transformers import PreTrainedModel
 
 from h2o_stream.attachment import retrieval_heads
 from h2o_stream.attachment.support import layer_specs
+from h2o_stream.compare.speed.engines import weight_bytes
+from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import CacheConfig, ModelConfig, Positions
 from h2o_stream.models import gguf_export
+from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.load import load
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
@@ -513,6 +516,19 @@ def test_layers_that_only_guess_take_no_memory(write: Callable[..., Path]) -> No
         dense.append(GgufWeights(source.file, source.architecture, source.parameters, "float32", print).num_dense)
         last = [tensor.shape for name, tensor in source.file.tensors.items() if name.startswith("blk.3.")]
     assert dense[0] - dense[1] == sum(math.prod(shape) for shape in last if len(shape) > 1)
+
+
+def test_a_step_reads_one_row_of_the_embeddings_of_layers(write: Callable[..., Path]) -> None:
+    """Of the file, and of the packed model."""
+    path = write("Gemma 4")
+    file, model = GgufFile(path), load(ModelConfig(str(path), dtype="float32")).model
+    unread = [table.nbytes - table.nbytes // 64 for name, table in file.tensors.items() if "token_embd" in name]
+    assert len(unread) == 2
+    assert step_bytes(file) == file.nbytes - sum(unread)
+    embeddings = (model.get_input_embeddings(), model.model.embed_tokens_per_layer)
+    tables = [module.tiles.nbytes for module in embeddings]
+    whole = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert weight_bytes(model) == whole - sum(nbytes - nbytes // 64 for nbytes in tables)
 
 
 def test_the_distance_of_longrope(write: Callable[..., Path]) -> None:

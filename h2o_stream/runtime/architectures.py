@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from h2o_stream.native.abi import MAX_VERSIONS, Activation, Scoring
 
 EMBEDDING, OUTPUT, FINAL_NORM = "token_embd", "output", "output_norm"
+LAYER_EMBEDDINGS = "per_layer_token_embd"
 """llama.cpp's names of what is outside of layers, without ``.weight``."""
 
 _LAYER = "model.layers.{layer}."
@@ -117,7 +118,7 @@ _PARAMETERS = ("_bias", ".sinks", ".layer_scalar", ".correct_output_scale", ".sc
 """Ends of names that are of parameters, not of modules."""
 
 _OWN_EMBEDDINGS = {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    LAYER_EMBEDDINGS: "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
     "inp_gate": f"{_LAYER}per_layer_input_gate",

@@ -34,7 +34,7 @@ from h2o_stream.native.experts import BesideMlp, Experts, Router, halves_of
 from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.runtime.altup import layer_altup, layer_laurel, versions_of
-from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
+from h2o_stream.runtime.architectures import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
@@ -101,10 +101,10 @@ class _FileReader:
         return float(rounded(numpy.array([value], numpy.float32), self._dtype)[0])
 
     def _layer_embeddings(self) -> LayerEmbeddings:
-        parameters, weights, name = self._parameters, self._weights, "per_layer_token_embd"
+        parameters, weights = self._parameters, self._weights
         size, hidden = parameters.own_embedding, parameters.hidden_size
         columns = size * parameters.num_layers
-        embedding = weights.matrix(name, None, parameters.vocabulary, columns)
+        embedding = weights.matrix(LAYER_EMBEDDINGS, None, parameters.vocabulary, columns)
         return LayerEmbeddings(
             embedding=embedding,
             projection=weights.matrix("per_layer_model_proj", None, columns, hidden),

@@ -186,8 +186,8 @@ class _H2ORunner(_TransformersRunner):
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a step reads: each weight once, of an untied embedding one row, and of experts the chosen
-    ones, if the model is described natively.
+    """Bytes of weights that a step reads: each weight once, and of an untied embedding one row. If the model is
+    described natively, of embeddings for each layer one row, too, and of experts the chosen ones.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     table = _largest(embedding)
@@ -197,21 +197,25 @@ def weight_bytes(model: Any) -> int:
     for start, stop in sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors):
         total += max(stop - max(start, end), 0)  # views of one tensor are counted once
         end = max(end, stop)
-    return total - _unchosen_bytes(model)
+    return total - _unread_bytes(model)
 
 
-def _unchosen_bytes(model: Any) -> int:
-    """Bytes of the experts that a token does not go through."""
+def _unread_bytes(model: Any) -> int:
+    """Bytes of the experts that a token does not go through, and of other tokens' embeddings for each layer."""
     from h2o_stream.native.describe import describe
     from h2o_stream.native.description import DescriptionError
     from h2o_stream.native.experts import Experts
 
     try:
-        mlps = [layer.mlp for layer in describe(model).layers]
+        description = describe(model)
     except DescriptionError:
         return 0
+    mlps = [layer.mlp for layer in description.layers]
     whole = [(mlp, sum(matrix.weights.nbytes for matrix in mlp.matrices)) for mlp in mlps if isinstance(mlp, Experts)]
-    return sum(nbytes - mlp.nbytes for mlp, nbytes in whole)
+    unread = sum(nbytes - mlp.nbytes for mlp, nbytes in whole)
+    if own := description.layer_embeddings:
+        unread += own.embedding.weights.nbytes * (own.embedding.rows - 1) // own.embedding.rows
+    return int(unread)
 
 
 def _largest(module: Any, *others: Any) -> Any:

@@ -11,7 +11,7 @@ from h2o_stream.compare.speed.engines import LLAMA_CPP, OPENVINO, EngineInfo, En
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.find import gguf_file
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT
+from h2o_stream.runtime.architectures import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT
 
 NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
 NO_OPENVINO = "the peer openvino needs openvino-genai; pip install 'h2o-stream[bench]'"
@@ -47,9 +47,11 @@ class _FileRunner(Runner):
 def step_bytes(file: GgufFile) -> int:
     """Bytes of a file's weights that a step reads, see `engines.weight_bytes`."""
     chosen, count = (file.metadata.get(f"{file.architecture}.expert_{name}count", 1) for name in ("used_", ""))
+    untied = [EMBEDDING] if f"{OUTPUT}.weight" in file.tensors else []
+    tables = [f"{name}.weight" for name in (*untied, LAYER_EMBEDDINGS)]
     total = 0
     for tensor in file.tensors.values():
-        if tensor.name == f"{EMBEDDING}.weight" and f"{OUTPUT}.weight" in file.tensors:
+        if tensor.name in tables:
             total += tensor.nbytes // tensor.shape[0]
         else:
             total += tensor.nbytes * chosen // count if "_exps." in tensor.name else tensor.nbytes
