@@ -1,5 +1,6 @@
 """The memory of evicted tokens: what native attention finds in it, against the oracle; undo, states, limits."""
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -382,3 +383,11 @@ def test_sessions_share_full_segments(tmp_path: Path) -> None:
             cache.load_state_dict(to_tensors(files.read(1, 1) or {}))
         files.keep(lambda line: False)
         assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="files take room when they are written to")
+def test_whole_pages_have_room_on_disk() -> None:
+    """Also the largest ones: writing into one whose end has no room would be a crash on a full disk."""
+    file = SegmentFile(4160)
+    taken = [file.take() for _ in range(600)]  # five mappings of 128, each smaller than such a page
+    assert os.fstat(file._file.fileno()).st_blocks * 512 >= 5 * (2 << 20) > len(taken) * 4160

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import mmap
 import os
 import tempfile
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy
@@ -19,6 +21,9 @@ Segment = NDArray[numpy.uint8]
 
 _MAPPED = 128
 """Segments that are mapped together."""
+
+_HUGE_PAGE = 2 << 20
+"""What a page of the largest size holds; the file grows by as much."""
 
 
 def digest_of(segment: Segment) -> str:
@@ -35,7 +40,7 @@ class SegmentFile:
 
     def __init__(self, segment_bytes: int) -> None:
         self.segment_bytes = segment_bytes
-        unit = mmap.ALLOCATIONGRANULARITY
+        unit = math.lcm(mmap.ALLOCATIONGRANULARITY, _HUGE_PAGE)
         self._map_bytes = (_MAPPED * segment_bytes + unit - 1) // unit * unit
         self._maps: list[mmap.mmap] = []
         self._free: list[int] = []
@@ -65,10 +70,12 @@ class SegmentFile:
         number, offset = divmod(self._used, _MAPPED)
         start = number * self._map_bytes + offset * self.segment_bytes
         if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a crash at the first write
-            os.posix_fallocate(self._file.fileno(), start, self.segment_bytes)
+            end = -(-(start + self.segment_bytes) // _HUGE_PAGE) * _HUGE_PAGE
+            os.posix_fallocate(self._file.fileno(), start, end - start)
         if number == len(self._maps):
             self._file.truncate((number + 1) * self._map_bytes)
             self._maps.append(mmap.mmap(self._file.fileno(), self._map_bytes, offset=number * self._map_bytes))
+            _prefer_huge_pages(self._maps[-1])
         self._used += 1
         return self._used - 1
 
@@ -82,6 +89,12 @@ class SegmentFile:
     def is_sealed(self, segment: Any) -> bool:
         """Whether an array is a sealed segment of this file."""
         return id(segment) in self._digests
+
+
+def _prefer_huge_pages(mapped: mmap.mmap) -> None:
+    """A search reads a few bytes in many places: with small pages, looking up where they are takes as long."""
+    with suppress(OSError, AttributeError):  # not on this system
+        mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _release(free: list[int], digests: dict[int, str], place: int, key: int) -> None:
