@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Self, TextIO, TypeVar, get_args, get_origin, get_type_hints
@@ -97,8 +98,11 @@ def build(cls: type[T], fields: Mapping[str, Any], **built: Any) -> T:
     Raises:
         ValueError, TypeError, KeyError: a field is missing, unknown or of another type.
     """
-    types = get_type_hints(cls)
+    types = _types(cls)
     return cls(**{name: check_type(value, types[name]) for name, value in fields.items()}, **built)
+
+
+_types = cache(get_type_hints)
 
 
 def check_type(value: Any, expected: Any) -> Any:
