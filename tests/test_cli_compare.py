@@ -111,7 +111,7 @@ class TestCompare:
         assert "there are no words in it" in invoke("h2o-compare", *base).stderr
         assert "--distances is empty" in invoke("h2o-compare", *base, "--distances=").stderr
         assert "lower --facts" in invoke("h2o-compare", *base, "--facts", "31").stderr
-        assert "--recall takes some of auto, off" in invoke("h2o-compare", *base, "--recall", "auto,on").stderr
+        assert "--recall takes some of auto, wide, off" in invoke("h2o-compare", *base, "--recall", "auto,on").stderr
 
     @pytest.mark.exhaustive
     @pytest.mark.usefixtures("no_charts")

@@ -45,7 +45,10 @@ class Chat:
     def ask(
         self, message: str, budget: int = 400, held: Callable[[int, int], float] = lambda start, stop: 0.0
     ) -> list[Candidate]:
-        return decide(message, self.index, self.terms, held, budget, len)
+        return decide(message, self.index, self.terms, held, budget, len, self.answer)
+
+    def answer(self, question: str) -> Passage | None:
+        """What is found in other words: nothing."""
 
     def recalled(self, message: str) -> list[str]:
         return [item.excerpt for item in self.ask(message) if item.verdict == "recalled"]
@@ -281,3 +284,31 @@ def test_questions(text: str, expected: bool) -> None:
 def test_long_texts_are_no_questions_soon() -> None:
     """Backtracking would take hours."""
     assert not is_question("?" + " " * 3_000_000 + "x")
+
+
+class TestOtherWords:
+    """What somebody else finds for a question, after words have found nothing."""
+
+    @pytest.fixture
+    def asked(self, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        asked: list[str] = []
+        chat.say("Is it late? I am allergic to peanuts. They make me ill.")
+        chat.say("The gate is green.")
+        passage = Passage(1, "user", "Is it late? I am allergic to peanuts. They make me ill.", 0, 55)
+        monkeypatch.setattr(chat, "answer", lambda question: asked.append(question) or passage)
+        return asked
+
+    def test_it_is_read_if_the_user_asks_about_themselves(self, chat: Chat, asked: list[str]) -> None:
+        (best, *_) = chat.ask("Which food must I avoid?")
+        assert (best.verdict, best.score, best.terms) == ("recalled", 0.0, ())
+        assert best.excerpt == "Is it late? I am allergic to peanuts. They make me ill."
+        assert asked == ["Which food must I avoid?"]
+
+    def test_what_is_still_held_is_not_read(self, chat: Chat, asked: list[str]) -> None:
+        (best, *_) = chat.ask("Which food must I avoid?", held=lambda start, stop: 1.0)
+        assert best.verdict == "still held"
+
+    @pytest.mark.parametrize("message", ["Which food is healthy?", "I like food.", "What am I allergic to?"])
+    def test_it_is_not_asked_for_otherwise(self, message: str, chat: Chat, asked: list[str]) -> None:
+        chat.ask(message)
+        assert not asked

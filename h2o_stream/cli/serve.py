@@ -47,7 +47,7 @@ def _conversation(recall: RecallMode = CHAT_RECALL, think: bool | None = None) -
 CONVERSATION = Group(
     _conversation,
     "Conversation",
-    recall=Option("Read evicted passages again when a message asks for them."),
+    recall=Option("Read evicted passages again when a message asks for them; wide: in other words, too."),
     think=Option("Let the model think or not. (default: the template's)", "--think/--no-think"),
 )
 

@@ -21,7 +21,8 @@ CacheSizes = Annotated[
 ]
 Window = Annotated[int, Option("Tokens kept per layer and KV head.")]
 RecallModes = Annotated[
-    Sequence[RecallMode], Option("off, auto, or both with a comma.", parse=some_of("recall", get_args(RecallMode)))
+    Sequence[RecallMode],
+    Option("off, auto or wide, or several with commas.", parse=some_of("recall", get_args(RecallMode))),
 ]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
 

@@ -28,6 +28,7 @@ from h2o_stream.config.cache import (
 )
 from h2o_stream.config.conversation import (
     CHAT_RECALL,
+    RECALL_NAMES,
     THINKING_VARIABLES,
     THINKING_WORDS,
     AtContext,

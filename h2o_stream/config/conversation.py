@@ -12,7 +12,10 @@ from h2o_stream.config.model import ModelConfig
 from h2o_stream.config.sampling import SamplingConfig
 from h2o_stream.errors import ConfigError
 
-RecallMode = Literal["auto", "off"]
+RecallMode = Literal["auto", "wide", "off"]
+
+RECALL_NAMES: Mapping[str, str] = {"auto": "recall", "wide": "wide recall", "off": ""}
+"""The modes for people."""
 
 CHAT_RECALL: RecallMode = "auto"
 """The mode of recall in ``h2o-chat``. Elsewhere it is that of `RecallConfig`."""
@@ -23,7 +26,8 @@ class RecallConfig:
     """Whether evicted passages are read again before a reply, and how many.
 
     Args:
-        mode: ``auto`` searches for every message; ``off`` never does.
+        mode: ``auto`` searches for the words of every message, ``wide`` also for what answers questions about the user
+            in other words, by a head of the model; ``off`` never does.
         budget: most tokens to read again in a turn; None is a quarter of the window.
     """
 

@@ -17,6 +17,7 @@ from h2o_stream.config import PREFILL_STEP_MAX, CacheConfig, EngineChoice, prefi
 from h2o_stream.native.description import NativeModel
 from h2o_stream.native.tensor_stepper import TensorStepper
 from h2o_stream.progress import ProgressCallback
+from h2o_stream.runtime.first_layers import FirstLayers, first_layers
 
 
 class AttachedModel:
@@ -56,6 +57,11 @@ class AttachedModel:
         device = weight.device if isinstance(weight, torch.Tensor) else "cpu"
         rows: NDArray[numpy.float32] = embeddings(torch.from_numpy(ids).to(device)).float().cpu().numpy()
         return rows
+
+    def first_layers(self, count: int | None = None) -> FirstLayers | None:
+        """See `Served`."""
+        native = self.native_model
+        return first_layers(native.description, count) if native else None
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """See `Served`."""

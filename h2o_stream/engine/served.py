@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from h2o_stream.cache.full_cache import FullCache
     from h2o_stream.cache.h2o_cache import H2OCache
     from h2o_stream.runtime.cache import RuntimeCache
+    from h2o_stream.runtime.first_layers import FirstLayers
 
 StreamCache: TypeAlias = "H2OCache | FullCache | RuntimeCache"
 
@@ -57,6 +58,9 @@ class Served(Protocol):
 
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
         """Embeddings of tokens [n], [n, hidden] float32."""
+
+    def first_layers(self, count: int | None = None) -> FirstLayers | None:
+        """The first layers, or all, for texts that stand alone; None where they are not available."""
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """A copy of the cache's state, see `H2OCache.state_dict`; bfloat16 numbers are uint16."""

@@ -346,7 +346,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_step": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
     "h2o_forward": (
         c_int64,
-        [*[c_void_p] * 2, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 2, *[c_int64] * 2],
+        [*[c_void_p] * 2, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2],
     ),
     "h2o_decode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
     "h2o_prefill": (

@@ -95,6 +95,7 @@ class BatchStepper:
             1,
             pointer(logits, "float32", logits.size),
             None,
+            None,
             len(stepped),
             num_threads(),
         )

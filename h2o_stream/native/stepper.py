@@ -185,7 +185,11 @@ class Stepper:
         self._columns = self.cache.tokens.columns
 
     def prompt(
-        self, ids: NDArray[numpy.int64], keep: int = 0, copied: NDArray[numpy.float32] | None = None
+        self,
+        ids: NDArray[numpy.int64],
+        keep: int = 0,
+        copied: NDArray[numpy.float32] | None = None,
+        projected: NDArray[numpy.float32] | None = None,
     ) -> NDArray[numpy.float32] | None:
         """Take several tokens of each row through the model, and count them.
 
@@ -194,6 +198,8 @@ class Stepper:
             keep: logits of how many of the last tokens are wanted; 0 for all.
             copied: the KV heads of all layers, float32: gets their attention to the copy in a row [1, Q] of tokens that
                 come twice, with ``absolute`` positions.
+            projected: float32 [...]: gets the queries [B, Q, Hq, D] of each layer that attends and then its keys
+                [B, Q, Hkv, D], one layer after another. They are rotated with ``absolute`` positions only.
 
         Returns:
             [B, keep or Q, V] float32; None where it has to be done eagerly, and no token was.
@@ -208,6 +214,7 @@ class Stepper:
         keep, vocabulary = min(keep, new) or new, model.struct.vocab_size
         ids = numpy.ascontiguousarray(ids)
         logits = numpy.empty((rows, keep, vocabulary), numpy.float32)
+        attention = [layer.attention for layer in model.layers]
         cache.begin_token()
         failed = self._native.h2o_forward(
             ctypes.addressof(model.struct),
@@ -220,7 +227,10 @@ class Stepper:
             pointer(plan.limits, "int64", plan.limits.size),
             keep,
             pointer(logits, "float32", rows * keep * vocabulary),
-            pointer(copied, "float32", sum(layer.attention.kv_heads for layer in model.layers)),
+            pointer(copied, "float32", sum(x.kv_heads for x in attention)),
+            pointer(
+                projected, "float32", rows * new * sum((x.query_heads + x.kv_heads) * x.head_size for x in attention)
+            ),
             0,
             num_threads(),
         )

@@ -24,7 +24,7 @@ PASSAGES = "SELECT turn, role, text, start, stop FROM passages"
 """A query for the fields of `Passage`."""
 
 _APPLICATION_ID = 0x48324F49
-_VERSION = 1
+_VERSION = 2
 """Of the schema and of `spaced`. Files of another version are replaced."""
 
 _SCHEMA = f"""
@@ -32,13 +32,15 @@ BEGIN IMMEDIATE;
 CREATE TABLE turns(turn INTEGER PRIMARY KEY, digest BLOB NOT NULL, passages BLOB NOT NULL);
 CREATE TABLE passages(id INTEGER PRIMARY KEY, turn INTEGER, role TEXT, text TEXT, start INTEGER, stop INTEGER);
 CREATE INDEX places ON passages(turn, start);
+CREATE TABLE keys(id INTEGER PRIMARY KEY, head TEXT, baseline REAL, keys BLOB);
 CREATE VIRTUAL TABLE words USING fts5(text, content='', tokenize='porter unicode61 remove_diacritics 2');
 INSERT INTO words(words, rank) VALUES('automerge', 0);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
-"""The ids of passages are 1, 2, 3 and so on in the order of the stream, as only the newest are ever deleted."""
+"""The ids of passages are 1, 2, 3 and so on in the order of the stream, as only the newest are ever deleted.
+`keys` has those of some passages in the answer head, float16, and null for passages that answer nothing."""
 
 _MERGED_PAGES = 4
 """Pages of words that are merged after each turn, and for each of its passages. At a million tokens 2 to 16 leave the
@@ -156,6 +158,7 @@ def truncate(connection: sqlite3.Connection, turn: int) -> None:
             values = number, spaced(text)
             connection.execute("INSERT INTO words(words, rowid, text) VALUES('delete', ?, ?)", values)
     connection.execute("DELETE FROM passages WHERE id >= ?", (first,))
+    connection.execute("DELETE FROM keys WHERE id >= ?", (first,))
 
 
 def common_prefix(connection: sqlite3.Connection, turns: Sequence[tuple[int, str, str]]) -> int:

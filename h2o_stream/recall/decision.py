@@ -115,11 +115,12 @@ def decide(
     held: Callable[[int, int], float],
     budget: int,
     count_tokens: Callable[[str], int],
+    answer: Callable[[str], Passage | None],
 ) -> list[Candidate]:
     """The passages worth reading again before the reply to a message, best first, at most 8, with verdicts.
 
     `held` returns the share of the tokens of a range that the heads that copy still hold, 0 to 1; `budget` and
-    `count_tokens` are in tokens.
+    `count_tokens` are in tokens. `answer` finds what the user told that answers a question in other words.
     """
     request = _request(message)
     asked = _weights(request, terms)
@@ -128,7 +129,22 @@ def decide(
         return []
     typed, others = _find(asked, index, terms)
     matches = _Matcher(asked, about_user, terms, typed).matches(_with_questions([*typed, *others], index))
+    if about_user and is_question(request) and not any(match.rank >= 1 for match in matches):
+        matches = _with_answer(answer(request), matches, len(asked))
     return _judge(matches[:_SHOWN], terms, held, budget, count_tokens)
+
+
+def states(text: str) -> str:
+    """The first sentence of a text that is no question; empty if there is none."""
+    return next((part for part in _sentences(text) if not is_question(part)), "")
+
+
+def _with_answer(answer: Passage | None, matches: list[_Match], terms: int) -> list[_Match]:
+    """The matches, after a passage that was not found by words."""
+    if answer is None:
+        return matches
+    best = _Match(answer, states(answer.text), True, numpy.zeros(terms, numpy.float32), 0.0, 1.0, ())
+    return [best, *(match for match in matches if match.passage != answer)]
 
 
 class _Index(Protocol):
@@ -267,7 +283,7 @@ def _agreement(newer: _Match, older: _Match) -> float:
     if newer.passage.turn <= older.passage.turn or not (newer.personal and older.personal):
         return 0.0
     same = newer.covered >= 0.95 * older.covered
-    return float(older.covered[same].sum() / older.covered.sum())
+    return float(older.covered[same].sum() / (older.covered.sum() or 1))
 
 
 def _matching(asked: list[str], others: list[str], terms: TermWeights) -> Floats:

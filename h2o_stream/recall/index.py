@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy
+from numpy.typing import NDArray
 
 from h2o_stream.progress import ignore
 from h2o_stream.recall import database
@@ -22,14 +25,18 @@ from h2o_stream.resources import replace_surrogates
 
 T = TypeVar("T")
 
+Floats = NDArray[numpy.float32]
+
 _MAX_ROWS = 3000
 """Passages that are ranked in a search: 4 ms. Common words are left out, or only the newest passages are ranked."""
 
 _SAMPLE = 300
 """Passages from which the frequency of a common word is estimated."""
 
-_TYPED = """JOIN passages AS typed ON typed.id = words.rowid AND typed.role = 'user' AND NOT EXISTS
+_IS_TYPED = """typed.role = 'user' AND NOT EXISTS
     (SELECT 1 FROM passages WHERE turn = typed.turn AND role = 'user' AND id != typed.id)"""
+
+_TYPED = f"JOIN passages AS typed ON typed.id = words.rowid AND {_IS_TYPED}"
 
 _MAX_TERMS = 64
 _MAX_TERM_LENGTH = 256
@@ -115,6 +122,32 @@ class PassageIndex:
         """
         return self._run(lambda connection: _search(connection, terms, limit, typed), [])
 
+    def without_keys(self, head: str, limit: int) -> list[tuple[int, str]]:
+        """The numbers and texts of the newest typed passages whose keys in an answer head are not known."""
+        query = f"""SELECT id, text FROM passages AS typed WHERE {_IS_TYPED}
+            AND NOT EXISTS (SELECT 1 FROM keys WHERE keys.id = typed.id AND head = ?) ORDER BY id DESC LIMIT ?"""
+        return self._run(lambda connection: list(connection.execute(query, (head, limit))), [])
+
+    def add_keys(self, head: str, number: int, keys: Floats | None, baseline: float) -> None:
+        """Note the keys [m, D] of a passage, or that it answers nothing, and its score for what asks nothing."""
+        data = None if keys is None else keys.astype(numpy.float16).tobytes()
+        insert = "INSERT OR REPLACE INTO keys VALUES(?, ?, ?, ?)"
+        self._change(lambda connection: connection.execute(insert, (number, head, baseline, data)))
+
+    def with_keys(self, head: str, size: int, limit: int) -> Iterator[tuple[int, Floats, float]]:
+        """The numbers, keys [m, size] and baselines of the newest passages that have some."""
+        query = "SELECT id, keys, baseline FROM keys WHERE head = ? AND keys IS NOT NULL ORDER BY id DESC LIMIT ?"
+        rows: list[tuple[int, bytes, float]] = self._run(
+            lambda connection: list(connection.execute(query, (head, limit))), []
+        )
+        for number, data, baseline in rows:
+            yield number, numpy.frombuffer(data, numpy.float16).reshape(-1, size).astype(numpy.float32), baseline
+
+    def passage(self, number: int) -> Passage | None:
+        """A passage by its number."""
+        row = self._run(lambda connection: connection.execute(f"{PASSAGES} WHERE id = ?", (number,)).fetchone(), None)
+        return Passage(*row) if row else None
+
     def following(self, passage: Passage, count: int) -> list[Passage]:
         """The next passages of the stream."""
         query = f"""{PASSAGES} WHERE id > (
@@ -135,7 +168,7 @@ class PassageIndex:
             self._replace(error)
             return default
 
-    def _change(self, action: Callable[[sqlite3.Connection], None]) -> bool:
+    def _change(self, action: Callable[[sqlite3.Connection], Any]) -> bool:
         """Run the action in a transaction. Returns whether it took place."""
 
         def change(connection: sqlite3.Connection) -> bool:

@@ -10,6 +10,8 @@ from h2o_stream.cache.holders import retrieval_holders
 from h2o_stream.config import RecallConfig, RecallMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.progress import ignore
+from h2o_stream.recall.answer_head import Place
+from h2o_stream.recall.answers import Answers
 from h2o_stream.recall.decision import decide
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Candidate, Passage
@@ -32,12 +34,18 @@ class Recall:
         notify: receives a line for the user when the index had to be rebuilt or cannot be written.
     """
 
-    def __init__(self, engine: Engine, config: RecallConfig, turn_tokens: Callable[[], Mapping[int, range]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: RecallConfig,
+        turn_tokens: Callable[[], Mapping[int, range]],
+        place: Callable[[], Place | None],
+    ) -> None:
         self.config = config
         self.last: tuple[Candidate, ...] = ()
         self.source: Callable[[], Sequence[SaidTurn]] | None = None
         self.notify: Callable[[str], None] = ignore
-        self._engine, self._turn_tokens = engine, turn_tokens
+        self._engine, self._turn_tokens, self._answers = engine, turn_tokens, Answers(engine, place)
         self._mode: RecallMode = config.mode
         self._path: Path | None = None
         self._opened: PassageIndex | None = None
@@ -46,7 +54,7 @@ class Recall:
 
     @property
     def mode(self) -> RecallMode:
-        """``auto`` or ``off``."""
+        """``auto``, ``wide`` or ``off``."""
         return self._mode
 
     @mode.setter
@@ -63,7 +71,7 @@ class Recall:
 
     def find(self, message: str) -> tuple[Candidate, ...]:
         """The passages to read again before a message."""
-        self.last = tuple(self.decide(message)) if self._mode == "auto" else ()
+        self.last = tuple(self.decide(message)) if self._mode != "off" else ()
         return tuple(candidate for candidate in self.last if candidate.verdict == "recalled")
 
     @property
@@ -77,13 +85,19 @@ class Recall:
             return []
         self.synchronize()
         held = retrieval_holders(self._engine.cache)
-        return decide(message, self._index, self.terms, held.share, self.budget, self._count_tokens)
+        index = self._index
+        return decide(
+            message, index, self.terms, held.share, self.budget, self._count_tokens,
+            lambda question: self._answers.find(question, index) if self._mode == "wide" else None,
+        )  # fmt: skip
 
     def add(self, turn: int, prompt: str, reply: str) -> None:
         """Index a turn that is in the stream."""
-        if self._mode == "auto":
+        if self._mode != "off":
             self.synchronize()
             self._index.add(turn, prompt, reply, self._finder()(turn, prompt, reply))
+            if self._mode == "wide":
+                self._answers.read(self._index)
 
     def truncate(self, turn: int) -> None:
         """The conversation has gone back to this turn; 0 for its start."""
@@ -101,7 +115,7 @@ class Recall:
     def synchronize(self) -> None:
         """Make the index match `source`, if it may differ."""
         self._apply_truncation()
-        if self._mode == "auto" and self.source is not None and (not self._in_sync or self._index.stale):
+        if self._mode != "off" and self.source is not None and (not self._in_sync or self._index.stale):
             self._index.sync(self.source(), self._finder())
             self._in_sync = True
 

@@ -22,7 +22,7 @@ from h2o_stream.native import library
 Windows = Sequence[tuple[HeadWindow, ...]]
 """KV heads grouped by window size, for each layer."""
 
-_COMPARED, _HEADS = "described", "heads"
+_COMPARED, _HEADS, _ANSWERS = "described", "heads", "answers"
 """Kinds of what is kept."""
 
 _SHIPPED = Path(__file__).with_name("known.json")
@@ -67,6 +67,22 @@ def save_windows(path: Path, variant: str, windows: Windows) -> None:
     """Remember the windows of a file, see `read_windows`."""
     value = [[[list(window.heads), window.share] for window in layer] for layer in windows]
     save_measurement(_HEADS, comparison_key(path, variant), value)
+
+
+def read_answer_head(digest: str) -> Any:
+    """The values of a model's answer head that is saved or ships, nothing if it has none; None if that is not known."""
+    saved = read_measurement(_ANSWERS, _answer_key(digest))
+    shipped = (known["answer_head"] for known in _all_shipped().values() if known["digest"] == digest)
+    return next(shipped, None) if saved is None else saved
+
+
+def save_answer_head(digest: str, head: Any) -> None:
+    """Remember the answer head of a model, see `read_answer_head`."""
+    save_measurement(_ANSWERS, _answer_key(digest), head)
+
+
+def _answer_key(digest: str) -> str:
+    return f"{digest} {version('h2o-stream')}"
 
 
 def comparison_key(path: Path, variant: str) -> str:

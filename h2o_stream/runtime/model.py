@@ -19,6 +19,7 @@ from h2o_stream.native.description import DENSE, Description, NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
+from h2o_stream.runtime.first_layers import FirstLayers, first_layers
 from h2o_stream.runtime.heads import Unchanged, head_shapes, num_weights
 from h2o_stream.runtime.rotations import Floats, Rotations
 from h2o_stream.runtime.weights import as_floats
@@ -184,6 +185,10 @@ class ServedRuntime:
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
         """See `Served`."""
         return self._model.read_embeddings(ids)
+
+    def first_layers(self, count: int | None = None) -> FirstLayers | None:
+        """See `Served`."""
+        return first_layers(self._model.description, count)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """See `Served`."""

@@ -25,7 +25,7 @@ from h2o_stream.recall.recall import Recall
 from h2o_stream.session.conversation_state import ConversationState, PendingPin, TurnSpan, load_conversation_state
 from h2o_stream.session.messages import Tool, UserTurn, change_question, parse_tools, parse_turn, question_of, text_of
 from h2o_stream.session.reply import GrowingReply
-from h2o_stream.session.template import ChatTemplate, Prompt, inserted
+from h2o_stream.session.template import ChatTemplate, Prompt, inserted, place_alone
 from h2o_stream.session.turn import ActiveTurn, Turn
 
 ReplyEvents = Generator[Recalled | PrefillProgress | Token | Turn, None, None]
@@ -41,7 +41,8 @@ class Conversation:
         engine: with an empty cache.
         system: the system prompt; None leaves it to the model's template.
         stops: strings that end a reply, in addition to those of the engine's sampling config.
-        recall: ``auto`` reads evicted passages again before a reply, if the user's message asks for them.
+        recall: ``auto`` reads evicted passages again before a reply, if the user's message asks for them, ``wide``
+            also in other words.
         thinking: see `switch_thinking`; None leaves it to the model's template.
         tools: JSON schemas of tools, which the template describes before the first turn. They are never evicted.
 
@@ -67,7 +68,12 @@ class Conversation:
         self.engine = engine
         self._tools = parse_tools(tools)
         config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
-        self.recall = Recall(engine, config, lambda: self.metadata.turn_tokens(len(engine.tokens)))
+        self.recall = Recall(
+            engine,
+            config,
+            lambda: self.metadata.turn_tokens(len(engine.tokens)),
+            lambda: place_alone(ChatTemplate(engine.tokenizer, None, engine.end_tokens)),
+        )
         self._stops, self._thinking = stops, thinking
         self.active = ActiveTurn()
         self.metadata = ConversationState(system, self._template(system), stream=engine.cache.stream_number)

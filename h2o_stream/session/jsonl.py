@@ -98,11 +98,13 @@ def build(cls: type[T], fields: Mapping[str, Any], **built: Any) -> T:
     Raises:
         ValueError, TypeError, KeyError: a field is missing, unknown or of another type.
     """
-    types = _types(cls)
+    types = _types(cls)  # type: ignore[arg-type]
     return cls(**{name: check_type(value, types[name]) for name, value in fields.items()}, **built)
 
 
-_types = cache(get_type_hints)
+@cache
+def _types(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def check_type(value: Any, expected: Any) -> Any:

@@ -17,7 +17,9 @@ from jinja2 import TemplateError
 
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS
 from h2o_stream.engine.text import shared_length
-from h2o_stream.errors import DataError, UnsupportedModelError
+from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
+from h2o_stream.recall.answer_head import Place, Text
+from h2o_stream.runtime.first_layers import MOST_TOKENS
 from h2o_stream.session.calls import find_format
 from h2o_stream.session.control_tokens import ControlTokens
 from h2o_stream.session.messages import Message, Tool, UserTurn, with_placeholders
@@ -294,3 +296,18 @@ def _with_marked_calls(message: Message) -> Message:
         return message
     calls = [{**call, "function": {**call["function"], "name": _CALL}} for call in message["tool_calls"]]
     return {**message, "tool_calls": calls}
+
+
+def place_alone(template: ChatTemplate) -> Place | None:
+    """Where a text is that is read as the first message of a conversation; None if that cannot be seen."""
+    try:
+        one, other = (template.first_turn(text).tokens for text in ("Yes.", "no!"))
+    except H2OStreamError:
+        return None
+    start, after = shared_length(one, other), shared_length(one[::-1], other[::-1])
+
+    def place(text: str) -> Text:
+        tokens = template.first_turn(text).tokens
+        return Text(tokens, start, len(tokens) - after)
+
+    return place if start + after < MOST_TOKENS // 2 else None

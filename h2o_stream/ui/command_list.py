@@ -52,8 +52,8 @@ COMMANDS = {
     "/regen": Command("", "undo the last reply and generate another"),
     "/undo": Command("[N]", "undo the last turn, or the last N"),
     "/recall": Command(
-        "[TEXT|auto|off|N]",
-        "show what was recalled for the last message, or would be for TEXT, and why; auto, off: switch it; "
+        "[TEXT|auto|wide|off|N]",
+        "show what was recalled for the last message, or would be for TEXT, and why; auto, wide, off: switch it; "
         "N: feed turn N of the transcript again",
     ),
     "/think": Command(

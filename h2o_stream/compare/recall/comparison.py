@@ -17,7 +17,7 @@ from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.recall.fact_chat import FactChat
 from h2o_stream.compare.recall.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
 from h2o_stream.compare.recall.facts import KINDS, Fact, read_facts
-from h2o_stream.config import CacheConfig, RecallMode
+from h2o_stream.config import RECALL_NAMES, CacheConfig, RecallMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import DataError
 from h2o_stream.session.conversation import Conversation
@@ -39,9 +39,7 @@ class _Run:
     @property
     def label(self) -> str:
         """For people."""
-        return " ".join(
-            [label_of(self.config), *(["recall"] if self.recall == "auto" else []), *(["chat"] if self.chat else [])]
-        )
+        return " ".join(filter(None, (label_of(self.config), RECALL_NAMES[self.recall], "chat" if self.chat else "")))
 
 
 class Recall(Comparison[RecallOptions]):

@@ -17,7 +17,7 @@ void BatchStep::run(float* logits) { run(tokens_.data(), logits); }
 
 void BatchStep::run(const int64_t* tokens, float* logits) {
   if (steps_) reserve_attention();
-  Prompt::run(tokens, 1, logits, nullptr);
+  Prompt::run(tokens, 1, logits, nullptr, nullptr);
 }
 
 void BatchStep::reserve_attention() {

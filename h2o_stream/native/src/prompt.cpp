@@ -95,7 +95,7 @@ void Prompt::reserve() {
   for (Angles& angles : angles_) angles.reserve(model_);
 }
 
-void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copied) {
+void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copied, float* projected) {
   reserve();
   embed(tokens);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
@@ -105,6 +105,11 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copi
       measure_copied(layer.attention, query_.data(), keys_of_layer(layer).data(), new_tokens_, copied,
                      threads_);
       copied += layer.attention.kv_heads;
+    }
+    if (projected && attends(layer)) {
+      const AttentionLayer& shape = layer.attention;
+      projected = std::copy_n(query_.data(), count_ * shape.query_heads * shape.head_size, projected);
+      projected = std::copy_n(keys_of_layer(layer).data(), count_ * shape.kv_heads * shape.head_size, projected);
     }
     if (attends(layer)) {
       attend_slots(layer);
@@ -228,14 +233,15 @@ extern "C" {
 // are the tokens of the longest one, and `tokens` has no gaps. `chunk` 0 is for all tokens.
 // Tokens must be in the vocabulary; those in `streams` are ignored. Tables of rotations must reach the distances of as
 // many tokens as there are in all slots and in a chunk. `copied` gets the attention of every KV head to the copies in
-// the tokens of a single stream, which come twice and are rotated by their positions (copied.h); null for none.
+// the tokens of a single stream, which come twice and are rotated by their positions (copied.h); null for none. So does
+// `projected`, which gets queries and keys (`Prompt::run`).
 //
 // The first `steps` streams have one token each, which is taken as in `h2o_step`; then `keep` is 1.
 //
 // Returns 0; 1 if out of memory, when the slots are undefined; 2 if there are too few slots, with nothing changed.
 int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* lengths,
                     const int64_t* tokens, int64_t new_tokens, int64_t chunk, const int64_t* limits, int64_t keep,
-                    float* logits, float* copied, int64_t steps, int64_t threads) {
+                    float* logits, float* copied, float* projected, int64_t steps, int64_t threads) {
   try {
     if (steps) {
       BatchStep step(*model, streams, count, steps, lengths, new_tokens, chunk, limits, threads);
@@ -245,7 +251,7 @@ int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, co
     }
     Prompt prompt(*model, streams, count, lengths, new_tokens, chunk, limits, threads);
     if (!prompt.fits()) return 2;
-    prompt.run(tokens, keep, logits, copied);
+    prompt.run(tokens, keep, logits, copied, projected);
     return 0;
   } catch (const std::exception&) {
     return 1;

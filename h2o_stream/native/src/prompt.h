@@ -29,9 +29,10 @@ class Prompt {
   bool fits();
 
   // Takes `tokens`, those of one stream after those of another, through the model. Writes logits
-  // [count][keep][vocab_size], those of the last `keep` tokens of each stream. `copied`, if not null, gets what
-  // `measure_copied` does for each layer.
-  void run(const int64_t* tokens, int64_t keep, float* logits, float* copied);
+  // [count][keep][vocab_size], those of the last `keep` tokens of each stream. For each layer that attends, one after
+  // another, `copied` gets what `measure_copied` does, and `projected` the queries [tokens][query_heads][head_size] and
+  // keys [tokens][kv_heads][head_size] of all tokens; null for nothing.
+  void run(const int64_t* tokens, int64_t keep, float* logits, float* copied, float* projected);
 
  protected:
   // Attends to the slots of a layer and evicts.

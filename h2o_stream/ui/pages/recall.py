@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from h2o_stream.config import RECALL_NAMES
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, share, stem
 
 _HEADINGS = {
@@ -38,7 +39,7 @@ def _verdict(records: Sequence[Record]) -> str:
         return ""
     distance = max(common)
     rates = {
-        f"{curve_name(group[0])}{' with recall' if group[0]['recall'] == 'auto' else ''}": record["accuracy"]
+        " with ".join(filter(None, (curve_name(group[0]), RECALL_NAMES[group[0]["recall"]]))): record["accuracy"]
         for group in runs
         for record in group
         if record["distance"] == distance
