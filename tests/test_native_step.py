@@ -122,11 +122,12 @@ def test_few_bits(kv_bits: int, positions: Any) -> None:
     assert_same(make_llama(), config, *(tokens_of(rows, PROMPT + 40) for rows in (1, 2)), largest=2e-2)
 
 
-@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
 @pytest.mark.parametrize("kv_bits", [16, 6])
 def test_keys_rotated_in_registers(size: int, kv_bits: int) -> None:
     """Rotations are composed of two, which have the scale of YaRN twice."""
     model = make_llama(heads=1, size=size, groups=3, layers=1, context=4096)
+    model.model.layers[0].self_attn.k_proj.weight.data *= 32 / size  # or else large logits amplify rounding
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10_000.0}
     config = copy.deepcopy(model.config)
     config.rope_parameters = yarn
@@ -135,6 +136,24 @@ def test_keys_rotated_in_registers(size: int, kv_bits: int) -> None:
     assert scaled.model.rotary_emb.attention_scaling > 1.1
     rounding = EXACT if kv_bits == 16 else 2e-2
     assert_same(scaled, CacheConfig(window=48, kv_bits=kv_bits), tokens_of(2, PROMPT + 90), largest=rounding)
+
+
+@pytest.mark.parametrize("inner", [32, 36])
+def test_gelu_far_from_zero(inner: int) -> None:
+    """Of whole vectors, and of a part of one."""
+    config = copy.deepcopy(make_llama().config)
+    config.hidden_act, config.intermediate_size = "gelu_pytorch_tanh", inner
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight.data *= 20
+    gates = []
+    hook = model.model.layers[0].mlp.act_fn.register_forward_hook(lambda _, inputs, __: gates.append(inputs[0]))
+    model(tokens_of(1, PROMPT))
+    hook.remove()
+    assert gates[0].min() < -50
+    assert gates[0].max() > 50
+    assert_same(model, CacheConfig(window=32), tokens_of(1, PROMPT + 40))
 
 
 def test_200_greedy_tokens_past_the_window() -> None:

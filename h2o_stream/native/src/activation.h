@@ -6,9 +6,17 @@
 #include "simd.h"
 #include "threads.h"
 
-inline simd::Floats silu(simd::Floats x) {
-  const simd::Floats power = simd::exp_nonpositive(x < 0.f ? x : -x);
-  return (x < 0.f ? x * power : x) / (1.f + power);
+// x * sigmoid(y).
+inline simd::Floats times_sigmoid(simd::Floats x, simd::Floats y) {
+  const simd::Floats power = simd::exp_nonpositive(y < 0.f ? y : -y);
+  return (y < 0.f ? x * power : x) / (1.f + power);
+}
+
+inline simd::Floats silu(simd::Floats x) { return times_sigmoid(x, x); }
+
+// (1 + tanh(y)) / 2 is sigmoid(2 * y).
+inline simd::Floats gelu_tanh(simd::Floats x) {
+  return times_sigmoid(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
@@ -50,12 +58,14 @@ inline void activate(int64_t activation, const double* p, const float* gate, con
     for (; i < range.end; ++i) to[i] = clamped_swiglu<float>(p, gate[i], up[i], silu_of);
     return;
   }
-  if (activation == kSilu) {
+  const auto in_vectors = [&](simd::Floats (*activation_of)(simd::Floats)) {
     for (; i + simd::kWidth <= range.end; i += simd::kWidth) {
-      const simd::Floats activated = silu(simd::load(from + i));
+      const simd::Floats activated = activation_of(simd::load(from + i));
       simd::store(gate ? activated * simd::load(up + i) : activated, to + i);
     }
-  }
+  };
+  if (activation == kSilu) in_vectors(silu);
+  if (activation == kGeluTanh) in_vectors(gelu_tanh);
   for (; i < range.end; ++i) to[i] = activate(activation, p, from[i]) * (gate ? up[i] : 1.f);
 }
 
@@ -105,12 +115,23 @@ inline void apply_gate(const Layer& layer, const float* qkv, float* attended) {
   }
 }
 
+// bound * tanh(x / bound), with an error below 1e-7 * bound.
+inline void soft_cap(float bound, float* x, int64_t count) {
+  int64_t i = 0;
+  for (; i + simd::kWidth <= count; i += simd::kWidth) {
+    const simd::Floats value = simd::load(x + i), size = value < 0.f ? -value : value;
+    const simd::Floats exp_term = simd::exp_nonpositive(size * (-2.f / bound));
+    const simd::Floats tanh_term = (1.f - exp_term) / (1.f + exp_term) * bound;
+    simd::store(value < 0.f ? -tanh_term : tanh_term, x + i);
+  }
+  for (; i < count; ++i) x[i] = std::tanh(x[i] / bound) * bound;
+}
+
 // Scales and caps logits in a range.
 inline void scale_logits(const Model& model, Range range, float* logits) {
   const float scale = float(model.logit_scale), cap = float(model.logit_softcap);
-  if (scale == 1 && cap == 0) return;
-  for (int64_t i = range.begin; i < range.end; ++i) {
-    logits[i] *= scale;
-    if (cap > 0) logits[i] = std::tanh(logits[i] / cap) * cap;
+  if (scale != 1) {
+    for (int64_t i = range.begin; i < range.end; ++i) logits[i] *= scale;
   }
+  if (cap > 0) soft_cap(cap, logits + range.begin, range.size());
 }

@@ -1,5 +1,6 @@
 #include "attention.h"
 
+#include "activation.h"
 #include "slot_kernels.h"
 
 using simd::BFloat16;
@@ -128,11 +129,8 @@ void DecodeAttention::scale_and_mask(const HeadSlots& head, Range slots, int32_t
   const int32_t oldest = int32_t(first_visible(*layer_, token_index));
   const int32_t* index = head.index + slots.begin;
   const int64_t count = slots.size();
-  if (cap > 0) {
-    for (int64_t i = 0; i < count; ++i) logits[i] = std::tanh(logits[i] * scaling / cap) * cap;
-  } else {
-    for (int64_t i = 0; i < count; ++i) logits[i] *= scaling;
-  }
+  for (int64_t i = 0; i < count; ++i) logits[i] *= scaling;
+  if (cap > 0) soft_cap(cap, logits, count);
   for (int64_t i = 0; i < count; ++i) logits[i] = index[i] < oldest ? kMinusInfinity : logits[i];
 }
 

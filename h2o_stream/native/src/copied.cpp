@@ -3,6 +3,7 @@
 #include <cmath>
 #include <vector>
 
+#include "activation.h"
 #include "buffer.h"
 #include "gemm.h"
 #include "masks.h"
@@ -33,10 +34,7 @@ void load_keys(const AttentionLayer& layer, const float* keys, int64_t head, int
 // The attention of a token with these logits, one for every token, to its copy and to the token after that.
 double attention_to_copy(const AttentionLayer& layer, int64_t head, int64_t token, int64_t period, float* logits) {
   const int64_t from = first_visible(layer, token), to = token + 1, end = simd::padded(to);
-  if (layer.softcap > 0) {
-    const float cap = float(layer.softcap);
-    for (int64_t i = from; i < to; ++i) logits[i] = cap * std::tanh(logits[i] / cap);
-  }
+  if (layer.softcap > 0) soft_cap(float(layer.softcap), logits + from, to - from);
   std::fill(logits, logits + from, simd::kMinusInfinity);
   std::fill(logits + to, logits + end, simd::kMinusInfinity);
   const float sink = layer.sink_logits ? layer.sink_logits[head] : simd::kMinusInfinity;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "activation.h"
 #include "gemm.h"
 #include "masks.h"
 #include "policies.h"
@@ -25,16 +26,6 @@ namespace {
 
 // Elements between rows of logits: not a power of two, which would cause cache set conflicts.
 int64_t logit_stride(int64_t num_keys) { return simd::padded(num_keys, kKeyBlock) + kWidth; }
-
-// bound * tanh(x / bound), with an error below 1e-7 * bound.
-void soft_cap(float bound, float* x, int64_t count) {
-  for (int64_t i = 0; i < count; i += kWidth) {
-    const Floats value = simd::load(x + i), size = value < 0.f ? -value : value;
-    const Floats exp_term = simd::exp_nonpositive(size * (-2.f / bound));
-    const Floats tanh_term = (1.f - exp_term) / (1.f + exp_term) * bound;
-    simd::store(value < 0.f ? -tanh_term : tanh_term, x + i);
-  }
-}
 
 // Transposes rows [count][size] into a panel.
 void transpose(const float* rows, int64_t count, int64_t size, float* panel) {

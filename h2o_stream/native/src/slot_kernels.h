@@ -213,6 +213,7 @@ void query_key_dots(const Keys& keys, const Values& values, int64_t slots, const
       case 4 * kWidth: return in_registers(std::integral_constant<int64_t, 2>{});
       case 8 * kWidth: return in_registers(std::integral_constant<int64_t, 4>{});
       case 16 * kWidth: return in_registers(std::integral_constant<int64_t, 8>{});
+      case 32 * kWidth: return in_registers(std::integral_constant<int64_t, 16>{});
       default: break;
     }
   }
