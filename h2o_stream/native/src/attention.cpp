@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include "activation.h"
+#include "memory_select.h"
 #include "slot_kernels.h"
 
 using simd::BFloat16;
@@ -35,7 +36,9 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
     if (!layer.memory_candidates) continue;
     scratch.training.reserve(layer.head_size);
     scratch.search.reserve(layer, layer.query_heads / layer.kv_heads);
-    scratch.matches.reserve(layer.memory_candidates);
+    const int64_t matches = std::max(layer.memory_matches, layer.memory_candidates);
+    scratch.matches.reserve(matches), scratch.candidates.reserve(memory::kParts * matches);
+    scratch.logits.reserve(memory::kParts * matches);
   }
   // A memory that is not searched now may be later; there are more candidates than matches.
   max_matches_ = std::max({max_matches_, layer.memory_matches, layer.memory_candidates});
@@ -112,15 +115,22 @@ void DecodeAttention::search_memory(const Row& row, const HeadSlots& head, int64
   }
 }
 
-// The best of what a query found in all parts of the memory.
-void DecodeAttention::merge_matches(const Row& row, int64_t query_head, std::vector<memory::Match>& best) const {
-  best.clear();
+// Puts the best of what a query found in all parts of the memory into `scratch.matches`.
+void DecodeAttention::merge_matches(const Row& row, int64_t query_head, const memory::HeadMemory& memory,
+                                    Scratch& scratch) const {
+  scratch.candidates.clear(), scratch.matches.clear();
   for (int64_t part = 0; part < memory::kParts; ++part) {
     const memory::Match* found = matches(row, query_head, part);
     for (int64_t i = 0; i < layer_->memory_matches && found[i].place >= 0; ++i) {
-      memory::add_match(found[i], layer_->memory_matches, best);
+      scratch.logits[int64_t(scratch.candidates.size())] = found[i].logit;
+      scratch.candidates.push_back(found[i]);
     }
   }
+  memory::select_largest(scratch.logits.data(), int64_t(scratch.candidates.size()), layer_->memory_matches,
+                         [&](int64_t i) {
+                           memory.prefetch(scratch.candidates[i].place);
+                           scratch.matches.push_back(scratch.candidates[i]);
+                         });
 }
 
 // Applies scaling, softcap and the sliding window to logits.
@@ -213,7 +223,7 @@ void DecodeAttention::merge(const Row& row, const Slots& slots, int64_t local_he
     const int64_t q = slots.heads[local_head] * heads + i;
     const float sink = layer_->sink_logits ? layer_->sink_logits[q] : kMinusInfinity;
     if (memory.count()) {
-      merge_matches(row, q, scratch.matches);
+      merge_matches(row, q, memory, scratch);
       if (keeps) memory.set_found(i, scratch.matches);
     }
     merge_head(block_number(row, q, 0), blocks, sink, memory, scratch.matches, output + q * layer_->value_size,

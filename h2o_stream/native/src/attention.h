@@ -106,7 +106,8 @@ class DecodeAttention {
     Buffer<simd::Floats> products;
     memory::Search search;
     memory::Training training;
-    std::vector<memory::Match> matches;
+    std::vector<memory::Match> matches, candidates;
+    Buffer<float> logits;  // of these candidates
   };
 
   bool has_scores() const { return layer_->policy == kAccumulated || layer_->policy == kTova; }
@@ -138,25 +139,28 @@ class DecodeAttention {
   // Prefetches what is read of a head first.
   void prefetch_head(const Place& place) const;
 
-  // Searches the memories of heads. Each thread takes some parts of them.
+  // Searches the memories of heads. Each thread takes some parts of them, of as few heads as possible.
   template <class Prepare>
   void search_memories(const Worker& worker, Prepare prepare) {
     Scratch& scratch = scratch_[worker.index];
-    int64_t item = 0;
-    for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
-      const memory::HeadMemory memory(*layer_, slots, local_head);
-      if (!memory.count()) return;
-      const HeadSlots head(*layer_, slots, local_head);
-      bool prepared = false;
-      for (int64_t part = 0; part < memory::kParts; ++part) {
-        if (!worker.owns(item++)) continue;
-        if (!prepared) {
-          prepare(stream, head.kv_head, scratch.queries.data(), nullptr, nullptr);
-          begin_search({stream, stream, token_indices_[stream]}, head, memory, scratch);
-          prepared = true;
-        }
-        search_memory({stream, stream, token_indices_[stream]}, head, part, scratch);
-      }
+    const auto for_each_memory = [&](auto visit) {
+      for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
+        const memory::HeadMemory memory(*layer_, slots, local_head);
+        if (memory.count()) visit(stream, HeadSlots(*layer_, slots, local_head), memory);
+      });
+    };
+    int64_t items = 0;
+    for_each_memory([&](int64_t, const HeadSlots&, const memory::HeadMemory&) { items += memory::kParts; });
+    const Range range = worker.partition(items);
+    int64_t first = 0;
+    for_each_memory([&](int64_t stream, const HeadSlots& head, const memory::HeadMemory& memory) {
+      const Range parts{std::max<int64_t>(range.begin - first, 0), std::min(range.end - first, memory::kParts)};
+      first += memory::kParts;
+      if (parts.size() <= 0) return;
+      const Row row{stream, stream, token_indices_[stream]};
+      prepare(stream, head.kv_head, scratch.queries.data(), nullptr, nullptr);
+      begin_search(row, head, memory, scratch);
+      for (int64_t part = parts.begin; part < parts.end; ++part) search_memory(row, head, part, scratch);
     });
   }
 
@@ -171,7 +175,7 @@ class DecodeAttention {
   void attend_block(const Row& row, const HeadSlots& head, Range slots, Scratch& scratch);
   void begin_search(const Row& row, const HeadSlots& head, const memory::HeadMemory& memory, Scratch& scratch) const;
   void search_memory(const Row& row, const HeadSlots& head, int64_t part, Scratch& scratch);
-  void merge_matches(const Row& row, int64_t query_head, std::vector<memory::Match>& best) const;
+  void merge_matches(const Row& row, int64_t query_head, const memory::HeadMemory& memory, Scratch& scratch) const;
   void scale_and_mask(const HeadSlots& head, Range slots, int32_t token_indices, float* logits) const;
   void accumulate_values(const Row& row, const HeadSlots& head, Range exact, Range quantized, Scratch& scratch);
   void accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs, Scratch& scratch) const;
@@ -185,7 +189,7 @@ class DecodeAttention {
   float* probs(const Row& row, int64_t query_head) const {
     return probs_.at((row.number * query_heads_ + query_head) * max_slots_);
   }
-  // What a query found in a part of the memory: [memory_matches], best first.
+  // What a query found in a part of the memory: [memory_matches], or fewer and then place -1.
   memory::Match* matches(const Row& row, int64_t query_head, int64_t part) const {
     return matches_.at(((row.number * query_heads_ + query_head) * memory::kParts + part) * max_matches_);
   }

@@ -41,8 +41,13 @@ bool belongs_in_memory(const Slots& slots, int32_t index) {
 
 void HeadMemory::set_found(int64_t query, const std::vector<Match>& matches) const {
   int32_t* places = found(query);
-  for (size_t i = 0; i < matches.size(); ++i) places[i] = matches[i].place;
+  size_t best = 0;
+  for (size_t i = 0; i < matches.size(); ++i) {
+    places[i] = matches[i].place;
+    if (matches[i].logit > matches[best].logit) best = i;
+  }
   std::fill(places + matches.size(), places + matches_, -1);
+  if (!matches.empty()) std::swap(places[0], places[best]);
 }
 
 void add_surroundings(std::vector<int32_t>& places, int64_t count, std::vector<int32_t>& out) {
@@ -96,7 +101,6 @@ void HeadMemory::learn_codebook(Training& training) const {
 
 void add_values(const HeadMemory& memory, const std::vector<Match>& matches, float* accum) {
   const int64_t size = memory.value_size();
-  for (const Match& match : matches) simd::prefetch(memory.value(match.place), size);
   for (const Match& match : matches) {
     const float weight = match.logit * memory.value_scale(match.place);
     const int8_t* codes = memory.value(match.place);

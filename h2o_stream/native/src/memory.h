@@ -58,7 +58,8 @@ class HeadMemory {
   int64_t key_size() const { return layout_.key_size; }
   int64_t value_size() const { return layout_.value_size; }
 
-  // What the last query of a query head of this KV head attended to: [memory_matches] places, -1 for none.
+  // What the last query of a query head of this KV head attended to: [memory_matches] places, that of the largest logit
+  // first, -1 for none.
   int32_t* found(int64_t query) const { return found_ + query * matches_; }
   void set_found(int64_t query, const std::vector<Match>& matches) const;
 
@@ -70,12 +71,14 @@ class HeadMemory {
   // Writes the un-rotated key [key_size].
   void read_key(int64_t place, float* to) const;
   const int8_t* value(int64_t place) const { return key(place) + layout_.key_size; }
+  void prefetch(int64_t place) const { simd::prefetch(record(place), layout_.record_bytes()); }
   int64_t code_bytes() const { return code_bytes_; }
   const uint8_t* codes(int64_t block) const {
     const int64_t place = block * kBlock;
     return scan(place / kSegment) + place % kSegment * code_bytes_;
   }
-  void prefetch_codes(int64_t block) const { simd::prefetch(codes(block), kBlock * code_bytes_); }
+  // Into the second level of the cache, which waits for more lines at a time than the first.
+  void prefetch_codes(int64_t block) const { simd::prefetch<2>(codes(block), kBlock * code_bytes_); }
   void prefetch_key(int64_t place) const { simd::prefetch(record(place), 8 + layout_.key_size); }
 
   // Appends an evicted token; there must be room. `training` is scratch.

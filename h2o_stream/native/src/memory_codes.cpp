@@ -214,36 +214,77 @@ void Codebook::encode(const float* key, uint8_t* code, int64_t stride) const {
   }
 }
 
-void Codebook::make_table(const float* query, Table& table) const {
-  const int64_t size = shape_.key_size, dims = shape_.dims(), groups = shape_.groups();
-  float projected[kMaxGroups * kGroupDims] = {};
-  int64_t i = 0;
-  for (; i + 4 <= size; i += 4) {
-    const float *rows = of_queries() + i * dims, *q = query + i;
-    for (int64_t d = 0; d < dims; ++d) {
-      projected[d] += q[0] * rows[d] + q[1] * rows[dims + d] + q[2] * rows[2 * dims + d] + q[3] * rows[3 * dims + d];
+void Codebook::make_tables(const float* queries, int64_t stride, int64_t count, Table* tables) const {
+  float projected[kTogether][kMaxGroups * kGroupDims];
+  for (int64_t first = 0; first < count; first += kTogether) {
+    const int64_t together = std::min(kTogether, count - first);
+    const float* rows = queries + first * stride;
+    with_constant(together, [&](auto constant) { project<constant>(rows, stride, projected); });
+    for (int64_t q = 0; q < together; ++q) {
+      tables[first + q].offset = dot(rows + q * stride, centre(), shape_.key_size);
+      fill_table(projected[q], tables[first + q]);
     }
   }
-  for (; i < size; ++i) add(query[i], of_queries() + i * dims, dims, projected);
-  float products[kMaxGroups][kCentroids], lowest[kMaxGroups], ranges = 0;
-  table.offset = dot(query, centre(), size);
+}
+
+// Products of queries with all directions.
+template <int64_t count>
+void Codebook::project(const float* queries, int64_t stride, float (*projected)[kMaxGroups * kGroupDims]) const {
+  constexpr int64_t kVectors = 2;
+  const int64_t size = shape_.key_size, dims = shape_.dims();
+  int64_t d = 0;
+  for (; d + kVectors * kWidth <= dims; d += kVectors * kWidth) {
+    Floats sums[count][kVectors] = {};
+    for (int64_t i = 0; i < size; ++i) {
+      const float* row = of_queries() + i * dims + d;
+      for (int64_t q = 0; q < count; ++q) {
+        for (int64_t v = 0; v < kVectors; ++v) sums[q][v] += queries[q * stride + i] * simd::load(row + v * kWidth);
+      }
+    }
+    for (int64_t q = 0; q < count; ++q) {
+      for (int64_t v = 0; v < kVectors; ++v) simd::store(sums[q][v], projected[q] + d + v * kWidth);
+    }
+  }
+  for (; d < dims; ++d) {
+    for (int64_t q = 0; q < count; ++q) {
+      projected[q][d] = 0;
+      for (int64_t i = 0; i < size; ++i) projected[q][d] += queries[q * stride + i] * of_queries()[i * dims + d];
+    }
+  }
+}
+
+// Writes the products with all centroids; `offset` is that with the centre.
+void Codebook::fill_table(const float* projected, Table& table) const {
+  constexpr int64_t kVectors = kCentroids / kWidth;
+  const auto larger = [](Floats a, Floats b) { return a > b ? a : b; };
+  const int64_t groups = shape_.groups();
+  Floats products[kMaxGroups][kVectors], extremes[2 * kMaxGroups];  // of products, and of minus products
+  float largest[2 * kMaxGroups], ranges = 0;
   for (int64_t group = 0; group < groups; ++group) {
     const float *centroids = this->centroids(group), *x = projected + group * kGroupDims;
-    for (int64_t c = 0; c < kCentroids; ++c) {
-      products[group][c] = x[0] * centroids[c] + x[1] * centroids[kCentroids + c] +
-                           x[2] * centroids[2 * kCentroids + c] + x[3] * centroids[3 * kCentroids + c];
+    Floats &high = extremes[group], &low = extremes[groups + group];
+    for (int64_t v = 0; v < kVectors; ++v) {
+      Floats sum{};
+      for (int64_t d = 0; d < kGroupDims; ++d) sum += x[d] * simd::load(centroids + d * kCentroids + v * kWidth);
+      products[group][v] = sum;
+      high = v ? larger(high, sum) : sum, low = v ? larger(low, -sum) : -sum;
     }
-    lowest[group] = simd::reduce_min(products[group], kCentroids);
-    ranges += simd::reduce_max(products[group], kCentroids) - lowest[group];
-    table.offset += lowest[group];
+  }
+  std::fill(extremes + 2 * groups, extremes + simd::padded(2 * groups), Floats{});
+  for (int64_t i = 0; i < 2 * groups; i += kWidth) {
+    simd::store(simd::fold_rows(extremes + i, larger), largest + i);
+  }
+  for (int64_t group = 0; group < groups; ++group) {
+    ranges += largest[group] + largest[groups + group];
+    table.offset -= largest[groups + group];
   }
   // Sums of bytes, each of which may be rounded up, stay below 256.
   const float inverse = ranges > 0 ? (255 - 0.5f * float(groups)) / ranges : 0;
   table.step = inverse > 0 ? 1 / inverse : 0;
   for (int64_t group = 0; group < groups; ++group) {
-    for (int64_t c = 0; c < kCentroids; c += kWidth) {
-      const Floats scaled = (simd::load(products[group] + c) - lowest[group]) * inverse + 0.5f;
-      simd::store_bytes(__builtin_convertvector(scaled, simd::Ints), table.bytes[group] + c);
+    for (int64_t v = 0; v < kVectors; ++v) {
+      const Floats scaled = (products[group][v] + largest[groups + group]) * inverse + 0.5f;
+      simd::store_bytes(__builtin_convertvector(scaled, simd::Ints), table.bytes[group] + v * kWidth);
     }
   }
 }

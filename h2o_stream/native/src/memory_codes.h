@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "buffer.h"
 
@@ -19,6 +20,19 @@ constexpr int64_t kGroupDims = 4, kCentroids = 16, kMaxGroups = 16;
 
 // Keys that a codebook is learned from.
 constexpr int64_t kTraining = 256;
+
+// Queries that codes and directions are read for together.
+constexpr int64_t kTogether = 4;
+
+// Calls a function with the number of queries that are taken together, as a constant.
+template <class Function>
+void with_constant(int64_t queries, Function function) {
+  static_assert(kTogether == 4);
+  if (queries == 1) return function(std::integral_constant<int64_t, 1>());
+  if (queries == 2) return function(std::integral_constant<int64_t, 2>());
+  if (queries == 3) return function(std::integral_constant<int64_t, 3>());
+  function(std::integral_constant<int64_t, 4>());
+}
 
 // Sizes for keys of a size: half of their dimensions have codes, but not more than `kMaxGroups` groups.
 struct CodeShape {
@@ -68,8 +82,8 @@ class Codebook {
   // Writes the code of a key, bytes `stride` apart.
   void encode(const float* key, uint8_t* code, int64_t stride) const;
 
-  // Makes the table of a rotated query.
-  void make_table(const float* query, Table& table) const;
+  // Makes the tables of rotated queries, `stride` apart.
+  void make_tables(const float* queries, int64_t stride, int64_t count, Table* tables) const;
 
  private:
   float* centre() const { return floats_ + 1; }
@@ -82,6 +96,9 @@ class Codebook {
   float* centroids(int64_t group) const {
     return projected_centre() + shape_.dims() + group * kGroupDims * kCentroids;
   }
+  template <int64_t count>
+  void project(const float* queries, int64_t stride, float (*projected)[kMaxGroups * kGroupDims]) const;
+  void fill_table(const float* projected, Table& table) const;
   void factorize_moments(Training& training) const;
   void find_directions(Training& training) const;
   void set_group(int64_t group, const int64_t* directions, Training& training) const;

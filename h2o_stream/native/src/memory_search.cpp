@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "memory_scan.h"
+#include "memory_select.h"
 #include "rope.h"
 #include "slot_kernels.h"
 
@@ -13,30 +14,17 @@ using simd::kWidth;
 
 namespace {
 
-constexpr int64_t kBlocksAhead = 16;  // that are prefetched
+constexpr int64_t kBlocksAhead = 24;  // that are prefetched
 constexpr int64_t kStripe = 64;       // blocks that all queries are compared with while they are in the L1 cache
 constexpr int64_t kSampledBest = 6;   // of the sample that a threshold is estimated by
 constexpr int64_t kMaxSample = 1024;  // its blocks
 constexpr int32_t kNone = 256;        // a limit that no sum reaches
 
-// The elements of a vector of floats above a threshold.
-uint32_t passing(const float* from, float threshold) {
-#if defined(H2O_AVX512)
-  return _mm512_cmp_ps_mask(_mm512_loadu_ps(from), _mm512_set1_ps(threshold), _CMP_GT_OQ);
-#elif defined(H2O_AVX2)
-  return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(from), _mm256_set1_ps(threshold), _CMP_GT_OQ)));
-#else
-  uint32_t lanes = 0;
-  for (int64_t i = 0; i < kWidth; ++i) lanes |= uint32_t(from[i] > threshold) << i;
-  return lanes;
-#endif
-}
-
 // The first tokens of a block.
 uint64_t first_tokens(int64_t count) { return count >= kBlock ? ~uint64_t(0) : (uint64_t(1) << count) - 1; }
 
-// The largest sum that at least `best` of the sampled ones reach; those of blocks are `stride` apart.
-int32_t estimate_limit(const uint8_t* sums, int64_t blocks, int64_t stride, int64_t best) {
+// The largest sum that at least `best` of those of blocks, `stride` apart, reach.
+int32_t reached_by(const uint8_t* sums, int64_t blocks, int64_t stride, int64_t best) {
   int32_t low = 0, high = 256;  // `best` reach `low`, fewer `high`
   while (high - low > 1) {
     const int32_t middle = (low + high) / 2;
@@ -47,51 +35,76 @@ int32_t estimate_limit(const uint8_t* sums, int64_t blocks, int64_t stride, int6
   return low;
 }
 
-// Calls a function with the number of queries that are compared together, as a constant.
-template <class Function>
-void with_constant(int64_t queries, Function function) {
-  static_assert(kTogether == 4);
-  if (queries == 1) return function(std::integral_constant<int64_t, 1>());
-  if (queries == 2) return function(std::integral_constant<int64_t, 2>());
-  if (queries == 3) return function(std::integral_constant<int64_t, 3>());
-  function(std::integral_constant<int64_t, 4>());
+// The same. Moves the blocks that matter to the front: those that reach what so many of the largest sums in the same
+// place of any block do.
+int32_t estimate_limit(uint8_t* sums, int64_t blocks, int64_t stride, int64_t best) {
+  simd::Bytes largest[kBlock / kWidth] = {};
+  for (int64_t i = 0; i < blocks; ++i) {
+    for (int64_t v = 0; v < kBlock / kWidth; ++v) {
+      simd::Bytes some;
+      std::memcpy(&some, sums + i * stride + v * kWidth, sizeof some);
+      largest[v] = some > largest[v] ? some : largest[v];
+    }
+  }
+  const uint8_t* all = reinterpret_cast<const uint8_t*>(largest);
+  const int32_t least = best <= kBlock ? reached_by(all, 1, kBlock, best) : 0;
+  int64_t count = 0;
+  for (int64_t i = 0; i < blocks; ++i) {
+    if (count_reaching(sums + i * stride, least)) std::copy_n(sums + i * stride, kBlock, sums + count++ * stride);
+  }
+  return reached_by(sums, count, stride, best);
 }
+
+// Codes of keys in 8 bits, which are anywhere.
+struct MemoryKeys {
+  const int8_t* const* keys;
+  int64_t key_size;
+
+  int64_t size() const { return key_size; }
+  simd::Floats load(int64_t i, int64_t element) const { return simd::load(keys[i] + element); }
+  void read(int64_t i, float* key) const { std::copy_n(keys[i], key_size, key); }
+  void prefetch(int64_t) const {}
+  bool vectorizable() const { return key_size % kWidth == 0; }
+};
 
 }  // namespace
 
 void Search::reserve(const AttentionLayer& layer, int64_t queries) {
   const int64_t candidates = 7 * layer.memory_candidates * kTogether + layer.memory_matches + kBlock;
   max_places_ = std::max(max_places_, simd::padded(std::max(candidates, kTraining), 16));
-  stride_ = simd::padded(layer.head_size, 16);
-  queries_.reserve(queries * stride_), far_queries_.reserve(queries * stride_), rotated_.reserve(stride_);
+  stride_ = simd::padded(layer.head_size);
+  for (Buffer<float>* buffer : {&queries_, &far_queries_, &near_queries_}) buffer->reserve(queries * stride_);
+  key_.reserve(stride_);
   const size_t batches = std::max(size_t((queries + kTogether - 1) / kTogether), candidates_.size());
   num_near_.resize(batches), candidates_.resize(batches);
   far_.resize(batches * kTogether), near_.resize(batches * kTogether);
   thresholds_.resize(far_.size()), far_limits_.resize(far_.size()), limits_.resize(far_.size());
   for (Candidates& of_batch : candidates_) of_batch.reserve(max_places_);
-  sample_.reserve(kMaxSample * kTogether * kBlock);
+  sums_.reserve(kMaxSample * kTogether * kBlock);
   places_.reserve(max_places_);
-  products_.reserve(kTogether * max_places_);
+  keys_.reserve(max_places_), scales_.reserve(max_places_), distances_.reserve(max_places_);
+  unsummed_.reserve(kTogether * kWidth), products_.reserve(kTogether * max_places_);
   matches_.reserve(layer.memory_matches + 1);
 }
 
 void Search::begin(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest) {
   layer_ = &layer, memory_ = memory, newest_ = newest;
-  count_ = 0, stride_ = simd::padded(layer.head_size, 16), has_thresholds_ = false;
+  count_ = 0, stride_ = simd::padded(layer.head_size), has_thresholds_ = false;
+  std::fill_n(key_.data(), stride_, 0.f);
 }
 
-void Search::add_query(const float* query) { std::copy_n(query, layer_->head_size, queries_.at(count_++ * stride_)); }
+void Search::add_query(const float* query) {
+  const int64_t size = layer_->head_size;
+  float *copy = queries_.at(count_ * stride_), *far = far_queries_.at(count_ * stride_);
+  std::fill(std::copy_n(query, size, copy), copy + stride_, 0.f);
+  std::copy_n(copy, stride_, far);
+  if (layer_->rope) rope::rotate(*layer_, layer_->memory_distance, far);
+  ++count_;
+}
 
 void Search::count_queries() {
   if (memory_.codebook().learned()) return;
-  for (int64_t q = 0; q < count_; ++q) memory_.codebook().count(rotate(q, layer_->memory_distance));
-}
-
-// A query, rotated by a distance.
-const float* Search::rotate(int64_t query, int64_t distance) {
-  std::copy_n(queries_.at(query * stride_), layer_->head_size, rotated_.data());
-  if (layer_->rope) rope::rotate(*layer_, distance, rotated_.data());
-  return rotated_.data();
+  for (int64_t q = 0; q < count_; ++q) memory_.codebook().count(far_queries_.at(q * stride_));
 }
 
 bool Search::is_exact() const {
@@ -101,6 +114,17 @@ bool Search::is_exact() const {
 // Blocks of tokens that are all at the largest distance.
 int64_t Search::far_blocks() const {
   return std::max<int64_t>(memory_.count() - layer_->memory_distance, 0) / kBlock;
+}
+
+// The token at whose distance a block of newer ones is compared.
+int64_t Search::middle_of(int64_t block) const {
+  return std::min(block * kBlock + kBlock / 2, memory_.count() - 1);
+}
+
+// Visits the blocks of newer tokens of a part.
+template <class Visit>
+void Search::for_each_near(int64_t part, int64_t parts, Visit visit) const {
+  for (int64_t block = far_blocks() + part; block * kBlock < memory_.count(); block += parts) visit(block);
 }
 
 void Search::search(int64_t part, int64_t parts) {
@@ -115,36 +139,43 @@ void Search::search(int64_t part, int64_t parts) {
     return;
   }
   const int64_t far = far_blocks(), wanted = layer_->memory_candidates * std::min(count_, kTogether);
+  const Range older{far * part / parts, far * (part + 1) / parts};
+  for_each_near(part, parts, [&](int64_t block) {
+    memory_.prefetch_key(middle_of(block)), memory_.prefetch_codes(block);
+  });
+  for (int64_t i = 0; i < std::min(kBlocksAhead, older.size()); ++i) memory_.prefetch_codes(older.begin + i);
   if (!has_thresholds_) set_thresholds(far);
-  for (int64_t block = far + part; block * kBlock < memory_.count(); block += parts) scan_near(block);
+  for_each_near(part, parts, [&](int64_t block) { scan_near(block); });
   for (int64_t batch = 0; batch < batches; ++batch) {
     keep_best(candidates_[batch], 0, std::max(wanted / parts, layer_->memory_matches));
     num_near_[batch] = int64_t(candidates_[batch].size());
   }
   std::copy_n(far_limits_.data(), count_, limits_.data());
-  scan({far * part / parts, far * (part + 1) / parts}, far_);
+  scan(older, far_);
   for (int64_t batch = 0; batch < batches; ++batch) keep_best(candidates_[batch], num_near_[batch], 2 * wanted);
 }
 
 // Makes the tables for the largest distance, and estimates which products so many tokens reach as are wanted.
 void Search::set_thresholds(int64_t far) {
   has_thresholds_ = true;
-  make_tables(layer_->memory_distance, far_);
   const int64_t wanted = layer_->memory_candidates;
   const int64_t asked = (kSampledBest * far + wanted - 1) / wanted, blocks = std::min({far, asked, kMaxSample});
   const int64_t best = blocks ? std::max<int64_t>(1, wanted * blocks / far) : 0;
+  const auto codes_of = [&](int64_t i) { return i * far / blocks; };
+  for (int64_t i = 0; i < std::min(kBlocksAhead, blocks); ++i) memory_.prefetch_codes(codes_of(i));
+  memory_.codebook().make_tables(far_queries_.data(), stride_, count_, far_.data());
   const int32_t all[kTogether] = {};
   uint64_t tokens[kTogether];
   for (int64_t first = 0; first < count_; first += kTogether) {
     const int64_t queries = std::min(kTogether, count_ - first);
-    with_constant(queries, [&](auto constant) {
+    with_scanner(&far_[first], all, queries, memory_.code_bytes(), [&](const auto& scanner) {
       for (int64_t i = 0; i < blocks; ++i) {
-        scan_block<constant>(memory_.codes(i * far / blocks), memory_.code_bytes(), &far_[first], all,
-                             sample_.at(i * kTogether * kBlock), tokens);
+        memory_.prefetch_codes(codes_of(std::min(i + kBlocksAhead, blocks - 1)));
+        scanner.scan(memory_.codes(codes_of(i)), sums_.at(i * queries * kBlock), tokens);
       }
     });
     for (int64_t q = 0; q < queries; ++q) {
-      const int32_t limit = estimate_limit(sample_.at(q * kBlock), blocks, kTogether * kBlock, best);
+      const int32_t limit = estimate_limit(sums_.at(q * kBlock), blocks, queries * kBlock, best);
       const Table& table = far_[first + q];
       far_limits_[first + q] = limit;
       thresholds_[first + q] = blocks ? table.offset + table.step * float(limit) : simd::kMinusInfinity;
@@ -152,16 +183,12 @@ void Search::set_thresholds(int64_t far) {
   }
 }
 
-void Search::make_tables(int64_t distance, std::vector<Table>& tables) {
-  for (int64_t q = 0; q < count_; ++q) {
-    memory_.codebook().make_table(rotate(q, distance), tables[q]);
-  }
-}
-
 // Scans a block of newer tokens at the distance of one of them.
 void Search::scan_near(int64_t block) {
-  const int64_t middle = std::min(block * kBlock + kBlock / 2, memory_.count() - 1);
-  make_tables(std::min<int64_t>(newest_ - memory_.index(middle), layer_->memory_distance), near_);
+  const int64_t distance = std::min<int64_t>(newest_ - memory_.index(middle_of(block)), layer_->memory_distance);
+  std::copy_n(queries_.data(), count_ * stride_, near_queries_.data());
+  for (int64_t q = 0; layer_->rope && q < count_; ++q) rope::rotate(*layer_, distance, near_queries_.at(q * stride_));
+  memory_.codebook().make_tables(near_queries_.data(), stride_, count_, near_.data());
   for (int64_t q = 0; q < count_; ++q) {
     const float missing = thresholds_[q] - near_[q].offset;
     const bool reachable = missing <= 255 * near_[q].step;
@@ -173,39 +200,42 @@ void Search::scan_near(int64_t block) {
 // Adds the tokens of blocks whose sums reach `limits_` to the candidates.
 void Search::scan(Range blocks, const std::vector<Table>& tables) {
   for (int64_t begin = blocks.begin; begin < blocks.end; begin += kStripe) {
-    const int64_t end = std::min(begin + kStripe, blocks.end);
+    const Range stripe{begin, std::min(begin + kStripe, blocks.end)};
     for (int64_t q = 0; q < count_; q += kTogether) {
-      with_constant(std::min(kTogether, count_ - q), [&](auto queries) { scan<queries>({begin, end}, &tables[q], q); });
+      with_scanner(&tables[q], &limits_[q], std::min(kTogether, count_ - q), memory_.code_bytes(),
+                   [&](const auto& scanner) { scan(stripe, blocks.end, scanner, q); });
     }
   }
 }
 
-template <int64_t queries>
-void Search::scan(Range blocks, const Table* tables, int64_t first) {
-  alignas(64) uint8_t sums[queries * kBlock];
-  uint64_t found[queries];
-  const int64_t count = memory_.count(), last = (count - 1) / kBlock;
+template <class Scanner>
+void Search::scan(Range blocks, int64_t end, const Scanner& scanner, int64_t first) {
+  constexpr int64_t kQueries = Scanner::kQueries;
+  uint64_t tokens[kStripe][kQueries];
+  int64_t hits[kStripe], count = 0;  // blocks with candidates
   for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-    if (first == 0) memory_.prefetch_codes(std::min(block + kBlocksAhead, last));
-    scan_block<queries>(memory_.codes(block), memory_.code_bytes(), tables, &limits_[first], sums, found);
+    if (first == 0) memory_.prefetch_codes(std::min(block + kBlocksAhead, end - 1));
+    scanner.scan(memory_.codes(block), sums_.at(count * kQueries * kBlock), tokens[count]);
     uint64_t any = 0;
-    for (int64_t q = 0; q < queries; ++q) any |= found[q];
-    if (any) add_candidates<queries>(block, found, sums, first);
+    for (int64_t q = 0; q < kQueries; ++q) any |= tokens[count][q];
+    hits[count] = block, count += any != 0;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    add_candidates(hits[i], tokens[i], sums_.at(i * kQueries * kBlock), {first, first + kQueries});
   }
 }
 
-template <int64_t queries>
-void Search::add_candidates(int64_t block, const uint64_t* found, const uint8_t* sums, int64_t first) {
+void Search::add_candidates(int64_t block, const uint64_t* found, const uint8_t* sums, Range queries) {
   uint64_t tokens = 0;
-  for (int64_t q = 0; q < queries; ++q) tokens |= limits_[first + q] == kNone ? 0 : found[q];
-  const int64_t batch = first / kTogether, wanted = layer_->memory_candidates * queries;
+  for (int64_t q = 0; q < queries.size(); ++q) tokens |= limits_[queries.begin + q] == kNone ? 0 : found[q];
+  const int64_t batch = queries.begin / kTogether, wanted = layer_->memory_candidates * queries.size();
   Candidates& candidates = candidates_[batch];
   for (tokens &= first_tokens(memory_.count() - block * kBlock); tokens; tokens &= tokens - 1) {
     const int64_t token = __builtin_ctzll(tokens), place = block * kBlock + token;
     memory_.prefetch_key(place);
     int32_t excess = 0;
-    for (int64_t q = 0; q < queries; ++q) {
-      if (found[q] >> token & 1) excess = std::max(excess, sums[q * kBlock + token] - limits_[first + q]);
+    for (int64_t q = 0; q < queries.size(); ++q) {
+      if (found[q] >> token & 1) excess = std::max(excess, sums[q * kBlock + token] - limits_[queries.begin + q]);
     }
     candidates.push_back({excess, int32_t(place)});
   }
@@ -231,54 +261,38 @@ std::vector<Match>& Search::find(int64_t query, float scaling) {
 void Search::multiply(int64_t batch) {
   multiplied_ = batch;
   places_.clear();
-  for (const Candidate& candidate : candidates_[batch]) places_.push_back(candidate.place);
-  const int64_t size = layer_->head_size, count = int64_t(places_.size());
-  const int64_t first = batch * kTogether, queries = std::min(kTogether, count_ - first);
-  for (int64_t q = first; q < first + queries; ++q) {
-    std::copy_n(rotate(q, layer_->memory_distance), size, far_queries_.at(q * stride_));
+  for (const Candidate& candidate : candidates_[batch]) {
+    const int64_t i = int64_t(places_.size()), place = candidate.place;
+    keys_[i] = memory_.key(place), scales_[i] = memory_.key_scale(place);
+    distances_[i] = int32_t(std::min<int64_t>(newest_ - memory_.index(place), layer_->memory_distance));
+    places_.push_back(candidate.place);
   }
-  float* key = rotated_.data();
-  for (int64_t i = 0; i < count; ++i) {
-    const int32_t place = places_[i], distance = newest_ - memory_.index(place);
-    memory_.read_key(place, key);
-    const bool is_near = layer_->rope && distance < layer_->memory_distance;
-    if (is_near) rope::rotate_inverse(*layer_, distance, key);
-    const float* rotated = (is_near ? queries_ : far_queries_).at(first * stride_);
-    for (int64_t q = 0; q < queries; ++q) {
-      products_[q * max_places_ + i] = slot_kernels::dot(rotated + q * stride_, key, size);
-    }
+  const int64_t count = int64_t(places_.size()), near = is_exact() ? count : num_near_[batch];
+  const int64_t first = batch * kTogether, queries = std::min(kTogether, count_ - first);
+  const auto multiply = [&](Range candidates, const float* table, const Buffer<float>& rows) {
+    const MemoryKeys keys{keys_.at(candidates.begin), layer_->head_size};
+    slot_kernels::query_key_dots(keys, keys, candidates.size(),
+                                 {table, layer_->rotary_dims, distances_.at(candidates.begin)}, key_.data(),
+                                 unsummed_.data(), rows.at(first * stride_), queries,
+                                 products_.at(candidates.begin), max_places_);
+  };
+  multiply({0, near}, layer_->rope, queries_);
+  multiply({near, count}, nullptr, far_queries_);
+  for (int64_t q = 0; q < queries; ++q) {
+    float* products = products_.at(q * max_places_);
+    for (int64_t i = 0; i < count; ++i) products[i] *= scales_[i];
   }
 }
 
 std::vector<Match>& Search::best_of(const AttentionLayer& layer, const std::vector<int32_t>& places,
                                     const float* products, float scaling) {
-  const int64_t count = int64_t(places.size()), wanted = layer.memory_matches;
-  matches_.clear();
-  for (int64_t first = 0; first < count; first += kWidth) {
-    const bool full = int64_t(matches_.size()) == wanted;
-    uint32_t lanes = passing(products + first, full ? matches_.back().logit : simd::kMinusInfinity);
-    if (count - first < kWidth) lanes &= (1u << (count - first)) - 1;
-    for (; lanes; lanes &= lanes - 1) {
-      const int64_t i = first + __builtin_ctz(lanes);
-      add_match({products[i], places[i]}, wanted, matches_);
-    }
-  }
   const float cap = float(layer.softcap);
-  for (Match& match : matches_) {
-    match.logit *= scaling;
-    if (cap > 0) match.logit = std::tanh(match.logit / cap) * cap;
-  }
+  matches_.clear();
+  select_largest(products, int64_t(places.size()), layer.memory_matches, [&](int64_t i) {
+    const float logit = products[i] * scaling;
+    matches_.push_back({cap > 0 ? std::tanh(logit / cap) * cap : logit, places[i]});
+  });
   return matches_;
-}
-
-void add_match(const Match& match, int64_t wanted, std::vector<Match>& best) {
-  if (int64_t(best.size()) == wanted) {
-    if (!(match.logit > best.back().logit)) return;
-    best.pop_back();
-  }
-  auto at = best.end();
-  while (at != best.begin() && match.logit > at[-1].logit) --at;
-  best.insert(at, match);
 }
 
 }  // namespace memory

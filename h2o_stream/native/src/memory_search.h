@@ -39,7 +39,7 @@ class Search {
   // Searches part `part` of `parts`.
   void search(int64_t part, int64_t parts);
 
-  // What a query attends to in the part that was searched last, best first, with logits: products times `scaling`.
+  // What a query attends to in the part that was searched last, with logits: products times `scaling`.
   std::vector<Match>& find(int64_t query, float scaling);
 
   // The best of some places, with their products.
@@ -55,25 +55,26 @@ class Search {
 
   bool is_exact() const;
   int64_t far_blocks() const;
+  int64_t middle_of(int64_t block) const;
+  template <class Visit>
+  void for_each_near(int64_t part, int64_t parts, Visit visit) const;
   void set_thresholds(int64_t far);
-  void make_tables(int64_t distance, std::vector<Table>& tables);
   void scan_near(int64_t block);
   void scan(Range blocks, const std::vector<Table>& tables);
-  template <int64_t queries>
-  void scan(Range blocks, const Table* tables, int64_t first);
-  template <int64_t queries>
-  void add_candidates(int64_t block, const uint64_t* tokens, const uint8_t* sums, int64_t first);
+  template <class Scanner>
+  void scan(Range blocks, int64_t end, const Scanner& scanner, int64_t first);
+  void add_candidates(int64_t block, const uint64_t* tokens, const uint8_t* sums, Range queries);
   void keep_best(Candidates& candidates, int64_t first, int64_t wanted) const;
   void multiply(int64_t batch);
-  const float* rotate(int64_t query, int64_t distance);
 
   const AttentionLayer* layer_ = nullptr;
   HeadMemory memory_;
   int32_t newest_ = 0;
   int64_t count_ = 0, stride_ = 0;  // queries; their padded size
   bool has_thresholds_ = false;
-  Buffer<float> queries_, far_queries_;  // [queries][stride]: un-rotated, and rotated by the largest distance
-  Buffer<float> rotated_;                // a query or key
+  // Queries [queries][stride]: un-rotated, and rotated by the largest distance and by one of newer tokens.
+  Buffer<float> queries_, far_queries_, near_queries_;
+  Buffer<float> key_;
   // By query: tables for older tokens and for a block of newer ones; the products that candidates reach; the sums of
   // older ones that do; and those of the tokens that are scanned.
   std::vector<Table> far_, near_;
@@ -82,15 +83,17 @@ class Search {
   // By batch of queries: newer candidates, then older ones; and how many are newer.
   std::vector<Candidates> candidates_;
   std::vector<int64_t> num_near_;
-  Buffer<uint8_t> sample_;   // [blocks][kTogether][kBlock]: sums
+  Buffer<uint8_t> sums_;     // [blocks][queries][kBlock]
   int64_t multiplied_ = -1;  // the batch of the products
+  // Of the candidates of a batch.
   std::vector<int32_t> places_;
+  Buffer<const int8_t*> keys_;
+  Buffer<float> scales_;
+  Buffer<int32_t> distances_;
+  Buffer<simd::Floats> unsummed_;
   Buffer<float> products_;  // [kTogether][max_places_]: of places
   int64_t max_places_ = 0;
   std::vector<Match> matches_;
 };
-
-// Adds a match to the best ones, which are sorted and at most `wanted`.
-void add_match(const Match& match, int64_t wanted, std::vector<Match>& best);
 
 }  // namespace memory

@@ -246,6 +246,7 @@ void Head::search_around(const Block& block, Scratch& scratch) const {
 // Adds the values of the memory, whose logits `softmax` has replaced.
 void Head::add_memory(const Block& block, int64_t value_stride, Scratch& scratch) const {
   for (int64_t row = 0; row < block.rows; ++row) {
+    for (const memory::Match& match : scratch.matches[row]) memory_.prefetch(match.place);
     memory::add_values(memory_, scratch.matches[row], scratch.accum.at(row * value_stride));
   }
 }
