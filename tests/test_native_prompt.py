@@ -239,3 +239,12 @@ class TestForms:
         with torch.no_grad(), attach(model := make_llama(), CacheConfig(window=32)):
             model(tokens_of(1, 20))
         assert taken == []
+
+    def test_few_dense_weights_are_taken_too(self, taken: list[tuple[int, int]]) -> None:
+        """As in Gemma 3n, of which llama.cpp quantizes some small matrices not."""
+        model, tokens = packed_model(MatrixKind.INT8), tokens_of(1, 60)
+        mlp = model.model.layers[0].mlp
+        mlp.down_proj = torch.nn.Linear(mlp.down_proj.in_features, mlp.down_proj.out_features, bias=False)
+        ours, theirs = (streamed(model, CacheConfig(window=80), tokens, engine)[0] for engine in ("auto", "eager"))
+        assert (1, 42) in taken
+        assert relative_error(ours, theirs) < 0.1
