@@ -85,6 +85,10 @@ class TestTable:
         for words in (*get_args(Verdict), "0.83", "4%", "you", "Clara, dentist", "My sister Clara works as a dentist."):
             assert words in shown
 
+    def test_what_was_found_without_its_words(self) -> None:
+        (*_, row) = drawn(candidates_table([replace(CLARA, terms=())])).splitlines()
+        assert "other words" in row
+
     def test_nothing_is_cut_off_in_a_narrow_terminal(self) -> None:
         model = replace(CLARA, passage=replace(CLARA.passage, turn=120_000, role="assistant"), verdict="still held")
         words = " ".join(drawn(candidates_table([model]), width=80).split())

@@ -34,7 +34,7 @@ class Candidate:
     Attributes:
         excerpt: its sentences that are read again.
         score: how much of what the message asks for it covers, 0 to 1.
-        terms: the words by which it was found.
+        terms: the words by which it was found; none if it says it in other words.
         held: share of the excerpt's tokens that the heads that copy still hold, 0 to 1.
         tokens: length of the excerpt.
     """

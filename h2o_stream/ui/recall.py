@@ -49,7 +49,7 @@ def candidates_table(candidates: Iterable[Candidate]) -> Table:
             f"{candidate.held:.0%}",
             candidate.verdict,
             SPEAKERS[candidate.passage.role],
-            ", ".join(map(one_line, candidate.terms)),
+            ", ".join(map(one_line, candidate.terms)) or "other words",
             one_line(candidate.excerpt),
             style="" if candidate.verdict == "recalled" else "dim",
         )
