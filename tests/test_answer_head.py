@@ -54,7 +54,7 @@ def test_projections_are_those_of_the_model() -> None:
 def test_large_models_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     description = describe(make_llama())
     assert first_layers.first_layers(description, 1)
-    monkeypatch.setattr(first_layers, "MOST_BYTES", description.nbytes - 1)
+    monkeypatch.setattr(first_layers, "MAX_BYTES", description.nbytes - 1)
     assert first_layers.first_layers(description, 1) is None
 
 
@@ -90,7 +90,7 @@ def test_the_head_that_matches_our_pairs_is_found() -> None:
     head = find_head(projector, projector.place)
     assert head is not None
     assert (head.layer, head.query_head) == (2, 3)
-    assert 0.5 < head.least <= 1
+    assert 0.5 < head.min_score <= 1
 
 
 def test_a_model_may_have_no_such_head() -> None:

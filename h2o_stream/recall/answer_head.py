@@ -13,14 +13,13 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy
-from numpy.typing import NDArray
 
-Floats = NDArray[numpy.float32]
+from h2o_stream.recall.terms import Floats
 
 Projections = Sequence[tuple[Floats, Floats]]
 """Queries [n, Hq, D] and keys [n, Hkv, D] of a text, for each layer."""
 
-LEAST_RIGHT = 0.6
+MIN_RIGHT = 0.6
 """Share of the pairs that a head must match for it to be an answer head."""
 
 _NEUTRAL = ("Thanks, that was helpful.", "Okay, tell me more.", "Hello, how are you today?", "That is interesting.")
@@ -36,12 +35,12 @@ class AnswerHead:
     Attributes:
         layer: of the head.
         query_head: its number in the layer.
-        least: score of the worst right passage among our pairs.
+        min_score: that of the worst right passage among our pairs.
     """
 
     layer: int
     query_head: int
-    least: float
+    min_score: float
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def find_head(project: Callable[[list[int]], Projections], place: Place) -> Answ
     right = scores.argmax(1) == numpy.arange(len(pairs))[:, None, None]
     layer, head = divmod(int(right.mean(0).argmax()), right.shape[2])
     found = right[:, layer, head]
-    if found.mean() < LEAST_RIGHT:
+    if found.mean() < MIN_RIGHT:
         return None
     best = scores[numpy.arange(len(pairs)), numpy.arange(len(pairs)), layer, head]
     return AnswerHead(layer, head, round(float(best[found].min()), 2))

@@ -1,4 +1,4 @@
-"""Finds what the user told that answers a question, by the answer head of the model."""
+"""Finds what the user said that answers a question, by the answer head of the model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Answers:
         known = index.with_keys(self._name, queries.shape[1], _COMPARED)
         scores = {number: score(queries, keys, baseline) for number, keys, baseline in known}
         best = max(scores, key=scores.__getitem__, default=None)
-        return index.passage(best) if best is not None and scores[best] >= reader.head.least else None
+        return index.passage(best) if best is not None and scores[best] >= reader.head.min_score else None
 
     @property
     def _digest(self) -> str:
@@ -65,16 +65,17 @@ class Answers:
 
     @cached_property
     def _reader(self) -> Reader | None:
-        served = self._engine.served
-        layers = served.first_layers()
-        if layers is None or (place := self._place()) is None:
+        if (place := self._place()) is None or (head := self._head(place)) is None:
             return None
-        digest = self._digest
-        if (known := read_answer_head(digest)) is None:
-            head = find_head(layers.project, place)
-            save_answer_head(digest, known := astuple(head) if head else ())
-        if not known:
-            return None
-        head = AnswerHead(*known)
-        first = served.first_layers(head.layer + 1)
+        first = self._engine.served.first_layers(head.layer + 1)
         return Reader(head, first.project, place) if first else None
+
+    def _head(self, place: Place) -> AnswerHead | None:
+        """The answer head, which is looked for where it is not known."""
+        if (known := read_answer_head(self._digest)) is not None:
+            return AnswerHead(*known) if known else None
+        if (layers := self._engine.served.first_layers()) is None:
+            return None
+        head = find_head(layers.project, place)
+        save_answer_head(self._digest, astuple(head) if head else ())
+        return head

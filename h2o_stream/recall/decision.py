@@ -120,7 +120,7 @@ def decide(
     """The passages worth reading again before the reply to a message, best first, at most 8, with verdicts.
 
     `held` returns the share of the tokens of a range that the heads that copy still hold, 0 to 1; `budget` and
-    `count_tokens` are in tokens. `answer` finds what the user told that answers a question in other words.
+    `count_tokens` are in tokens. `answer` finds what the user said that answers a question in other words.
     """
     request = _request(message)
     asked = _weights(request, terms)

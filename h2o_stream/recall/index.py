@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy
-from numpy.typing import NDArray
 
 from h2o_stream.progress import ignore
 from h2o_stream.recall import database
 from h2o_stream.recall.database import PASSAGES
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import UNSPACED
+from h2o_stream.recall.terms import Floats
 from h2o_stream.resources import replace_surrogates
 
 T = TypeVar("T")
-
-Floats = NDArray[numpy.float32]
 
 _MAX_ROWS = 3000
 """Passages that are ranked in a search: 4 ms. Common words are left out, or only the newest passages are ranked."""

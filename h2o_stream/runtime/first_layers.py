@@ -5,24 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy
-from numpy.typing import NDArray
 
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library
-from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description, NativeModel
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
-from h2o_stream.runtime.heads import Unchanged, head_shapes
-from h2o_stream.runtime.rotations import Rotations
+from h2o_stream.runtime.heads import Unchanged, head_shapes, rotations_of
+from h2o_stream.runtime.rotations import Floats
 
-Floats = NDArray[numpy.float32]
-
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Of the matrices of a model: with more, every text would take long."""
 
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 """Of a text; more are cut off."""
 
 DISTANCE = 1024
@@ -41,31 +37,31 @@ class FirstLayers:
         native, first = library.loaded(), replace(description, layers=description.layers[:count])
         assert native is not None, "the model is a native one"
         self._attention = [layer.attention for layer in first.layers if layer.attention]
-        layers = [
-            RuntimeLayer(shape, Rotations(_frequencies(x)) if x.rope else None)
-            for x, shape in zip(self._attention, head_shapes(first), strict=True)
-        ]
-        plan = CacheConfig("recent", MOST_TOKENS, sinks=0, positions="rolling", chunk=0, budgets="equal")
+        tables = rotations_of(first)
+        self._rotations = [tables[id(x.rope.frequencies)] if x.rope else None for x in self._attention]
+        layers = [RuntimeLayer(*pair) for pair in zip(head_shapes(first), self._rotations, strict=True)]
+        plan = CacheConfig("recent", MAX_TOKENS, sinks=0, positions="rolling", chunk=0, budgets="equal")
         self._cache = RuntimeCache(plan, layers, first.dtype, None, lambda: "")
         self._stepper = Stepper(native, NativeModel(first), Unchanged(), self._cache, dense_prompts=True)
 
     def project(self, tokens: list[int]) -> list[tuple[Floats, Floats]]:
         """Queries [n, Hq, D], rotated by `DISTANCE`, and keys [n, Hkv, D], not rotated, of each layer."""
-        count = len(tokens := tokens[:MOST_TOKENS])
+        count = len(tokens := tokens[:MAX_TOKENS])
         shapes = [(x.query_heads, x.kv_heads, x.head_size) for x in self._attention]
         sizes = [count * heads * size for queries, keys, size in shapes for heads in (queries, keys)]
         projected = numpy.empty(sum(sizes), numpy.float32)
         try:
             self._cache.prepare(count)
-            taken = self._stepper.prompt(numpy.array([tokens], numpy.int64), keep=1, projected=projected)
+            logits = self._stepper.prompt(numpy.array([tokens], numpy.int64), keep=1, projected=projected)
         finally:
             self._cache.reset()
-        if taken is None:
+        if logits is None:
             raise H2OStreamError("this text cannot be read by itself")
         parts = iter(numpy.split(projected, numpy.cumsum(sizes)[:-1]))
         found = []
-        for attention, (queries, keys, size) in zip(self._attention, shapes, strict=True):
-            rotated = _rotated(next(parts).reshape(count, queries, size), attention)
+        for attention, table, (queries, keys, size) in zip(self._attention, self._rotations, shapes, strict=True):
+            scaled = next(parts).reshape(count, queries, size) * numpy.float32(attention.scaling)
+            rotated = _rotated(scaled, table.on_cpu(DISTANCE + 1)[DISTANCE]) if table else scaled
             found.append((rotated, next(parts).reshape(count, keys, size)))
         return found
 
@@ -75,25 +71,16 @@ def first_layers(description: Description, count: int | None) -> FirstLayers | N
     attention = [layer.attention for layer in description.layers if layer.attention and not layer.mixer]
     alike = len({x.query_heads for x in attention}) == 1 and all(x.source is None for x in attention)
     whole = len(attention) == len(description.layers) and not description.versions and not description.layer_embeddings
-    if not alike or not whole or description.nbytes > MOST_BYTES:
+    if not alike or not whole or description.nbytes > MAX_BYTES:
         return None
     return FirstLayers(description, count or len(description.layers))
 
 
-def _rotated(queries: Floats, attention: Attention) -> Floats:
-    """Queries [n, Hq, D], scaled for attention and rotated by `DISTANCE`."""
-    rotated = queries * numpy.float32(attention.scaling)
-    if attention.rope is None:
-        return rotated
-    angles = numpy.float32(DISTANCE) * _frequencies(attention)
-    cosine, sine, half = numpy.cos(angles), numpy.sin(angles), len(angles)
-    first, second = rotated[..., :half].copy(), rotated[..., half : 2 * half].copy()
+def _rotated(queries: Floats, rotation: Floats) -> Floats:
+    """Queries [n, Hq, D], rotated by a row of `Rotations`."""
+    cosine, sine = numpy.split(rotation, 2)
+    half, rotated = len(cosine), queries.copy()
+    first, second = queries[..., :half], queries[..., half : 2 * half]
     rotated[..., :half] = first * cosine - second * sine
     rotated[..., half : 2 * half] = second * cosine + first * sine
     return rotated
-
-
-def _frequencies(attention: Attention) -> Floats:
-    """[rotary_dims / 2], also where the description is of a transformers model."""
-    assert attention.rope is not None
-    return numpy.asarray(attention.rope.frequencies, numpy.float32)

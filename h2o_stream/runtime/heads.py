@@ -17,7 +17,7 @@ from h2o_stream.native.description import Description, NativeModel
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
-from h2o_stream.runtime.rotations import Floats
+from h2o_stream.runtime.rotations import Floats, Rotations
 
 
 class Unchanged:
@@ -34,6 +34,13 @@ def head_shapes(description: Description) -> list[HeadShape | None]:
     """The heads of each layer, None without attention."""
     attentions = [layer.attention for layer in description.layers]
     return [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) if x else None for x in attentions]
+
+
+def rotations_of(description: Description) -> dict[int, Rotations]:
+    """By `id` of the frequencies, which may be a tensor: layers and caches share them."""
+    attentions = [layer.attention for layer in description.layers if layer.attention]
+    frequencies = [x.rope.frequencies for x in attentions if x.rope]
+    return {id(x): Rotations(numpy.asarray(x, numpy.float32)) for x in frequencies}
 
 
 def num_weights(description: Description) -> int:

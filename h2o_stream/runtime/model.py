@@ -20,7 +20,7 @@ from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
 from h2o_stream.runtime.first_layers import FirstLayers, first_layers
-from h2o_stream.runtime.heads import Unchanged, head_shapes, num_weights
+from h2o_stream.runtime.heads import Unchanged, head_shapes, num_weights, rotations_of
 from h2o_stream.runtime.rotations import Floats, Rotations
 from h2o_stream.runtime.weights import as_floats
 
@@ -93,9 +93,7 @@ class RuntimeModel:
 
     @cached_property
     def _rotations(self) -> dict[int, Rotations]:
-        """By `id` of the frequencies: layers and caches share them."""
-        attentions = [layer.attention for layer in self.description.layers if layer.attention]
-        return {id(x.rope.frequencies): Rotations(x.rope.frequencies) for x in attentions if x.rope}
+        return rotations_of(self.description)
 
     def _windows(self, config: CacheConfig) -> Sequence[tuple[HeadWindow, ...]]:
         return (

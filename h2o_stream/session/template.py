@@ -19,7 +19,7 @@ from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
 from h2o_stream.recall.answer_head import Place, Text
-from h2o_stream.runtime.first_layers import MOST_TOKENS
+from h2o_stream.runtime.first_layers import MAX_TOKENS
 from h2o_stream.session.calls import find_format
 from h2o_stream.session.control_tokens import ControlTokens
 from h2o_stream.session.messages import Message, Tool, UserTurn, with_placeholders
@@ -310,4 +310,4 @@ def place_alone(template: ChatTemplate) -> Place | None:
         tokens = template.first_turn(text).tokens
         return Text(tokens, start, len(tokens) - after)
 
-    return place if start + after < MOST_TOKENS // 2 else None
+    return place if start + after < MAX_TOKENS // 2 else None

@@ -47,10 +47,10 @@ int32_t estimate_limit(uint8_t* sums, int64_t blocks, int64_t stride, int64_t be
     }
   }
   const uint8_t* all = reinterpret_cast<const uint8_t*>(largest);
-  const int32_t least = best <= kBlock ? reached_by(all, 1, kBlock, best) : 0;
+  const int32_t minimum = best <= kBlock ? reached_by(all, 1, kBlock, best) : 0;
   int64_t count = 0;
   for (int64_t i = 0; i < blocks; ++i) {
-    if (count_reaching(sums + i * stride, least)) std::copy_n(sums + i * stride, kBlock, sums + count++ * stride);
+    if (count_reaching(sums + i * stride, minimum)) std::copy_n(sums + i * stride, kBlock, sums + count++ * stride);
   }
   return reached_by(sums, count, stride, best);
 }
