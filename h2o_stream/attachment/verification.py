@@ -41,6 +41,9 @@ PROMPT, STEPS, CHUNK = 24, 3, 16
 _ROUNDINGS = 3
 """Logits may be off by this many times the effect of a rounded embedding."""
 
+_SAMPLES = 4
+"""Ways in which an embedding is rounded, if need be: few change the expert of a token whose router nearly ties."""
+
 _EXACT, _ROUNDED = (2.0**-22, 0.01), (2.0**-8, 0.5)
 """By how much the embedding is rounded, relative to its numbers, and the limit of the tolerance, whatever rounding
 does: in float32, where every layer adds some rounding of its own, and in fewer bits."""
@@ -163,9 +166,11 @@ class Verification:
         expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
         count = min(expected.shape[1], ours.shape[1])
         error, tolerance = error_of(ours[:, -count:], expected[:, -count:]), tolerance_of(self._model)
-        if not error < tolerance:
-            step, limit = _ROUNDED if tolerance == ROUNDED_TOLERANCE else _EXACT
-            with _rounded(self._model.get_input_embeddings(), step):
+        step, limit = _ROUNDED if tolerance == ROUNDED_TOLERANCE else _EXACT
+        for seed in range(_SAMPLES):
+            if error < tolerance:
+                break
+            with _rounded(self._model.get_input_embeddings(), step, seed):
                 rounded = self._logits()
             rounding = error_of(rounded[:, -count:], expected[:, -count:])
             tolerance = min(max(tolerance, _ROUNDINGS * rounding), limit)
@@ -267,9 +272,9 @@ def _undisturbed(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _rounded(embedding: Any, step: float) -> Iterator[None]:
+def _rounded(embedding: Any, step: float, seed: int) -> Iterator[None]:
     """Let an embedding round its outputs randomly up or down, by `step` of each number."""
-    seeded = torch.Generator("cpu").manual_seed(0)
+    seeded = torch.Generator("cpu").manual_seed(seed)
 
     def rounded(module: Any, inputs: Any, rows: Tensor) -> Tensor:
         ups = (torch.randint(2, rows.shape, generator=seeded, device="cpu") * 2 - 1).to(rows.device)
