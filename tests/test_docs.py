@@ -35,6 +35,7 @@ SMALL: dict[str, str] = {
     "summarize": "--limit 2 --policies full,h2o --windows 24",
     "tasks": "--limit 2 --policies full,h2o --tasks h2o_causes",
     "--suite ruler": "--tasks niah_single --lengths 150 --items 2 --windows 64 --form one-turn",
+    "--suite book": "--lengths 64 --policies sink --windows 64 --recall off",
     "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers=",
     "throughput": "--shapes 20+5 --cache-budget 160KiB --policies h2o --ratio 0.4 --rounds 1",
     "heavy-hitters": "--tokens 100 --window 24 --chunk 8 --policies h2o",
@@ -45,13 +46,13 @@ SMALL: dict[str, str] = {
 NEEDED = {"--requests": ["summarize"], "--text": ["nll", "recall", "speed", "throughput", "heavy-hitters"]}
 """Options to add where the text only mentions a command."""
 
-SLOW = ("speed", "soak", "tasks")
+SLOW = ("speed", "soak", "tasks", "--suite book")
 """Only one command of each of these is run; of the others just the options are checked, with a missing model."""
 
-COMPARISONS = ("nll", "--masked", "recall", "summarize", "--suite ruler", "throughput", "heavy-hitters")
+COMPARISONS = ("nll", "--masked", "recall", "summarize", "--suite ruler", "--suite book", "throughput", "heavy-hitters")
 """The same in `make test`; `make test-all` runs them all."""
 
-RUN_ELSEWHERE = ("speed", "soak", "tasks", "--suite ruler", "recall", "summarize", "heavy-hitters")
+RUN_ELSEWHERE = ("speed", "soak", "tasks", "--suite ruler", "--suite book", "recall", "summarize", "heavy-hitters")
 """Those of which `make test` runs no command of the documentation, as other modules run the same comparison."""
 
 
@@ -74,10 +75,9 @@ COMMANDS = commands()
 
 def kind_of(line: str) -> str:
     command, *arguments = shlex.split(line)
-    if "--suite ruler" in line:
-        return "--suite ruler"
-    if "--masked" in arguments:
-        return "--masked"
+    for option in ("--suite ruler", "--suite book", "--masked"):
+        if option in line:
+            return option
     return arguments[0] if command == "h2o-compare" and arguments else command
 
 

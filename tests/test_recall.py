@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream.compare.asking import prefilled
 from h2o_stream.engine.events import Token
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.native import library
@@ -107,6 +108,26 @@ class TestReading:
         cache = history.conversation.engine.cache
         kept = {int(index) for layer in range(2) for index in cache.kept(layer).flatten()}
         assert not kept & set(marked)
+
+    @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+    @pytest.mark.usefixtures("recall_first_turn")
+    def test_it_stays_while_replies_are_measured(self, make: Callable[..., ConversationHistory]) -> None:
+        """Regression: margins were those of a turn that was over, when passages go first and memory is searched."""
+        history = make(memory="auto")
+        list(history.feed_turn("w3 w4", "w9"))
+        fill(history, 8)
+        conversation = history.conversation
+        engine, cache = conversation.engine, conversation.engine.cache
+        with prefilled(conversation, "w3 w11") as recalling:
+            (marked,) = conversation.recalled
+            state = engine.state_dict()
+            list(engine.prefill([5, 6, 7]))
+            kept = {int(index) for layer in range(2) for index in cache.kept(layer).flatten()}
+            engine.load_state_dict(state)
+            searched = cache.memory.searched
+        assert recalling
+        assert set(marked) <= kept
+        assert (searched, cache.memory.searched) == (False, True)
 
     @pytest.mark.parametrize("count", [1, 2, 3])
     def test_a_turn_that_is_abandoned(self, history: ConversationHistory, count: int) -> None:

@@ -310,6 +310,26 @@ class TestCommand:
         assert done.exit_code == 2
         assert words in done.stderr
 
+    @pytest.mark.usefixtures("no_charts")
+    def test_beyond_the_context_others_go_on_and_recall_asks_after_the_same_reading(
+        self, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        base = ["tasks", "--suite", "ruler", "-m", tiny_folder, "--items", "2", "--tasks", "niah_single"]
+        base += ["--form", "multi-turn", "--policies", "full,sink", "--windows", "64", "--lengths", "150,400"]
+        done = invoke("h2o-compare", *base, "--recall", "off,auto", "--out", tmp_path / "out", "--jsonl", "-")
+        assert done.exit_code == 0, done.stderr
+        assert "policy full is left out at 400 tokens: the model has 400 positions" in done.stderr
+        found = records(done.stdout)[1:]
+        assert [(r["length"], r["policy"], r["recall"]) for r in found] == [
+            (150, "full", "off"),
+            *((length, "sink", mode) for length in (150, 400) for mode in ("off", "auto")),
+        ]
+        assert [r["margin_full"] is None for r in found] == [False] * 3 + [True] * 2
+        assert (found[3]["recalling"], found[4]["recalling"] > 0) == (0, True)
+        assert found[3]["margins"] != found[4]["margins"]
+        assert len(list((tmp_path / "out" / "parts").iterdir())) == 5, "both modes are asked after one reading"
+        assert "| sink with recall | 64 |" in (tmp_path / "out" / "tasks.md").read_text()
+
     def test_a_full_cache_ends_at_the_context(self, tiny_folder: Path) -> None:
         base = ["tasks", "--suite", "ruler", "-m", tiny_folder, "--items", "2", "--tasks", "vt", "-q"]
         done = invoke("h2o-compare", *base, "--lengths", "400", "--policies", "full")

@@ -86,7 +86,7 @@ class WindowRules(ABC, Generic[Spec, Group]):
             self._revision.bump()
 
     def search_memory(self, searched: bool) -> None:
-        """Let attention search the memory from now on, or fill it only."""
+        """Let attention search the memory from now on, or fill it only. Loading a state does not change that."""
         if self.memory is not None and self.memory.searched != searched:
             self.memory.searched = searched
             for row in self.memory.rows:
@@ -127,8 +127,10 @@ class WindowRules(ABC, Generic[Spec, Group]):
 
     def continue_as(self, restored: Self) -> None:
         """Continue the stream of a copy that `restored` made, in place of what is held."""
+        searched = self.memory is None or self.memory.searched
         self.__dict__.update(restored.__dict__, torn=False, stream_number=self.stream_number + 1)
         self._revision.bump()
+        self.search_memory(searched)
 
     @abstractmethod
     def make_groups(self, revision: Revision) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.compare.recall.facts import Question, tells
-from h2o_stream.config import SamplingConfig
+from h2o_stream.config import RecallMode, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.text import shared_length
@@ -52,9 +52,26 @@ def tell(conversation: Conversation, text: str, reply: str) -> None:
     Raises:
         H2OStreamError: it could not be fed completely.
     """
+    for _ in read(conversation, text, reply):
+        pass
+
+
+def read(conversation: Conversation, text: str, reply: str) -> Iterator[int]:
+    """Feed a turn. Yields the tokens of it that are fed.
+
+    Raises:
+        H2OStreamError: it could not be fed completely.
+    """
     for event in conversation.feed_turn(text, reply):
         if isinstance(event, Finished):
             raise H2OStreamError(f"the stream ended early: {event.detail or event.reason}")
+        yield event.done
+
+
+def widest(modes: Iterable[RecallMode]) -> RecallMode:
+    """The mode of recall that keeps what any of these needs."""
+    order: tuple[RecallMode, ...] = ("off", "auto", "wide")
+    return max(modes, key=order.index)
 
 
 def length_of_turn(conversation: Conversation, text: str, reply: str) -> int:
@@ -90,26 +107,32 @@ def ask(conversation: Conversation, questions: Iterable[tuple[Question, int]]) -
 
 def _margin(conversation: Conversation, question: Question) -> float:
     """See `Answer.margin`. Leaves the conversation with half a reply, which it does not know of."""
-    prefill(conversation, question.text)
     tokenizer = conversation.engine.tokenizer
     right, wrong = (_encode(tokenizer, question.reply, values) for values in (question.answers, question.wrong))
     shared = shared_length(right, wrong)
-    logits = _continue(conversation.engine, right[:shared])
+    with prefilled(conversation, question.text):
+        logits = _continue(conversation.engine, right[:shared])
     return float(logits[right[shared]] - logits[wrong[shared]])
 
 
-def prefill(conversation: Conversation, text: str) -> None:
-    """Feed a message as far as the reply.
+@contextmanager
+def prefilled(conversation: Conversation, text: str) -> Iterator[bool]:
+    """A block in which a message is fed as far as the reply, and its turn goes on: what is read again stays.
+
+    The value says whether evicted passages are read again.
 
     Raises:
         H2OStreamError: it could not be fed completely.
     """
+    recalling = False
     with closing(conversation.say(text)) as events:
         for event in events:
+            recalling = recalling or isinstance(event, Recalled)
             if isinstance(event, PrefillProgress) and event.done == event.total:
-                return
+                break
             if isinstance(event, Turn):
                 raise H2OStreamError(f"the stream ended early: {event.detail or event.finish}")
+        yield recalling
 
 
 def _encode(tokenizer: Any, reply: str, values: Sequence[str]) -> list[int]:

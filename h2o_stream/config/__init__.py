@@ -15,6 +15,7 @@ from h2o_stream.config.cache import (
     MEMORY_MATCHES,
     MEMORY_PROMPT_PERIOD,
     MEMORY_SHARE,
+    MEMORY_SUFFIX,
     MIN_EVICTABLE,
     PREFILL_STEP,
     PREFILL_STEP_MAX,

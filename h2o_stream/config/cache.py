@@ -51,6 +51,9 @@ keys of the first would widen the grids of all others. 8 bits lose nothing even 
 of the newest."""
 
 
+MEMORY_SUFFIX = "+memory"
+"""After the name of a policy that has a memory, where several are compared."""
+
 MEMORY_BYTES = 4 << 30
 """Limit of the memory of a stream on disk, with ``auto``."""
 
@@ -202,9 +205,14 @@ class CacheConfig:
             self._budgets(self.window, self.heavy)
 
     @property
+    def name(self) -> str:
+        """The policy, and whether it has a memory: ``h2o+memory``."""
+        return self.policy if self.memory == "off" else self.policy + MEMORY_SUFFIX
+
+    @property
     def label(self) -> str:
-        """The policy, and the seed where it is not the first."""
-        return f"{self.policy} #{self.seed}" if self.seed else self.policy
+        """The name, and the seed where it is not the first."""
+        return f"{self.name} #{self.seed}" if self.seed else self.name
 
     @property
     def by_ratio(self) -> bool:

@@ -132,7 +132,7 @@ class Recall(Comparison[RecallOptions]):
             answers = result.figures["answers"]
             self._replies[run.label.replace(" ", "-")] = answers
             about = {
-                "policy": run.config.policy,
+                "policy": run.config.name,
                 "window": window_of(run.config),
                 "seed": run.config.seed,
                 "recall": run.recall,

@@ -156,7 +156,7 @@ class Summarize(Comparison[SummarizeOptions]):
             window = round(fmean(windows)) if windows else window_of(config)
             yield {
                 "type": self.name,
-                "policy": config.policy,
+                "policy": config.name,
                 "window": window,
                 "windows": [min(windows), max(windows)] if windows else None,
                 "n": len(predictions),
@@ -167,7 +167,7 @@ class Summarize(Comparison[SummarizeOptions]):
             }
             if self.options.output_path is not None:
                 self._write_output(self.options.output_path, predictions)
-            self._predictions[f"{config.policy}-{window}" if window else config.policy] = predictions
+            self._predictions[f"{config.name}-{window}" if window else config.name] = predictions
 
     def _write_output(self, path: Path, predictions: Sequence[Mapping[str, Any]]) -> None:
         in_order = sorted(predictions, key=lambda prediction: int(prediction["index"]))

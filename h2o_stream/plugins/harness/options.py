@@ -1,4 +1,4 @@
-"""The options of ``h2o-compare tasks``: two suites of tasks, the lm-evaluation-harness's and those after RULER."""
+"""The options of ``h2o-compare tasks``: the lm-evaluation-harness's tasks, those after RULER, and a book."""
 
 from __future__ import annotations
 
@@ -18,28 +18,41 @@ from h2o_stream.registry import resolve
 HARNESS_TASKS = ("h2o_facts", "h2o_topics", "h2o_causes")
 """Small tasks of our own in the harness's format."""
 
-_ONLY = {
-    "harness": ("ratio", "task_folder", "shots", "limit"),
-    "ruler": ("forms", "lengths", "depths", "items", "haystack", "text", "seed"),
+Suite = Literal["harness", "ruler", "book"]
+
+_ONLY: dict[str, tuple[Suite, ...]] = {
+    **dict.fromkeys(("ratio", "task_folder", "shots", "limit"), ("harness",)),
+    **dict.fromkeys(("forms", "depths", "items", "haystack", "text", "seed"), ("ruler",)),
+    **dict.fromkeys(("lengths", "recall"), ("ruler", "book")),
+    "tasks": ("harness", "ruler"),
 }
-"""Fields that only one suite has."""
+"""Fields that only some suites have."""
+
+_SUITES: dict[Suite, str] = {
+    "harness": "h2o_stream.plugins.harness.tasks:Tasks",
+    "ruler": "h2o_stream.plugins.ruler.suite:Ruler",
+    "book": "h2o_stream.plugins.book.suite:Book",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksOptions(RulerOptions):
-    """Accuracy on tasks: the lm-evaluation-harness's (extra "eval"), or with --suite ruler those of RULER.
+    """Accuracy on tasks: the lm-evaluation-harness's (extra "eval"), those of RULER, or questions about a book.
 
     harness: a context is read whole and then evicted; answers are scored under eviction. h2o_facts, h2o_topics and
     h2o_causes are small tasks of our own. The harness's tasks need their data on this machine, or the network.
 
     ruler: needles, chains of variables and word counts in contexts of any length, made from code and a text. They are
     read and answered under eviction, in one turn or in a conversation that goes on. Needs no extra.
+
+    book: questions about the manual of Python in other words than its own, each asked after the part that answers it,
+    or the whole manual, was read once. Needs no extra.
     """
 
-    comparison = "h2o_stream.plugins.harness.tasks:Tasks"
+    comparison = _SUITES["harness"]
     page = "h2o_stream.plugins.harness.page:page"
 
-    suite: Annotated[Literal["harness", "ruler"], Option("Which tasks there are.")] = "harness"
+    suite: Annotated[Suite, Option("Which tasks there are.")] = "harness"
     tasks: Annotated[
         Sequence[str], Option("Names of tasks, separated by commas. (default: ours, all)", parse=listed_if_any)
     ] = ()
@@ -54,11 +67,11 @@ class TasksOptions(RulerOptions):
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
-        other = "ruler" if self.suite == "harness" else "harness"
-        for name in _ONLY[other]:
-            if getattr(self, name) != defaults[name]:
+        for name, suites in _ONLY.items():
+            if self.suite not in suites and getattr(self, name) != defaults[name]:
                 flag = "--form" if name == "forms" else f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} belongs to --suite {other}, the suite is {self.suite}; leave it out")
+                owners = " and ".join(suites)
+                raise ConfigError(f"{flag} belongs to --suite {owners}, the suite is {self.suite}; leave it out")
         if self.suite == "ruler":
             for task in self.tasks:
                 if task not in TASKS:
@@ -71,6 +84,11 @@ class TasksOptions(RulerOptions):
         return super().chosen_tasks if self.suite == "ruler" else tuple(self.tasks or HARNESS_TASKS)
 
     @property
+    def chosen_lengths(self) -> tuple[int, ...]:
+        """The lengths given, or those of the suite; of the book all of it, and parts that a full cache can hold."""
+        return super().chosen_lengths if self.suite == "ruler" else tuple(self.lengths or (128, 4096, 0))
+
+    @property
     def configs(self) -> list[CacheConfig]:
         """Every policy and window; contexts of the harness are one chunk unless --chunk is given."""
         whole = {"chunk": self.cache.get("chunk") or 0} if self.suite == "harness" else {}
@@ -78,4 +96,4 @@ class TasksOptions(RulerOptions):
 
     def make(self) -> Any:
         """The comparison of the suite."""
-        return resolve(self.comparison if self.suite == "harness" else "h2o_stream.plugins.ruler.suite:Ruler")(self)
+        return resolve(_SUITES[self.suite])(self)

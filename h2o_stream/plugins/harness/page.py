@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from h2o_stream.plugins.book import page as book
 from h2o_stream.plugins.ruler import page as ruler
 from h2o_stream.ui.pages import Page, Record, TableData, label, share
 
@@ -13,9 +14,11 @@ _METRICS = ("acc_norm", "acc", "exact_match")
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
-    """A row for each policy, a column for each task; for --suite ruler its own page."""
+    """A row for each policy, a column for each task; the other suites have their own pages."""
     if run.get("suite") == "ruler":
         return ruler.page(run, records)
+    if run.get("suite") == "book":
+        return book.page(run, records)
     tasks = run["tasks"]
     documents = {record["task"]: record["documents"] for record in records}
     policies = dict.fromkeys((label(record), record["window"]) for record in records)

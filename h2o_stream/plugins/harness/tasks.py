@@ -107,7 +107,7 @@ class Tasks(Comparison[TasksOptions]):
             yield {
                 "type": self.name,
                 "task": task,
-                "policy": config.policy,
+                "policy": config.name,
                 "window": None if self._ratio is not None else window_of(config),
                 "ratio": None if config.policy == "full" else self._ratio,
                 "seed": config.seed,

@@ -7,14 +7,15 @@ their place, margins would also measure how a policy keeps, and a small model re
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import Cache
 
 from h2o_stream.attachment.model_facts import input_device
-from h2o_stream.compare.asking import prefill, tell
-from h2o_stream.config import SamplingConfig
+from h2o_stream.cache.state import State
+from h2o_stream.compare.asking import prefilled, tell, widest
+from h2o_stream.config import RecallMode, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.engine.text import shared_length
@@ -38,12 +39,16 @@ class Answer:
         score: see `Question.score`.
         margin: log-probability of the right answer minus that of the likeliest distractor, in nats.
         reply: the text.
+        recall: its mode.
+        recalling: whether evicted passages were read again before the reply.
     """
 
     question: int
     score: float
     margin: float
     reply: str
+    recall: RecallMode
+    recalling: bool
 
 
 def ask_at_once(conversation: Conversation, item: Item) -> Iterator[Answer]:
@@ -52,10 +57,15 @@ def ask_at_once(conversation: Conversation, item: Item) -> Iterator[Answer]:
     yield _ask(conversation, 0, f"{item.context}\n\n{question.text}", question)
 
 
-def ask_in_turns(conversation: Conversation, item: Item) -> Iterator[Answer]:
-    """Feed the context, then ask one question after another."""
+def ask_in_turns(conversation: Conversation, item: Item, modes: Sequence[RecallMode] = ("off",)) -> Iterator[Answer]:
+    """Feed the context once, then ask one question after another in each mode of recall."""
+    conversation.recall.mode = widest(modes)
     tell(conversation, item.context, READ)
-    yield from ask_without_context(conversation, item)
+    state = conversation.state_dict()
+    for mode in modes:
+        conversation.load_state_dict(state)
+        conversation.recall.mode = mode
+        yield from ask_without_context(conversation, item)
 
 
 def ask_without_context(conversation: Conversation, item: Item) -> Iterator[Answer]:
@@ -71,17 +81,25 @@ def _ask(conversation: Conversation, number: int, message: str, question: Questi
     """
     engine = conversation.engine
     prefix, answers = _encode(engine, question)
-    prefill(conversation, message)
-    _feed(engine, prefix[:-1])
-    state = conversation.state_dict()
-    right, *wrong = _log_probabilities(engine, prefix[-1], answers)
-    conversation.load_state_dict(state)
-    _feed(engine, prefix[-1:])
-    engine.set_sampling(SamplingConfig(0.0, max_tokens=2 * max(map(len, answers)) + _ROOM))
-    reply = "".join(event.text for event in engine.decode() if isinstance(event, Token | Finished))
-    conversation.load_state_dict(state)
-    _feed(engine, [prefix[-1], *answers[0]])
-    return Answer(number, question.score(reply), right - max(wrong), reply.strip())
+    with prefilled(conversation, message) as recalling:
+        _feed(engine, prefix[:-1])
+        state = engine.state_dict()
+        right, *wrong = _log_probabilities(engine, prefix[-1], answers)
+        _return_to(conversation, state)
+        _feed(engine, prefix[-1:])
+        engine.set_sampling(SamplingConfig(0.0, max_tokens=2 * max(map(len, answers)) + _ROOM))
+        reply = "".join(event.text for event in engine.decode() if isinstance(event, Token | Finished))
+        _return_to(conversation, state)
+        _feed(engine, [prefix[-1], *answers[0]])
+    mode = conversation.recall.mode
+    return Answer(number, question.score(reply), right - max(wrong), reply.strip(), mode, recalling)
+
+
+def _return_to(conversation: Conversation, state: State) -> None:
+    """Take back what the engine was fed since. The turn goes on."""
+    conversation.engine.load_state_dict(state)
+    number = conversation.engine.cache.stream_number
+    conversation.metadata = replace(conversation.metadata, stream=number)
 
 
 def _encode(engine: Engine, question: Question) -> tuple[list[int], list[list[int]]]:

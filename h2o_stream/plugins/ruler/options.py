@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from h2o_stream.compare.options import ComparisonOptions
+from h2o_stream.compare.options import MODES, ComparisonOptions
+from h2o_stream.config import RecallMode
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, numbers, numbers_if_any, some_of
+from h2o_stream.options import Option, numbers_if_any, some_of
 from h2o_stream.plugins.ruler.items import SINGLE, TASKS
 
 Form = Literal["one-turn", "multi-turn"]
@@ -24,10 +25,18 @@ class RulerOptions(ComparisonOptions):
     forms: Annotated[
         Sequence[Form], Option("ruler: one-turn, multi-turn, or both.", "--form", parse=some_of("form", get_args(Form)))
     ] = get_args(Form)
-    lengths: Annotated[Sequence[int], Option("ruler: tokens of a context, separated by commas.", parse=numbers)] = (
-        1024,
-        4096,
-    )
+    lengths: Annotated[
+        Sequence[int],
+        Option(
+            "Tokens of a context, or of the part of the book that is read at once (0: all of it), separated by commas. "
+            "(default: ruler 1024,4096, book 128,4096,0)",
+            parse=numbers_if_any,
+        ),
+    ] = ()
+    recall: Annotated[
+        Sequence[RecallMode],
+        Option("ruler in turns, book: off, auto or wide, or several with commas.", parse=MODES),
+    ] = ("off",)
     depths: Annotated[
         Sequence[int],
         Option(
@@ -53,6 +62,11 @@ class RulerOptions(ComparisonOptions):
     def chosen_tasks(self) -> tuple[str, ...]:
         """The tasks named, or all; with depths the one that has them."""
         return (SINGLE,) if self.depths else tuple(self.tasks or TASKS)
+
+    @property
+    def chosen_lengths(self) -> tuple[int, ...]:
+        """The lengths given, or two."""
+        return tuple(self.lengths or (1024, 4096))
 
     @property
     def chosen_forms(self) -> tuple[Form, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from h2o_stream.plugins.ruler import needles
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, share
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, share, with_recall
 
 _NO_CONTEXT = "no context"
 
@@ -34,7 +34,7 @@ def _verdict(records: Sequence[Record]) -> str:
     values: dict[str, list[float]] = {}
     for record in records:
         if record[field] is not None and (field == "accuracy" or record["policy"] != "full"):
-            values.setdefault(curve_name(record), []).append(record[field])
+            values.setdefault(with_recall(curve_name(record), record), []).append(record[field])
     what = "of the full cache's gain from the context" if field == "recovery" else "of the answers"
     return share({name: fmean(found) for name, found in values.items()}, f"{what}, the mean of the tasks")
 
@@ -46,16 +46,20 @@ def _table(form: str, length: int, records: Sequence[Record]) -> TableData:
     for group in _runs(records):
         found = {record["task"]: _cell(record) for record in group}
         rows.append(
-            [label(group[0]), or_dash(group[0]["window"]), *(found[task] for task in tasks), _mean_recovery(group)]
+            [_name(group[0]), or_dash(group[0]["window"]), *(found[task] for task in tasks), _mean_recovery(group)]
         )
     return TableData(f"{form}, {length:,} tokens", ["policy", "window", *tasks, "mean recovery"], rows)
 
 
+def _name(record: Record) -> str:
+    return with_recall(label(record), record)
+
+
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
-    """The records of each policy and window, in order."""
+    """The records of each policy, mode of recall and window, in order."""
     runs: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
-        runs.setdefault((label(record), record["window"]), []).append(record)
+        runs.setdefault((_name(record), record["window"]), []).append(record)
     return list(runs.values())
 
 
@@ -79,7 +83,7 @@ def _charts(records: Sequence[Record], title: str) -> list[Chart]:
         points: dict[str, dict[int, list[float]]] = {}
         for record in records:
             if (record["form"], record["length"]) == (form, length) and record["window"] and record["recovery"]:
-                points.setdefault(label(record), {}).setdefault(record["window"], []).append(record["recovery"])
+                points.setdefault(_name(record), {}).setdefault(record["window"], []).append(record["recovery"])
         curves = [
             Curve(name, sorted(found), [fmean(found[window]) for window in sorted(found)], name)
             for name, found in points.items()

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 from h2o_stream.attachment.model_facts import context_of
 from h2o_stream.compare.asking import GREEDY
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.config import CacheConfig
+from h2o_stream.config import CacheConfig, RecallMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.fitting import dtype_name
-from h2o_stream.plugins.ruler.answers import ask_at_once, ask_in_turns, ask_without_context
+from h2o_stream.plugins.ruler.answers import Answer, ask_at_once, ask_in_turns, ask_without_context
 from h2o_stream.plugins.ruler.items import Haystack, Item, make_item
 from h2o_stream.plugins.ruler.options import Form, RulerOptions
 from h2o_stream.plugins.ruler.rates import rates
@@ -30,7 +31,7 @@ QUESTIONS: dict[Form, int] = {"one-turn": 1, "multi-turn": 4}
 
 _SUITE = "ruler"
 
-_ASK = {"one-turn": ask_at_once, "multi-turn": ask_in_turns}
+_Ask = Callable[[Conversation, Item], Iterator[Answer]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Ruler(Comparison[RulerOptions]):
     name = "tasks"
 
     _haystack: Haystack
+    _beyond: frozenset[int] = frozenset()
+    """Lengths that are too long for a full cache."""
 
     def __init__(self, options: RulerOptions) -> None:
         super().__init__(options)
@@ -69,12 +72,7 @@ class Ruler(Comparison[RulerOptions]):
         text = python_manual() if path is None else read_text(path, f"--text {path}")
         self._haystack = Haystack.of(None if self.options.haystack == "noise" else text, text)
         settings = self.load_model(notify)
-        context, longest = context_of(self.model.config), max(self.options.lengths)
-        if context is not None and longest >= context and any(config.policy == "full" for config in self.configs):
-            raise ConfigError(
-                f"length {longest} with its questions exceeds the {context} positions of the model, which limit a full "
-                "cache; lower --lengths, or leave full out of --policies"
-            )
+        self._limit_full_cache(notify)
         for cell in self._cells:
             self._make_item(cell, 0)  # so that a wrong length is reported before the first job
         return {
@@ -84,9 +82,24 @@ class Ruler(Comparison[RulerOptions]):
             "tasks": list(self.options.chosen_tasks),
             **self._settings,
             "forms": list(self.options.chosen_forms),
-            "lengths": list(self.options.lengths),
+            "lengths": list(self.options.chosen_lengths),
+            "recall": list(self.options.recall),
             **({"depths": list(self.options.depths)} if self.options.depths else {}),
         }
+
+    def _limit_full_cache(self, notify: Notify) -> None:
+        """Leave the full cache out where contexts are longer than the model's."""
+        context, lengths = context_of(self.model.config), self.options.chosen_lengths
+        beyond = [] if context is None else [length for length in lengths if length >= context]
+        if not beyond or all(config.policy != "full" for config in self.configs):
+            return
+        if self.options.depths or len(beyond) == len(lengths):
+            raise ConfigError(
+                f"length {max(beyond)} with its questions exceeds the {context} positions of the model, which limit a "
+                "full cache; lower --lengths, or leave full out of --policies"
+            )
+        self._beyond = frozenset(beyond)
+        notify(f"policy full is left out at {', '.join(map(str, beyond))} tokens: the model has {context} positions")
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -103,7 +116,7 @@ class Ruler(Comparison[RulerOptions]):
         return [
             _Cell(task, form, length, depth)
             for length, depth, form, task in product(
-                self.options.lengths,
+                self.options.chosen_lengths,
                 self.options.depths or (None,),
                 self.options.chosen_forms,
                 self.options.chosen_tasks,
@@ -134,18 +147,36 @@ class Ruler(Comparison[RulerOptions]):
     def jobs(self) -> list[Job]:
         """One for each task, form, length and policy, and before them one without the context."""
         return [
-            self._job(cell, config, context)
+            job
             for cell in self._cells
-            for config, context in ((CacheConfig("full"), False), *((config, True) for config in self.configs))
+            for job in (
+                self._job(cell, CacheConfig("full"), ask_without_context, context=False),
+                *(self._asking(cell, config) for config in self._configs_for(cell)),
+            )
         ]
 
-    def _job(self, cell: _Cell, config: CacheConfig, context: bool) -> Job:
-        key = self.key(config, suite=_SUITE, cell=cell.fields, context=context, **self._settings)
-        label = label_of(config) if context else "no context"
-        return Job(f"{cell} {label}", key, self.options.items, partial(self._measure, cell, config, context))
+    def _configs_for(self, cell: _Cell) -> list[CacheConfig]:
+        """Those that can hold a context."""
+        return [config for config in self.configs if config.policy != "full" or cell.length not in self._beyond]
 
-    def _measure(self, cell: _Cell, config: CacheConfig, context: bool) -> Iterator[JobProgress | JobResult]:
-        answers, ask = list[dict[str, Any]](), _ASK[cell.form] if context else ask_without_context
+    def _modes(self, cell: _Cell, config: CacheConfig) -> Sequence[RecallMode]:
+        """The modes of recall. There is nothing to recall from a single message, or for a full cache."""
+        return ("off",) if cell.form == "one-turn" or config.policy == "full" else self.options.recall
+
+    def _asking(self, cell: _Cell, config: CacheConfig) -> Job:
+        if cell.form == "one-turn":
+            return self._job(cell, config, ask_at_once)
+        modes = self._modes(cell, config)
+        return self._job(cell, config, partial(ask_in_turns, modes=modes), recall=list(modes))
+
+    def _job(self, cell: _Cell, config: CacheConfig, ask: _Ask, context: bool = True, **settings: Any) -> Job:
+        settings |= {"suite": _SUITE, "cell": cell.fields, "context": context, **self._settings}
+        label = label_of(config) if context else "no context"
+        run = partial(self._measure, cell, config, ask)
+        return Job(f"{cell} {label}", self.key(config, **settings), self.options.items, run)
+
+    def _measure(self, cell: _Cell, config: CacheConfig, ask: _Ask) -> Iterator[JobProgress | JobResult]:
+        answers = list[dict[str, Any]]()
         with Engine(self.model, self.tokenizer, config, GREEDY, at_context="stop") as engine:
             conversation = Conversation(engine, recall="off")
             for number in range(self.options.items):
@@ -156,24 +187,28 @@ class Ruler(Comparison[RulerOptions]):
         yield JobResult({"answers": answers})
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
-        """One for each task, form, length and policy."""
+        """One for each task, form, length, policy and mode of recall."""
         remaining = iter(results)
         for cell in self._cells:
             nothing, full = next(remaining).figures["answers"], None
-            for config in self.configs:
+            for config in self._configs_for(cell):
                 answers = next(remaining).figures["answers"]
                 full = answers if config.policy == "full" else full
                 self._replies[f"{cell} {label_of(config)}".replace(" ", "-")] = answers
-                yield {
-                    "type": self.name,
-                    "suite": _SUITE,
-                    **cell.fields,
-                    "policy": config.policy,
-                    "window": window_of(config),
-                    "seed": config.seed,
-                    "items": self.options.items,
-                    **rates(answers, nothing, full),
-                }
+                for mode in self._modes(cell, config):
+                    asked = [answer for answer in answers if answer["recall"] == mode]
+                    yield {
+                        "type": self.name,
+                        "suite": _SUITE,
+                        **cell.fields,
+                        "policy": config.name,
+                        "window": window_of(config),
+                        "seed": config.seed,
+                        "recall": mode,
+                        "recalling": fmean(answer["recalling"] for answer in asked),
+                        "items": self.options.items,
+                        **rates(asked, nothing, full),
+                    }
 
     def files(self) -> Iterator[tuple[str, str]]:
         """All replies."""

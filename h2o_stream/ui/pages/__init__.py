@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from h2o_stream.compare.catalog import COMPARISONS
+from h2o_stream.config import RECALL_NAMES
 from h2o_stream.registry import resolve
 
 Record = Mapping[str, Any]
@@ -120,6 +121,11 @@ def label(record: Record) -> str:
 def curve_name(record: Record) -> str:
     """Policy, seed and window."""
     return f"{label(record)} {record['window'] or ''}".strip()
+
+
+def with_recall(name: str, record: Record) -> str:
+    """A name of the record's policy, and the mode of recall unless it is off."""
+    return " with ".join(filter(None, (name, RECALL_NAMES[record.get("recall", "off")])))
 
 
 def or_dash(value: Any) -> str:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from h2o_stream.config import RECALL_NAMES
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, share, stem
+from h2o_stream.ui.pages import (
+    Chart,
+    Curve,
+    Page,
+    Record,
+    TableData,
+    curve_name,
+    label,
+    or_dash,
+    share,
+    stem,
+    with_recall,
+)
 
 _HEADINGS = {
     "same": "asked in the same words",
@@ -39,7 +50,7 @@ def _verdict(records: Sequence[Record]) -> str:
         return ""
     distance = max(common)
     rates = {
-        " with ".join(filter(None, (curve_name(group[0]), RECALL_NAMES[group[0]["recall"]]))): record["accuracy"]
+        with_recall(curve_name(group[0]), group[0]): record["accuracy"]
         for group in runs
         for record in group
         if record["distance"] == distance
@@ -91,7 +102,7 @@ def _cell(record: Mapping[str, object], max_questions: int = 0) -> str:
 def _charts(records: Sequence[Record], title: str) -> list[Chart]:
     curves = [
         Curve(
-            f"{curve_name(group[0])} {'with recall' if group[0]['recall'] == 'auto' else ''}".strip(),
+            with_recall(curve_name(group[0]), group[0]),
             [record["distance"] for record in group],
             [record["accuracy"] for record in group],
             f"{label(group[0])} {group[0]['recall']}",
