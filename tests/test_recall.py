@@ -8,11 +8,11 @@ from typing import Any, Literal
 import pytest
 
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
-from h2o_stream.compare.asking import prefilled
+from h2o_stream.compare.asking import prefilled, say
 from h2o_stream.engine.events import Token
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.native import library
-from h2o_stream.recall.passage import Candidate, Recalled
+from h2o_stream.recall.passage import Candidate, Passage, Recalled
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
@@ -128,6 +128,16 @@ class TestReading:
         assert recalling
         assert set(marked) <= kept
         assert (searched, cache.memory.searched) == (False, True)
+
+    @pytest.mark.parametrize(("verdict", "recalling"), [("recalled", True), ("no room", False)])
+    def test_what_has_no_room_is_not_counted_as_read(
+        self, history: ConversationHistory, monkeypatch: pytest.MonkeyPatch, verdict: Any, recalling: bool
+    ) -> None:
+        """Regression: comparisons said of such questions that something was read again."""
+        passage = Passage(1, "user", "w3 w4", 0, 2)
+        found = [Candidate(passage, passage.text, 1.0, ("w3",), 0.0, 2, verdict)]
+        monkeypatch.setattr("h2o_stream.recall.recall.decide", lambda *_: found)
+        assert say(history.conversation, "w3 w11")[1] is recalling
 
     @pytest.mark.parametrize("count", [1, 2, 3])
     def test_a_turn_that_is_abandoned(self, history: ConversationHistory, count: int) -> None:

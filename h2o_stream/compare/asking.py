@@ -88,8 +88,13 @@ def say(conversation: Conversation, text: str) -> tuple[str, bool]:
     for event in conversation.say(text):
         if isinstance(event, Token):
             pieces.append(event.text)
-        recalling = recalling or isinstance(event, Recalled)
+        recalling = recalling or _reads_again(event)
     return "".join(pieces).strip(), recalling
+
+
+def _reads_again(event: object) -> bool:
+    """Whether passages are read again, not only found without room for them."""
+    return isinstance(event, Recalled) and bool(event.candidates)
 
 
 def ask(conversation: Conversation, questions: Iterable[tuple[Question, int]]) -> Iterator[Answer]:
@@ -127,7 +132,7 @@ def prefilled(conversation: Conversation, text: str) -> Iterator[bool]:
     recalling = False
     with closing(conversation.say(text)) as events:
         for event in events:
-            recalling = recalling or isinstance(event, Recalled)
+            recalling = recalling or _reads_again(event)
             if isinstance(event, PrefillProgress) and event.done == event.total:
                 break
             if isinstance(event, Turn):
