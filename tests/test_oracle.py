@@ -1,6 +1,6 @@
 """The cache against the naive oracle: the same kept tokens and logits at every step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.config import EngineChoice
 from tests.fixtures import make_llama, with_exhaustive
 from tests.oracle import Oracle, Rules
 from tests.tolerance import FLOAT32, assert_close
@@ -33,34 +34,43 @@ def examples(some: int, many: int, **strategies: Any) -> Callable[[Callable[...,
 
 
 def compare(
-    model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: list[int], prompt: int, share: float = FLOAT32
+    model: torch.nn.Module,
+    config: CacheConfig,
+    rules: Rules,
+    tokens: list[int],
+    prompt: int,
+    share: float = FLOAT32,
+    engines: Sequence[EngineChoice] = ("auto",),
 ) -> bool:
     """Feed both `prompt` tokens as a prompt and the rest one by one. Returns False if too close to a tie to compare.
 
     Logits may differ by `share` of their RMS.
     """
-    oracle, chunk = Oracle(model, rules), config.plan().chunk or prompt
-    chunks = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
-    expected, wanted = [oracle.feed(part) for part in chunks], [oracle.kept(0)]
+    oracle = Oracle(model, rules)
+    expected, wanted = [oracle.feed(tokens[:prompt], config.plan().chunk)], [kept_by(oracle)]
     for token in tokens[prompt:]:
         expected.append(oracle.feed([token]))
-        wanted.append(oracle.kept(0))
-    layers = range(model.config.num_hidden_layers)
-    wanted += [oracle.kept(layer) for layer in layers]
+        wanted.append(kept_by(oracle))
     if oracle.margin <= TIE:
         return False
-    with attach(model, config) as cache:
-        for pin in rules.pins:
-            cache.pin(pin.start, pin.stop)
-        evict_first(cache, rules)
-        logits, kept = [model(torch.tensor([tokens[:prompt]]), past_key_values=cache).logits[0]], [cache.kept(0)[0]]
-        for token in tokens[prompt:]:
+    for engine in engines:
+        with attach(model, config, engine=engine) as cache:
+            for pin in rules.pins:
+                cache.pin(pin.start, pin.stop)
             evict_first(cache, rules)
-            logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0])
-            kept.append(cache.kept(0)[0])
-        kept += [cache.kept(layer)[0] for layer in layers]
-    assert [held_by(heads) for heads in kept] == wanted
-    assert_close(torch.cat(logits), torch.cat(expected), share)
+            logits, first = (
+                [model(torch.tensor([tokens[:prompt]]), past_key_values=cache).logits[0]],
+                cache.evicting_layers[0],
+            )
+            kept = [held_by(cache.kept(first)[0])]
+            for token in tokens[prompt:]:
+                evict_first(cache, rules)
+                logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0])
+                kept.append(held_by(cache.kept(first)[0]))
+            at_end = {layer: held_by(cache.kept(layer)[0]) for layer in cache.evicting_layers}
+        assert kept == [held[first] for held in wanted]
+        assert at_end == {layer: wanted[-1][layer] for layer in at_end}
+        assert_close(torch.cat(logits), torch.cat(expected), share)
     return True
 
 
@@ -68,6 +78,11 @@ def evict_first(cache: H2OCache, rules: Rules) -> None:
     for since, tokens in rules.transient:
         if since == cache.seen_tokens:
             cache.evict_first(tokens.start, tokens.stop)
+
+
+def kept_by(oracle: Oracle) -> dict[int, list[list[int]]]:
+    """The tokens of each head of each layer with attention."""
+    return {layer: oracle.kept(layer) for layer in oracle.held}
 
 
 def held_by(heads: torch.Tensor) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The memory of evicted tokens: what native attention finds in it, against the oracle; undo, states, limits."""
+"""The memory of evicted tokens: what attention finds in it, against the oracle; undo, states, limits."""
 
 import os
 import random
@@ -14,6 +14,7 @@ from h2o_stream.cache.arrays import to_arrays, to_tensors
 from h2o_stream.cache.segment_file import SegmentFile
 from h2o_stream.cache.token_memory import retrieving
 from h2o_stream.cache.windows import HeadWindow, Schedule
+from h2o_stream.config import EngineChoice
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.native import library
 from h2o_stream.session.state_files import StateFiles
@@ -26,13 +27,15 @@ pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no co
 
 MATCHES, DISTANCE = 5, 40
 
+BOTH: tuple[EngineChoice, ...] = ("auto", "eager")
+
 ONE_CODE = 5e-3
 """Difference of logits relative to their RMS that one element makes whose code in 8 bits is the next one, because it is
 halfway between two: four times the largest observed. Elements that are not rounded at all make 20 times as much."""
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Distances and matches of a size that tests can reach; all old tokens are compared exactly."""
     monkeypatch.setattr(config, "MEMORY_DISTANCE", DISTANCE)
     monkeypatch.setattr(config, "MEMORY_MATCHES", MATCHES)
@@ -52,15 +55,15 @@ def remembering(**changes: Any) -> tuple[CacheConfig, Rules]:
 
 @pytest.mark.parametrize("positions", ["gap", "rolling"])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_native_attention_is_the_oracles(groups: int, positions: Any) -> None:
+def test_attention_is_the_oracles(groups: int, positions: Any) -> None:
     made, rules = remembering(positions=positions)
     rules.span = made.plan().span
-    assert compare(make_llama(groups=groups), made, rules, tokens_of(groups, 70), 40, ONE_CODE)
+    assert compare(make_llama(groups=groups), made, rules, tokens_of(groups, 70), 40, ONE_CODE, BOTH)
 
 
 def test_without_heavy_hitters() -> None:
     made, rules = remembering(policy="sink", heavy=None, sinks=4, positions="rolling")
-    assert compare(make_llama(groups=3), made, rules, tokens_of(4, 60), 33, ONE_CODE)
+    assert compare(make_llama(groups=3), made, rules, tokens_of(4, 60), 33, ONE_CODE, BOTH)
 
 
 def test_a_long_stream_with_pins_and_transient_tokens() -> None:
@@ -70,7 +73,7 @@ def test_a_long_stream_with_pins_and_transient_tokens() -> None:
     movable = 14 - 2 - 2
     recent = movable - movable * 5 // 12
     rules = replace(rules, pins=pins, transient=transient, recents=lambda layer, head: recent)
-    assert compare(make_llama(groups=3), made, rules, tokens_of(8, 360), 345, ONE_CODE)
+    assert compare(make_llama(groups=3), made, rules, tokens_of(8, 360), 345, ONE_CODE, BOTH)
 
 
 def test_nothing_is_remembered_by_default() -> None:
@@ -88,12 +91,6 @@ def test_it_is_filled_while_nothing_searches_it() -> None:
                 cache.search_memory(True)
                 logits[memory] += [fed(model, cache, part) for part in (tokens[80:81], tokens[81:])]
     assert [torch.equal(*pair) for pair in zip(*logits.values(), strict=True)] == [True, True, True, False, False]
-
-
-def test_it_needs_native_attention() -> None:
-    made, _ = remembering()
-    with pytest.raises(ConfigError, match="--memory needs native steps"), attach(make_llama(), made, engine="eager"):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -119,12 +116,13 @@ def fed(model: Any, cache: Any, tokens: list[int], alone: bool = False) -> torch
     return logits
 
 
-def test_a_state_continues_in_another_process_as_here() -> None:
+@pytest.mark.parametrize("engine", BOTH)
+def test_a_state_continues_in_another_process_as_here(engine: EngineChoice) -> None:
     """Before and after segments are full; what comes after a state does not change it."""
     made, _ = remembering()
     model, tokens = make_llama(groups=3), tokens_of(2, 1300)
     with torch.no_grad():
-        with attach(model, made) as cache:
+        with attach(model, made, engine=engine) as cache:
             fed(model, cache, tokens[:700])
             middle = cache.state_dict()
             wanted = fed(model, cache, tokens[700:1250])
@@ -133,7 +131,7 @@ def test_a_state_continues_in_another_process_as_here() -> None:
             other = fed(model, cache, tokens[1:500])
             cache.load_state_dict(middle)
             assert torch.equal(fed(model, cache, tokens[700:1250]), wanted)
-        with attach(model, made) as cache:
+        with attach(model, made, engine=engine) as cache:
             cache.load_state_dict(late)
             assert torch.equal(fed(model, cache, tokens[1250:1260], alone=True), later)
             cache.load_state_dict(middle)
@@ -161,10 +159,11 @@ def test_a_damaged_state_is_refused() -> None:
             off.load_state_dict(state)
 
 
-def test_rows_of_a_batch_are_as_alone() -> None:
+@pytest.mark.parametrize("engine", BOTH)
+def test_rows_of_a_batch_are_as_alone(engine: EngineChoice) -> None:
     made, _ = remembering()
     model, rows = make_llama(groups=3), [tokens_of(seed, 120) for seed in (5, 6)]
-    with torch.no_grad(), attach(model, made) as cache:
+    with torch.no_grad(), attach(model, made, engine=engine) as cache:
         alone = []
         for row in rows:
             cache.reset()
@@ -304,14 +303,19 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         fed(model, cache, tokens_of(2, 50))
 
 
-def test_codes_find_what_a_query_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a few of the tokens as candidates, logits are nearer to those of an exact search; so are a prompt's."""
-    model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1640)
+@pytest.mark.parametrize("engine", BOTH)
+def test_codes_find_what_a_query_asks_for(engine: EngineChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a few of the tokens as candidates, logits are nearer to those of an exact search; so are a prompt's.
+
+    Whoever has filled the memory.
+    """
+    model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1620)
     made, _ = remembering()
     found: dict[int, list[torch.Tensor]] = {2048: [], 200: [], 1: []}
-    with torch.no_grad(), attach(model, made) as cache:
+    with torch.no_grad(), attach(model, made, engine=engine) as cache:
         fed(model, cache, tokens[:1600])
         state = cache.state_dict()
+    with torch.no_grad(), attach(model, made) as cache:
         for candidates, logits in found.items():
             monkeypatch.setattr(config, "MEMORY_CANDIDATES", candidates)
             for token in tokens[1600:]:
@@ -320,8 +324,8 @@ def test_codes_find_what_a_query_asks_for(monkeypatch: pytest.MonkeyPatch) -> No
             cache.load_state_dict(state)
             logits.append(fed(model, cache, tokens[1600:1608]))
     exact, by_codes, nothing = (torch.stack(logits) for logits in found.values())
-    assert 0 < (by_codes - exact)[:-1].norm() < 0.6 * (nothing - exact)[:-1].norm()
-    assert (by_codes - exact)[-1].norm() < 0.6 * (nothing - exact)[-1].norm()
+    assert 0 < (by_codes - exact)[:-1].norm() < 0.75 * (nothing - exact)[:-1].norm()
+    assert (by_codes - exact)[-1].norm() < 0.75 * (nothing - exact)[-1].norm()
 
 
 def test_threads_share_a_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,11 @@ from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.sizing import config_for_size, provisional
+from h2o_stream.cache.token_memory import NoCodes
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.native import kernels, library
+from h2o_stream.native.memory import NativeCodes
 from h2o_stream.progress import ProgressCallback, ignore
 
 
@@ -119,7 +121,7 @@ def _build(
     if config.cache_size is not None:
 
         def bytes_of(sized: CacheConfig) -> int:
-            return allocated_bytes(H2OCache(sized, specs, max_distance), model.config)
+            return allocated_bytes(H2OCache(sized, specs, max_distance))
 
         config = config_for_size(config, max_distance, bytes_of)
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
@@ -141,16 +143,13 @@ def _steps(
     if verification is None or not isinstance(cache, H2OCache):
         cache.engine_note = "eager: policy full keeps transformers' own cache"
         return None
+    _assign_memory(model, cache)
     if engine == "eager":
-        if cache.plan.memory:
-            raise ConfigError("--memory needs native steps; leave out --engine eager, or take --memory off")
         cache.engine_note = "eager: --engine eager"
         return None
     cache.kernels = kernels.make_kernels()
     found = native_steps.make_stepper(model, cache, verification)
     if isinstance(found, str):
-        if cache.plan.memory:
-            raise ConfigError(f"--memory needs native steps, but {found}; take --memory off")
         if not graph_steps.why_not(cache, input_device(model)):
             cache.engine_note = "eager, captured as a CUDA graph"
             return graph_steps.GraphSteps(model.forward, cache)
@@ -158,3 +157,11 @@ def _steps(
         return None
     cache.engine_note = f"native, {library.name()}"
     return found
+
+
+def _assign_memory(model: PreTrainedModel, cache: H2OCache) -> None:
+    """Give the heads of a model their parts of the memory, if there is one."""
+    if cache.plan.memory and (getattr(model, "tp_size", None) or 1) > 1:
+        raise ConfigError("several processes share the model, which --memory does not serve; take --memory off")
+    native = library.loaded()
+    cache.assign_memory(NativeCodes(native) if native else NoCodes())

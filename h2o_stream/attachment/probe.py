@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from h2o_stream.attachment.attention_interface import using_h2o_attention
 from h2o_stream.attachment.model_facts import RECURRENT, WITHOUT_ATTENTION, input_device
+from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayeredCache, LayerSpec
 from h2o_stream.cache.recurrent import RecurrentLayer, as_class_for, states_of
 from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotate_back
@@ -20,13 +21,15 @@ from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_o
 
 
 class _AttentionProbe(EvictingLayer):
-    """A layer that keeps nothing but the queries and keys it gets."""
+    """A layer that keeps nothing but the queries and keys it gets, and their shape."""
 
     seen: tuple[Tensor, Tensor] | None = None
+    shape: HeadShape | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
         """A single token attends to itself, at any position."""
         self.seen = (query, key)
+        self.shape = HeadShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
@@ -95,7 +98,7 @@ def probe(
             raise UnsupportedModelError(f"{name} keeps states outside of its cache; only --policy full can serve it")
         spec = LayerSpec(attends=False)
         if kind not in WITHOUT_ATTENTION:
-            spec = _probed(name, layer.seen, tables.get(kind, ()), position)
+            spec = replace(_probed(name, layer.seen, tables.get(kind, ()), position), shape=layer.shape)
         like = {name: state.to("meta") for name, state in kept.items()}
         found.append(replace(spec, states=states if kind in RECURRENT else 0, state_like=like))
     return found
@@ -110,7 +113,7 @@ def _probing_layer(kind: str, states: int) -> DecoderLayer:
 def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable], position: int) -> LayerSpec:
     """The form of RoPE in which queries and keys [2, H, 1, D] are those of one token at 0 and at `position`."""
     key, off = seen[1], [_difference(*x) for x in seen]
-    spec = LayerSpec(key=key[0, :, 0].to("meta"), device=key.device)
+    spec = LayerSpec(dtype=key.dtype, device=key.device)
     limit = 1e-3 if key.dtype == torch.float32 else 0.05
     if max(off) < limit:
         return spec

@@ -94,7 +94,7 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
 
 def _spec(model: PreTrainedModel, plan: CachePlan, kind: str, probed: LayerSpec, uniform: bool) -> LayerSpec:
     """The spec of one layer; if all that have attention slide (`uniform`), they follow the plan."""
-    if probed.key is None:
+    if probed.shape is None:
         return probed
     window, chunked = sliding_window_of(model.config.get_text_config(), kind), kind == "chunked_attention"
     return replace(
@@ -102,7 +102,7 @@ def _spec(model: PreTrainedModel, plan: CachePlan, kind: str, probed: LayerSpec,
         sliding=None if uniform and not chunked else window,
         chunked=chunked,
         hidden_from=window if plan.positions == "absolute" else None,
-        shard=_shard(model, len(probed.key)),
+        shard=_shard(model, probed.shape.kv_heads),
     )
 
 

@@ -12,7 +12,6 @@ from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.padding import Padding
-from h2o_stream.errors import H2OStreamError
 
 _EAGER = EagerKernels()
 
@@ -52,10 +51,6 @@ def attend(
         query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
     if kernels is None or group.watch or not kernels.supports(group, query, transform):
         kernels = _EAGER
-        if group.memory is not None:
-            raise H2OStreamError(
-                "only native attention searches a memory, which does not serve this; take --memory off"
-            )
     size = group.plan.chunk or key.shape[2]
     lengths = group.tokens.lengths or (0,) * len(key)
     outputs = []

@@ -53,6 +53,7 @@ class MemoryPart(NamedTuple):
         found: index of the first place that its queries have found.
         scan: where it begins in a segment, in bytes, for what is scanned.
         data: the same for the rest.
+        shape: of the heads of its layer.
     """
 
     memory: Any
@@ -61,6 +62,7 @@ class MemoryPart(NamedTuple):
     found: int
     scan: int
     data: int
+    shape: HeadShape
 
 
 class GroupRules(ABC):

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from h2o_stream.cache.attend import attend
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer_plans import sliding_plan
@@ -163,7 +164,8 @@ class LayerSpec:
         device: where the layer computes; None for the CPU.
         on_disk: whether keys and values are in mapped files.
         windows: its KV heads, grouped by window size.
-        key: shape [Hkv, D] and dtype of its keys, a tensor without data; None if unknown.
+        shape: of its heads in this process; None without attention, or if unknown.
+        dtype: of its keys.
         shard: the KV heads that are in this process, where several share the layer (tensor parallel); None for all.
     """
 
@@ -179,7 +181,8 @@ class LayerSpec:
     on_disk: bool = False
     windows: tuple[HeadWindow, ...] = (HeadWindow(),)
     shard: range | None = None
-    key: Tensor | None = None
+    shape: HeadShape | None = None
+    dtype: torch.dtype = torch.float32
 
     @property
     def evicts(self) -> bool:

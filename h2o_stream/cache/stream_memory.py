@@ -145,13 +145,33 @@ class StreamMemory:
 
     def token_indices(self, head: int) -> NDArray[numpy.int32]:
         """The tokens that a head has in memory, in the order in which it evicted them."""
-        parts = [self._indices_in(segment, head) for segment in self.segments]
-        return numpy.concatenate([numpy.empty(0, numpy.int32), *parts])[: self.counts[head]]
+        return self.records(head, 4).view(numpy.int32)[:, 0]
 
-    def _indices_in(self, segment: Segment, head: int) -> NDArray[numpy.int32]:
+    def records(self, head: int, size: int | None = None) -> NDArray[numpy.uint8]:
+        """The first `size` bytes of the records of all tokens of a head [n, size]; None for whole ones."""
+        part, count = self._layout.heads[head], self.counts[head]
+        parts = [self._records_in(segment, head)[:, :size] for segment in self.segments]
+        return numpy.concatenate([numpy.empty((0, size or part.record), numpy.uint8), *parts])[:count]
+
+    def _records_in(self, segment: Segment, head: int) -> NDArray[numpy.uint8]:
         part = self._layout.heads[head]
-        records = segment[part.data : part.data + part.record * self._layout.tokens].reshape(-1, part.record)
-        return numpy.ascontiguousarray(records[:, :4]).view(numpy.int32)[:, 0]
+        return segment[part.data : part.data + part.record * self._layout.tokens].reshape(-1, part.record)
+
+    def append(self, head: int, records: NDArray[numpy.uint8]) -> None:
+        """Append tokens to those of a head, for which there is room."""
+        first, tokens = int(self.counts[head]), self._layout.tokens
+        for start in range(first - first % tokens, first + len(records), tokens):
+            of_segment = records[max(start - first, 0) : start + tokens - first]
+            place = max(first - start, 0)
+            self._records_in(self.segments[start // tokens], head)[place : place + len(of_segment)] = of_segment
+        self.counts[head] += len(records)
+
+    def set_found(self, head: int, places: NDArray[numpy.int64]) -> None:
+        """Note what the last query of each query head of a KV head attends to [queries, n], the most first."""
+        part = self._layout.heads[head]
+        found = self.found[part.found : part.found + part.queries * config.MEMORY_MATCHES].reshape(part.queries, -1)
+        found[:] = -1
+        found[:, : places.shape[1]] = places
 
     def looked_back(self) -> list[int]:
         """The token in memory that each query head attends to most, as far as there is one."""

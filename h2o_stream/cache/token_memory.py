@@ -1,18 +1,21 @@
-"""The memory of a cache: keys and values that the heads which retrieve have evicted; native code fills and searches it.
+"""The memory of a cache: keys and values that the heads which retrieve have evicted.
 
 Heads that retrieve are those with the largest windows, where windows are measured. Each stream has segments, which
 hold the same number of tokens of every such head and are filled in the order of eviction. Full ones never change, so
-that copies of a stream share them.
+that copies of a stream share them. `memory_attention` in torch and native code fill and search them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy
+from numpy.typing import NDArray
 
 from h2o_stream import config
 from h2o_stream.cache.group_rules import GroupRules, HeadShape, MemoryPart
-from h2o_stream.cache.segment_file import SegmentFile, digest_of
+from h2o_stream.cache.segment_file import Segment, SegmentFile, digest_of
 from h2o_stream.cache.state import Array, State, decode_json, encode_json, require_array, with_prefix
 from h2o_stream.cache.stream_memory import HeadPart, MemoryLayout, StreamMemory, cannot_be_on_disk
 from h2o_stream.cache.windows import HeadWindow
@@ -20,6 +23,9 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 
 PREFIX = "memory."
 """What the names of its arrays in states begin with."""
+
+_SEGMENT = 512
+"""Tokens in a segment without codes."""
 
 ABOUT = "memory"
 """The array that describes them."""
@@ -33,6 +39,10 @@ def sealed_segments(state: Mapping[str, Array]) -> dict[str, str]:
     if ABOUT not in state:
         return {}
     return {name: f"{MEMORY_FILE}{digest}" for name, digest in decode_json(state, ABOUT)["sealed"].items()}
+
+
+Queries = NDArray[numpy.float32]
+"""[n, D] of a KV head, rotated for keys at the largest distance."""
 
 
 class HeadBytes(NamedTuple):
@@ -49,6 +59,38 @@ class HeadBytes(NamedTuple):
     data: int
     tokens: int
     floats: int
+
+
+class Codes(Protocol):
+    """Codes of keys, by which native code searches."""
+
+    def head_bytes(self, shape: HeadShape) -> HeadBytes:
+        """What a head of this shape takes of a segment."""
+
+    def add(self, part: MemoryPart, stream: StreamMemory, head: int, added: int, queries: Queries) -> None:
+        """Add the codes of the newest tokens of a head, which torch has appended.
+
+        Args:
+            part: of a group.
+            stream: whose tokens they are.
+            head: index within the group.
+            added: how many tokens.
+            queries: of the head, by which codes are learned.
+
+        Raises:
+            OutOfMemoryError: there is none for the computation.
+        """
+
+
+class NoCodes:
+    """Without the native library there are none."""
+
+    def head_bytes(self, shape: HeadShape) -> HeadBytes:
+        """See `Codes`."""
+        return HeadBytes(0, _SEGMENT * (8 + shape.key_size + shape.value_size), _SEGMENT, 0)
+
+    def add(self, part: MemoryPart, stream: StreamMemory, head: int, added: int, queries: Queries) -> None:
+        """See `Codes`."""
 
 
 def retrieving(windows: Sequence[Sequence[HeadWindow]]) -> list[list[bool]]:
@@ -85,6 +127,7 @@ class TokenMemory:
     def __init__(self, limit_bytes: int, previous: TokenMemory | None = None) -> None:
         self.limit_bytes, self._room = limit_bytes, 0
         self._layout: MemoryLayout | None = None
+        self._codes: Codes = NoCodes()
         self._file: SegmentFile | None = previous._file if previous else None
         self.rows: list[StreamMemory] = []
 
@@ -92,46 +135,45 @@ class TokenMemory:
         self,
         layers: Sequence[Sequence[GroupRules]],
         windows: Sequence[Sequence[HeadWindow]],
-        shapes: Sequence[HeadShape],
-        sizes: Sequence[HeadBytes],
+        shapes: Sequence[HeadShape | None],
+        codes: Codes,
     ) -> None:
         """Give groups of heads their parts of a segment.
 
         Args:
             layers: the groups of each layer; none of a layer that does not evict.
             windows: the same groups as windows.
-            shapes: of the heads of each layer.
-            sizes: bytes of each of them in a segment.
+            shapes: of the heads of each layer; None without attention.
+            codes: of their keys.
         """
         chosen = [
-            (number, group, shapes[number].kv_heads if len(layer) == 1 else group.weight)
-            for number, (layer, retrieve) in enumerate(zip(layers, retrieving(windows), strict=True))
+            (group, shape, codes.head_bytes(shape), shape.kv_heads if len(layer) == 1 else group.weight)
+            for layer, shape, retrieve in zip(layers, shapes, retrieving(windows), strict=True)
             for group, chosen in zip(layer, retrieve, strict=True)
-            if chosen and group.sliding is None
+            if shape and chosen and group.sliding is None
         ]
-        data = sum(count * sizes[number].scan for number, _, count in chosen)
-        if not data:
+        if not chosen:
             raise ConfigError("no head of this model evicts what --memory could keep; take --memory off")
         scan = floats = places = 0
+        data = sum(count * size.scan for _, _, size, count in chosen)
         heads = list[HeadPart]()
-        for number, group, count in chosen:
-            shape = shapes[number]
-            group.memory = MemoryPart(self, len(heads), floats, places, scan, data)
+        for group, shape, size, count in chosen:
+            group.memory = MemoryPart(self, len(heads), floats, places, scan, data, shape)
             queries = shape.query_heads // shape.kv_heads
-            size, record = sizes[number].data, sizes[number].data // sizes[number].tokens
             found = [places + i * queries * config.MEMORY_MATCHES for i in range(count)]
-            heads += [HeadPart(data + i * size, record, found[i], queries) for i in range(count)]
-            floats += count * sizes[number].floats
+            heads += [HeadPart(data + i * size.data, size.data // size.tokens, found[i], queries) for i in range(count)]
+            floats += count * size.floats
             places += count * queries * config.MEMORY_MATCHES
-            scan, data = scan + count * sizes[number].scan, data + count * sizes[number].data
-        groups = [group for _, group, _ in chosen]
-        self._layout = MemoryLayout(groups, heads, floats, places, sizes[0].tokens, self.limit_bytes // data)
+            scan, data = scan + count * size.scan, data + count * size.data
+        groups = [group for group, *_ in chosen]
+        self._layout = MemoryLayout(groups, heads, floats, places, chosen[0][2].tokens, self.limit_bytes // data)
+        self._codes = codes
         if self._file is None or self._file.segment_bytes != data:
             self._file = SegmentFile(data)
 
     def begin(self, rows: int) -> None:
         """Start so many streams."""
-        assert self._layout, "native steps have allocated it"
+        assert self._layout, "it is assigned when a model is attached"
         assert self._file
         self.rows, self._room = [StreamMemory(self._layout, self._file) for _ in range(rows)], 0
 
@@ -147,6 +189,19 @@ class TokenMemory:
         """
         if max(lengths) > self._room:
             self._room = min(row.make_room(*seen) for row, *seen in zip(self.rows, lengths, before, strict=True))
+
+    def append(self, part: MemoryPart, row: int, head: int, records: Segment, queries: Queries) -> None:
+        """Append tokens [n, bytes] that a head has evicted, and their codes.
+
+        Args:
+            part: of the group of heads.
+            row: of the stream.
+            head: index within the group.
+            records: as `native/src/memory.h` has them.
+            queries: see `Codes`.
+        """
+        self.rows[row].append(part.first + head, records)
+        self._codes.add(part, self.rows[row], head, len(records), queries)
 
     def invalidate_room(self) -> None:
         """Find out again how much room is needed, since windows have changed."""
@@ -197,7 +252,12 @@ class TokenMemory:
         """
         about = decode_json(state, ABOUT)
         if self._layout is None or self._file is None or len(about["dropped"]) != len(lengths):
-            raise H2OStreamError("the state does not fit: it has a memory, which needs native steps")
+            raise H2OStreamError(f"the state does not fit: its memory is that of {len(about['dropped'])} streams")
+        if bool(require_array(state, f"{PREFIX}0.codebooks").size) != bool(self._layout.floats):
+            kept, here = ("without", "used") if self._layout.floats else ("with", "missing")
+            raise H2OStreamError(
+                f"the state does not fit: its memory was kept {kept} the compiled library, which is {here} here"
+            )
         for name, digest in about["sealed"].items():
             segment = require_array(state, name)
             if not self._file.is_sealed(segment) and digest_of(segment) != digest:

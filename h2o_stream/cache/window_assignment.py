@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy
 
-from h2o_stream.cache.group_rules import GroupRules
+from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.protection import Protection, merged
 from h2o_stream.cache.windows import HeadWindow, schedules, windows
 from h2o_stream.config import MIN_EVICTABLE, CachePlan
@@ -20,6 +20,10 @@ class LayerWindows(Protocol):
     @property
     def evicts(self) -> bool:
         """Whether it follows the plan."""
+
+    @property
+    def shape(self) -> HeadShape | None:
+        """Of its heads; None without attention, or if it is unknown."""
 
     @property
     def windows(self) -> tuple[HeadWindow, ...]:

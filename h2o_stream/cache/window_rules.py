@@ -11,7 +11,7 @@ from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import Array
-from h2o_stream.cache.token_memory import HeadBytes, TokenMemory
+from h2o_stream.cache.token_memory import Codes, TokenMemory
 from h2o_stream.cache.window_assignment import LayerWindows, WindowAssignment, check_not_evicted, still_needed
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError
@@ -48,7 +48,7 @@ class WindowRules(ABC, Generic[Spec, Group]):
     tokens: TokenCount
     windows: WindowAssignment
     memory: TokenMemory | None = None
-    _memory_shapes: tuple[Sequence[HeadShape], Sequence[HeadBytes]] = (), ()
+    _codes: Codes | None = None
     engine_note = ""
     torn = False
     stream_number = 0
@@ -69,20 +69,20 @@ class WindowRules(ABC, Generic[Spec, Group]):
         self.windows = WindowAssignment(self.plan, self.specs, self.max_distance, pins, transient)
         self.assign_windows()
         self.memory = TokenMemory(self.plan.memory, self.memory) if self.plan.memory else None
-        self.assign_memory(*self._memory_shapes)
+        if self._codes is not None:
+            self.assign_memory(self._codes)
 
-    def assign_memory(self, shapes: Sequence[HeadShape], sizes: Sequence[HeadBytes]) -> None:
-        """Give the heads that retrieve their parts of the memory, if there is one.
+    def assign_memory(self, codes: Codes) -> None:
+        """Give the heads that retrieve their parts of the memory, if there is one, with these codes of keys.
 
-        Args:
-            shapes: of the heads of each layer.
-            sizes: bytes of each in a segment.
+        Raises:
+            ConfigError: no head evicts what it could keep.
         """
-        self._memory_shapes = shapes, sizes
-        if self.memory is not None and shapes:
+        self._codes = codes
+        if self.memory is not None:
             groups = [self.groups_of(number) if spec.evicts else () for number, spec in enumerate(self.specs)]
             windows = [spec.windows if spec.evicts else () for spec in self.specs]
-            self.memory.assign(groups, windows, shapes, sizes)
+            self.memory.assign(groups, windows, [spec.shape for spec in self.specs], codes)
             self._revision.bump()
 
     def search_memory(self, searched: bool) -> None:

@@ -354,6 +354,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int64],
     ),
     "h2o_memory_layout": (None, [c_int64, c_int64, c_void_p]),
+    "h2o_memory_encode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "h2o_cpu_supports": (c_int64, [c_int64]),
     "h2o_cpu_multiplies_bfloat16": (c_int64, []),
     "h2o_library_instructions": (c_int64, []),

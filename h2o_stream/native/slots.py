@@ -6,17 +6,16 @@ The arrays of a head group may be tensors of torch or arrays of numpy; nothing h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CDLL
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from h2o_stream import config
-from h2o_stream.cache.group_rules import GroupRules, HeadShape
+from h2o_stream.cache.group_rules import GroupRules
 from h2o_stream.cache.ranks import rank_dtype
-from h2o_stream.cache.token_memory import HeadBytes
 from h2o_stream.native.abi import SLOTS, AttentionLayer, PolicyKind, PositionMode
+from h2o_stream.native.memory import memory_fields
 from h2o_stream.native.pointers import Array, dtype_name, pointer, row_bytes
 
 POLICIES: dict[str, PolicyKind] = {
@@ -45,13 +44,6 @@ def why_not(group: GroupRules) -> str:
     if group.is_initialized and dtype_name(group.dtype) not in ("float32", "bfloat16"):
         return f"keys and values are in {group.dtype}"
     return ""
-
-
-def memory_bytes(native: CDLL, shape: HeadShape) -> HeadBytes:
-    """What a head of this shape takes of a segment of the memory."""
-    layout = numpy.zeros(4, numpy.int64)
-    native.h2o_memory_layout(shape.key_size, shape.value_size, pointer(layout, "int64", 4))
-    return HeadBytes(*layout.tolist())
 
 
 class BoundLayer:
@@ -125,13 +117,9 @@ class BoundLayer:
             if array is not None:
                 rows[name] = first + row_bytes(array) * numpy.arange(len(rows))
         if group.memory is not None:
-            memory, first_head, codebook, found, rows["memory_scan"], rows["memory_data"] = group.memory
-            queries = len(heads) * (attention.query_heads // attention.kv_heads)
-            places = [pointer(row.found[found:], "int32", queries * config.MEMORY_MATCHES) for row in memory.rows]
-            rows["memory_found"] = places
-            rows["memory_segments"] = [pointer(row.addresses, "int64", 1) for row in memory.rows]
-            rows["memory_counts"] = [pointer(row.counts[first_head:], "int64", len(heads)) for row in memory.rows]
-            rows["memory_codebooks"] = [pointer(row.codebooks[codebook:], "float32", len(heads)) for row in memory.rows]
+            for number, stream in enumerate(group.memory.memory.rows):
+                for name, field in memory_fields(group.memory, stream, len(heads)).items():
+                    rows[name][number] = field
         rows["heads"], rows["head_count"] = pointer(heads, "int32", len(heads)), len(heads)
         rows["slot_count"], rows["recent"], rows["span"] = (
             group.num_slots,

@@ -20,7 +20,7 @@ from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS
 from h2o_stream.native.description import DENSE, NativeModel
 from h2o_stream.native.matrix import Matrix
 from h2o_stream.native.pointers import Array, pointer
-from h2o_stream.native.slots import BoundLayer, memory_bytes, why_not
+from h2o_stream.native.slots import BoundLayer, why_not
 from h2o_stream.native.threads import num_threads
 
 MAX_ROWS = 64
@@ -121,7 +121,6 @@ class Stepper:
                 temperature = described.attention.temperature if described.attention else None
                 if temperature and temperature.of_positions:
                     layer.temperature = 0.0
-        cache.assign_memory(self._shapes, [memory_bytes(native, shape) for shape in self._shapes])
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
         self._step = open_step(native, model)
         self.takes_prompts = dense_prompts or _is_mostly_packed(model.description.matrices)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 
 #include "rope.h"
 
@@ -76,9 +77,24 @@ void HeadMemory::append(int32_t index, const float* key, const float* value, Tra
   std::memcpy(record(place), &index, sizeof(index));
   std::memcpy(record(place) + sizeof(index), scales, sizeof(scales));
   *count_ = place + 1;
+  add_code(place, key, training);
+}
+
+void HeadMemory::add_codes(int64_t added, Training& training) const {
+  Buffer<float> key;
+  key.reserve(layout_.key_size);
+  if (!codebook_.learned() && *count_ >= kTraining) training.reserve(layout_.key_size);
+  for (int64_t place = *count_ - added; place < *count_; ++place) {
+    read_key(place, key.data());
+    add_code(place, key.data(), training);
+  }
+}
+
+// Tokens get their codes in order: the first ones when the codebook is learned from them.
+void HeadMemory::add_code(int64_t place, const float* key, Training& training) const {
   if (codebook_.learned()) {
     write_code(place, key);
-  } else if (*count_ == kTraining) {
+  } else if (place + 1 == kTraining) {
     learn_codebook(training);
   }
 }
@@ -120,4 +136,23 @@ extern "C" void h2o_memory_layout(int64_t key_size, int64_t value_size, int64_t*
   const memory::Layout bytes{key_size, value_size};
   layout[0] = bytes.scan_bytes(), layout[1] = bytes.data_bytes(), layout[2] = memory::kSegment;
   layout[3] = memory::CodeShape{key_size}.floats();
+}
+
+// Adds the codes of the newest `added` tokens in the memory of a head, the index in the group of `slots`, whose records
+// the caller has appended. Before its codebook is learned, counts queries [count][head_size], rotated as if keys were
+// at the largest distance. Of `layer` only sizes are read, of `slots` what the memory needs.
+//
+// Returns 0, or 1 if out of memory.
+extern "C" int64_t h2o_memory_encode(const AttentionLayer* layer, const Slots* slots, int64_t head, int64_t added,
+                                     const float* queries, int64_t count) {
+  try {
+    const memory::HeadMemory memory(*layer, *slots, head);
+    memory::Training training;
+    const bool learned = memory.codebook().learned();
+    for (int64_t q = 0; !learned && q < count; ++q) memory.codebook().count(queries + q * layer->head_size);
+    memory.add_codes(added, training);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
 }

@@ -83,6 +83,8 @@ class HeadMemory {
 
   // Appends an evicted token; there must be room. `training` is scratch.
   void append(int32_t index, const float* key, const float* value, Training& training) const;
+  // Writes the codes of the newest tokens, whose records are there.
+  void add_codes(int64_t added, Training& training) const;
 
  private:
   uint8_t* scan(int64_t segment) const { return reinterpret_cast<uint8_t*>(segments_[segment]) + scan_; }
@@ -95,6 +97,7 @@ class HeadMemory {
     std::memcpy(&number, record(place) + offset, sizeof(Number));
     return number;
   }
+  void add_code(int64_t place, const float* key, Training& training) const;
   void write_code(int64_t place, const float* key) const;
   void learn_codebook(Training& training) const;
 

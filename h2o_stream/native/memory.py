@@ -1,0 +1,57 @@
+"""The memory of a cache as native code sees it. Imports no torch."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, addressof
+
+import numpy
+
+from h2o_stream import config
+from h2o_stream.cache.group_rules import HeadShape, MemoryPart
+from h2o_stream.cache.stream_memory import StreamMemory
+from h2o_stream.cache.token_memory import HeadBytes, Queries
+from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.native.abi import AttentionLayer, Slots
+from h2o_stream.native.pointers import pointer
+
+
+def memory_fields(part: MemoryPart, stream: StreamMemory, heads: int) -> dict[str, int]:
+    """The fields of `Slots` for the part of a stream's memory that a group of so many heads has."""
+    places = heads * (part.shape.query_heads // part.shape.kv_heads) * config.MEMORY_MATCHES
+    return {
+        "memory_segments": pointer(stream.addresses, "int64", 1),
+        "memory_counts": pointer(stream.counts[part.first :], "int64", heads),
+        "memory_codebooks": pointer(stream.codebooks[part.codebook :], "float32", heads),
+        "memory_found": pointer(stream.found[part.found :], "int32", places),
+        "memory_scan": part.scan,
+        "memory_data": part.data,
+    }
+
+
+class NativeCodes:
+    """See `h2o_stream.cache.token_memory.Codes`."""
+
+    def __init__(self, native: CDLL) -> None:
+        self._native = native
+
+    def head_bytes(self, shape: HeadShape) -> HeadBytes:
+        """See `Codes`."""
+        layout = numpy.zeros(4, numpy.int64)
+        self._native.h2o_memory_layout(shape.key_size, shape.value_size, pointer(layout, "int64", 4))
+        return HeadBytes(*layout.tolist())
+
+    def add(self, part: MemoryPart, stream: StreamMemory, head: int, added: int, queries: Queries) -> None:
+        """See `Codes`."""
+        query_heads, kv_heads, key_size, value_size = part.shape
+        layer = AttentionLayer(query_heads=query_heads, kv_heads=kv_heads, head_size=key_size, value_size=value_size)
+        slots = Slots(**memory_fields(part, stream, head + 1))
+        failed = self._native.h2o_memory_encode(
+            addressof(layer),
+            addressof(slots),
+            head,
+            added,
+            pointer(queries, "float32", len(queries) * key_size),
+            len(queries),
+        )
+        if failed:
+            raise OutOfMemoryError(f"out of memory for the codes of {added} keys")
