@@ -29,7 +29,7 @@ needs_library = pytest.mark.skipif(library.loaded() is None, reason="there is no
 
 
 @pytest.mark.parametrize(("name", "policy"), with_exhaustive(
-    [("DeepSeek V3", "h2o"), ("GPT-NeoX", "tova"), ("gpt-oss", "h2o"), ("Gemma 2", "snapkv"), ("Nemotron-H", "h2o")],
+    [("DeepSeek V3", "h2o"), ("GPT-NeoX", "tova"), ("gpt-oss", "h2o"), ("Gemma 2", "snapkv"), ("Kimi Linear", "h2o")],
     [(family.name, "h2o") for family in FAMILIES if not family.learned],
 ))  # fmt: skip
 def test_families_and_policies(name: str, policy: str) -> None:

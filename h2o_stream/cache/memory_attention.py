@@ -18,13 +18,11 @@ from h2o_stream import config
 from h2o_stream.cache.attention import Found, QueryChunk, rotated_query
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.rope import rotate_back
+from h2o_stream.cache.stream_memory import HEADER
 
 _CPU = torch.device("cpu")
 _LEVELS = 127
 """Of 8 bits with a sign."""
-
-_KEY = 8
-"""Where a key begins in a record, behind an int32 token index and the float16 scales of key and value."""
 
 
 class ChunkMemory:
@@ -55,7 +53,7 @@ class ChunkMemory:
             query = rotated_query(chunk, self._table)
             cos, sin = self._table[config.MEMORY_DISTANCE].chunk(2)
             far = rotate_back(query, torch.cat((cos, -sin)))
-        near, far = (x.unflatten(1, (self._kv_heads, -1)).flatten(2, 3) for x in (query, far))
+        near, far = (x.unflatten(1, (self._kv_heads, -1)).flatten(2, 3).contiguous() for x in (query, far))
         return near, far
 
     def find(self) -> Found | None:
@@ -77,8 +75,8 @@ class ChunkMemory:
         stream, count, size = self._memory.rows[row], self._chunk.counts[row], query.shape[-1]
         records = torch.from_numpy(stream.records(self._part.first + head))
         index = records[:, :4].contiguous().view(torch.int32)[:, 0]
-        key_scale, value_scale = records[:, 4:_KEY].contiguous().view(torch.float16).float().T
-        keys = records[:, _KEY : _KEY + size].view(torch.int8).float()
+        key_scale, value_scale = records[:, 4:HEADER].contiguous().view(torch.float16).float().T
+        keys = records[:, HEADER : HEADER + size].view(torch.int8).float()
         products = far @ keys.T
         if self._table is not None:
             distance = self._chunk.lengths[row] + count - 1 - index
@@ -88,7 +86,7 @@ class ChunkMemory:
         best, places = (products * key_scale).topk(min(config.MEMORY_MATCHES, len(records)))
         matches = places.shape[1]
         logits[:, :matches] = self._chunk.transform.logits(best)
-        values[:, :matches] = records[places, _KEY + size :].view(torch.int8).float() * value_scale[places, None]
+        values[:, :matches] = records[places, HEADER + size :].view(torch.int8).float() * value_scale[places, None]
         stream.set_found(self._part.first + head, places.unflatten(0, (-1, self._chunk.new))[:, count - 1].numpy())
 
     def append(self, index: Tensor, keys: Tensor, values: Tensor) -> None:

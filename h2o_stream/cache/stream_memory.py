@@ -15,6 +15,9 @@ from h2o_stream.cache.segment_file import Segment, SegmentFile
 from h2o_stream.cache.state import Array, State, require_array
 from h2o_stream.errors import H2OStreamError
 
+HEADER = 8
+"""Bytes of a record before its key and value: the index of the token, an int32, and the scales of both, float16."""
+
 _MIN_SEGMENTS = 3
 """Room for the tokens of a forward, `PREFILL_STEP_MAX`, and a segment that is being filled."""
 
@@ -28,7 +31,7 @@ class HeadPart(NamedTuple):
     """Where a head is in a memory.
 
     Attributes:
-        data: first byte of its records in a segment, each of which begins with the index of a token, an int32.
+        data: first byte of its records in a segment.
         record: bytes of a record.
         found: its first place in what queries have found.
         queries: query heads that share it.

@@ -17,7 +17,7 @@ from h2o_stream import config
 from h2o_stream.cache.group_rules import GroupRules, HeadShape, MemoryPart
 from h2o_stream.cache.segment_file import Segment, SegmentFile, digest_of
 from h2o_stream.cache.state import Array, State, decode_json, encode_json, require_array, with_prefix
-from h2o_stream.cache.stream_memory import HeadPart, MemoryLayout, StreamMemory, cannot_be_on_disk
+from h2o_stream.cache.stream_memory import HEADER, HeadPart, MemoryLayout, StreamMemory, cannot_be_on_disk
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.errors import ConfigError, H2OStreamError
 
@@ -87,7 +87,7 @@ class NoCodes:
 
     def head_bytes(self, shape: HeadShape) -> HeadBytes:
         """See `Codes`."""
-        return HeadBytes(0, _SEGMENT * (8 + shape.key_size + shape.value_size), _SEGMENT, 0)
+        return HeadBytes(0, _SEGMENT * (HEADER + shape.key_size + shape.value_size), _SEGMENT, 0)
 
     def add(self, part: MemoryPart, stream: StreamMemory, head: int, added: int, queries: Queries) -> None:
         """See `Codes`."""
