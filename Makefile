@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES      := CMakeLists.txt hatch_build.py h2o_stream/native/abi.py $(wildcard h2o_stream/native/src/*)
 LIBRARY      := h2o_stream/native/_h2o_portable.so
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_experts.py tests/test_mixers.py tests/test_state_spaces.py \
-	tests/test_token_memory.py tests/test_torch_memory.py tests/test_pack*.py tests/test_native_*.py)
+	tests/test_*_memory.py tests/test_memory_index.py tests/test_pack*.py tests/test_native_*.py)
 
 .PHONY: demo chat test test-all lint format audit soak sanitize family-table gguf-table setup setup-dev clean
 

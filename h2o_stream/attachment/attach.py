@@ -23,10 +23,10 @@ from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import FILE_DIGEST, model_digest
 from h2o_stream.cache.layer import LayerSpec
+from h2o_stream.cache.memory_codes import NoCodes
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.sizing import config_for_size, provisional
-from h2o_stream.cache.token_memory import NoCodes
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.native import kernels, library

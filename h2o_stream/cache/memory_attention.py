@@ -17,8 +17,8 @@ from torch.nn.functional import embedding
 from h2o_stream import config
 from h2o_stream.cache.attention import Found, QueryChunk, rotated_query
 from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.memory_codes import HEADER
 from h2o_stream.cache.rope import rotate_back
-from h2o_stream.cache.stream_memory import HEADER
 
 _CPU = torch.device("cpu")
 _LEVELS = 127

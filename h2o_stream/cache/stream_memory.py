@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
 from h2o_stream import config
 from h2o_stream.cache.group_rules import GroupRules
+from h2o_stream.cache.memory_index import HeadPart, IndexLayout, MemoryIndex
 from h2o_stream.cache.segment_file import Segment, SegmentFile
 from h2o_stream.cache.state import Array, State, require_array
 from h2o_stream.errors import H2OStreamError
-
-HEADER = 8
-"""Bytes of a record before its key and value: the index of the token, an int32, and the scales of both, float16."""
 
 _MIN_SEGMENTS = 3
 """Room for the tokens of a forward, `PREFILL_STEP_MAX`, and a segment that is being filled."""
@@ -25,22 +22,6 @@ _MIN_SEGMENTS = 3
 def cannot_be_on_disk(error: OSError) -> H2OStreamError:
     """The error of a segment that has no room on disk."""
     return H2OStreamError(f"the memory cannot be put on disk: {error.strerror or error}; take --memory off")
-
-
-class HeadPart(NamedTuple):
-    """Where a head is in a memory.
-
-    Attributes:
-        data: first byte of its records in a segment.
-        record: bytes of a record.
-        found: its first place in what queries have found.
-        queries: query heads that share it.
-    """
-
-    data: int
-    record: int
-    found: int
-    queries: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +34,7 @@ class MemoryLayout:
     places: int
     tokens: int
     limit: int
+    index: IndexLayout
 
     @property
     def shrinkage(self) -> int:
@@ -67,7 +49,7 @@ class MemoryLayout:
     @property
     def max_segments(self) -> int:
         """As many as fit into the limit."""
-        return max(self.limit, self.min_segments)
+        return max(self.index.segments_that_fit(self.limit), self.min_segments)
 
 
 class StreamMemory:
@@ -79,6 +61,7 @@ class StreamMemory:
         found: [places] int32, what the last queries of all heads attended to; -1 for nothing.
         addresses: [n] int64, those of the segments.
         segments: as many as are needed.
+        index: of full segments.
         dropped: tokens of each head that were forgotten, because the memory was full.
     """
 
@@ -89,6 +72,7 @@ class StreamMemory:
         self.found = numpy.full(layout.places, -1, numpy.int32)
         self.addresses = numpy.zeros(layout.max_segments, numpy.int64)
         self.segments: list[Segment] = []
+        self.index = MemoryIndex(layout.index, layout.heads, file, layout.max_segments)
         self.dropped = 0
 
     def max_in_memory(self, seen: int) -> int:
@@ -121,6 +105,11 @@ class StreamMemory:
             self._drop_oldest()
         return self.dropped + len(self.segments) * tokens - self._layout.shrinkage
 
+    def extend_index(self) -> None:
+        """Index the segments that are full, unless a forward needs the room on disk."""
+        if len(self.segments) >= self._layout.min_segments:
+            self.index.extend(self.addresses, self._min_count, self.codebooks)
+
     def _grow(self) -> bool:
         """Add a segment; whether there is room on disk.
 
@@ -145,6 +134,7 @@ class StreamMemory:
         self.found[:] = numpy.where(self.found < self._layout.tokens, -1, self.found - self._layout.tokens)
         del self.segments[0]
         self.addresses[:-1] = self.addresses[1:]
+        self.index.drop_segment()
 
     def token_indices(self, head: int) -> NDArray[numpy.int32]:
         """The tokens that a head has in memory, in the order in which it evicted them."""
@@ -189,9 +179,14 @@ class StreamMemory:
         return tokens
 
     @property
+    def _min_count(self) -> int:
+        """Tokens of the head that has fewest."""
+        return min(int(self.counts.min(initial=2**62)), len(self.segments) * self._layout.tokens)
+
+    @property
     def num_sealed(self) -> int:
         """Segments that are full for every head."""
-        return min(int(self.counts.min(initial=2**62)) // self._layout.tokens, len(self.segments))
+        return self._min_count // self._layout.tokens
 
     def fork(self) -> StreamMemory:
         """A copy, which shares the segments that are full.
@@ -213,7 +208,7 @@ class StreamMemory:
         made.counts[:] = require_array(arrays, "counts", like=made.counts)
         made.codebooks[:] = require_array(arrays, "codebooks", like=made.codebooks)
         made.found[:] = require_array(arrays, "found", like=made.found)
-        count = len(arrays) - 3
+        count = sum(map(str.isdecimal, arrays))
         if not 0 <= count <= len(made.addresses):
             raise H2OStreamError(f"the state does not fit: its memory has {count} segments")
         if not 0 <= made.counts.min(initial=0) <= made.counts.max(initial=0) <= count * self._layout.tokens:
@@ -226,6 +221,7 @@ class StreamMemory:
                 segment = self._file.take()
                 segment[:] = require_array(arrays, str(number), like=segment)
             made._add(segment)
+        made.index.load(arrays, made._min_count)
         return made
 
     def arrays(self) -> State:
@@ -237,4 +233,4 @@ class StreamMemory:
             str(number): segment if number < sealed else segment.copy() for number, segment in enumerate(self.segments)
         }
         small: State = {"counts": self.counts, "codebooks": self.codebooks, "found": self.found}
-        return {name: array.copy() for name, array in small.items()} | segments
+        return {name: array.copy() for name, array in small.items()} | segments | self.index.arrays()

@@ -8,24 +8,19 @@ that copies of a stream share them. `memory_attention` in torch and native code 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
-
-import numpy
-from numpy.typing import NDArray
 
 from h2o_stream import config
 from h2o_stream.cache.group_rules import GroupRules, HeadShape, MemoryPart
+from h2o_stream.cache.memory_codes import Codes, NoCodes, Queries
+from h2o_stream.cache.memory_index import HeadPart, IndexLayout
 from h2o_stream.cache.segment_file import Segment, SegmentFile, digest_of
 from h2o_stream.cache.state import Array, State, decode_json, encode_json, require_array, with_prefix
-from h2o_stream.cache.stream_memory import HEADER, HeadPart, MemoryLayout, StreamMemory, cannot_be_on_disk
+from h2o_stream.cache.stream_memory import MemoryLayout, StreamMemory, cannot_be_on_disk
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 PREFIX = "memory."
 """What the names of its arrays in states begin with."""
-
-_SEGMENT = 512
-"""Tokens in a segment without codes."""
 
 ABOUT = "memory"
 """The array that describes them."""
@@ -39,58 +34,6 @@ def sealed_segments(state: Mapping[str, Array]) -> dict[str, str]:
     if ABOUT not in state:
         return {}
     return {name: f"{MEMORY_FILE}{digest}" for name, digest in decode_json(state, ABOUT)["sealed"].items()}
-
-
-Queries = NDArray[numpy.float32]
-"""[n, D] of a KV head, rotated for keys at the largest distance."""
-
-
-class HeadBytes(NamedTuple):
-    """What a head takes of a segment, see `native/src/memory.h`.
-
-    Attributes:
-        scan: bytes that every search reads, codes of keys.
-        data: bytes of which it reads a few.
-        tokens: tokens in a segment.
-        floats: numbers of its codebook, which are in memory.
-    """
-
-    scan: int
-    data: int
-    tokens: int
-    floats: int
-
-
-class Codes(Protocol):
-    """Codes of keys, by which native code searches."""
-
-    def head_bytes(self, shape: HeadShape) -> HeadBytes:
-        """What a head of this shape takes of a segment."""
-
-    def add(self, part: MemoryPart, stream: StreamMemory, head: int, added: int, queries: Queries) -> None:
-        """Add the codes of the newest tokens of a head, which torch has appended.
-
-        Args:
-            part: of a group.
-            stream: whose tokens they are.
-            head: index within the group.
-            added: how many tokens.
-            queries: of the head, by which codes are learned.
-
-        Raises:
-            OutOfMemoryError: there is none for the computation.
-        """
-
-
-class NoCodes:
-    """Without the native library there are none."""
-
-    def head_bytes(self, shape: HeadShape) -> HeadBytes:
-        """See `Codes`."""
-        return HeadBytes(0, _SEGMENT * (HEADER + shape.key_size + shape.value_size), _SEGMENT, 0)
-
-    def add(self, part: MemoryPart, stream: StreamMemory, head: int, added: int, queries: Queries) -> None:
-        """See `Codes`."""
 
 
 def retrieving(windows: Sequence[Sequence[HeadWindow]]) -> list[list[bool]]:
@@ -160,13 +103,16 @@ class TokenMemory:
         for group, shape, size, count in chosen:
             group.memory = MemoryPart(self, len(heads), floats, places, scan, data, shape)
             queries = shape.query_heads // shape.kv_heads
-            found = [places + i * queries * config.MEMORY_MATCHES for i in range(count)]
-            heads += [HeadPart(data + i * size.data, size.data // size.tokens, found[i], queries) for i in range(count)]
-            floats += count * size.floats
-            places += count * queries * config.MEMORY_MATCHES
-            scan, data = scan + count * size.scan, data + count * size.data
-        groups = [group for group, *_ in chosen]
-        self._layout = MemoryLayout(groups, heads, floats, places, chosen[0][2].tokens, self.limit_bytes // data)
+            for _ in range(count):
+                record = size.data // size.tokens
+                heads.append(HeadPart(data, record, places, queries, scan, floats, size.floats, shape.key_size))
+                places += queries * config.MEMORY_MATCHES
+                scan, data, floats = scan + size.scan, data + size.data, floats + size.floats
+        groups, sizes = [group for group, *_ in chosen], [size for _, _, size, _ in chosen]
+        has_index = all(0 < size.chapter <= size.data for size in sizes)
+        tokens, scratch = sizes[0].tokens, max(size.scratch for size in sizes)
+        index = IndexLayout(codes.make_chapter, config.MEMORY_CHAPTER if has_index else 0, tokens, scratch)
+        self._layout = MemoryLayout(groups, heads, floats, places, tokens, self.limit_bytes // data, index)
         self._codes = codes
         if self._file is None or self._file.segment_bytes != data:
             self._file = SegmentFile(data)
@@ -182,11 +128,13 @@ class TokenMemory:
         self.rows, self._room = [], 0
 
     def make_room(self, lengths: Sequence[int], before: Sequence[int]) -> None:
-        """Make room for streams of so many tokens, of which there were `before`.
+        """Make room for streams of so many tokens, of which there were `before`, and index what these have filled.
 
         Raises:
             H2OStreamError: there is no room on disk, or none for so many tokens at once.
         """
+        for row in self.rows:
+            row.extend_index()
         if max(lengths) > self._room:
             self._room = min(row.make_room(*seen) for row, *seen in zip(self.rows, lengths, before, strict=True))
 
@@ -231,7 +179,7 @@ class TokenMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all segments, which are on disk."""
-        return sum(segment.nbytes for row in self.rows for segment in row.segments)
+        return sum(segment.nbytes for row in self.rows for segment in (*row.segments, *row.index.chapters))
 
     def state(self) -> tuple[State, State]:
         """What it holds as arrays, and the segments among them that never change: these are shared, not copied."""

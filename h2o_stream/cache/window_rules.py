@@ -8,10 +8,11 @@ from typing import Any, Generic, Self, TypeVar
 
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
+from h2o_stream.cache.memory_codes import Codes
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import Array
-from h2o_stream.cache.token_memory import Codes, TokenMemory
+from h2o_stream.cache.token_memory import TokenMemory
 from h2o_stream.cache.window_assignment import LayerWindows, WindowAssignment, check_not_evicted, still_needed
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError

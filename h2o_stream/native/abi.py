@@ -152,7 +152,8 @@ class AttentionLayer(Structure):
         pointer1="rope",
         int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
         pointer2="sink_logits",
-        int6="chunked memory_distance memory_candidates memory_matches memory_prompt_period",
+        int6="chunked memory_distance memory_candidates memory_matches memory_prompt_period "
+        "memory_chapter memory_blocks memory_min_index",
     )
 
 
@@ -165,6 +166,7 @@ class Slots(Structure):
         int1="head_count slot_count recent span evictions pin_count transient_count",
         pointer2="memory_segments memory_counts memory_codebooks memory_found",
         int2="memory_scan memory_data",
+        pointer3="memory_chapters memory_chapter_bounds",
     )
 
 
@@ -353,8 +355,9 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         c_int64,
         [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int64],
     ),
-    "h2o_memory_layout": (None, [c_int64, c_int64, c_void_p]),
+    "h2o_memory_layout": (None, [*[c_int64] * 3, c_void_p]),
     "h2o_memory_encode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
+    "h2o_memory_chapter": (None, [c_void_p, *[c_int64] * 3, c_void_p, c_int64, *[c_void_p] * 2]),
     "h2o_cpu_supports": (c_int64, [c_int64]),
     "h2o_cpu_multiplies_bfloat16": (c_int64, []),
     "h2o_library_instructions": (c_int64, []),

@@ -8,11 +8,12 @@ import numpy
 
 from h2o_stream import config
 from h2o_stream.cache.group_rules import HeadShape, MemoryPart
+from h2o_stream.cache.memory_codes import HeadBytes, Queries
+from h2o_stream.cache.memory_index import HeadPart
 from h2o_stream.cache.stream_memory import StreamMemory
-from h2o_stream.cache.token_memory import HeadBytes, Queries
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.native.abi import AttentionLayer, Slots
-from h2o_stream.native.pointers import pointer
+from h2o_stream.native.pointers import Array, pointer
 
 
 def memory_fields(part: MemoryPart, stream: StreamMemory, heads: int) -> dict[str, int]:
@@ -25,19 +26,22 @@ def memory_fields(part: MemoryPart, stream: StreamMemory, heads: int) -> dict[st
         "memory_found": pointer(stream.found[part.found :], "int32", places),
         "memory_scan": part.scan,
         "memory_data": part.data,
+        "memory_chapters": pointer(stream.index.addresses, "int64", 1),
+        "memory_chapter_bounds": pointer(stream.index.bounds, "int64", 2),
     }
 
 
 class NativeCodes:
-    """See `h2o_stream.cache.token_memory.Codes`."""
+    """See `h2o_stream.cache.memory_codes.Codes`."""
 
     def __init__(self, native: CDLL) -> None:
         self._native = native
 
     def head_bytes(self, shape: HeadShape) -> HeadBytes:
         """See `Codes`."""
-        layout = numpy.zeros(4, numpy.int64)
-        self._native.h2o_memory_layout(shape.key_size, shape.value_size, pointer(layout, "int64", 4))
+        layout = numpy.zeros(6, numpy.int64)
+        sizes = shape.key_size, shape.value_size, config.MEMORY_CHAPTER
+        self._native.h2o_memory_layout(*sizes, pointer(layout, "int64", 6))
         return HeadBytes(*layout.tolist())
 
     def add(self, part: MemoryPart, stream: StreamMemory, head: int, added: int, queries: Queries) -> None:
@@ -55,3 +59,16 @@ class NativeCodes:
         )
         if failed:
             raise OutOfMemoryError(f"out of memory for the codes of {added} keys")
+
+    def make_chapter(self, segments: Array, head: HeadPart, codebook: Array, scratch: Array, chapter: Array) -> None:
+        """See `Codes`."""
+        self._native.h2o_memory_chapter(
+            pointer(segments, "int64", len(segments)),
+            len(segments),
+            head.scan,
+            head.data,
+            pointer(codebook, "float32", len(codebook)),
+            head.key_size,
+            pointer(scratch, "uint8", len(scratch)),
+            pointer(chapter, "uint8", len(chapter)),
+        )

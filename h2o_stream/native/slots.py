@@ -84,6 +84,8 @@ class BoundLayer:
             attention.memory_candidates = config.MEMORY_CANDIDATES
             attention.memory_matches = config.MEMORY_MATCHES if memories[0].searched else 0
             attention.memory_prompt_period = config.MEMORY_PROMPT_PERIOD
+            attention.memory_chapter, attention.memory_blocks = config.MEMORY_CHAPTER, config.MEMORY_BLOCKS
+            attention.memory_min_index = config.MEMORY_MIN_INDEX
         attention.in_bfloat16 = dtype_name(first.dtype) == "bfloat16"
         attention.kv_bits = plan.kv_bits
         attention.exact_sinks = first.exact_sinks

@@ -119,6 +119,9 @@ struct AttentionLayer {
   int64_t memory_candidates;     // of each query, about: tokens that are compared exactly, found by their codes; or 0
   int64_t memory_matches;        // tokens that a query attends to; 0 if the memory is filled, but not searched
   int64_t memory_prompt_period;  // tokens from one search to the next in prompts, but for the last chunk
+  int64_t memory_chapter;        // segments that have an index together; see memory_index.h
+  int64_t memory_blocks;         // of each query, about: blocks of indexed tokens that are scanned
+  int64_t memory_min_index;      // times as many there must be
 };
 
 constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
@@ -152,6 +155,8 @@ struct Slots {
   float* memory_codebooks;            // [heads][...]: see memory_codes.h
   int32_t* memory_found;              // [heads][queries per head][memory_matches]: places, -1 for none
   int64_t memory_scan, memory_data;   // where the group's part of a segment begins, in bytes; see memory.h
+  const int64_t* memory_chapters;     // [n] addresses of the index of each chapter, in order
+  const int64_t* memory_chapter_bounds;  // [2] the place where the first one begins, which may be negative; n
 };
 
 // ---- the model ------------------------------------------------------------------------------------------------------

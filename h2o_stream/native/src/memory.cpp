@@ -131,11 +131,14 @@ void add_values(const HeadMemory& memory, const std::vector<Match>& matches, flo
 }  // namespace memory
 
 // Bytes that a head with keys and values of these sizes takes of the scanned part of a segment, and of its data; tokens
-// of a segment; floats of a codebook.
-extern "C" void h2o_memory_layout(int64_t key_size, int64_t value_size, int64_t* layout) {
+// of a segment; floats of a codebook; bytes of the index of a chapter of so many segments, and of scratch to make it.
+extern "C" void h2o_memory_layout(int64_t key_size, int64_t value_size, int64_t chapter, int64_t* layout) {
   const memory::Layout bytes{key_size, value_size};
+  const memory::CodeShape shape{key_size};
+  const memory::ChapterLayout index{chapter * memory::kSegment, shape.bytes()};
   layout[0] = bytes.scan_bytes(), layout[1] = bytes.data_bytes(), layout[2] = memory::kSegment;
-  layout[3] = memory::CodeShape{key_size}.floats();
+  layout[3] = shape.floats(), layout[4] = index.bytes();
+  layout[5] = memory::ChapterMaker::scratch_bytes(shape, index);
 }
 
 // Adds the codes of the newest `added` tokens in the memory of a head, the index in the group of `slots`, whose records

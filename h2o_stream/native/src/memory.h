@@ -4,7 +4,7 @@
 // (memory_codes.h), by which they are searched (memory_search.h).
 //
 // Segments of kSegment tokens of all heads lie in memory that Python maps. Tokens are appended as they are evicted;
-// what has been written does not change.
+// what has been written does not change. Chapters of segments have an index (memory_index.h).
 
 #pragma once
 
@@ -13,13 +13,10 @@
 
 #include "abi.h"
 #include "memory_codes.h"
+#include "memory_index.h"
 #include "simd.h"
 
 namespace memory {
-
-// Tokens per segment; tokens whose codes lie together.
-constexpr int64_t kSegment = 512, kBlock = 64;
-static_assert(kTraining <= kSegment, "codes of full segments do not change");
 
 // A token that a query attends to.
 struct Match {
@@ -50,6 +47,7 @@ class HeadMemory {
     matches_ = layer.memory_matches;
     found_ = slots.memory_found + head * (layer.query_heads / layer.kv_heads) * matches_;
     scan_ = slots.memory_scan + head * layout_.scan_bytes(), data_ = slots.memory_data + head * layout_.data_bytes();
+    index_ = {layer, slots, scan_, data_};
   }
 
   bool exists() const { return segments_; }
@@ -64,6 +62,7 @@ class HeadMemory {
   void set_found(int64_t query, const std::vector<Match>& matches) const;
 
   const Codebook& codebook() const { return codebook_; }
+  const HeadIndex& head_index() const { return index_; }
   int32_t index(int64_t place) const { return at<int32_t>(place, 0); }
   float key_scale(int64_t place) const { return simd::to_float(at<simd::Half>(place, 4)); }
   float value_scale(int64_t place) const { return simd::to_float(at<simd::Half>(place, 6)); }
@@ -78,7 +77,7 @@ class HeadMemory {
     return scan(place / kSegment) + place % kSegment * code_bytes_;
   }
   // Into the second level of the cache, which waits for more lines at a time than the first.
-  void prefetch_codes(int64_t block) const { simd::prefetch<2>(codes(block), kBlock * code_bytes_); }
+  void prefetch_codes(const uint8_t* codes) const { simd::prefetch<2>(codes, kBlock * code_bytes_); }
   void prefetch_key(int64_t place) const { simd::prefetch(record(place), 8 + layout_.key_size); }
 
   // Appends an evicted token; there must be room. `training` is scratch.
@@ -105,6 +104,7 @@ class HeadMemory {
   const int64_t* segments_ = nullptr;
   int64_t* count_ = nullptr;
   Codebook codebook_;
+  HeadIndex index_;
   int32_t* found_ = nullptr;
   int64_t matches_ = 0, code_bytes_ = 0;
   int64_t scan_ = 0, data_ = 0;

@@ -198,19 +198,22 @@ void Codebook::set_group(int64_t group, const int64_t* members, Training& traini
 
 void Codebook::encode(const float* key, uint8_t* code, int64_t stride) const {
   const int64_t size = shape_.key_size;
-  float point[kGroupDims];
-  uint8_t low = 0;
+  float point[kMaxGroups * kGroupDims];
+  for (int64_t i = 0; i < shape_.dims(); ++i) point[i] = dot(of_keys() + i * size, key, size) - projected_centre()[i];
+  encode_point(point, code, stride);
+}
+
+void Codebook::encode_point(const float* point, uint8_t* code, int64_t stride) const {
+  for (int64_t group = 0; group < shape_.groups(); group += 2) {
+    const auto centroid = [&](int64_t i) { return nearest(centroids(i), point + i * kGroupDims, 1); };
+    code[group / 2 * stride] = uint8_t(centroid(group) | centroid(group + 1) << 4);
+  }
+}
+
+void Codebook::decode(const uint8_t* code, int64_t stride, float* point) const {
   for (int64_t group = 0; group < shape_.groups(); ++group) {
-    for (int64_t d = 0; d < kGroupDims; ++d) {
-      const int64_t i = group * kGroupDims + d;
-      point[d] = dot(of_keys() + i * size, key, size) - projected_centre()[i];
-    }
-    const uint8_t centroid = uint8_t(nearest(centroids(group), point, 1));
-    if (group % 2) {
-      code[group / 2 * stride] = uint8_t(low | centroid << 4);
-    } else {
-      low = centroid;
-    }
+    const float* centroid = centroids(group) + (code[group / 2 * stride] >> group % 2 * 4 & 15);
+    for (int64_t d = 0; d < kGroupDims; ++d) point[group * kGroupDims + d] = centroid[d * kCentroids];
   }
 }
 

@@ -18,8 +18,12 @@ namespace memory {
 
 constexpr int64_t kGroupDims = 4, kCentroids = 16, kMaxGroups = 16;
 
+// Tokens per segment; tokens whose codes lie together.
+constexpr int64_t kSegment = 512, kBlock = 64;
+
 // Keys that a codebook is learned from.
 constexpr int64_t kTraining = 256;
+static_assert(kTraining <= kSegment, "codes of full segments do not change");
 
 // Queries that codes and directions are read for together.
 constexpr int64_t kTogether = 4;
@@ -81,6 +85,10 @@ class Codebook {
 
   // Writes the code of a key, bytes `stride` apart.
   void encode(const float* key, uint8_t* code, int64_t stride) const;
+
+  // The same for a projected key [dims], from its centre; and what a code says of one.
+  void encode_point(const float* point, uint8_t* code, int64_t stride) const;
+  void decode(const uint8_t* code, int64_t stride, float* point) const;
 
   // Makes the tables of rotated queries, `stride` apart.
   void make_tables(const float* queries, int64_t stride, int64_t count, Table* tables) const;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "memory_scan.h"
 #include "memory_select.h"
@@ -15,13 +16,11 @@ using simd::kWidth;
 namespace {
 
 constexpr int64_t kBlocksAhead = 24;  // that are prefetched
-constexpr int64_t kStripe = 64;       // blocks that all queries are compared with while they are in the L1 cache
+constexpr int64_t kStripe = 64;       // blocks that are scanned before their candidates are collected
 constexpr int64_t kSampledBest = 6;   // of the sample that a threshold is estimated by
 constexpr int64_t kMaxSample = 1024;  // its blocks
+constexpr int64_t kMinSample = 64;    // of summaries
 constexpr int32_t kNone = 256;        // a limit that no sum reaches
-
-// The first tokens of a block.
-uint64_t first_tokens(int64_t count) { return count >= kBlock ? ~uint64_t(0) : (uint64_t(1) << count) - 1; }
 
 // The largest sum that at least `best` of those of blocks, `stride` apart, reach.
 int32_t reached_by(const uint8_t* sums, int64_t blocks, int64_t stride, int64_t best) {
@@ -78,8 +77,11 @@ void Search::reserve(const AttentionLayer& layer, int64_t queries) {
   const size_t batches = std::max(size_t((queries + kTogether - 1) / kTogether), candidates_.size());
   num_near_.resize(batches), candidates_.resize(batches);
   far_.resize(batches * kTogether), near_.resize(batches * kTogether);
-  thresholds_.resize(far_.size()), far_limits_.resize(far_.size()), limits_.resize(far_.size());
+  thresholds_.resize(far_.size()), far_limits_.resize(far_.size()), near_limits_.resize(far_.size());
   for (Candidates& of_batch : candidates_) of_batch.reserve(max_places_);
+  chosen_.resize(batches);
+  for (std::vector<IndexBlock>& of_batch : chosen_) of_batch.reserve(layer.memory_blocks * kTogether);
+  summaries_.reserve(4 * layer.memory_blocks * kTogether + 1);
   sums_.reserve(kMaxSample * kTogether * kBlock);
   places_.reserve(max_places_);
   keys_.reserve(max_places_), scales_.reserve(max_places_), distances_.reserve(max_places_);
@@ -138,48 +140,102 @@ void Search::search(int64_t part, int64_t parts) {
     }
     return;
   }
-  const int64_t far = far_blocks(), wanted = layer_->memory_candidates * std::min(count_, kTogether);
-  const Range older{far * part / parts, far * (part + 1) / parts};
+  const int64_t wanted = layer_->memory_candidates * std::min(count_, kTogether);
   for_each_near(part, parts, [&](int64_t block) {
-    memory_.prefetch_key(middle_of(block)), memory_.prefetch_codes(block);
+    memory_.prefetch_key(middle_of(block)), memory_.prefetch_codes(memory_.codes(block));
   });
-  for (int64_t i = 0; i < std::min(kBlocksAhead, older.size()); ++i) memory_.prefetch_codes(older.begin + i);
-  if (!has_thresholds_) set_thresholds(far);
+  if (!has_thresholds_) prepare();
+  const auto part_of = [&](int64_t blocks) -> Range { return {blocks * part / parts, blocks * (part + 1) / parts}; };
+  const Range rest = part_of(far_blocks() - unindexed_);
+  for (int64_t i = rest.begin; i < std::min(rest.begin + kBlocksAhead, rest.end); ++i) {
+    memory_.prefetch_codes(memory_.codes(unindexed_ + i));
+  }
   for_each_near(part, parts, [&](int64_t block) { scan_near(block); });
   for (int64_t batch = 0; batch < batches; ++batch) {
     keep_best(candidates_[batch], 0, std::max(wanted / parts, layer_->memory_matches));
     num_near_[batch] = int64_t(candidates_[batch].size());
+    const Range chosen = part_of(int64_t(chosen_[batch].size()));
+    scan_older(batch, chosen, chosen.end);
   }
-  std::copy_n(far_limits_.data(), count_, limits_.data());
-  scan(older, far_);
+  // All batches are compared with some blocks while these are in the L1 cache.
+  for (int64_t begin = rest.begin; begin < rest.end; begin += kStripe) {
+    for (int64_t batch = 0; batch < batches; ++batch) {
+      const int64_t first = int64_t(chosen_[batch].size()), end = std::min(begin + kStripe, rest.end);
+      scan_older(batch, {first + begin, first + end}, batch ? 0 : first + rest.end);
+    }
+  }
   for (int64_t batch = 0; batch < batches; ++batch) keep_best(candidates_[batch], num_near_[batch], 2 * wanted);
 }
 
-// Makes the tables for the largest distance, and estimates which products so many tokens reach as are wanted.
-void Search::set_thresholds(int64_t far) {
+// Makes the tables for the largest distance, decides which older tokens are scanned, and estimates which products so
+// many of them reach as are wanted.
+void Search::prepare() {
   has_thresholds_ = true;
-  const int64_t wanted = layer_->memory_candidates;
-  const int64_t asked = (kSampledBest * far + wanted - 1) / wanted, blocks = std::min({far, asked, kMaxSample});
-  const int64_t best = blocks ? std::max<int64_t>(1, wanted * blocks / far) : 0;
-  const auto codes_of = [&](int64_t i) { return i * far / blocks; };
-  for (int64_t i = 0; i < std::min(kBlocksAhead, blocks); ++i) memory_.prefetch_codes(codes_of(i));
   memory_.codebook().make_tables(far_queries_.data(), stride_, count_, far_.data());
+  const HeadIndex& index = memory_.head_index();
+  const int64_t far = far_blocks(), batches = (count_ + kTogether - 1) / kTogether;
+  chapters_ = index.chapters();
+  while (chapters_ && index.start(chapters_) > far * kBlock) --chapters_;
+  const int64_t chosen = layer_->memory_blocks * std::min(count_, kTogether);
+  if (chapters_ * index.chapter_blocks() < layer_->memory_min_index * chosen) chapters_ = 0;
+  unindexed_ = chapters_ ? index.start(chapters_) / kBlock : 0;
+  for (int64_t batch = 0; batch < batches; ++batch) {
+    choose_blocks(batch);
+    const Range queries = queries_of(batch);
+    const OlderBlocks blocks = older(batch);
+    const int64_t wanted = layer_->memory_candidates;
+    // The best tokens of blocks that are alike are in a few of them: a sample would not have them.
+    const int64_t sampled = chapters_ ? blocks.count : (kSampledBest * blocks.count + wanted - 1) / wanted;
+    estimate_limits(queries, blocks.count, wanted, sampled, [&](int64_t i) { return blocks.codes(i); });
+    for (int64_t q = queries.begin; q < queries.end; ++q) {
+      thresholds_[q] = blocks.count ? far_[q].offset + far_[q].step * float(far_limits_[q]) : simd::kMinusInfinity;
+    }
+  }
+}
+
+// Chooses the blocks of the index whose summaries have the largest products with a batch of queries.
+void Search::choose_blocks(int64_t batch) {
+  chosen_[batch].clear();
+  if (!chapters_) return;
+  const HeadIndex& index = memory_.head_index();
+  const Range queries = queries_of(batch);
+  const int64_t blocks = chapters_ * index.summary_blocks(), wanted = layer_->memory_blocks * queries.size();
+  const auto codes_of = [&](int64_t i) { return index.summaries(i); };
+  estimate_limits(queries, blocks, layer_->memory_blocks, std::max(kMinSample, blocks / 4), codes_of);
+  summaries_.clear();
+  scan({0, blocks}, blocks, queries.size(), &far_[queries.begin], &far_limits_[queries.begin], codes_of,
+       [&](int64_t i, int64_t lane, int32_t excess) {
+         const int64_t block = index.block_of(i, lane);
+         if (block >= 0) summaries_.push_back({excess, int32_t(block)});
+         if (int64_t(summaries_.size()) > 4 * wanted) keep_best(summaries_, 0, wanted);
+       });
+  keep_best(summaries_, 0, wanted);
+  for (const Candidate& best : summaries_) chosen_[batch].push_back(index.block(best.place));
+}
+
+Search::OlderBlocks Search::older(int64_t batch) const {
+  const std::vector<IndexBlock>& chosen = chosen_[batch];
+  const int64_t count = int64_t(chosen.size());
+  return {memory_, chosen.data(), count, unindexed_, count + far_blocks() - unindexed_};
+}
+
+// Estimates which sums as many tokens of blocks reach as are wanted, for each of some queries, by a sample of blocks.
+template <class Codes>
+void Search::estimate_limits(Range queries, int64_t blocks, int64_t wanted, int64_t sampled, Codes codes_of) {
+  sampled = std::min({blocks, sampled, kMaxSample});
+  const int64_t best = blocks ? std::max<int64_t>(1, wanted * sampled / blocks) : 0, count = queries.size();
+  const auto sample = [&](int64_t i) { return codes_of(i * blocks / sampled); };
+  for (int64_t i = 0; i < std::min(kBlocksAhead, sampled); ++i) memory_.prefetch_codes(sample(i));
   const int32_t all[kTogether] = {};
   uint64_t tokens[kTogether];
-  for (int64_t first = 0; first < count_; first += kTogether) {
-    const int64_t queries = std::min(kTogether, count_ - first);
-    with_scanner(&far_[first], all, queries, memory_.code_bytes(), [&](const auto& scanner) {
-      for (int64_t i = 0; i < blocks; ++i) {
-        memory_.prefetch_codes(codes_of(std::min(i + kBlocksAhead, blocks - 1)));
-        scanner.scan(memory_.codes(codes_of(i)), sums_.at(i * queries * kBlock), tokens);
-      }
-    });
-    for (int64_t q = 0; q < queries; ++q) {
-      const int32_t limit = estimate_limit(sums_.at(q * kBlock), blocks, queries * kBlock, best);
-      const Table& table = far_[first + q];
-      far_limits_[first + q] = limit;
-      thresholds_[first + q] = blocks ? table.offset + table.step * float(limit) : simd::kMinusInfinity;
+  with_scanner(&far_[queries.begin], all, count, memory_.code_bytes(), [&](const auto& scanner) {
+    for (int64_t i = 0; i < sampled; ++i) {
+      memory_.prefetch_codes(sample(std::min(i + kBlocksAhead, sampled - 1)));
+      scanner.scan(sample(i), sums_.at(i * count * kBlock), tokens);
     }
+  });
+  for (int64_t q = 0; q < count; ++q) {
+    far_limits_[queries.begin + q] = estimate_limit(sums_.at(q * kBlock), sampled, count * kBlock, best);
   }
 }
 
@@ -192,64 +248,88 @@ void Search::scan_near(int64_t block) {
   for (int64_t q = 0; q < count_; ++q) {
     const float missing = thresholds_[q] - near_[q].offset;
     const bool reachable = missing <= 255 * near_[q].step;
-    limits_[q] = !reachable ? kNone : missing > 0 ? std::min(int32_t(std::ceil(missing / near_[q].step)), 255) : 0;
+    near_limits_[q] =
+        !reachable ? kNone : missing > 0 ? std::min(int32_t(std::ceil(missing / near_[q].step)), 255) : 0;
   }
-  scan({block, block + 1}, near_);
+  for (int64_t first = 0; first < count_; first += kTogether) {
+    const int64_t batch = first / kTogether;
+    scan({block, block + 1}, 0, queries_of(batch).size(), &near_[first], &near_limits_[first],
+         [&](int64_t i) { return memory_.codes(i); },
+         [&](int64_t i, int64_t token, int32_t excess) {
+           const int64_t place = i * kBlock + token;
+           if (place < memory_.count()) add_candidate(batch, excess, place);
+         });
+  }
 }
 
-// Adds the tokens of blocks whose sums reach `limits_` to the candidates.
-void Search::scan(Range blocks, const std::vector<Table>& tables) {
-  for (int64_t begin = blocks.begin; begin < blocks.end; begin += kStripe) {
-    const Range stripe{begin, std::min(begin + kStripe, blocks.end)};
-    for (int64_t q = 0; q < count_; q += kTogether) {
-      with_scanner(&tables[q], &limits_[q], std::min(kTogether, count_ - q), memory_.code_bytes(),
-                   [&](const auto& scanner) { scan(stripe, blocks.end, scanner, q); });
+// Adds the older tokens whose sums reach the limits to the candidates. Blocks before `prefetched` are.
+void Search::scan_older(int64_t batch, Range blocks, int64_t prefetched) {
+  const Range queries = queries_of(batch);
+  const OlderBlocks all = older(batch);
+  scan(blocks, prefetched, queries.size(), &far_[queries.begin], &far_limits_[queries.begin],
+       [&](int64_t i) { return all.codes(i); },
+       [&](int64_t i, int64_t token, int32_t excess) {
+         const int64_t place = all.place(i, token);
+         if (place >= 0) add_candidate(batch, excess, place);
+       });
+}
+
+// Visits the tokens of blocks whose sums reach the limit of one of the queries, with the largest excess. Blocks before
+// `prefetched` are.
+template <class Codes, class Visit>
+void Search::scan(Range blocks, int64_t prefetched, int64_t queries, const Table* tables, const int32_t* limits,
+                  Codes codes_of, Visit visit) {
+  with_scanner(tables, limits, queries, memory_.code_bytes(), [&](const auto& scanner) {
+    constexpr int64_t kQueries = std::decay_t<decltype(scanner)>::kQueries;
+    uint64_t found[kStripe][kQueries];
+    for (int64_t begin = blocks.begin; begin < blocks.end; begin += kStripe) {
+      int64_t hits[kStripe], count = 0;  // blocks with such tokens
+      for (int64_t i = begin; i < std::min(begin + kStripe, blocks.end); ++i) {
+        if (i + kBlocksAhead < prefetched) memory_.prefetch_codes(codes_of(i + kBlocksAhead));
+        scanner.scan(codes_of(i), sums_.at(count * kQueries * kBlock), found[count]);
+        uint64_t any = 0;
+        for (int64_t q = 0; q < kQueries; ++q) any |= limits[q] == kNone ? 0 : found[count][q];
+        hits[count] = i, count += any != 0;
+      }
+      for (int64_t hit = 0; hit < count; ++hit) {
+        const uint8_t* sums = sums_.at(hit * kQueries * kBlock);
+        uint64_t tokens = 0;
+        for (int64_t q = 0; q < kQueries; ++q) tokens |= limits[q] == kNone ? 0 : found[hit][q];
+        for (; tokens; tokens &= tokens - 1) {
+          const int64_t token = __builtin_ctzll(tokens);
+          int32_t excess = 0;
+          for (int64_t q = 0; q < kQueries; ++q) {
+            if (found[hit][q] >> token & 1) excess = std::max(excess, sums[q * kBlock + token] - limits[q]);
+          }
+          visit(hits[hit], token, excess);
+        }
+      }
     }
-  }
+  });
 }
 
-template <class Scanner>
-void Search::scan(Range blocks, int64_t end, const Scanner& scanner, int64_t first) {
-  constexpr int64_t kQueries = Scanner::kQueries;
-  uint64_t tokens[kStripe][kQueries];
-  int64_t hits[kStripe], count = 0;  // blocks with candidates
-  for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-    if (first == 0) memory_.prefetch_codes(std::min(block + kBlocksAhead, end - 1));
-    scanner.scan(memory_.codes(block), sums_.at(count * kQueries * kBlock), tokens[count]);
-    uint64_t any = 0;
-    for (int64_t q = 0; q < kQueries; ++q) any |= tokens[count][q];
-    hits[count] = block, count += any != 0;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    add_candidates(hits[i], tokens[i], sums_.at(i * kQueries * kBlock), {first, first + kQueries});
-  }
-}
-
-void Search::add_candidates(int64_t block, const uint64_t* found, const uint8_t* sums, Range queries) {
-  uint64_t tokens = 0;
-  for (int64_t q = 0; q < queries.size(); ++q) tokens |= limits_[queries.begin + q] == kNone ? 0 : found[q];
-  const int64_t batch = queries.begin / kTogether, wanted = layer_->memory_candidates * queries.size();
+void Search::add_candidate(int64_t batch, int32_t excess, int64_t place) {
+  memory_.prefetch_key(place);
   Candidates& candidates = candidates_[batch];
-  for (tokens &= first_tokens(memory_.count() - block * kBlock); tokens; tokens &= tokens - 1) {
-    const int64_t token = __builtin_ctzll(tokens), place = block * kBlock + token;
-    memory_.prefetch_key(place);
-    int32_t excess = 0;
-    for (int64_t q = 0; q < queries.size(); ++q) {
-      if (found[q] >> token & 1) excess = std::max(excess, sums[q * kBlock + token] - limits_[queries.begin + q]);
-    }
-    candidates.push_back({excess, int32_t(place)});
-  }
+  candidates.push_back({excess, int32_t(place)});
+  const int64_t wanted = layer_->memory_candidates * queries_of(batch).size();
   if (int64_t(candidates.size()) - num_near_[batch] > 4 * wanted) keep_best(candidates, num_near_[batch], wanted);
 }
 
-// Leaves the best of the candidates from `first` on: in order of their excess, then of places, oldest first.
-void Search::keep_best(Candidates& candidates, int64_t first, int64_t wanted) const {
+// Leaves the best of the candidates from `first` on, in their order; of equal ones the first.
+void Search::keep_best(Candidates& candidates, int64_t first, int64_t wanted) {
   if (int64_t(candidates.size()) - first <= wanted) return;
-  std::nth_element(candidates.begin() + first, candidates.begin() + first + wanted - 1, candidates.end(),
-                   [](const Candidate& a, const Candidate& b) {
-                     return a.excess != b.excess ? a.excess > b.excess : a.place < b.place;
-                   });
-  candidates.resize(first + wanted);
+  const auto begin = candidates.begin() + first;
+  int64_t counts[256] = {};  // by excess
+  for (auto candidate = begin; candidate != candidates.end(); ++candidate) ++counts[candidate->excess];
+  int32_t limit = 255;
+  int64_t missing = wanted;  // of those at the limit
+  while (counts[limit] < missing) missing -= counts[limit--];
+  candidates.erase(std::remove_if(begin, candidates.end(),
+                                  [&](const Candidate& candidate) {
+                                    return candidate.excess < limit || (candidate.excess == limit && missing-- <= 0);
+                                  }),
+                   candidates.end());
 }
 
 std::vector<Match>& Search::find(int64_t query, float scaling) {

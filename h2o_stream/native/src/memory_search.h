@@ -3,7 +3,8 @@
 // The codes of all tokens are compared with a query by a table, and the keys of the best of these exactly; the query
 // attends to the best of all. Every token is seen at its own distance, but none farther than `memory_distance`, so that
 // for older tokens it is the query that is rotated, once; codes of newer ones that lie together are compared at the
-// distance of one of them. Some queries of a head share their candidates, so that codes and keys are read once.
+// distance of one of them. Some queries of a head, a batch, share their candidates, so that codes and keys are read
+// once. Of many older tokens only those are compared whose blocks the index finds (memory_index.h).
 //
 // The memory is searched in parts, for threads to share. What is found does not depend on who searches which.
 
@@ -53,18 +54,40 @@ class Search {
   };
   using Candidates = std::vector<Candidate>;
 
+  // Blocks of older tokens that a batch of queries is compared with: some of the index, then those of the memory from
+  // `unindexed` on.
+  struct OlderBlocks {
+    const HeadMemory& memory;
+    const IndexBlock* chosen;
+    int64_t num_chosen, unindexed, count;
+
+    const uint8_t* codes(int64_t i) const {
+      return i < num_chosen ? chosen[i].codes : memory.codes(unindexed + i - num_chosen);
+    }
+    // Negative if the token has been forgotten.
+    int64_t place(int64_t i, int64_t token) const {
+      return i < num_chosen ? chosen[i].place(token) : (unindexed + i - num_chosen) * kBlock + token;
+    }
+  };
+
   bool is_exact() const;
   int64_t far_blocks() const;
+  Range queries_of(int64_t batch) const { return {batch * kTogether, std::min((batch + 1) * kTogether, count_)}; }
   int64_t middle_of(int64_t block) const;
   template <class Visit>
   void for_each_near(int64_t part, int64_t parts, Visit visit) const;
-  void set_thresholds(int64_t far);
+  void prepare();
+  void choose_blocks(int64_t batch);
+  OlderBlocks older(int64_t batch) const;
+  template <class Codes>
+  void estimate_limits(Range queries, int64_t blocks, int64_t wanted, int64_t sampled, Codes codes_of);
   void scan_near(int64_t block);
-  void scan(Range blocks, const std::vector<Table>& tables);
-  template <class Scanner>
-  void scan(Range blocks, int64_t end, const Scanner& scanner, int64_t first);
-  void add_candidates(int64_t block, const uint64_t* tokens, const uint8_t* sums, Range queries);
-  void keep_best(Candidates& candidates, int64_t first, int64_t wanted) const;
+  void scan_older(int64_t batch, Range blocks, int64_t prefetched);
+  template <class Codes, class Visit>
+  void scan(Range blocks, int64_t prefetched, int64_t queries, const Table* tables, const int32_t* limits,
+            Codes codes_of, Visit visit);
+  void add_candidate(int64_t batch, int32_t excess, int64_t place);
+  static void keep_best(Candidates& candidates, int64_t first, int64_t wanted);
   void multiply(int64_t batch);
 
   const AttentionLayer* layer_ = nullptr;
@@ -79,7 +102,11 @@ class Search {
   // older ones that do; and those of the tokens that are scanned.
   std::vector<Table> far_, near_;
   std::vector<float> thresholds_;
-  std::vector<int32_t> far_limits_, limits_;
+  std::vector<int32_t> far_limits_, near_limits_;
+  // Chapters whose index is used, the first block behind them, and, by batch, the blocks that are scanned.
+  int64_t chapters_ = 0, unindexed_ = 0;
+  std::vector<std::vector<IndexBlock>> chosen_;
+  Candidates summaries_;
   // By batch of queries: newer candidates, then older ones; and how many are newer.
   std::vector<Candidates> candidates_;
   std::vector<int64_t> num_near_;
