@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -157,6 +158,23 @@ def test_a_damaged_state_is_refused() -> None:
             attach(make_llama(), replace(made, memory="off")) as off,
         ):
             off.load_state_dict(state)
+
+
+@pytest.mark.parametrize("engine", BOTH)
+@pytest.mark.parametrize("index", [-(2**31), 2**31 - 1])
+def test_tokens_that_cannot_be(engine: EngineChoice, index: int) -> None:
+    """A crafted state may say of a token that it comes later than all; its distance stays within the table of RoPE."""
+    made, _ = remembering()
+    model = make_llama()
+    with torch.no_grad(), attach(model, made, engine=engine) as cache:
+        fed(model, cache, tokens_of(2, 300))
+        assert cache.memory is not None
+        row = cache.memory.rows[0]
+        for head in range(len(row.counts)):
+            assert len(row.records(head))
+            row._records_in(row.segments[0], head)[:, :4].view(numpy.int32)[:] = index
+        assert fed(model, cache, tokens_of(3, 40)).isfinite().all()
+        assert fed(model, cache, tokens_of(4, 3), alone=True).isfinite().all()
 
 
 @pytest.mark.parametrize("engine", BOTH)

@@ -79,7 +79,7 @@ class ChunkMemory:
         keys = records[:, HEADER : HEADER + size].view(torch.int8).float()
         products = far @ keys.T
         if self._table is not None:
-            distance = self._chunk.lengths[row] + count - 1 - index
+            distance = (self._chunk.lengths[row] + count - 1 - index.long()).clamp_min_(0)  # whatever a state has
             near = (distance < config.MEMORY_DISTANCE).nonzero()[:, 0]
             rotated = rotate_back(keys[near], embedding(distance[near], self._table))
             products[:, near] = query @ rotated.T

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -44,7 +45,7 @@ class HeadMemory {
     count_ = slots.memory_counts + head;
     const CodeShape shape{layer.head_size};
     code_bytes_ = shape.bytes(), codebook_ = {slots.memory_codebooks + head * shape.floats(), layer.head_size};
-    matches_ = layer.memory_matches;
+    matches_ = layer.memory_matches, max_distance_ = layer.memory_distance;
     found_ = slots.memory_found + head * (layer.query_heads / layer.kv_heads) * matches_;
     scan_ = slots.memory_scan + head * layout_.scan_bytes(), data_ = slots.memory_data + head * layout_.data_bytes();
     index_ = {layer, slots, scan_, data_};
@@ -64,6 +65,10 @@ class HeadMemory {
   const Codebook& codebook() const { return codebook_; }
   const HeadIndex& head_index() const { return index_; }
   int32_t index(int64_t place) const { return at<int32_t>(place, 0); }
+  // At which a token is seen from token `newest`: the largest distance at most, and none below 0, whatever a state has.
+  int64_t distance(int64_t place, int64_t newest) const {
+    return std::clamp<int64_t>(newest - index(place), 0, max_distance_);
+  }
   float key_scale(int64_t place) const { return simd::to_float(at<simd::Half>(place, 4)); }
   float value_scale(int64_t place) const { return simd::to_float(at<simd::Half>(place, 6)); }
   const int8_t* key(int64_t place) const { return reinterpret_cast<const int8_t*>(record(place)) + 8; }
@@ -106,7 +111,7 @@ class HeadMemory {
   Codebook codebook_;
   HeadIndex index_;
   int32_t* found_ = nullptr;
-  int64_t matches_ = 0, code_bytes_ = 0;
+  int64_t matches_ = 0, max_distance_ = 0, code_bytes_ = 0;
   int64_t scan_ = 0, data_ = 0;
 };
 

@@ -241,7 +241,7 @@ void Search::estimate_limits(Range queries, int64_t blocks, int64_t wanted, int6
 
 // Scans a block of newer tokens at the distance of one of them.
 void Search::scan_near(int64_t block) {
-  const int64_t distance = std::min<int64_t>(newest_ - memory_.index(middle_of(block)), layer_->memory_distance);
+  const int64_t distance = memory_.distance(middle_of(block), newest_);
   std::copy_n(queries_.data(), count_ * stride_, near_queries_.data());
   for (int64_t q = 0; layer_->rope && q < count_; ++q) rope::rotate(*layer_, distance, near_queries_.at(q * stride_));
   memory_.codebook().make_tables(near_queries_.data(), stride_, count_, near_.data());
@@ -344,7 +344,7 @@ void Search::multiply(int64_t batch) {
   for (const Candidate& candidate : candidates_[batch]) {
     const int64_t i = int64_t(places_.size()), place = candidate.place;
     keys_[i] = memory_.key(place), scales_[i] = memory_.key_scale(place);
-    distances_[i] = int32_t(std::min<int64_t>(newest_ - memory_.index(place), layer_->memory_distance));
+    distances_[i] = int32_t(memory_.distance(place, newest_));
     places_.push_back(candidate.place);
   }
   const int64_t count = int64_t(places_.size()), near = is_exact() ? count : num_near_[batch];

@@ -133,7 +133,7 @@ void Head::read_memory_keys(int64_t count, Place place_of, Scratch& scratch, flo
     float* key = rows + i * size;
     memory_.read_key(place, key);
     if (!layer_->rope) continue;
-    rope::rotate_inverse(*layer_, std::min<int64_t>(newest - memory_.index(place), layer_->memory_distance), key);
+    rope::rotate_inverse(*layer_, memory_.distance(place, newest), key);
   }
   for (int64_t i = 0; i < count; i += gemm::kPanel) {
     transpose(rows + i * size, std::min(gemm::kPanel, count - i), size, panels + i * size);
