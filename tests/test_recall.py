@@ -296,6 +296,12 @@ class TestIndexFollows:
         assert {passage.turn for passage in conversation.recall._index.search(["w11", "w13"], 9)} == {1}
 
 
+def test_heads_with_small_windows_do_not_limit_what_is_read(served_embedded: LoadedModel) -> None:
+    with Engine(served_embedded.model, served_embedded.tokenizer, CacheConfig("h2o", 256), SamplingConfig()) as engine:
+        assert min(engine.cache.windows.sizes) < 128, "windows differ"
+        assert Conversation(engine, recall="auto").recall.budget == 64
+
+
 @pytest.mark.parametrize("repeats", with_exhaustive([10], [12]))
 def test_a_fact_is_told_after_it_was_evicted(served_embedded: LoadedModel, repeats: int) -> None:
     """The embedded model tells what it can no longer see, and says so with the event."""
