@@ -49,7 +49,7 @@ class EagerKernels:
         moved = group.store.displace(group.seen, group.free, group.index)
         if moved is not None:
             group.move(moved, group.free)
-        before = group.index.clone()
+        before = group.index.clone() if memory else group.index
         free_slots(group, [group.schedule.num_evictions(length) for length in chunk.lengths])
         if memory:
             memory.append(before, *group.store.read())

@@ -47,7 +47,7 @@ instead of 1.04, and as many facts are found."""
 
 _SAME, _REPLACED = 0.5, 0.7
 """Share of what an older passage covers, from which on a newer one that covers it as well goes first, and is read
-alone. Read with what it contradicts, in the best order, the model told the old answer 5 times of 20, and never without
+alone. Read with what it contradicts, in the best order, the model gave the old answer 5 times of 20, and never without
 it; with one share for both, passages that only touch the subject replace others, or newer ones come second."""
 
 _VALUE = 2.0
