@@ -30,6 +30,8 @@ MATCHES, DISTANCE = 5, 40
 
 BOTH: tuple[EngineChoice, ...] = ("auto", "eager")
 
+CANDIDATES = "MEMORY_CANDIDATES", "MEMORY_QUESTION_CANDIDATES"
+
 ONE_CODE = 5e-3
 """Difference of logits relative to their RMS that one element makes whose code in 8 bits is the next one, because it is
 halfway between two: four times the largest observed. Elements that are not rounded at all make 20 times as much."""
@@ -40,7 +42,8 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Distances and matches of a size that tests can reach; all old tokens are compared exactly."""
     monkeypatch.setattr(config, "MEMORY_DISTANCE", DISTANCE)
     monkeypatch.setattr(config, "MEMORY_MATCHES", MATCHES)
-    monkeypatch.setattr(config, "MEMORY_CANDIDATES", 2048)
+    for name in CANDIDATES:
+        monkeypatch.setattr(config, name, 2048)
     monkeypatch.setattr(config, "MEMORY_PROMPT_PERIOD", 1)
 
 
@@ -335,7 +338,8 @@ def test_codes_find_what_a_query_asks_for(engine: EngineChoice, monkeypatch: pyt
         state = cache.state_dict()
     with torch.no_grad(), attach(model, made) as cache:
         for candidates, logits in found.items():
-            monkeypatch.setattr(config, "MEMORY_CANDIDATES", candidates)
+            for name in CANDIDATES:
+                monkeypatch.setattr(config, name, candidates)
             for token in tokens[1600:]:
                 cache.load_state_dict(state)
                 logits.append(fed(model, cache, [token]))
@@ -344,6 +348,24 @@ def test_codes_find_what_a_query_asks_for(engine: EngineChoice, monkeypatch: pyt
     exact, by_codes, nothing = (torch.stack(logits) for logits in found.values())
     assert 0 < (by_codes - exact)[:-1].norm() < 0.75 * (nothing - exact)[:-1].norm()
     assert (by_codes - exact)[-1].norm() < 0.75 * (nothing - exact)[-1].norm()
+
+
+def test_a_question_is_compared_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk of a prompt has candidates of its own; its first chunks have those of steps."""
+    model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1620)
+    made, _ = remembering()
+    logits = {}
+    with torch.no_grad(), attach(model, made) as cache:
+        fed(model, cache, tokens[:1600])
+        state = cache.state_dict()
+        for candidates in [(2048, 2048), (1, 2048), (1, 1)]:
+            for name, count in zip(CANDIDATES, candidates, strict=True):
+                monkeypatch.setattr(config, name, count)
+            cache.load_state_dict(state)
+            logits[candidates] = fed(model, cache, tokens[1600:1608]), fed(model, cache, tokens[1608:], alone=True)
+    assert torch.equal(logits[1, 2048][0], logits[2048, 2048][0])
+    assert not torch.equal(logits[1, 2048][0], logits[1, 1][0])
+    assert not torch.equal(logits[1, 2048][1], logits[2048, 2048][1])
 
 
 def test_threads_share_a_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,13 +70,16 @@ last chunk of a prompt, which asks, searches with every token."""
 MEMORY_CANDIDATES, MEMORY_MATCHES = 48, 16
 """Tokens that codes find for each query, about, and tokens in memory that it attends to."""
 
+MEMORY_QUESTION_CANDIDATES = 200
+"""Tokens that codes find for each query in the last chunk of a prompt, which asks."""
+
 MEMORY_CHAPTER = 16
 """Segments of the memory that have an index together."""
 
 MEMORY_BLOCKS = 128
 """Blocks of 64 tokens that are scanned for each query, about, of those with an index."""
 
-MEMORY_MIN_INDEX = 8
+MEMORY_MIN_INDEX = 4
 """Times as many blocks there must be for an index to be faster than reading all codes."""
 
 

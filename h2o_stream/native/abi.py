@@ -152,8 +152,8 @@ class AttentionLayer(Structure):
         pointer1="rope",
         int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
         pointer2="sink_logits",
-        int6="chunked memory_distance memory_candidates memory_matches memory_prompt_period "
-        "memory_chapter memory_blocks memory_min_index",
+        int6="chunked memory_distance memory_candidates memory_question_candidates memory_matches "
+        "memory_prompt_period memory_chapter memory_blocks memory_min_index",
     )
 
 

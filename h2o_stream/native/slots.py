@@ -82,6 +82,7 @@ class BoundLayer:
         if memories:
             attention.memory_distance = min(config.MEMORY_DISTANCE, attention.rope_rows - 1) if rope is not None else 0
             attention.memory_candidates = config.MEMORY_CANDIDATES
+            attention.memory_question_candidates = config.MEMORY_QUESTION_CANDIDATES
             attention.memory_matches = config.MEMORY_MATCHES if memories[0].searched else 0
             attention.memory_prompt_period = config.MEMORY_PROMPT_PERIOD
             attention.memory_chapter, attention.memory_blocks = config.MEMORY_CHAPTER, config.MEMORY_BLOCKS

@@ -117,6 +117,7 @@ struct AttentionLayer {
   // The memory of evicted tokens (memory.h), for groups that have one.
   int64_t memory_distance;       // the largest at which RoPE sees them
   int64_t memory_candidates;     // of each query, about: tokens that are compared exactly, found by their codes; or 0
+  int64_t memory_question_candidates;  // the same in the last chunk of a prompt, which asks
   int64_t memory_matches;        // tokens that a query attends to; 0 if the memory is filled, but not searched
   int64_t memory_prompt_period;  // tokens from one search to the next in prompts, but for the last chunk
   int64_t memory_chapter;        // segments that have an index together; see memory_index.h

@@ -98,7 +98,7 @@ void DecodeAttention::attend_block(const Row& row, const HeadSlots& head, Range 
 
 void DecodeAttention::begin_search(const Row& row, const HeadSlots& head, const memory::HeadMemory& memory,
                                    Scratch& scratch) const {
-  scratch.search.begin(*layer_, memory, row.token_index);
+  scratch.search.begin(*layer_, memory, row.token_index, layer_->memory_candidates);
   for (int64_t q = 0; q < head.query_heads(); ++q) {
     scratch.search.add_query(scratch.queries.at(q * simd::padded(layer_->head_size)));
   }

@@ -69,7 +69,8 @@ struct MemoryKeys {
 }  // namespace
 
 void Search::reserve(const AttentionLayer& layer, int64_t queries) {
-  const int64_t candidates = 7 * layer.memory_candidates * kTogether + layer.memory_matches + kBlock;
+  const int64_t wanted = std::max(layer.memory_candidates, layer.memory_question_candidates);
+  const int64_t candidates = 7 * wanted * kTogether + layer.memory_matches + kBlock;
   max_places_ = std::max(max_places_, simd::padded(std::max(candidates, kTraining), 16));
   stride_ = simd::padded(layer.head_size);
   for (Buffer<float>* buffer : {&queries_, &far_queries_, &near_queries_}) buffer->reserve(queries * stride_);
@@ -89,8 +90,8 @@ void Search::reserve(const AttentionLayer& layer, int64_t queries) {
   matches_.reserve(layer.memory_matches + 1);
 }
 
-void Search::begin(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest) {
-  layer_ = &layer, memory_ = memory, newest_ = newest;
+void Search::begin(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, int64_t candidates) {
+  layer_ = &layer, memory_ = memory, newest_ = newest, num_candidates_ = candidates;
   count_ = 0, stride_ = simd::padded(layer.head_size), has_thresholds_ = false;
   std::fill_n(key_.data(), stride_, 0.f);
 }
@@ -110,7 +111,7 @@ void Search::count_queries() {
 }
 
 bool Search::is_exact() const {
-  return !memory_.codebook().learned() || memory_.count() <= std::max(layer_->memory_candidates, kTraining);
+  return !memory_.codebook().learned() || memory_.count() <= std::max(num_candidates_, kTraining);
 }
 
 // Blocks of tokens that are all at the largest distance.
@@ -140,7 +141,7 @@ void Search::search(int64_t part, int64_t parts) {
     }
     return;
   }
-  const int64_t wanted = layer_->memory_candidates * std::min(count_, kTogether);
+  const int64_t wanted = num_candidates_ * std::min(count_, kTogether);
   for_each_near(part, parts, [&](int64_t block) {
     memory_.prefetch_key(middle_of(block)), memory_.prefetch_codes(memory_.codes(block));
   });
@@ -183,7 +184,7 @@ void Search::prepare() {
     choose_blocks(batch);
     const Range queries = queries_of(batch);
     const OlderBlocks blocks = older(batch);
-    const int64_t wanted = layer_->memory_candidates;
+    const int64_t wanted = num_candidates_;
     // The best tokens of blocks that are alike are in a few of them: a sample would not have them.
     const int64_t sampled = chapters_ ? blocks.count : (kSampledBest * blocks.count + wanted - 1) / wanted;
     estimate_limits(queries, blocks.count, wanted, sampled, [&](int64_t i) { return blocks.codes(i); });
@@ -284,19 +285,18 @@ void Search::scan(Range blocks, int64_t prefetched, int64_t queries, const Table
     uint64_t found[kStripe][kQueries];
     for (int64_t begin = blocks.begin; begin < blocks.end; begin += kStripe) {
       int64_t hits[kStripe], count = 0;  // blocks with such tokens
+      uint64_t tokens[kStripe];
       for (int64_t i = begin; i < std::min(begin + kStripe, blocks.end); ++i) {
         if (i + kBlocksAhead < prefetched) memory_.prefetch_codes(codes_of(i + kBlocksAhead));
         scanner.scan(codes_of(i), sums_.at(count * kQueries * kBlock), found[count]);
-        uint64_t any = 0;
-        for (int64_t q = 0; q < kQueries; ++q) any |= limits[q] == kNone ? 0 : found[count][q];
-        hits[count] = i, count += any != 0;
+        hits[count] = i, tokens[count] = 0;
+        for (int64_t q = 0; q < kQueries; ++q) tokens[count] |= limits[q] == kNone ? 0 : found[count][q];
+        count += tokens[count] != 0;
       }
       for (int64_t hit = 0; hit < count; ++hit) {
         const uint8_t* sums = sums_.at(hit * kQueries * kBlock);
-        uint64_t tokens = 0;
-        for (int64_t q = 0; q < kQueries; ++q) tokens |= limits[q] == kNone ? 0 : found[hit][q];
-        for (; tokens; tokens &= tokens - 1) {
-          const int64_t token = __builtin_ctzll(tokens);
+        for (uint64_t left = tokens[hit]; left; left &= left - 1) {
+          const int64_t token = __builtin_ctzll(left);
           int32_t excess = 0;
           for (int64_t q = 0; q < kQueries; ++q) {
             if (found[hit][q] >> token & 1) excess = std::max(excess, sums[q * kBlock + token] - limits[q]);
@@ -312,7 +312,7 @@ void Search::add_candidate(int64_t batch, int32_t excess, int64_t place) {
   memory_.prefetch_key(place);
   Candidates& candidates = candidates_[batch];
   candidates.push_back({excess, int32_t(place)});
-  const int64_t wanted = layer_->memory_candidates * queries_of(batch).size();
+  const int64_t wanted = num_candidates_ * queries_of(batch).size();
   if (int64_t(candidates.size()) - num_near_[batch] > 4 * wanted) keep_best(candidates, num_near_[batch], wanted);
 }
 

@@ -28,8 +28,9 @@ class Search {
   // Allocates buffers for so many queries at a time.
   void reserve(const AttentionLayer& layer, int64_t queries);
 
-  // Begins a search in a memory: distances are those from token `newest`.
-  void begin(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest);
+  // Begins a search in a memory: distances are those from token `newest`, and about so many tokens are compared exactly
+  // with each query, `memory_candidates` of the layer or `memory_question_candidates`.
+  void begin(const AttentionLayer& layer, const HeadMemory& memory, int32_t newest, int64_t candidates);
 
   // Adds a query [head_size], un-rotated.
   void add_query(const float* query);
@@ -93,6 +94,7 @@ class Search {
   const AttentionLayer* layer_ = nullptr;
   HeadMemory memory_;
   int32_t newest_ = 0;
+  int64_t num_candidates_ = 0;      // that are wanted for each query
   int64_t count_ = 0, stride_ = 0;  // queries; their padded size
   bool has_thresholds_ = false;
   // Queries [queries][stride]: un-rotated, and rotated by the largest distance and by one of newer tokens.

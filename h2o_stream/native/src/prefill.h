@@ -95,9 +95,7 @@ class Head {
   void append_evicted();
   void attend_block(int64_t block, int64_t split, Scratch& scratch);
   void read_queries(const Block& block, float* queries) const;
-  int64_t memory_period() const {
-    return chunk_begin_ + num_new_ == count_ ? 1 : layer_->memory_prompt_period;
-  }
+  bool asks() const { return chunk_begin_ + num_new_ == count_; }  // the last chunk of a prompt
   void search_memory(const Block& block, Scratch& scratch) const;
   void search_around(const Block& block, Scratch& scratch) const;
   template <class Place>

@@ -199,10 +199,11 @@ void Head::read_queries(const Block& block, float* query) const {
 // Finds what each query attends to in the memory: one of `memory_prompt_period` tokens searches, or all. Distances
 // are those from the chunk's newest token.
 void Head::search_memory(const Block& block, Scratch& scratch) const {
-  const int64_t size = layer_->head_size, period = memory_period();
+  const int64_t size = layer_->head_size, period = asks() ? 1 : layer_->memory_prompt_period;
   const int32_t newest = int32_t(seen_ + num_new_) - 1;
   scratch.found.clear();
-  scratch.search.begin(*layer_, memory_, newest);
+  const int64_t candidates = asks() ? layer_->memory_question_candidates : layer_->memory_candidates;
+  scratch.search.begin(*layer_, memory_, newest, candidates);
   const auto for_each_searching = [&](auto visit) {
     for (int64_t row = 0; row < block.rows; ++row) {
       if (row / groups_ % period == 0) visit(row);
