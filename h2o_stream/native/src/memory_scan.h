@@ -110,15 +110,4 @@ void with_scanner(const Table* tables, const int32_t* limits, int64_t queries, i
   });
 }
 
-// The number of sums of a block that reach a limit.
-inline int64_t count_reaching(const uint8_t* sums, int32_t limit) {
-#if defined(H2O_AVX512)
-  return __builtin_popcountll(_mm512_cmpge_epu8_mask(_mm512_loadu_si512(sums), _mm512_set1_epi8(char(limit))));
-#else
-  int64_t count = 0;
-  for (int64_t i = 0; i < kBlock; ++i) count += sums[i] >= limit;
-  return count;
-#endif
-}
-
 }  // namespace memory

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "memory_limits.h"
 #include "memory_scan.h"
 #include "memory_select.h"
 #include "rope.h"
@@ -21,38 +22,6 @@ constexpr int64_t kSampledBest = 6;   // of the sample that a threshold is estim
 constexpr int64_t kMaxSample = 1024;  // its blocks
 constexpr int64_t kMinSample = 64;    // of summaries
 constexpr int32_t kNone = 256;        // a limit that no sum reaches
-
-// The largest sum that at least `best` of those of blocks, `stride` apart, reach.
-int32_t reached_by(const uint8_t* sums, int64_t blocks, int64_t stride, int64_t best) {
-  int32_t low = 0, high = 256;  // `best` reach `low`, fewer `high`
-  while (high - low > 1) {
-    const int32_t middle = (low + high) / 2;
-    int64_t count = 0;
-    for (int64_t i = 0; i < blocks; ++i) count += count_reaching(sums + i * stride, middle);
-    (count >= best ? low : high) = middle;
-  }
-  return low;
-}
-
-// The same. Moves the blocks that matter to the front: those that reach what so many of the largest sums in the same
-// place of any block do.
-int32_t estimate_limit(uint8_t* sums, int64_t blocks, int64_t stride, int64_t best) {
-  simd::Bytes largest[kBlock / kWidth] = {};
-  for (int64_t i = 0; i < blocks; ++i) {
-    for (int64_t v = 0; v < kBlock / kWidth; ++v) {
-      simd::Bytes some;
-      std::memcpy(&some, sums + i * stride + v * kWidth, sizeof some);
-      largest[v] = some > largest[v] ? some : largest[v];
-    }
-  }
-  const uint8_t* all = reinterpret_cast<const uint8_t*>(largest);
-  const int32_t minimum = best <= kBlock ? reached_by(all, 1, kBlock, best) : 0;
-  int64_t count = 0;
-  for (int64_t i = 0; i < blocks; ++i) {
-    if (count_reaching(sums + i * stride, minimum)) std::copy_n(sums + i * stride, kBlock, sums + count++ * stride);
-  }
-  return reached_by(sums, count, stride, best);
-}
 
 // Codes of keys in 8 bits, which are anywhere.
 struct MemoryKeys {
