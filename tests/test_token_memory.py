@@ -351,7 +351,7 @@ def test_codes_find_what_a_query_asks_for(engine: EngineChoice, monkeypatch: pyt
 
 
 def test_a_question_is_compared_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last chunk of a prompt has candidates of its own; its first chunks have those of steps."""
+    """The last chunk of a prompt has candidates of its own; steps after it have theirs."""
     model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1620)
     made, _ = remembering()
     logits = {}
