@@ -27,7 +27,8 @@ def set_up(monkeypatch: pytest.MonkeyPatch, **constants: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up(monkeypatch, DISTANCE=40, MATCHES=5, CANDIDATES=40, PROMPT_PERIOD=1, CHAPTER=1, BLOCKS=2, MIN_INDEX=1)
+    set_up(monkeypatch, DISTANCE=40, MATCHES=5, CANDIDATES=40, QUESTION_CANDIDATES=40, PROMPT_PERIOD=1)
+    set_up(monkeypatch, CHAPTER=1, BLOCKS=2, MIN_INDEX=1)
 
 
 def found_by(cache: Any) -> list[set[int]]:

@@ -153,10 +153,10 @@ void Search::prepare() {
     choose_blocks(batch);
     const Range queries = queries_of(batch);
     const OlderBlocks blocks = older(batch);
-    const int64_t wanted = num_candidates_;
     // The best tokens of blocks that are alike are in a few of them: a sample would not have them.
-    const int64_t sampled = chapters_ ? blocks.count : (kSampledBest * blocks.count + wanted - 1) / wanted;
-    estimate_limits(queries, blocks.count, wanted, sampled, [&](int64_t i) { return blocks.codes(i); });
+    const int64_t sampled =
+        chapters_ ? blocks.count : (kSampledBest * blocks.count + num_candidates_ - 1) / num_candidates_;
+    estimate_limits(queries, blocks.count, num_candidates_, sampled, [&](int64_t i) { return blocks.codes(i); });
     for (int64_t q = queries.begin; q < queries.end; ++q) {
       thresholds_[q] = blocks.count ? far_[q].offset + far_[q].step * float(far_limits_[q]) : simd::kMinusInfinity;
     }
