@@ -65,6 +65,12 @@ class SegmentFile:
         weakref.finalize(segment, _release, self._free, self._digests, place, id(segment))
         return segment
 
+    def take_in_ram(self) -> Segment:
+        """A segment that is not in the file, for when the disk is full."""
+        segment = numpy.frombuffer(mmap.mmap(-1, self.segment_bytes), numpy.uint8)
+        weakref.finalize(segment, self._digests.pop, id(segment), None)
+        return segment
+
     def _extend(self) -> int:
         """The place of one more segment, for which the disk has room."""
         number, offset = divmod(self._used, _MAPPED)

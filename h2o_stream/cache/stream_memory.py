@@ -90,7 +90,7 @@ class StreamMemory:
             before: how many of them have been fed.
 
         Raises:
-            H2OStreamError: there is no room on disk, or none for so many tokens at once; the stream can go on.
+            H2OStreamError: there is no room for so many tokens at once; the stream can go on.
         """
         tokens = self._layout.tokens
         while (missing := self.max_in_memory(seen) - len(self.segments) * tokens) > 0:
@@ -111,18 +111,25 @@ class StreamMemory:
             self.index.extend(self.addresses, self._min_count, self.codebooks)
 
     def _grow(self) -> bool:
-        """Add a segment; whether there is room on disk.
-
-        Raises:
-            H2OStreamError: there is none for as many as are needed.
-        """
+        """Add a segment, if there is room on disk or it is one of those that are always needed."""
         try:
-            self._add(self._file.take())
-        except OSError as error:
-            if len(self.segments) < self._layout.min_segments:
-                raise cannot_be_on_disk(error) from error
+            self._add(self._take(len(self.segments)))
+        except OSError:
             return False
         return True
+
+    def _take(self, others: int) -> Segment:
+        """A segment beside so many others; in RAM if it is needed and the disk is full.
+
+        To forget the oldest then need not make room, because earlier states may hold them, and without a segment a turn
+        could be neither read nor taken back.
+        """
+        try:
+            return self._file.take()
+        except OSError:
+            if others >= self._layout.min_segments:
+                raise
+            return self._file.take_in_ram()
 
     def _add(self, segment: Segment) -> None:
         self.addresses[len(self.segments)] = segment.ctypes.data
@@ -218,7 +225,7 @@ class StreamMemory:
         for number in range(count):
             segment = arrays[str(number)]
             if not self._file.is_sealed(segment):
-                segment = self._file.take()
+                segment = made._take(count - 1 - number)
                 segment[:] = require_array(arrays, str(number), like=segment)
             made._add(segment)
         made.index.load(arrays, made._min_count)

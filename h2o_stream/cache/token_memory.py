@@ -131,7 +131,7 @@ class TokenMemory:
         """Make room for streams of so many tokens, of which there were `before`, and index what these have filled.
 
         Raises:
-            H2OStreamError: there is no room on disk, or none for so many tokens at once.
+            H2OStreamError: there is no room for so many tokens at once.
         """
         for row in self.rows:
             row.extend_index()
