@@ -13,7 +13,7 @@ import torch
 from h2o_stream import CacheConfig, attach, config
 from h2o_stream.cache.arrays import to_arrays, to_tensors
 from h2o_stream.cache.segment_file import SegmentFile
-from h2o_stream.cache.token_memory import retrieving
+from h2o_stream.cache.token_memory import retrieving, sealed_segments
 from h2o_stream.cache.windows import HeadWindow, Schedule
 from h2o_stream.config import EngineChoice
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
@@ -432,14 +432,18 @@ def test_sessions_share_full_segments(tmp_path: Path) -> None:
         assert all(path.stat().st_mode & 0o077 == 0 for path in shared)
         state = files.read(2, 2)
         assert state is not None
+        segments = [state[name] for name in sealed_segments(state)]
+        assert len(segments) == 2
+        assert all(isinstance(segment.base, numpy.memmap) for segment in segments), "read at once"
         cache.load_state_dict(to_tensors(state))
         assert torch.equal(fed(model, cache, tokens_of(3, 5)), wanted)
         files.keep(lambda line: line == 1)
         assert files.read(1, 1) is not None
         assert len([*tmp_path.glob("memory-*")]) == 1
-        next(tmp_path.glob("memory-*")).write_bytes(b"torn")
-        with pytest.raises((DataError, H2OStreamError), match="damaged|does not fit"):
-            cache.load_state_dict(to_tensors(files.read(1, 1) or {}))
+        for damaged in (b"torn", b""):
+            next(tmp_path.glob("memory-*")).write_bytes(damaged)
+            with pytest.raises((DataError, H2OStreamError), match="damaged|does not fit"):
+                cache.load_state_dict(to_tensors(files.read(1, 1) or {}))
         files.keep(lambda line: False)
         assert not [*tmp_path.iterdir()]
 

@@ -58,9 +58,7 @@ class StateFiles:
             return None
         path = self._path(line)
         try:
-            segments = {
-                name: numpy.fromfile(self._folder / file, numpy.uint8) for name, file in self._segments(path).items()
-            }
+            segments = {name: _mapped(self._folder / file) for name, file in self._segments(path).items()}
             return decode_state(path.read_bytes()) | segments
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path}: damaged: {error}") from error
@@ -102,3 +100,11 @@ class StateFiles:
 
     def _path(self, line: int) -> Path:
         return self._folder / f"state-{line:08}.safetensors"
+
+
+def _mapped(path: Path) -> Array:
+    """The bytes of a file, mapped: all segments of a memory may be larger than RAM."""
+    if not path.stat().st_size:
+        raise OSError(f"{path.name} is empty")
+    mapped: Array = numpy.asarray(numpy.memmap(path, numpy.uint8, "r"))
+    return mapped
