@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy
 from safetensors import SafetensorError, safe_open
 
 from h2o_stream.cache.state import Array, State
 from h2o_stream.cache.token_memory import MEMORY_FILE, sealed_segments
 from h2o_stream.errors import DataError
 from h2o_stream.resources import PRIVATE, atomic_file, write_atomically
+from h2o_stream.session.mapped_file import map_file
 from h2o_stream.session.state_format import decode_state, write_state
 
 _SEGMENTS = "segments"
@@ -58,7 +58,7 @@ class StateFiles:
             return None
         path = self._path(line)
         try:
-            segments = {name: _mapped(self._folder / file) for name, file in self._segments(path).items()}
+            segments = {name: map_file(self._folder / file) for name, file in self._segments(path).items()}
             return decode_state(path.read_bytes()) | segments
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path}: damaged: {error}") from error
@@ -100,11 +100,3 @@ class StateFiles:
 
     def _path(self, line: int) -> Path:
         return self._folder / f"state-{line:08}.safetensors"
-
-
-def _mapped(path: Path) -> Array:
-    """The bytes of a file, mapped: all segments of a memory may be larger than RAM."""
-    if not path.stat().st_size:
-        raise OSError(f"{path.name} is empty")
-    mapped: Array = numpy.asarray(numpy.memmap(path, numpy.uint8, "r"))
-    return mapped
