@@ -58,6 +58,10 @@ def test_passages_are_of_one_size(text: str) -> None:
     ("# Travel\n\n" + FACTS[2], ["# Travel\n\n" + FACTS[2]]),
     ("- eggs\n\n- milk\n\n- two loaves of the dark bread\n\n" + FACTS[0], 2),
     (FACTS[0] + "\n\nBye.", [FACTS[0], "Bye."]),
+    ("The code is 4821.\n\n" + FACTS[0], ["The code is 4821.", FACTS[0]]),
+    ("密码是四八二一。\n\n我叫李明。", ["密码是四八二一。", "我叫李明。"]),
+    ("What is the code?\n\n" + FACTS[1], ["What is the code?\n\n" + FACTS[1]]),
+    ("1.\n\n" + FACTS[0], ["1.\n\n" + FACTS[0]]),
     (FACTS[0] + "\r\n\r\n" + FACTS[1], FACTS[:2]),
 ])  # fmt: skip
 def test_passages(text: str, expected: list[str] | int) -> None:

@@ -16,7 +16,7 @@ MAX_WORDS = 60
 """Longest passage: about as many words as one thought takes, and a third of a window of 256."""
 
 MIN_WORDS = 8
-"""A shorter one, such as a heading or an item of a list, is joined with what follows it."""
+"""A shorter one that is no statement, such as a heading or an item of a list, is joined with what follows it."""
 
 UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
@@ -31,7 +31,8 @@ _WORD = re.compile(rf"[{UNSPACED}]{{1,2}}|[^\s{UNSPACED}]{{1,24}}")
 _BLANK_LINES = re.compile(r"\n\s*\n")
 
 _OPENING, _CLOSING = "\"'(“‘", r"\"'”’»)\]*_」』）"  # noqa: RUF001 (no mistake: they are used in texts)
-_MARKS = "。！？｡．।॥؟۔։።፧។៕။"  # noqa: RUF001
+_FULL_STOPS = "。！｡．।॥۔։።។៕။"  # noqa: RUF001
+_MARKS = f"{_FULL_STOPS}？؟፧"  # noqa: RUF001
 """What ends a sentence in scripts that put no space after it, or have no capital letters."""
 
 _END = re.compile(
@@ -44,6 +45,9 @@ _END = re.compile(
 )
 """Where a sentence may end, with the space that follows. Each part starts only where it cannot be a continuation, so
 that a megabyte of full stops is read once."""
+
+_STATEMENT_END = re.compile(rf"[.!…{_FULL_STOPS}][{_CLOSING}]*\Z")
+"""The end of a text that is complete; questions wait for their answer."""
 
 _ABBREVIATION = re.compile(
     r"""(?: \b (?: (?! I\. ) [A-ZÀ-ÞА-Я]
@@ -66,14 +70,14 @@ _WRAPPED_LINE = 40
 def split(text: str) -> list[range]:
     """The passages of a text, as ranges of characters without the space around them.
 
-    A passage is a paragraph, with a short one before it, or a part of a long paragraph that ends with a sentence.
+    A passage is a paragraph, with a heading or question before it, or a part of a long paragraph that ends with a sentence.
     Together they have all characters but space. Takes linear time.
     """
     passages, short = list[range](), None
     for paragraph in _paragraphs(text):
         for part in _parts(text, paragraph):
             joined = part if short is None else range(short.start, part.stop)
-            short = joined if _count_words(text, joined, MIN_WORDS) < MIN_WORDS else None
+            short = joined if _is_open(text, joined) else None
             if short is None:
                 passages.append(joined)
     return passages if short is None else [*passages, short]
@@ -126,6 +130,14 @@ def _strip(text: str, start: int, stop: int) -> list[range]:
     stripped = part.lstrip()
     start += len(part) - len(stripped)
     return [range(start, start + len(stripped.rstrip()))] if stripped else []
+
+
+def _is_open(text: str, part: range) -> bool:
+    """Whether a part is short and belongs to what follows: a heading, an item or its number, a question."""
+    if _count_words(text, part, MIN_WORDS) == MIN_WORDS:
+        return False
+    ending = text[max(part.start, part.stop - _LONGEST_ABBREVIATION) : part.stop]
+    return not _STATEMENT_END.search(ending) or bool(_ABBREVIATION.search(ending))
 
 
 def _parts(text: str, paragraph: range) -> list[range]:
