@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy
 
+from h2o_stream.recall.lists import answers, asks_for_all, without_quantities
 from h2o_stream.recall.passage import Candidate, Passage, Verdict
-from h2o_stream.recall.passages import sentences
-from h2o_stream.recall.terms import Floats, TermWeights, first_person, is_question, words
+from h2o_stream.recall.passages import excerpt, sentences
+from h2o_stream.recall.terms import Floats, TermWeights, first_person, is_question, is_request, words
 
 PERSONAL_THRESHOLD = 0.32
 """Lowest score that is recalled of what users told, when they ask about themselves."""
@@ -38,7 +39,7 @@ With 0.5 instead of 0.35, 0.39 instead of 0.58 of 36 facts are found in other wo
 _FOUND = 24
 """Passages taken from each search, and related words that are searched for each term. Twice as many find no more."""
 
-_SHOWN = 8
+_SHOWN = 12
 """Most candidates."""
 
 _BESIDE = 0.75
@@ -52,6 +53,12 @@ it; with one share for both, passages that only touch the subject replace others
 
 _VALUE = 2.0
 """Most weight of the words that only the older one has then: two or three rare ones, such as a date with a time."""
+
+_LISTED_VALUE = 1.0
+"""The same where several things are asked for: one rare word, the new value. With another one it is another thing."""
+
+_LIST = 3
+"""Passages to read from which on they are taken for a list."""
 
 _LONG = 400
 """Characters from which on a message is taken to be text with a question."""
@@ -94,26 +101,28 @@ def decide(
     count_tokens: Callable[[str], int],
     answer: Callable[[str], Passage | None],
 ) -> list[Candidate]:
-    """The passages worth reading again before the reply to a message, best first, at most 8, with verdicts.
+    """The passages worth reading again before the reply to a message, best first, at most 12, with verdicts.
 
     `held` returns the share of the tokens of a range that the heads that copy still hold, 0 to 1; `budget` and
     `count_tokens` are in tokens. `answer` finds what the user said that answers a question in other words.
     """
     request = _request(message)
-    asked = _weights(request, terms)
+    asked = without_quantities(_weights(request, terms))
     about_user = first_person(request)
     if not asked or not len(index):
         return []
     typed, others = _find(asked, index, terms)
-    matches = _Matcher(asked, about_user, terms, typed).matches(_with_questions([*typed, *others], index))
+    matcher = _Matcher(asked, about_user, terms, typed)
+    matches = matcher.matches(_with_questions([*typed, *others], index))
+    matches, listed = matcher.with_listed_first(request, matches)
     if about_user and is_question(request) and not any(match.rank >= 1 for match in matches):
         matches = _with_answer(answer(request), matches, len(asked))
-    return _judge(matches[:_SHOWN], terms, held, budget, count_tokens)
+    return _judge(matches[:_SHOWN], listed or asks_for_all(request), terms, held, budget, count_tokens)
 
 
 def states(text: str) -> str:
     """The first sentence of a text that is no question; empty if there is none."""
-    return next((part for part in _sentences(text) if not is_question(part)), "")
+    return next((part for part in _sentences(text) if not is_request(part)), "")
 
 
 def _with_answer(answer: Passage | None, matches: list[_Match], terms: int) -> list[_Match]:
@@ -197,11 +206,20 @@ class _Matcher:
         found = [self._match(passage, parts[passage.text], parts[asked.text]) for passage, asked in passages.items()]
         return _newest_first(sorted(filter(None, found), key=lambda match: (-match.rank, -match.passage.start)))
 
+    def with_listed_first(self, request: str, matches: list[_Match]) -> tuple[list[_Match], bool]:
+        """The matches, first those that each answer one part of a request, the last part first; and whether any do."""
+        covered = numpy.array([match.covered for match in matches]).reshape(-1, len(self._asked))
+        rows = answers(request, self._asked, self._weights, covered, THRESHOLD)
+        listed = [matches[row] for row in reversed(rows)]
+        for match in listed:
+            match.rank = max(1.0, matches[0].rank)
+        return [*listed, *(match for row, match in enumerate(matches) if row not in rows)], bool(rows)
+
     def _match(self, passage: Passage, parts: list[_Part], question: list[_Part]) -> _Match | None:
         around = [self._covered(row) for _, row in question if question is not parts]
         best: _Match | None = None
         for text, tokens in parts:
-            if is_question(text) or not any(self._new[self._columns[word]] for word in tokens):
+            if is_request(text) or not any(self._new[self._columns[word]] for word in tokens):
                 continue
             covered = numpy.max([self._covered(tokens), *around], axis=0) * self._weights
             score = float(covered.sum())
@@ -277,6 +295,7 @@ def _inflected(word: str, other: str) -> bool:
 
 def _judge(
     matches: list[_Match],
+    listing: bool,
     terms: TermWeights,
     held: Callable[[int, int], float],
     budget: int,
@@ -285,17 +304,19 @@ def _judge(
     candidates: list[Candidate] = []
     best = max((match.rank for match in matches), default=0.0)
     known: list[_Match] = []
+    value = _LISTED_VALUE if listing else _VALUE
+    room = 0 if listing else budget // 4
     left = budget
     for match in matches:
         passage = match.passage
         share = held(passage.start, passage.stop)
-        excerpt, size = _excerpt(match, min(left, budget // 2), count_tokens)
+        text, size = excerpt(passage.text, match.sentence, min(left, room), count_tokens)
         verdict: Verdict = "recalled"
         if match.rank < max(1, _BESIDE * best):
             verdict = "loosely related"
         elif any(not _rest(match, other, terms) for other in known):
             verdict = "repeated"
-        elif any(_agreement(newer, match) >= _REPLACED and _rest(match, newer, terms) <= _VALUE for newer in known):
+        elif any(_agreement(newer, match) >= _REPLACED and _rest(match, newer, terms) <= value for newer in known):
             verdict = "outdated"
         elif share >= HELD:
             verdict = "still held"
@@ -304,31 +325,17 @@ def _judge(
         if verdict in ("recalled", "still held"):
             known.append(match)
         left -= size if verdict == "recalled" else 0
-        candidates.append(Candidate(passage, excerpt, match.score, match.terms, share, size, verdict))
-    return candidates
+        candidates.append(Candidate(passage, text, match.score, match.terms, share, size, verdict))
+    return _completed(candidates, left)
 
 
-def _excerpt(match: _Match, limit: int, count_tokens: Callable[[str], int]) -> tuple[str, int]:
-    """The best sentence, with as many of those around it as there is room for, and its length in tokens."""
-    text = match.passage.text
-    parts = sentences(text)
-    first = last = next(i for i, part in enumerate(parts) if text[part.start : part.stop] == match.sentence)
-    excerpt, size = match.sentence, count_tokens(match.sentence)
-    for start, stop in _growing(first, last, len(parts)):
-        longer = text[parts[start].start : parts[stop].stop]
-        length = count_tokens(longer)
-        if length > limit:
-            break
-        excerpt, size = longer, length
-    return excerpt, size
-
-
-def _growing(first: int, last: int, count: int) -> Iterator[tuple[int, int]]:
-    """Ranges of sentences, each with one more than the one before: the next one, then the previous one."""
-    while first > 0 or last < count - 1:
-        if last < count - 1:
-            last += 1
-            yield first, last
-        if first > 0:
-            first -= 1
-            yield first, last
+def _completed(candidates: list[Candidate], left: int) -> list[Candidate]:
+    """The candidates; of several, those that are still held are read as well, for a reply repeats the list it reads."""
+    if sum(candidate.verdict == "recalled" for candidate in candidates) < _LIST:
+        return candidates
+    completed = list[Candidate]()
+    for candidate in candidates:
+        read = candidate.verdict == "still held" and candidate.tokens <= left
+        left -= candidate.tokens if read else 0
+        completed.append(replace(candidate, verdict="recalled") if read else candidate)
+    return completed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ _WRAPPED_LINE = 40
 def split(text: str) -> list[range]:
     """The passages of a text, as ranges of characters without the space around them.
 
-    A passage is a paragraph, with a heading or question before it, or a part of a long paragraph that ends with a sentence.
+    A passage is a paragraph, with a heading or a question before it, or a part of a long one that ends with a sentence.
     Together they have all characters but space. Takes linear time.
     """
     passages, short = list[range](), None
@@ -89,6 +89,32 @@ def sentences(text: str) -> list[range]:
     Lines that are items, rows, code or headings are sentences too. Takes linear time.
     """
     return _sentences(text, range(len(text)))
+
+
+def excerpt(text: str, sentence: str, limit: int, count_tokens: Callable[[str], int]) -> tuple[str, int]:
+    """A sentence of a text, with as many of those around it as `limit` tokens have room for, and its tokens."""
+    parts = sentences(text)
+    place = next(i for i, part in enumerate(parts) if text[part.start : part.stop] == sentence)
+    longest, size = sentence, count_tokens(sentence)
+    for first, last in _growing(place, len(parts)):
+        longer = text[parts[first].start : parts[last].stop]
+        length = count_tokens(longer)
+        if length > limit:
+            break
+        longest, size = longer, length
+    return longest, size
+
+
+def _growing(place: int, count: int) -> Iterator[tuple[int, int]]:
+    """Ranges of sentences, each with one more than the one before: the next one, then the previous one."""
+    first = last = place
+    while first > 0 or last < count - 1:
+        if last < count - 1:
+            last += 1
+            yield first, last
+        if first > 0:
+            first -= 1
+            yield first, last
 
 
 def locate(tokenizer: Any, tokens: Sequence[int], start: int, turn: int, prompt: str, reply: str) -> list[Passage]:

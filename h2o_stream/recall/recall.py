@@ -65,7 +65,7 @@ class Recall:
     def budget(self) -> int:
         """Tokens that may be read again in a turn: never more than half of what pins leave in the window."""
         cache = self._engine.cache
-        wanted = cache.plan.window // 4 if self.config.budget is None else self.config.budget
+        wanted = cache.plan.window // 2 if self.config.budget is None else self.config.budget
         pinned = sum(map(len, cache.windows.protected))
         return max(min(wanted, (cache.plan.window - pinned) // 2), 0)
 

@@ -69,11 +69,11 @@ _SMALL_TALK = frozenset(
     words(
         "hello hi hey thanks thank please sorry yes no yeah ok okay bye goodbye welcome good nice great morning night "
         "remember recall remind tell told say said know mention mentioned explain describe answer question questions "
-        "see sure think continue more really wow tomorrow joke "
-        "hallo danke bitte ja nein tschüss guten gut erinnere erinnern weißt sag gesagt erzählt erzähl erkläre "
-        "bonjour salut merci oui non pardon bien sais souviens rappelle dis dit explique raconte "
-        "hola gracias adiós sí perdón recuerdas recuerda dime dije sabes explica ciao grazie sì scusa ricordi "
-        "你好 谢谢 请问 记得 知道 告诉 什么"
+        "see sure think continue more really wow tomorrow joke list text above "
+        "hallo danke bitte ja nein tschüss guten gut erinnere erinnern weißt sag gesagt erzählt erzähl erkläre liste "
+        "bonjour salut merci oui non pardon bien sais souviens rappelle dis dit explique raconte liste "
+        "hola gracias adiós sí perdón recuerdas recuerda dime dije sabes explica lista ciao grazie sì scusa ricordi "
+        "你好 谢谢 请问 记得 知道 告诉 什么 列出"
     )
 )
 """Words that talk about talking. The vocabulary holds some of them for rare: it was learned from texts, not chats."""
@@ -91,10 +91,21 @@ _FIRST_PERSON = re.compile(
     re.IGNORECASE,
 )
 
+_REQUEST = re.compile(
+    r"\W*(?:please\W+)?(?:list|(?:tell|give|show|remind)\s+(?:me|us)|liste|(?:nenne?|sag|gib|zeige?)\s+(?:mir|uns)"
+    r"|(?:dis|donne|montre)[\s-](?:moi|nous)|d[ií]me|dame|muéstrame|dimmi|dammi|mostrami)\b",
+    re.IGNORECASE,
+)
+
 
 def is_question(text: str) -> bool:
     """Whether a text ends with a question. Takes linear time, whatever the text."""
     return text.rstrip().rstrip(_CLOSING_MARKS).rstrip().endswith(_QUESTION_MARKS)
+
+
+def is_request(text: str) -> bool:
+    """Whether a text asks for something, as a question or not, in one of five languages."""
+    return is_question(text) or _REQUEST.match(text) is not None
 
 
 def first_person(text: str) -> bool:
