@@ -299,7 +299,7 @@ class TestIndexFollows:
 def test_heads_with_small_windows_do_not_limit_what_is_read(served_embedded: LoadedModel) -> None:
     with Engine(served_embedded.model, served_embedded.tokenizer, CacheConfig("h2o", 256), SamplingConfig()) as engine:
         assert min(engine.cache.windows.sizes) < 128, "windows differ"
-        assert Conversation(engine, recall="auto").recall.budget == 128
+        assert Conversation(engine, recall="auto").recall.budget == 116
 
 
 @pytest.mark.parametrize("repeats", with_exhaustive([10], [12]))
@@ -320,3 +320,22 @@ def test_a_fact_is_told_after_it_was_evicted(served_embedded: LoadedModel, repea
     assert [candidate.passage.turn for candidate in replies["auto"].recalled] == [1]
     assert "4821" not in replies["off"].text
     assert replies["off"].recalled == ()
+
+
+def test_a_list_is_told_after_it_was_evicted(served_embedded: LoadedModel) -> None:
+    codes = {"garage": "3201", "boathouse": "2033", "wine cellar": "5179", "attic": "2931", "workshop": "8364"}
+    filler = "The weather in the north stays cold and windy, and trains run late on many lines. " * 10
+    with Engine(
+        served_embedded.model, served_embedded.tokenizer, CacheConfig(), SamplingConfig(temperature=0.0, max_tokens=80)
+    ) as engine:
+        conversation = Conversation(engine, recall="auto")
+        for place, code in codes.items():
+            list(conversation.feed_turn(f"The code of the {place} is {code}.", "Thank you."))
+        for _ in range(3):
+            list(conversation.feed_turn(filler, "I see."))
+        state = conversation.state_dict()
+        *_, turn = conversation.say("List all the codes.")
+        assert sum(code in turn.text for code in codes.values()) >= 4, turn.text
+        conversation.load_state_dict(state)
+        *_, turn = conversation.say("What are the codes of the garage and the attic?")
+        assert [code in turn.text for code in codes.values()] == [True, False, False, True, False], turn.text

@@ -28,7 +28,7 @@ class RecallConfig:
     Args:
         mode: ``auto`` searches for the words of every message, ``wide`` also for what answers questions about the user
             in other words, by a head of the model; ``off`` never does.
-        budget: most tokens to read again in a turn; None is half the window.
+        budget: most tokens to read again in a turn; None is half of what pins leave in the window.
     """
 
     mode: RecallMode = "off"

@@ -63,11 +63,11 @@ class Recall:
 
     @property
     def budget(self) -> int:
-        """Tokens that may be read again in a turn: never more than half of what pins leave in the window."""
+        """Tokens that may be read again in a turn: at most half of what pins leave in the window."""
         cache = self._engine.cache
-        wanted = cache.plan.window // 2 if self.config.budget is None else self.config.budget
         pinned = sum(map(len, cache.windows.protected))
-        return max(min(wanted, (cache.plan.window - pinned) // 2), 0)
+        limit = max((cache.plan.window - pinned) // 2, 0)
+        return limit if self.config.budget is None else min(self.config.budget, limit)
 
     def find(self, message: str) -> tuple[Candidate, ...]:
         """The passages to read again before a message."""
