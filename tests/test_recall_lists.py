@@ -69,6 +69,12 @@ def test_the_parts_share_a_word(chat: Chat) -> None:
     assert chat.recalled("Write a poem about love, the lion and the sea.") == []
 
 
+def test_a_list_may_be_long(chat: Chat) -> None:
+    recalled = chat.recalled("the code, " * 20_000 + "the code of the attic?")
+    assert recalled
+    assert set(recalled) <= set(CODES.values())
+
+
 def test_earlier_requests_are_not_read(chat: Chat) -> None:
     chat.say("Tell me the codes of the garage and the attic.")
     chat.say("Please list the codes of the boathouse, as I need them.")

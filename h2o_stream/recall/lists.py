@@ -57,10 +57,9 @@ def answers(request: str, asked: list[str], weights: Floats, covered: Floats, th
     Returns:
         Rows of `covered`, in the order of the parts.
     """
-    parts = [
-        [asked.index(word) for word in dict.fromkeys(words(part)) if word in asked] for part in _BETWEEN.split(request)
-    ]
-    parts = [part for part in parts if part]
+    texts = (set(words(text)) for text in _BETWEEN.split(request))
+    terms = (tuple(number for number, word in enumerate(asked) if word in text) for text in texts)
+    parts = [list(part) for part in dict.fromkeys(terms) if part]
     if len(parts) < 2:
         return []
     shares = numpy.array([covered[:, part].sum(1) / weights[part].sum() for part in parts])
