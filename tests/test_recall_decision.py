@@ -45,7 +45,7 @@ class Chat:
     def ask(
         self, message: str, budget: int = 400, held: Callable[[int, int], float] = lambda start, stop: 0.0
     ) -> list[Candidate]:
-        return decide(message, self.index, self.terms, held, budget, len, self.answer)
+        return decide(message, self.index, self.terms, held, budget, 2 * budget, len, self.answer)
 
     def answer(self, question: str) -> Passage | None:
         """What is found in other words: nothing."""
@@ -204,11 +204,11 @@ def test_excerpts_keep_to_the_budget(chat: Chat) -> None:
         "After work we went home and cooked something that nobody liked very much."
     )
     question = "What is my boss called?"
-    excerpts = {budget: chat.ask(question, budget)[0] for budget in (20, 40, 280, 2000)}
+    excerpts = {budget: chat.ask(question, budget)[0] for budget in (20, 40, 140, 1000)}
     assert excerpts[20].verdict == "no room"
     assert excerpts[40].excerpt == "My boss is called Margarethe Lindqvist."
-    assert excerpts[280].excerpt == "My boss is called Margarethe Lindqvist. She likes short reports."
-    assert excerpts[2000].excerpt == excerpts[2000].passage.text
+    assert excerpts[140].excerpt == "My boss is called Margarethe Lindqvist. She likes short reports."
+    assert excerpts[1000].excerpt == excerpts[1000].passage.text
     assert all(item.tokens == len(item.excerpt) for item in excerpts.values())
 
 

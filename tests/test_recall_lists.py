@@ -69,6 +69,13 @@ def test_the_parts_share_a_word(chat: Chat) -> None:
     assert chat.recalled("Write a poem about love, the lion and the sea.") == []
 
 
+def test_what_was_asked_before_is_no_answer(chat: Chat) -> None:
+    """Though it has a word that counts for nothing."""
+    request = "Add a paragraph on what visitors of Kyoto should pack, as five lines."
+    chat.say(request)
+    assert chat.recalled(request) == []
+
+
 def test_a_list_may_be_long(chat: Chat) -> None:
     recalled = chat.recalled("the code, " * 20_000 + "the code of the attic?")
     assert recalled

@@ -28,7 +28,7 @@ class RecallConfig:
     Args:
         mode: ``auto`` searches for the words of every message, ``wide`` also for what answers questions about the user
             in other words, by a head of the model; ``off`` never does.
-        budget: most tokens to read again in a turn; None is half of what pins leave in the window.
+        budget: most tokens to read again in a turn, of a list twice as many; None is a quarter of the window.
     """
 
     mode: RecallMode = "off"

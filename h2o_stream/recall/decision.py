@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy
 
@@ -92,32 +92,48 @@ class _Match:
     terms: tuple[str, ...]
 
 
+class _Limits(NamedTuple):
+    """What is read of the passages that match.
+
+    Attributes:
+        value: most weight of the words that only an older passage has, for a newer one to replace it.
+        budget: tokens of all excerpts.
+        room: tokens of an excerpt up to which it includes sentences around the best one.
+    """
+
+    value: float
+    budget: int
+    room: int
+
+
 def decide(
     message: str,
     index: _Index,
     terms: TermWeights,
     held: Callable[[int, int], float],
     budget: int,
+    list_budget: int,
     count_tokens: Callable[[str], int],
     answer: Callable[[str], Passage | None],
 ) -> list[Candidate]:
     """The passages worth reading again before the reply to a message, best first, at most 12, with verdicts.
 
-    `held` returns the share of the tokens of a range that the heads that copy still hold, 0 to 1; `budget` and
-    `count_tokens` are in tokens. `answer` finds what the user said that answers a question in other words.
+    `held` returns the share of the tokens of a range that the heads that copy still hold, 0 to 1; `budget`,
+    `list_budget`, for messages that ask for several things, and `count_tokens` are in tokens. `answer` finds what the
+    user said that answers a question in other words.
     """
     request = _request(message)
     asked = without_quantities(_weights(request, terms))
-    about_user = first_person(request)
     if not asked or not len(index):
         return []
     typed, others = _find(asked, index, terms)
-    matcher = _Matcher(asked, about_user, terms, typed)
-    matches = matcher.matches(_with_questions([*typed, *others], index))
-    matches, listed = matcher.with_listed_first(request, matches)
-    if about_user and is_question(request) and not any(match.rank >= 1 for match in matches):
+    matcher = _Matcher(request, asked, terms, typed)
+    matches, listed = matcher.with_listed_first(matcher.matches(_with_questions([*typed, *others], index)))
+    if first_person(request) and is_question(request) and not any(match.rank >= 1 for match in matches):
         matches = _with_answer(answer(request), matches, len(asked))
-    return _judge(matches[:_SHOWN], listed or asks_for_all(request), terms, held, budget, count_tokens)
+    several = listed or asks_for_all(request)
+    limits = _Limits(_LISTED_VALUE, list_budget, 0) if several else _Limits(_VALUE, budget, budget // 2)
+    return _judge(matches[:_SHOWN], limits, terms, held, count_tokens)
 
 
 def states(text: str) -> str:
@@ -183,8 +199,9 @@ def _with_questions(passages: list[Passage], index: _Index) -> dict[Passage, Pas
 class _Matcher:
     """Scores passages by the words of a message."""
 
-    def __init__(self, asked: dict[str, float], about_user: bool, terms: TermWeights, typed: set[Passage]) -> None:
-        self._asked, self._about_user, self._terms, self._typed = list(asked), about_user, terms, typed
+    def __init__(self, request: str, asked: dict[str, float], terms: TermWeights, typed: set[Passage]) -> None:
+        self._request, self._asked, self._terms, self._typed = request, list(asked), terms, typed
+        self._about_user = first_person(request)
         self._weights = numpy.array(list(asked.values()), numpy.float32)
         self._weights /= self._weights.sum()
         self._columns: dict[str, int] = {}
@@ -198,18 +215,15 @@ class _Matcher:
         others = list({word: None for rows in parts.values() for _, row in rows for word in row})
         self._columns = {word: column for column, word in enumerate(others)}
         self._table = _matching(self._asked, others, self._terms)
-        asked_for = (self._table == 1).any(0)
-        self._new = [
-            not known and self._terms.weight(word) > _COMMON + 0.1
-            for word, known in zip(others, asked_for, strict=True)
-        ]
+        known = set(words(self._request))
+        self._new = [word not in known and self._terms.weight(word) > _COMMON + 0.1 for word in others]
         found = [self._match(passage, parts[passage.text], parts[asked.text]) for passage, asked in passages.items()]
         return _newest_first(sorted(filter(None, found), key=lambda match: (-match.rank, -match.passage.start)))
 
-    def with_listed_first(self, request: str, matches: list[_Match]) -> tuple[list[_Match], bool]:
+    def with_listed_first(self, matches: list[_Match]) -> tuple[list[_Match], bool]:
         """The matches, first those that each answer one part of a request, the last part first; and whether any do."""
         covered = numpy.array([match.covered for match in matches]).reshape(-1, len(self._asked))
-        rows = answers(request, self._asked, self._weights, covered, THRESHOLD)
+        rows = answers(self._request, self._asked, self._weights, covered, THRESHOLD)
         listed = [matches[row] for row in reversed(rows)]
         for match in listed:
             match.rank = max(1.0, matches[0].rank)
@@ -295,28 +309,27 @@ def _inflected(word: str, other: str) -> bool:
 
 def _judge(
     matches: list[_Match],
-    listing: bool,
+    limits: _Limits,
     terms: TermWeights,
     held: Callable[[int, int], float],
-    budget: int,
     count_tokens: Callable[[str], int],
 ) -> list[Candidate]:
     candidates: list[Candidate] = []
     best = max((match.rank for match in matches), default=0.0)
     known: list[_Match] = []
-    value = _LISTED_VALUE if listing else _VALUE
-    room = 0 if listing else budget // 4
-    left = budget
+    left = limits.budget
     for match in matches:
         passage = match.passage
         share = held(passage.start, passage.stop)
-        text, size = excerpt(passage.text, match.sentence, min(left, room), count_tokens)
+        text, size = excerpt(passage.text, match.sentence, min(left, limits.room), count_tokens)
         verdict: Verdict = "recalled"
         if match.rank < max(1, _BESIDE * best):
             verdict = "loosely related"
         elif any(not _rest(match, other, terms) for other in known):
             verdict = "repeated"
-        elif any(_agreement(newer, match) >= _REPLACED and _rest(match, newer, terms) <= value for newer in known):
+        elif any(
+            _agreement(newer, match) >= _REPLACED and _rest(match, newer, terms) <= limits.value for newer in known
+        ):
             verdict = "outdated"
         elif share >= HELD:
             verdict = "still held"

@@ -63,11 +63,19 @@ class Recall:
 
     @property
     def budget(self) -> int:
-        """Tokens that may be read again in a turn: at most half of what pins leave in the window."""
+        """Tokens that may be read again in a turn: never more than half of what pins leave in the window."""
+        wanted = self._engine.cache.plan.window // 4 if self.config.budget is None else self.config.budget
+        return min(wanted, self._limit)
+
+    @property
+    def list_budget(self) -> int:
+        """The same where several things are asked for: twice as many, up to the same limit."""
+        return min(2 * self.budget, self._limit)
+
+    @property
+    def _limit(self) -> int:
         cache = self._engine.cache
-        pinned = sum(map(len, cache.windows.protected))
-        limit = max((cache.plan.window - pinned) // 2, 0)
-        return limit if self.config.budget is None else min(self.config.budget, limit)
+        return max((cache.plan.window - sum(map(len, cache.windows.protected))) // 2, 0)
 
     def find(self, message: str) -> tuple[Candidate, ...]:
         """The passages to read again before a message."""
@@ -87,7 +95,7 @@ class Recall:
         held = retrieval_holders(self._engine.cache)
         index = self._index
         return decide(
-            message, index, self.terms, held.share, self.budget, self._count_tokens,
+            message, index, self.terms, held.share, self.budget, self.list_budget, self._count_tokens,
             lambda question: self._answers.find(question, index) if self._mode == "wide" else None,
         )  # fmt: skip
 
