@@ -11,7 +11,7 @@ import numpy
 from h2o_stream.recall.lists import answers, asks_for_all, without_quantities
 from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import excerpt, sentences
-from h2o_stream.recall.terms import Floats, TermWeights, first_person, is_question, is_request, words
+from h2o_stream.recall.terms import COMMON, Floats, TermWeights, first_person, is_question, is_request, words
 
 PERSONAL_THRESHOLD = 0.32
 """Lowest score that is recalled of what users told, when they ask about themselves."""
@@ -26,15 +26,6 @@ something, and as many facts are found."""
 
 HELD = 0.9
 """Share of a passage's tokens from which on it needs no reading, because the heads that copy still hold them."""
-
-_COMMON = 0.2
-"""Weight up to which a word says nothing: "what" weighs 0.18, "did" 0.28, "job" 0.40 (embedded model)."""
-
-_FAR, _NEAR, _RELATED = 0.15, 0.35, 0.9
-"""Cosine at which a word begins to count as another one, from which on it counts most, and how much that is: as much as
-"works" as "work".
-
-With 0.5 instead of 0.35, 0.39 instead of 0.58 of 36 facts are found in other words; "pet" and "cat" have 0.32."""
 
 _FOUND = 24
 """Passages taken from each search, and related words that are searched for each term. Twice as many find no more."""
@@ -172,7 +163,7 @@ def _sentences(text: str) -> list[str]:
 
 def _weights(text: str, terms: TermWeights) -> dict[str, float]:
     """The informative words of a text, heaviest first, and what they weigh beyond a common word, 0 to 1."""
-    weights = {word: (terms.weight(word) - _COMMON) / (1 - _COMMON) for word in words(text)}
+    weights = {word: (terms.weight(word) - COMMON) / (1 - COMMON) for word in words(text)}
     informative = sorted(((weight, word) for word, weight in weights.items() if weight > 0), reverse=True)
     return {word: weight for weight, word in informative[:_MOST_TERMS]}
 
@@ -214,9 +205,9 @@ class _Matcher:
         parts = {text: [(part, words(part)) for part in _sentences(text)] for text in texts}
         others = list({word: None for rows in parts.values() for _, row in rows for word in row})
         self._columns = {word: column for column, word in enumerate(others)}
-        self._table = _matching(self._asked, others, self._terms)
+        self._table = self._terms.matching(self._asked, others)
         known = set(words(self._request))
-        self._new = [word not in known and self._terms.weight(word) > _COMMON + 0.1 for word in others]
+        self._new = [word not in known and self._terms.weight(word) > COMMON + 0.1 for word in others]
         found = [self._match(passage, parts[passage.text], parts[asked.text]) for passage, asked in passages.items()]
         return _newest_first(sorted(filter(None, found), key=lambda match: (-match.rank, -match.passage.start)))
 
@@ -284,27 +275,6 @@ def _agreement(newer: _Match, older: _Match) -> float:
         return 0.0
     same = newer.covered >= 0.95 * older.covered
     return float(older.covered[same].sum() / (older.covered.sum() or 1))
-
-
-def _matching(asked: list[str], others: list[str], terms: TermWeights) -> Floats:
-    """How much each of the other words counts as each of the asked words, [T, W]."""
-    table: Floats = (terms.similarity(asked, others) - numpy.float32(_FAR)) / numpy.float32(_NEAR - _FAR)
-    table = table.clip(0, 1) * numpy.float32(_RELATED)
-    table *= numpy.array([terms.weight(word) > _COMMON for word in others], bool)
-    for row, word in enumerate(asked):
-        for column, other in enumerate(others):
-            if word == other:
-                table[row, column] = 1
-            elif word[:4] == other[:4] and _inflected(word, other):
-                table[row, column] = _RELATED
-    return table
-
-
-def _inflected(word: str, other: str) -> bool:
-    """Whether two words share so long a beginning that they are forms of one word."""
-    longer = max(len(word), len(other))
-    shared = next((i for i, (a, b) in enumerate(zip(word, other, strict=False)) if a != b), min(len(word), len(other)))
-    return shared >= 4 and shared >= 0.6 * longer and longer - shared <= 3
 
 
 def _judge(

@@ -26,7 +26,7 @@ _BETWEEN = re.compile(
 )
 """What stands between the things that a text lists."""
 
-_COMMON = 0.85
+_SHARED = 0.85
 """How much of the word that is common to all of them each has to cover: another form of it does."""
 
 
@@ -66,7 +66,7 @@ def answers(request: str, asked: list[str], weights: Floats, covered: Floats, th
     shares[shares < threshold] = 0
     best: list[int] = []
     for common in parts[0]:
-        having = shares * (covered[:, common] >= _COMMON * weights[common])
+        having = shares * (covered[:, common] >= _SHARED * weights[common])
         rows = list(dict.fromkeys(row.argmax().item() for row in having if row.any()))
         best = max(best, rows, key=len)
     return best if len(best) > 1 else []

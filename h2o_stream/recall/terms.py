@@ -21,6 +21,15 @@ from h2o_stream.recall.passages import UNSPACED
 Floats = NDArray[numpy.float32]
 TokenIds = NDArray[numpy.int64]
 
+COMMON = 0.2
+"""Weight up to which a word says nothing: "what" weighs 0.18, "did" 0.28, "job" 0.40 (embedded model)."""
+
+_FAR, _NEAR, _RELATED = 0.15, 0.35, 0.9
+"""Cosine at which a word begins to count as another one, from which on it counts most, and how much that is: as much as
+"works" as "work".
+
+With 0.5 instead of 0.35, 0.39 instead of 0.58 of 36 facts are found in other words; "pet" and "cat" have 0.32."""
+
 _COMMON_RANK = 300
 """Ids up to here are worth nothing: bytes, then the commonest words. In five vocabularies "the" and "is" are below."""
 
@@ -148,6 +157,19 @@ class TermWeights:
             return numpy.zeros((len(terms), len(others)), numpy.float32)
         return self._vectors(terms) @ self._vectors(others).T
 
+    def matching(self, asked: list[str], others: list[str]) -> Floats:
+        """How much each of the other words counts as each of the asked words, [T, W]."""
+        table: Floats = (self.similarity(asked, others) - numpy.float32(_FAR)) / numpy.float32(_NEAR - _FAR)
+        table = table.clip(0, 1) * numpy.float32(_RELATED)
+        table *= numpy.array([self.weight(word) > COMMON for word in others], bool)
+        for row, word in enumerate(asked):
+            for column, other in enumerate(others):
+                if word == other:
+                    table[row, column] = 1
+                elif word[:4] == other[:4] and _inflected(word, other):
+                    table[row, column] = _RELATED
+        return table
+
     def related(self, terms: Sequence[str], count: int) -> dict[str, list[str]]:
         """For each term the `count` words of the vocabulary with the closest embeddings, closest first."""
         known = [term for term in terms if term in self._rows] if self._read_rows is not None else []
@@ -218,6 +240,13 @@ class TermWeights:
     def _ids(self) -> dict[str, tuple[int, ...]]:
         tokens = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
         return _words_of(tuple(tokens), frozenset(self._tokenizer.all_special_ids))
+
+
+def _inflected(word: str, other: str) -> bool:
+    """Whether two words share so long a beginning that they are forms of one word."""
+    longer = max(len(word), len(other))
+    shared = next((i for i, (a, b) in enumerate(zip(word, other, strict=False)) if a != b), min(len(word), len(other)))
+    return shared >= 4 and shared >= 0.6 * longer and longer - shared <= 3
 
 
 @lru_cache(maxsize=2)
