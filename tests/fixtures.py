@@ -15,8 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.engine.check import check
+from h2o_stream.engine.served import serve
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.load import LoadedModel, load, load_tokenizer
+from h2o_stream.recall.terms import TermWeights
 from h2o_stream.resources import wheel_file
 from h2o_stream.runtime.loading import load_model
 from tests.gguf_files import write_model
@@ -126,6 +128,13 @@ def embedded() -> LoadedModel:
 def served_embedded() -> LoadedModel:
     """The embedded model as commands load it: packed, and run by native code where there is any."""
     return load_model(ModelConfig(dtype="float32"), CacheConfig(), "auto", print, print)
+
+
+@pytest.fixture(scope="session")
+def related(served_embedded: LoadedModel) -> TermWeights:
+    """What words weigh, and which are related, by the embedded model."""
+    served = serve(served_embedded.model, CacheConfig(window=64), "auto", print)
+    return TermWeights(served_embedded.tokenizer, served.read_embeddings)
 
 
 @pytest.fixture(scope="session")

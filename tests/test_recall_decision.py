@@ -10,9 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.config import CacheConfig
-from h2o_stream.engine.served import serve
-from h2o_stream.models.load import LoadedModel
 from h2o_stream.recall.decision import decide
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Candidate, Passage
@@ -56,13 +53,6 @@ class Chat:
 
 def reader(embeddings: torch.nn.Module) -> Any:
     return lambda ids: embeddings(torch.from_numpy(ids)).numpy()
-
-
-@pytest.fixture(scope="module")
-def related(served_embedded: LoadedModel) -> TermWeights:
-    """With the embeddings of the embedded model."""
-    served = serve(served_embedded.model, CacheConfig(window=64), "auto", print)
-    return TermWeights(served_embedded.tokenizer, served.read_embeddings)
 
 
 @pytest.fixture

@@ -4,9 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from h2o_stream.config import CacheConfig
-from h2o_stream.engine.served import serve
-from h2o_stream.models.load import LoadedModel
 from h2o_stream.recall.terms import TermWeights, is_request
 from tests.test_recall_decision import Chat
 
@@ -14,16 +11,10 @@ PLACES = ["garage", "boathouse", "wine cellar", "attic", "greenhouse", "workshop
 CODES = {place: f"The code of the {place} is {2031 + 137 * i}." for i, place in enumerate(PLACES)}
 
 
-@pytest.fixture(scope="module")
-def terms(served_embedded: LoadedModel) -> TermWeights:
-    served = serve(served_embedded.model, CacheConfig(window=64), "auto", print)
-    return TermWeights(served_embedded.tokenizer, served.read_embeddings)
-
-
 @pytest.fixture
-def chat(terms: TermWeights) -> Iterator[Chat]:
+def chat(related: TermWeights) -> Iterator[Chat]:
     """The codes of eight places, each in a turn."""
-    chat = Chat(terms)
+    chat = Chat(related)
     for code in CODES.values():
         chat.say(code)
     yield chat
@@ -31,10 +22,10 @@ def chat(terms: TermWeights) -> Iterator[Chat]:
 
 
 @pytest.mark.parametrize(
-    "request_", ["List all the codes.", "What are the eight codes?", "What are all the codes I told you?"]
+    "message", ["List all the codes.", "What are the eight codes?", "What are all the codes I told you?"]
 )
-def test_all_things_of_a_kind_are_read(chat: Chat, request_: str) -> None:
-    assert sorted(chat.recalled(request_)) == sorted(CODES.values())
+def test_all_things_of_a_kind_are_read(chat: Chat, message: str) -> None:
+    assert sorted(chat.recalled(message)) == sorted(CODES.values())
 
 
 def test_the_newest_value_of_each_is_read(chat: Chat) -> None:
@@ -45,15 +36,15 @@ def test_the_newest_value_of_each_is_read(chat: Chat) -> None:
     assert len(recalled) == len(CODES)
 
 
-@pytest.mark.parametrize("request_", [
+@pytest.mark.parametrize("message", [
     "What are the codes of the {}, the {} and the {}?",
     "Tell me the codes of the {}, the {}, and the {}.",
     "I forgot the codes of the {} or the {}; the {}.",
 ])  # fmt: skip
-def test_each_thing_that_is_named_is_read_the_first_one_last(chat: Chat, request_: str) -> None:
+def test_each_thing_that_is_named_is_read_the_first_one_last(chat: Chat, message: str) -> None:
     """The last one stands next to the message, but replies follow the order of what they read."""
     places = ["garage", "attic", "wine cellar"]
-    assert chat.recalled(request_.format(*places)) == [CODES[place] for place in reversed(places)]
+    assert chat.recalled(message.format(*places)) == [CODES[place] for place in reversed(places)]
 
 
 def test_what_was_never_said_is_not_replaced(chat: Chat) -> None:
@@ -88,8 +79,8 @@ def test_earlier_requests_are_not_read(chat: Chat) -> None:
     assert sorted(chat.recalled("List all the codes.")) == sorted(CODES.values())
 
 
-def test_sentences_around_them_are_not_read(terms: TermWeights) -> None:
-    chat = Chat(terms)
+def test_sentences_around_them_are_not_read(related: TermWeights) -> None:
+    chat = Chat(related)
     for code in CODES.values():
         chat.say(f"{code} It was painted blue last summer, when nobody had time for more than that.")
     assert sorted(chat.recalled("List all the codes.")) == sorted(CODES.values())

@@ -19,11 +19,6 @@ _MIN_SEGMENTS = 3
 """Room for the tokens of a forward, `PREFILL_STEP_MAX`, and a segment that is being filled."""
 
 
-def cannot_be_on_disk(error: OSError) -> H2OStreamError:
-    """The error of a segment that has no room on disk."""
-    return H2OStreamError(f"the memory cannot be put on disk: {error.strerror or error}; take --memory off")
-
-
 @dataclass(frozen=True)
 class MemoryLayout:
     """How large the memory of a stream is, and where its heads are."""

@@ -15,7 +15,7 @@ from h2o_stream.cache.memory_codes import Codes, NoCodes, Queries
 from h2o_stream.cache.memory_index import HeadPart, IndexLayout
 from h2o_stream.cache.segment_file import Segment, SegmentFile, digest_of
 from h2o_stream.cache.state import Array, State, decode_json, encode_json, require_array, with_prefix
-from h2o_stream.cache.stream_memory import MemoryLayout, StreamMemory, cannot_be_on_disk
+from h2o_stream.cache.stream_memory import MemoryLayout, StreamMemory
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.errors import ConfigError, H2OStreamError
 
@@ -164,7 +164,7 @@ class TokenMemory:
         try:
             self.rows, self._room = [self.rows[row].fork() for row in rows], 0
         except OSError as error:
-            raise cannot_be_on_disk(error) from error
+            raise _cannot_be_on_disk(error) from error
 
     @property
     def tokens(self) -> int:
@@ -217,7 +217,12 @@ class TokenMemory:
                 for number, (row, dropped) in enumerate(zip(self.rows, about["dropped"], strict=True))
             ]
         except OSError as error:
-            raise cannot_be_on_disk(error) from error
+            raise _cannot_be_on_disk(error) from error
         for row, length in zip(self.rows, lengths, strict=True):
             if not 0 <= row.dropped <= length or row.counts.max(initial=0) > row.max_in_memory(length):
                 raise H2OStreamError(f"the state is damaged: its memory has more than {length} tokens")
+
+
+def _cannot_be_on_disk(error: OSError) -> H2OStreamError:
+    """The error of a segment that has no room on disk."""
+    return H2OStreamError(f"the memory cannot be put on disk: {error.strerror or error}; take --memory off")
