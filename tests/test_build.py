@@ -55,7 +55,7 @@ class TestCompiled:
         name, files, _ = _wheel(checkout, H2O_REQUIRE_LIBRARY="1")
         assert "-py3-none-" in name
         assert not name.endswith("-any.whl")
-        assert "h2o_stream/native/_h2o_portable.so" in files
+        assert {f"h2o_stream/native/_h2o_{name}.so" for name in ("cpu", "portable")} <= files
         assert not (checkout / "build").exists()
 
     def test_sources_that_do_not_compile(self, checkout):

@@ -63,14 +63,18 @@ class TestChoice:
             library.loaded()
 
     def test_one_that_is_not_installed(self, monkeypatch, folder):
-        portable = Path(library.__file__).with_name("_h2o_portable.so")
-        for file in (portable, portable.with_suffix(".sum")):
+        installed = library.available()[-1]
+        for file in Path(library.__file__).parent.glob(f"_h2o_{installed}.*"):
             shutil.copy(file, folder)
-        assert library.available() == ["portable"]
-        assert library.name() == "portable"
+        assert library.available() == []  # nothing says what the processor supports
+        for file in Path(library.__file__).parent.glob("_h2o_cpu.*"):
+            shutil.copy(file, folder)
+        assert library.available() == [installed]
+        assert library.name() == installed
         library._load.cache_clear()
-        monkeypatch.setenv(INSTRUCTIONS_VARIABLE, "avx2")
-        with pytest.raises(ConfigError, match="have portable"):
+        other = next(name for name in INSTRUCTIONS if name != installed)
+        monkeypatch.setenv(INSTRUCTIONS_VARIABLE, other)
+        with pytest.raises(ConfigError, match=f"have {installed}$"):
             library.loaded()
 
 
@@ -88,20 +92,21 @@ class TestNone:
             library.loaded()
 
     def test_a_file_that_is_not_a_library(self, folder):
-        (folder / "_h2o_portable.so").write_bytes(b"of another machine")
+        (folder / "_h2o_cpu.so").write_bytes(b"of another machine")
         assert library.loaded() is None
-        assert "_h2o_portable.so" in library.why_not()
+        assert "_h2o_cpu.so" in library.why_not()
 
     @pytest.mark.skipif(library.loaded() is None, reason="not compiled")
     def test_damaged_ones_are_refused(self, folder):
         """In a separate process, since loading a damaged library can crash it."""
-        whole = Path(library.__file__).with_name("_h2o_portable.so")
-        shutil.copy(whole.with_suffix(".sum"), folder)
+        whole = Path(library.__file__).with_name(f"_h2o_{library.name()}.so")
+        for file in (whole.with_suffix(".sum"), *whole.parent.glob("_h2o_cpu.*")):
+            shutil.copy(file, folder)
         code = f"""
 from pathlib import Path
 from random import Random
 from h2o_stream.native import library
-whole, path, drawn = Path({str(whole)!r}).read_bytes(), Path({str(folder)!r}) / "_h2o_portable.so", Random(0)
+whole, path, drawn = Path({str(whole)!r}).read_bytes(), Path({str(folder)!r}) / {whole.name!r}, Random(0)
 lengths = [0, 1, 64, 4096, *(drawn.randrange(len(whole)) for _ in range(20)), len(whole) - 1]
 flips = [(place, 1 << drawn.randrange(8)) for place in (drawn.randrange(len(whole)) for _ in range(30))]
 damaged = [whole[:length] for length in lengths]
@@ -134,7 +139,7 @@ class TestOtherVersions:
 
     @pytest.mark.skipif(not shutil.which("g++"), reason="no compiler")
     def test_one_that_does_not_say_its_interface_is_not_used(self, folder: Path) -> None:
-        path, source = folder / "_h2o_portable.so", folder / "old.cpp"
+        path, source = folder / "_h2o_cpu.so", folder / "old.cpp"
         source.write_text('extern "C" long h2o_cpu_supports(long number) { return number == 0; }')
         subprocess.run(["g++", "-shared", "-fPIC", source, "-o", path], check=True)
         path.with_suffix(".sum").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
@@ -147,7 +152,7 @@ def assert_another_version() -> None:
     assert library.name() == "none"
     reason = library.why_not()
     assert "run make setup" in reason
-    assert "_h2o_portable.so was compiled for another version" in reason
+    assert "_h2o_cpu.so was compiled for another version" in reason
     assert "\n" not in reason
 
 

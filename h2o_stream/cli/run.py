@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 FAILED, WRONG_USAGE, INTERRUPTED, SIGNALLED = 1, 2, 130, 128
 """Exit codes; the number of the signal is added to the last one."""
 
+INSTALLED_LATER = ("torch", "transformers", "accelerate")
+"""Packages without which `make chat` begins."""
+
 _COMMANDS = ("h2o-chat", "h2o-stream")
 """Commands that read the user's file of settings."""
 
@@ -178,6 +181,9 @@ def _reason(error: Exception, debug: bool) -> str:
     hint = "" if debug else " (--debug shows where)"
     if isinstance(error, H2OStreamError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name in INSTALLED_LATER:
+        reason = f" ({error.__context__})" if error.__context__ else ""
+        return f"{error.name} is needed{reason} but not installed yet; run make setup"
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # says pathlib
         return "this user has no home folder; set HOME"
     if isinstance(error, OSError) and error.strerror:  # a disk that is full, say

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Structure, c_double, c_int64, c_void_p
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 
@@ -340,7 +340,16 @@ SLOTS, STREAM, BYTES = (numpy.dtype(structure) for structure in (Slots, Stream, 
 TOO_FEW_SLOTS = 2
 """What `h2o_prefill` and `h2o_forward` return then; every function that needs memory returns 1 if it runs out."""
 
-_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+Functions: TypeAlias = dict[str, tuple[Any, list[Any]]]
+"""Result and argument types of exported functions, by name."""
+
+PROCESSOR_FUNCTIONS: Functions = {
+    "h2o_cpu_supports": (c_int64, [c_int64]),
+    "h2o_cpu_multiplies_bfloat16": (c_int64, []),
+}
+"""Of the library that says what the processor supports."""
+
+KERNEL_FUNCTIONS: Functions = {
     "h2o_step_open": (c_void_p, [c_void_p]),
     "h2o_step_close": (None, [c_void_p]),
     "h2o_step_share": (None, [c_void_p, c_int64]),
@@ -358,20 +367,18 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_memory_layout": (None, [*[c_int64] * 3, c_void_p]),
     "h2o_memory_encode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "h2o_memory_chapter": (None, [c_void_p, *[c_int64] * 3, c_void_p, c_int64, *[c_void_p] * 2]),
-    "h2o_cpu_supports": (c_int64, [c_int64]),
-    "h2o_cpu_multiplies_bfloat16": (c_int64, []),
     "h2o_library_instructions": (c_int64, []),
     "h2o_multiply": (c_int64, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
     "h2o_pack": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "h2o_repack": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
     "h2o_gather": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
 }
-"""Result and argument types of the exported functions."""
+"""Of the library of an instruction set."""
 
 
-def declare(library: CDLL) -> CDLL:
-    """Set the types of the exported functions."""
-    for name, (result, arguments) in _FUNCTIONS.items():
+def declare(library: CDLL, functions: Functions) -> CDLL:
+    """Set the types of exported functions."""
+    for name, (result, arguments) in functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library

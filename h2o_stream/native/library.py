@@ -1,8 +1,9 @@
 """Loads the compiled library for the best instruction set, or explains why there is none.
 
 One library per instruction set is compiled from `src` (CMakeLists.txt), so that a wheel runs on any processor of its
-architecture. Each has a checksum file; a library that is damaged, truncated or from another build is not loaded. One
-that was compiled beside another `abi.py` is not used.
+architecture; an editable install has the one for this processor. A small library says what the processor supports. Each
+has a checksum file; a library that is damaged, truncated or from another build is not loaded. One that was compiled
+beside another `abi.py` is not used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.native import abi
 
 INSTRUCTIONS = ("portable", "avx2", "avxvnni", "avx512")
-"""From baseline to best, in the order of src/cpu.cpp."""
+"""From baseline to best, in the order of src/abi.h."""
 
 INSTRUCTIONS_VARIABLE = "H2O_INSTRUCTIONS"
 """Environment variable that selects an instruction set, for tests and debugging."""
@@ -27,6 +28,9 @@ FOLDER_VARIABLE = "H2O_LIBRARY_FOLDER"
 
 CHECK_VARIABLE = "H2O_CHECK_STEPS"
 """Environment variable: every native step is compared with the eager one, layer by layer."""
+
+_PROCESSOR = "cpu"
+"""In place of an instruction set: names the library that says what the processor supports."""
 
 _INSTALLED_WITHOUT = (
     "h2o_stream was installed without its compiled library, because there was no C++ compiler or compilation failed "
@@ -60,21 +64,19 @@ def identity() -> str:
 
 def available() -> list[str]:
     """The instruction sets that are installed and supported by this processor, best last."""
-    portable = _path("portable")
-    if not portable.exists():
+    if not _path(_PROCESSOR).exists():
         return []
-    supports = open_library("portable").h2o_cpu_supports
+    supports = open_library(_PROCESSOR).h2o_cpu_supports
     return [choice for number, choice in enumerate(INSTRUCTIONS) if supports(number) and _path(choice).exists()]
 
 
 def multiplies_bfloat16() -> bool:
     """Whether the processor has units for bfloat16; False without a library."""
-    native = loaded()
-    return native is not None and bool(native.h2o_cpu_multiplies_bfloat16())
+    return loaded() is not None and bool(open_library(_PROCESSOR).h2o_cpu_multiplies_bfloat16())
 
 
 def open_library(choice: str) -> ctypes.CDLL:
-    """Open the library for one of `available`.
+    """Open the library for one of `available`, or the one for the processor's features.
 
     Raises:
         OSError: the library is damaged or from another build or version, or the system cannot load it.
@@ -85,7 +87,7 @@ def open_library(choice: str) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path.resolve()))
     if _compiled_for(library) != _interface():
         raise OSError(f"{path.name} was compiled for another version of h2o_stream")
-    return abi.declare(library)
+    return abi.declare(library, abi.PROCESSOR_FUNCTIONS if choice == _PROCESSOR else abi.KERNEL_FUNCTIONS)
 
 
 @cache

@@ -11,6 +11,9 @@
 
 extern "C" {
 
+// Instruction sets, in the order of INSTRUCTIONS in library.py.
+enum Instructions : int64_t { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3 };
+
 // ---- matrices -------------------------------------------------------------------------------------------------------
 
 // Storage format of a matrix.

@@ -81,7 +81,8 @@ void DecodeAttention::attend_block(const Row& row, const HeadSlots& head, Range 
   if (quantized.size() > 0) {
     const float *offsets = scratch.key_params.data(), *scales = scratch.key_params.at(layer.head_size);
     const int64_t first = quantized.begin - head.exact;
-    with_rows(layer.kv_bits, head.store.key_codes, layer.head_size, first, [&](const auto& codes) {
+    const bool rotated_whole = layer.rope && layer.rotary_dims == layer.head_size;
+    with_rows(layer.kv_bits, head.store.key_codes, layer.head_size, first, rotated_whole, [&](const auto& codes) {
       const ByteRows values(head.store.value_codes, layer.value_size * layer.kv_bits / 8, first);
       add_logits(QuantizedKeys(codes, offsets, scales), values, quantized);
     });
@@ -182,7 +183,7 @@ void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantize
       offsets[i] = simd::to_float(params[2 * i]), scales[i] = simd::to_float(params[2 * i + 1]);
     }
   });
-  with_rows(layer_->kv_bits, head.store.value_codes, size, first, [&](const auto& codes) {
+  with_rows(layer_->kv_bits, head.store.value_codes, size, first, true, [&](const auto& codes) {
     if (!codes.vectorizable()) {
       float* values = scratch.values.data();
       for (int64_t i = 0; i < quantized.size(); ++i) head.store.read_value(quantized.begin + i, values + i * size);

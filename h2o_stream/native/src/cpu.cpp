@@ -1,15 +1,12 @@
-// Instruction sets: what the processor supports, and what this library was compiled for.
+// What the processor supports. Compiled for any processor, into a library of its own.
 
-#include "simd.h"
+#include "abi.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
 namespace {
-
-// In the order of INSTRUCTIONS in library.py.
-enum Instructions : int64_t { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3 };
 
 #if defined(__x86_64__)
 // Not every compiler's __builtin_cpu_supports knows F16C and AVX-VNNI. Operating system support follows from AVX2.
@@ -49,18 +46,5 @@ extern "C" int64_t h2o_cpu_multiplies_bfloat16() {
   return h2o_cpu_supports(kAvx512) && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
 #else
   return false;
-#endif
-}
-
-// The instruction set this library was compiled for.
-extern "C" int64_t h2o_library_instructions() {
-#if defined(H2O_AVX512)
-  return kAvx512;
-#elif defined(H2O_VNNI)
-  return kAvxVnni;
-#elif defined(H2O_AVX2)
-  return kAvx2;
-#else
-  return kPortable;
 #endif
 }

@@ -44,6 +44,17 @@ inline Bytes load(const uint8_t* from) {
   return in_register(bytes);
 }
 
+#if !defined(H2O_AVX2)
+// Not inlined: a scalar load for each byte, in dozens of places, takes compilers minutes.
+[[gnu::noinline]] inline Bytes look_up_bytes(Bytes codes, const uint8_t* numbers) {
+  uint8_t bytes[sizeof codes];
+  std::memcpy(bytes, &codes, sizeof codes);
+  for (uint8_t& byte : bytes) byte = numbers[byte];
+  std::memcpy(&codes, bytes, sizeof codes);
+  return codes;
+}
+#endif
+
 // The biased numbers of codes from 0 to 15.
 template <int64_t kind>
 Bytes look_up(Bytes codes) {
@@ -56,11 +67,7 @@ Bytes look_up(Bytes codes) {
   return Bytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), __m256i(codes)));
 #endif
 #else
-  uint8_t bytes[sizeof codes];
-  std::memcpy(bytes, &codes, sizeof codes);
-  for (uint8_t& byte : bytes) byte = kNumbers[byte];
-  std::memcpy(&codes, bytes, sizeof codes);
-  return codes;
+  return look_up_bytes(codes, kNumbers);
 #endif
 }
 

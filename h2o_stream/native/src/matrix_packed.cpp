@@ -34,11 +34,9 @@ class PackedTile {
     constexpr int64_t kGroups = kBlock / kGroup, kBytes = packed::block_bytes(kind, kGroups);
     Floats sums[count][kVectorsPerTile] = {};
     const uint8_t* block = blocks_;
-    int64_t group = 0;
-    for (; group + kGroups <= groups_; group += kGroups, block += kBytes) {
-      add_block<count>(block, group, kGroups, vectors, first, prefetch, sums);
+    for (int64_t group = 0; group < groups_; group += kGroups, block += kBytes) {
+      add_block<count>(block, group, std::min(kGroups, groups_ - group), vectors, first, prefetch, sums);
     }
-    if (group < groups_) add_block<count>(block, group, groups_ - group, vectors, first, prefetch, sums);
     std::memcpy(products, sums, sizeof sums);
   }
 

@@ -24,6 +24,7 @@ constexpr int64_t kMaxHeads = 4;
 template <class Element>
 struct DenseRows {
   static constexpr bool kAnySize = true;  // rows may end with a part of a vector
+  static constexpr int64_t kFixedSize = 0;
 
   const Element* elements;
   int64_t row_size;
@@ -49,6 +50,7 @@ template <int64_t bits, int64_t fixed_size>
 struct QuantizedRows {
   static constexpr int64_t kBits = bits;
   static constexpr bool kAnySize = false;
+  static constexpr int64_t kFixedSize = fixed_size;
 
   const uint8_t* codes;
   int64_t row_size;
@@ -110,12 +112,13 @@ struct QuantizedKeys : Rows {
   }
 };
 
-// Calls function(rows) with the quantized rows of a head, the number of bits and common sizes known to the compiler.
+// Calls function(rows) with the quantized rows of a head, the number of bits known to the compiler, and common sizes if
+// `common_size`.
 template <class Function>
-void with_rows(int64_t bits, const uint8_t* codes, int64_t size, int64_t first, Function function) {
+void with_rows(int64_t bits, const uint8_t* codes, int64_t size, int64_t first, bool common_size, Function function) {
   const auto of_size = [&](auto bits) {
-    if (size == 64) return function(QuantizedRows<bits, 64>(codes, size, first));
-    if (size == 128) return function(QuantizedRows<bits, 128>(codes, size, first));
+    if (common_size && size == 64) return function(QuantizedRows<bits, 64>(codes, size, first));
+    if (common_size && size == 128) return function(QuantizedRows<bits, 128>(codes, size, first));
     function(QuantizedRows<bits, 0>(codes, size, first));
   };
   switch (bits) {
@@ -180,7 +183,8 @@ void generic_products(const Keys& keys, int64_t slot, const Rotation& rotation, 
   }
 }
 
-// dots[q][slot] = product of a query and a key. Prefetches `values` too, which are read next.
+// dots[q][slot] = product of a query and a key; keys of a fixed size are rotated as a whole. Prefetches `values` too,
+// which are read next.
 template <class Keys, class Values>
 void query_key_dots(const Keys& keys, const Values& values, int64_t slots, const Rotation& rotation, float* scratch,
                     Floats* products, const float* queries, int64_t heads, float* dots, int64_t stride) {
@@ -207,19 +211,23 @@ void query_key_dots(const Keys& keys, const Values& values, int64_t slots, const
       rotated_products<decltype(blocks)::value>(keys, slot, rotation, queries, heads, to);
     });
   };
-  if (rotation.table && rotation.rotary_dims == keys.size() && keys.vectorizable()) {
-    switch (keys.size()) {
-      case 2 * kWidth: return in_registers(std::integral_constant<int64_t, 1>{});
-      case 4 * kWidth: return in_registers(std::integral_constant<int64_t, 2>{});
-      case 8 * kWidth: return in_registers(std::integral_constant<int64_t, 4>{});
-      case 16 * kWidth: return in_registers(std::integral_constant<int64_t, 8>{});
-      case 32 * kWidth: return in_registers(std::integral_constant<int64_t, 16>{});
-      default: break;
+  if constexpr (Keys::kFixedSize) {
+    in_registers(std::integral_constant<int64_t, Keys::kFixedSize / (2 * kWidth)>{});
+  } else {
+    if (rotation.table && rotation.rotary_dims == keys.size() && keys.vectorizable()) {
+      switch (keys.size()) {
+        case 2 * kWidth: return in_registers(std::integral_constant<int64_t, 1>{});
+        case 4 * kWidth: return in_registers(std::integral_constant<int64_t, 2>{});
+        case 8 * kWidth: return in_registers(std::integral_constant<int64_t, 4>{});
+        case 16 * kWidth: return in_registers(std::integral_constant<int64_t, 8>{});
+        case 32 * kWidth: return in_registers(std::integral_constant<int64_t, 16>{});
+        default: break;
+      }
     }
+    for_each_slot(1, [&](int64_t slot, Floats* to) {
+      generic_products(keys, slot, rotation, scratch, queries, heads, to);
+    });
   }
-  for_each_slot(1, [&](int64_t slot, Floats* to) {
-    generic_products(keys, slot, rotation, scratch, queries, heads, to);
-  });
 }
 
 // accum[q][size] += sum over slots of probs[q][slot] * value, for up to max_heads query heads.
