@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from h2o_stream.native import library
+
 pytest.importorskip("hatchling", reason="the build backend: pip install -e .[dev]")
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +28,7 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, copy)
     sources = copy / "h2o_stream" / "native" / "src"
     sources.mkdir()
-    for name in ("abi.cpp", "cpu.cpp", "simd.h", "compat.h"):
+    for name in ("abi.cpp", "abi.h", "cpu.cpp", "simd.h", "compat.h"):
         shutil.copy(ROOT / "h2o_stream" / "native" / "src" / name, sources)
     return copy
 
@@ -57,6 +59,13 @@ class TestCompiled:
         assert not name.endswith("-any.whl")
         assert {f"h2o_stream/native/_h2o_{name}.so" for name in ("cpu", "portable")} <= files
         assert not (checkout / "build").exists()
+
+    def test_an_editable_install_is_for_this_processor(self, checkout):
+        code = "from hatchling.build import build_editable; build_editable('wheels')"
+        subprocess.run([sys.executable, "-c", code], cwd=checkout, check=True, capture_output=True)
+        compiled = {path.name for path in (checkout / "h2o_stream" / "native").glob("_h2o_*.so")}
+        assert len(compiled) == 2
+        assert compiled == {"_h2o_cpu.so", f"_h2o_{library.name()}.so"}
 
     def test_sources_that_do_not_compile(self, checkout):
         (checkout / "h2o_stream" / "native" / "src" / "cpu.cpp").write_text("no C++")

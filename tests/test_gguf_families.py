@@ -34,6 +34,7 @@ from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import attention_to_copy
 from h2o_stream.runtime.loading import ModelFile
 from h2o_stream.runtime.model import RuntimeModel
+from tests import llama
 from tests.families import tiny
 from tests.fixtures import thinned, with_exhaustive
 from tests.gguf_files import write_model
@@ -435,13 +436,8 @@ def test_described_from_weights_that_were_packed_before(
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.in_llama])
 def test_as_llama_cpp_reads_them(name: str, write: Callable[..., Path]) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp")
-    path = write(name, None)
-    llama = llama_cpp.Llama(str(path), logits_all=True, verbose=False, n_ctx=64, n_threads=1, type_k=0, type_v=0)
-    llama.eval(TEXT)
-    found = llama.scores[: len(TEXT)].copy()
-    llama.close()
-    assert difference_of(found, logits_of(CASES[name].make())) < CASES[name].llama_rounding
+    expected = logits_of(CASES[name].make())
+    llama.assert_reads(name, write(name, None), TEXT, expected, CASES[name].llama_rounding)
 
 
 @pytest.mark.parametrize("name", ["Gemma 4", "Gemma 4, keys as values"])

@@ -22,6 +22,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.mixers import GatedDelta, Mamba2
 from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.sources import ModelFile
+from tests import llama
 from tests.fixtures import with_exhaustive
 from tests.gguf_files import write_model
 from tests.test_gguf_families import (
@@ -260,14 +261,7 @@ def test_what_differs_is_found(tmp_path: Path) -> None:
 
 @each_case
 def test_as_llama_cpp_reads_them(name: str, tmp_path: Path) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp")
-    llama = llama_cpp.Llama(
-        str(written(name, tmp_path)), logits_all=True, verbose=False, n_ctx=64, n_threads=1, type_k=0, type_v=0
-    )
-    llama.eval(TEXT)
-    found = llama.scores[: len(TEXT)].copy()
-    llama.close()
-    assert difference_of(found, logits_of(CASES[name][1]())) < 1e-4
+    llama.assert_reads(name, written(name, tmp_path), TEXT, logits_of(CASES[name][1]()), 1e-4)
 
 
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")

@@ -17,6 +17,8 @@ from h2o_stream.native.library import FOLDER_VARIABLE, INSTRUCTIONS, INSTRUCTION
 from h2o_stream.native.threads import num_threads
 from tests.preloaded import run
 
+INSTALLED = library.name()
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch):
@@ -63,18 +65,17 @@ class TestChoice:
             library.loaded()
 
     def test_one_that_is_not_installed(self, monkeypatch, folder):
-        installed = library.available()[-1]
-        for file in Path(library.__file__).parent.glob(f"_h2o_{installed}.*"):
+        for file in Path(library.__file__).parent.glob(f"_h2o_{INSTALLED}.*"):
             shutil.copy(file, folder)
         assert library.available() == []  # nothing says what the processor supports
         for file in Path(library.__file__).parent.glob("_h2o_cpu.*"):
             shutil.copy(file, folder)
-        assert library.available() == [installed]
-        assert library.name() == installed
+        assert library.available() == [INSTALLED]
+        assert library.name() == INSTALLED
         library._load.cache_clear()
-        other = next(name for name in INSTRUCTIONS if name != installed)
+        other = next(name for name in INSTRUCTIONS if name != INSTALLED)
         monkeypatch.setenv(INSTRUCTIONS_VARIABLE, other)
-        with pytest.raises(ConfigError, match=f"have {installed}$"):
+        with pytest.raises(ConfigError, match=f"have {INSTALLED}$"):
             library.loaded()
 
 
@@ -99,7 +100,7 @@ class TestNone:
     @pytest.mark.skipif(library.loaded() is None, reason="not compiled")
     def test_damaged_ones_are_refused(self, folder):
         """In a separate process, since loading a damaged library can crash it."""
-        whole = Path(library.__file__).with_name(f"_h2o_{library.name()}.so")
+        whole = Path(library.__file__).with_name(f"_h2o_{INSTALLED}.so")
         for file in (whole.with_suffix(".sum"), *whole.parent.glob("_h2o_cpu.*")):
             shutil.copy(file, folder)
         code = f"""
