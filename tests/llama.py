@@ -34,8 +34,8 @@ _FORK_DIFFERS = {
 
 
 def assert_reads(name: str, path: Path, tokens: Sequence[int], expected: NDArray[numpy.float32], limit: float) -> None:
-    """Compare llama.cpp's logits of a file with the expected ones [n, V]. `limit`: of the largest difference, as a share
-    of the largest logit.
+    """Compare llama.cpp's logits of a file with the expected ones [n, V]. `limit`: of the largest difference, as a
+    share of the largest logit.
     """
     if not WHOLE and name in _FORK_DIFFERS:
         pytest.skip("ik_llama.cpp computes something else, llama.cpp does not: make llama")

@@ -137,7 +137,7 @@ def test_torch_that_is_not_installed_is_one_line() -> None:
         "import sys; sys.modules['torch'] = None; from h2o_stream.cli.chat import main\n"
         "sys.argv = ['h2o-chat', '-p', 'Hi', '--engine', 'eager']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], input="", capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "h2o-chat: torch is needed (steps are computed in torch, too) but not installed yet; run make setup"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import stat
+import subprocess
 import sys
 import textwrap
 import threading
@@ -41,6 +43,9 @@ FAILED, WRONG_USAGE, INTERRUPTED, SIGNALLED = 1, 2, 130, 128
 
 INSTALLED_LATER = ("torch", "transformers", "accelerate")
 """Packages without which `make chat` begins."""
+
+_REPEATED = "H2O_REPEATED"
+"""Environment variable of a command that runs again because torch was not installed."""
 
 _COMMANDS = ("h2o-chat", "h2o-stream")
 """Commands that read the user's file of settings."""
@@ -173,8 +178,21 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
         discard_output()
         raise typer.Exit(FAILED) from None
     except Exception as error:  # noqa: BLE001
+        if isinstance(error, ModuleNotFoundError) and error.name in INSTALLED_LATER:
+            _install_and_repeat(command, error)
         _complain(command, _reason(error, debug), traceback.format_exc() if debug else "")
         raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from None
+
+
+def _install_and_repeat(command: str, error: ModuleNotFoundError) -> None:
+    """In a checkout, install torch and the rest and run the command again, unless it has read from a pipe or a file."""
+    script = Path(__file__).parents[2] / "set_up.py"
+    with suppress(OSError):
+        if script.exists() and stat.S_ISCHR(os.fstat(0).st_mode) and _REPEATED not in os.environ:
+            _complain(command, _reason(error, debug=True).replace("; run make setup", ": it is installed now"))
+            if subprocess.run([sys.executable, script, "all"], check=False).returncode == 0:
+                os.environ[_REPEATED] = "1"
+                os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 def _reason(error: Exception, debug: bool) -> str:
@@ -182,7 +200,7 @@ def _reason(error: Exception, debug: bool) -> str:
     if isinstance(error, H2OStreamError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in INSTALLED_LATER:
-        reason = f" ({error.__context__})" if error.__context__ else ""
+        reason = f" ({error.__context__})" if error.__context__ else ""  # why the model is not read without it
         return f"{error.name} is needed{reason} but not installed yet; run make setup"
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # says pathlib
         return "this user has no home folder; set HOME"

@@ -15,16 +15,24 @@ RUN, RECORDS = "run.json", "records.jsonl"
 
 def run_record(command: str, **settings: Any) -> dict[str, Any]:
     """The first record of a run."""
-    from importlib.metadata import version
-
     packages = ("h2o-stream", "torch", "transformers", "tokenizers")
     return {
         "type": "run",
         "command": command,
         **settings,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "hardware": hardware(),
     }
+
+
+def _version(package: str) -> str | None:
+    """The version of an installed package; torch may be missing."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def hardware() -> dict[str, Any]:
