@@ -5,6 +5,7 @@ import multiprocessing
 import pickle
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from h2o_stream.compare.comparison import JobProgress
 from h2o_stream.compare.speed import peers
 from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, bandwidth, engine_specs, needed
 from h2o_stream.compare.speed.engines import (
+    IK_LLAMA_CPP,
     LLAMA_CPP,
     OPENVINO,
     OURS,
@@ -170,7 +172,9 @@ def test_bandwidth_is_that_of_a_memory() -> None:
 
 
 class TestWorkers:
-    @pytest.mark.parametrize(("engine", "module"), [(LLAMA_CPP, "llama_cpp"), (OPENVINO, "openvino")])
+    @pytest.mark.parametrize(
+        ("engine", "module"), [(LLAMA_CPP, "llama_cpp"), (IK_LLAMA_CPP, "ik_llama_cpp"), (OPENVINO, "openvino")]
+    )
     def test_a_missing_engine_is_one_line(self, engine: str, module: str, monkeypatch: Any, tmp_path: Path) -> None:
         (tmp_path / f"{module}.py").write_text("raise ImportError('not here')")
         monkeypatch.syspath_prepend(tmp_path)
@@ -179,6 +183,15 @@ class TestWorkers:
             pytest.raises(H2OStreamError, match=r"h2o-stream\[bench\]"),
         ):
             worker.call("info")
+
+    @pytest.mark.skipif(find_spec("ik_llama_cpp") is None, reason="ik-llama-cpp-python is not installed")
+    def test_ik_llama_cpp_reads_the_embedded_model(self) -> None:
+        spec = EngineSpec(IK_LLAMA_CPP, ModelConfig(), CacheConfig("full"), threads=1, length=640)
+        with Worker(spec) as worker:
+            assert worker.call("feed", [5] * 600) > 0
+            assert worker.call("decode", [5, 6, 7]) > 0
+            with pytest.raises(H2OStreamError, match="cannot read token 603"):
+                worker.call("feed", [5] * 100)
 
     def test_a_process_that_dies_is_one_line(self) -> None:
         with Worker(EngineSpec(OURS, ModelConfig("no/such/place"), CacheConfig())) as worker:

@@ -25,7 +25,7 @@ from h2o_stream.registry import Registry
 from h2o_stream.resources import python_manual, write_text
 from h2o_stream.session.requests import read_requests
 
-PEERS = ("transformers", "llama.cpp", "openvino")
+PEERS = ("transformers", "llama.cpp", "ik_llama.cpp", "openvino")
 """Other engines that ``speed`` can time."""
 
 
@@ -184,7 +184,7 @@ class SpeedOptions(ComparisonOptions):
     peers: Annotated[
         Sequence[str],
         Option(
-            "Other engines: transformers, llama.cpp, openvino (extra bench).",
+            "Other engines: transformers, llama.cpp, ik_llama.cpp, openvino (extra bench).",
             parse=some_of("peer", PEERS, may_be_none=True),
         ),
     ] = ("transformers",)

@@ -15,7 +15,7 @@ from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.memory import trim_heap
 
 OURS = "h2o-stream"
-TRANSFORMERS, LLAMA_CPP, OPENVINO = PEERS
+TRANSFORMERS, LLAMA_CPP, IK_LLAMA_CPP, OPENVINO = PEERS
 
 _CHUNK_SIZE = 2048
 """Prompt tokens per forward of a peer."""

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from h2o_stream.compare.speed.engines import LLAMA_CPP, OPENVINO, EngineInfo, EngineSpec, Runner
+from h2o_stream.compare.speed.engines import IK_LLAMA_CPP, LLAMA_CPP, OPENVINO, EngineInfo, EngineSpec, Runner
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.find import gguf_file
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.runtime.architectures import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT
 
 NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
+NO_IK_LLAMA_CPP = "the peer ik_llama.cpp needs ik-llama-cpp-python; pip install 'h2o-stream[bench]'"
 NO_OPENVINO = "the peer openvino needs openvino-genai; pip install 'h2o-stream[bench]'"
 
 _OPENVINO_BLOCK = 32
@@ -79,6 +80,38 @@ class _LlamaCppRunner(_FileRunner):
 
     def step(self, tokens: Sequence[int]) -> None:
         self._llama.eval(list(tokens))
+
+
+class _IkLlamaCppRunner(_FileRunner):
+    """ik_llama.cpp through ik-llama-cpp-python, which itself only generates: tokens are fed by its inner parts."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        try:
+            import ik_llama_cpp
+            from ik_llama_cpp import _ctypes_api, _internals
+        except ImportError as error:
+            raise H2OStreamError(NO_IK_LLAMA_CPP) from error
+        path = self._file()
+        try:
+            self._llama = ik_llama_cpp.IkLlama(
+                str(path), n_ctx=spec.length, n_threads=spec.threads or os.cpu_count() or 1, verbose=False
+            )
+        except RuntimeError as error:
+            raise H2OStreamError(f"ik_llama.cpp cannot load {path}: {error}") from error
+        self._api, self._make_batch, self._fed = _ctypes_api, _internals.make_batch_range, 0
+        self._describe(path, None)
+
+    def step(self, tokens: Sequence[int]) -> None:
+        context = self._llama._context
+        for begin in range(0, len(tokens), context._n_ubatch):
+            chunk = list(tokens[begin : begin + context._n_ubatch])
+            batch = self._make_batch(chunk, pos_start=self._fed, logits_last=True)
+            failed = context.decode(batch)
+            self._api.llama_batch_free(batch)
+            if failed:
+                raise H2OStreamError(f"ik_llama.cpp cannot read token {self._fed}: {failed}")
+            self._fed += len(chunk)
 
 
 class _OpenVinoRunner(_FileRunner):
@@ -151,5 +184,9 @@ class _OpenVinoRunner(_FileRunner):
         return self._pipeline.generate(self._genai.TokenizedInputs(*tensors), config).perf_metrics
 
 
-RUNNERS: dict[str, type[Runner]] = {LLAMA_CPP: _LlamaCppRunner, OPENVINO: _OpenVinoRunner}
+RUNNERS: dict[str, type[Runner]] = {
+    LLAMA_CPP: _LlamaCppRunner,
+    IK_LLAMA_CPP: _IkLlamaCppRunner,
+    OPENVINO: _OpenVinoRunner,
+}
 """By engine."""
