@@ -11,7 +11,7 @@ SET_UP := $(PYTHON) set_up.py
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_experts.py tests/test_mixers.py tests/test_state_spaces.py \
 	tests/test_*_memory.py tests/test_memory_index.py tests/test_pack*.py tests/test_native_*.py)
 
-.PHONY: demo chat test test-all llama lint format audit soak sanitize family-table gguf-table setup setup-dev clean
+.PHONY: demo chat test test-all llama lint format audit soak sanitize real family-table gguf-table setup setup-dev clean
 
 # The first of them talks before torch is there: only comparisons, the library and some models need that.
 demo:
@@ -65,6 +65,10 @@ sanitize: setup-dev
 	cmake --build $(CHECKED) --target install --parallel
 	H2O_LIBRARY_FOLDER=$(CHECKED)/h2o_stream/native ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
+
+# Everything once with a real model, in some minutes: make real MODEL=FILE.gguf
+real: setup-dev
+	$(BIN)/python -m tests.real $(MODEL) $(ARGS)
 
 # Writes the tables of docs/families.md.
 family-table: setup-dev

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 
 CONTEXT = 64
-"""Positions; more than any test has tokens."""
+"""Least number of positions."""
 
 WHOLE = find_spec("llama_cpp") is not None
 """Whether llama.cpp itself is installed."""
@@ -49,7 +50,7 @@ def logits(path: Path, tokens: Sequence[int]) -> NDArray[numpy.float32]:
         import llama_cpp
 
         llama = llama_cpp.Llama(
-            str(path), logits_all=True, verbose=False, n_ctx=CONTEXT, n_threads=1, type_k=0, type_v=0
+            str(path), logits_all=True, verbose=False, n_ctx=max(CONTEXT, len(tokens)), n_threads=1, type_k=0, type_v=0
         )
         llama.eval(tokens)
         scores: NDArray[numpy.float32] = llama.scores[: len(tokens)].copy()
@@ -57,16 +58,17 @@ def logits(path: Path, tokens: Sequence[int]) -> NDArray[numpy.float32]:
         return scores
     if not find_spec("ik_llama_cpp"):
         pytest.skip("no llama.cpp is installed: make llama, or pip install ik-llama-cpp-python")
-    found = path.with_suffix(".npy")
-    done = subprocess.run(
-        [sys.executable, __file__, path, found, *map(str, tokens)],
-        env=os.environ | {"GGML_NO_BACKTRACE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if done.returncode:
-        pytest.skip(f"ik_llama.cpp does not read it: {done.stdout.decode(errors='replace').strip()[-200:]}")
-    return numpy.load(found)
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "logits.npy"
+        done = subprocess.run(
+            [sys.executable, __file__, path, found, *map(str, tokens)],
+            env=os.environ | {"GGML_NO_BACKTRACE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        if done.returncode:
+            pytest.skip(f"ik_llama.cpp does not read it: {done.stdout.decode(errors='replace').strip()[-200:]}")
+        return numpy.load(found)
 
 
 def main() -> None:
@@ -79,7 +81,7 @@ def main() -> None:
     path, target, *tokens = sys.argv[1:]
     model = IkModel(path)
     parameters = api.llama_context_default_params()
-    parameters.n_ctx, parameters.n_threads = CONTEXT, 1
+    parameters.n_ctx, parameters.n_threads = max(CONTEXT, len(tokens)), 2
     parameters.flash_attn = False
     context = api.llama_init_from_model(model.model, parameters)
     rows = []
