@@ -212,7 +212,8 @@ void gemm(Product product, int64_t threads) {
   static thread_local Buffer<Sums> sums;
   vectors.reserve(total * product.groups()), weights.reserve(threads * groups), sums.reserve(threads * panel);
   product.vectors = vectors.data();
-  auto *all_weights = weights.data(), *all_sums = sums.data();  // of this thread, for all workers
+  WeightGroup<kind>* all_weights = weights.data();  // of this thread, for all workers
+  Sums* all_sums = sums.data();
   parallel(threads, [&](const Worker& worker) {
     const Range blocks = worker.partition(total), rows = worker.partition(product.matrix.rows, kRows);
     for (int64_t block = blocks.begin; block < blocks.end; ++block) round_block(product, block);
