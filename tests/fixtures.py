@@ -180,9 +180,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results without charts, which take half a second each; test_report.py and test_cli_compare.py draw them."""
+    """Empty files for charts, which take half a second each; test_report.py and test_cli_compare.py draw them."""
     monkeypatch.setattr("h2o_stream.ui.report.svg", lambda chart, style: "<svg/>")
-    monkeypatch.setattr("h2o_stream.ui.comparison.draw", lambda chart, path: None)
+    monkeypatch.setattr("h2o_stream.ui.comparison.draw", lambda chart, path: path.touch())
 
 
 @pytest.fixture
@@ -206,6 +206,11 @@ def talker(tokenizer: PreTrainedTokenizerBase) -> Callable[..., PreTrainedModel]
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("some" if "not exhaustive" in config.getoption("markexpr") else "exhaustive")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests of the unpacked embedded model side by side, so that only one process loads it."""
+    items.sort(key=lambda item: "embedded" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:

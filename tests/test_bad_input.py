@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.commands import invoke
+from tests.in_turn import in_turn
 
 CHAT, STREAM, COMPARE = "h2o-chat", "h2o-stream", "h2o-compare"
 
@@ -156,7 +157,7 @@ FAILURES: list[tuple[str, str, str]] = [
 LINES: list[tuple[str, str]] = [
     ("", "question"),
     ('"turns"', "expected an object"),
-    ('{"turns": [null]}', "turns"),
+    ('{"question_id": 1, "category": "x", "turns": [null]}', "turns"),
     ('{"turns": ["a"], "question_id": 1}', "category missing"),
     ('{"question_id": 1, "category": "x", "turns": ["\\ud800"]}', ""),
 ]
@@ -217,7 +218,7 @@ def test_a_failure_is_1_in_one_line(command: str, typed: str, words: str) -> Non
     assert not done.stdout
 
 
-@pytest.mark.parametrize(("line", "words"), LINES)
+@in_turn("line, words", LINES)
 def test_questions(line: str, words: str, tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "q.jsonl"
     file.write_bytes(line.encode())
@@ -227,7 +228,7 @@ def test_questions(line: str, words: str, tiny_folder: Path, tmp_path: Path) -> 
     assert done.stderr.count("\n") == (1 if words else 0)
 
 
-@pytest.mark.parametrize(("line", "words"), REQUESTS)
+@in_turn("line, words", REQUESTS)
 def test_requests(line: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     file.write_text(line)

@@ -31,6 +31,7 @@ from tests.families import (
     rope,
     tiny,
 )
+from tests.in_turn import in_turn
 from tests.interpreter import TOKENS, error, interpret, nudged, numbers
 from tests.packed_tiles import KINDS, random_tiles
 from tests.packed_tiles import numbers as packed_numbers
@@ -80,17 +81,17 @@ OTHERS: dict[str, Callable[[], Any]] = {
 NATIVE = [family for family in FAMILIES if family.native]
 
 
-@pytest.mark.parametrize("family", NATIVE, ids=lambda family: family.name)
+@in_turn("family", NATIVE)
 def test_families(family: Family) -> None:
     assert error(nudged(family.make())) < 2e-5
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@in_turn("name", OTHERS)
 def test_others(name: str) -> None:
     assert error(nudged(OTHERS[name]())) < 2e-5
 
 
-@pytest.mark.parametrize("family", NATIVE, ids=lambda family: family.name)
+@in_turn("family", NATIVE)
 @torch.no_grad()
 def test_bfloat16(family: Family) -> None:
     """The interpreter does not round intermediate results, so it differs as much as bfloat16 from float32."""
@@ -129,8 +130,8 @@ def pack_all(model: Any, kind: abi.MatrixKind) -> Any:
 
 
 class TestPacked:
-    @pytest.mark.parametrize("kind", [abi.MatrixKind.INT8, abi.MatrixKind.INT4])
-    @pytest.mark.parametrize("number", [1, 5, 8, 12], ids=lambda number: FAMILIES[number].name)
+    @in_turn("kind", [abi.MatrixKind.INT8, abi.MatrixKind.INT4])
+    @in_turn("number", [1, 5, 8, 12])
     def test_families(self, kind: abi.MatrixKind, number: int) -> None:
         """Including fused matrices: Phi-3's gate and up are rows of one matrix."""
         assert error(pack_all(FAMILIES[number].make(), kind)) < 2e-5
@@ -148,7 +149,7 @@ class TestPacked:
         assert embedding.weights.data_ptr() == tiles.data_ptr()
         assert error(model) < 2e-5
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @in_turn("kind", KINDS)
     def test_rows_within_a_tile(self, kind: abi.MatrixKind) -> None:
         matrix = matrix_of(packed_layer(nn.Linear(256, 44), kind), "m")
         assert matrix.kind == kind
@@ -263,7 +264,7 @@ def test_abi() -> None:
         assert fields == expected
 
 
-@pytest.mark.parametrize(("mirror", "name"), [
+@in_turn("mirror, name", [
     (abi.MatrixKind, "MatrixKind"), (abi.PolicyKind, "PolicyKind"), (abi.PositionMode, "PositionMode"),
     (abi.NormKind, "NormKind"), (abi.Activation, "Activation"), (abi.Scoring, "Scoring"),
     (abi.GroupWorth, "GroupWorth"), (abi.GateLayout, "GateLayout"), (abi.GateKind, "GateKind"),

@@ -10,6 +10,7 @@ import pytest
 from h2o_stream.config import POLICIES
 from tests.commands import invoke
 from tests.fixtures import make_llama, written
+from tests.in_turn import in_turn
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -220,13 +221,13 @@ def wrong_names(text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+@in_turn("page", PROSE)
 def test_paths_and_names(page: Path) -> None:
     """Every path in the text exists, and where a name stands beside a file, the file defines it."""
     assert wrong_names(prose_of(page)) == []
 
 
-@pytest.mark.parametrize(("text", "wrong"), [
+@in_turn("text, wrong", [
     ("`attach` (`cli/chat.py`)", ["attach in cli/chat.py"]),
     ("`Conversation.sing` in\n`session/conversation.py`", ["Conversation.sing in session/conversation.py"]),
     ("`compute_nothing` in `native/src/abi.h`", ["compute_nothing in native/src/abi.h"]),
@@ -245,7 +246,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PROSE, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@in_turn("page", [*PROSE, ROOT / "CHANGELOG.md"])
 def test_links(page: Path) -> None:
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
     for target, anchor in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", text):

@@ -23,6 +23,7 @@ from h2o_stream.session.requests import read_requests
 from h2o_stream.session.transcript import Transcript
 from h2o_stream.ui.command_list import COMMANDS, is_command
 from tests.commands import invoke
+from tests.in_turn import in_turn
 from tests.preloaded import run
 from tests.terminal import BIN
 from tests.test_sessions import filled
@@ -30,7 +31,7 @@ from tests.test_sessions import filled
 SOURCES = sorted(Path(h2o_stream.__file__).parent.rglob("*.py"))
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
+@in_turn("source", SOURCES)
 def test_nothing_runs_what_a_file_says(source: Path) -> None:
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):
