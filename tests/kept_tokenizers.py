@@ -6,6 +6,7 @@ With torch and without, from folders and from the embedded model's file.
 import copy
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import h2o_stream.models.load
 from h2o_stream.models import file_tokenizers, gguf_tokenizer
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.tokenizer import FileTokenizer
+from h2o_stream.recall import terms
+from h2o_stream.session import control_tokens
 
 _kept: dict[object, Any] = {}
 
@@ -52,6 +55,8 @@ def keep_tokenizers() -> None:
 
     FileTokenizer.from_folder = classmethod(of_folder)  # type: ignore[assignment]
     vars(file_tokenizers)["byte_level_tokenizer"] = of_file
+    for module, name in ((terms, "_words_of"), (control_tokens, "_with_secret_names")):
+        vars(module)[name] = cache(vars(module)[name].__wrapped__)  # a test has another tokenizer than the one before
 
 
 def _keep(key: object, read: Callable[[], Any]) -> Any:
