@@ -44,7 +44,9 @@ def modes(first: int = 0) -> Any:
     return of_families(
         "positions",
         [(number, positions) for number, family in enumerate(FAMILIES) for positions in family.positions[first:]],
-        lambda number, positions: positions == FAMILIES[number].positions[0] or FAMILIES[number].name in DIFFERENT,
+        lambda number, positions: (
+            FAMILIES[number].name in DIFFERENT if first else positions == FAMILIES[number].positions[0]
+        ),
     )
 
 

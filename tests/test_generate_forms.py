@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase, TextGenerationPipeline
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from tests.fixtures import make_llama, thinned
+from tests.fixtures import make_llama, thinned, with_exhaustive
 from tests.in_turn import in_turn
 from tests.tolerance import assert_close
 
@@ -256,7 +256,7 @@ def test_equal_or_refused(name: str, policy: str, engine: Any, rows: int) -> Non
         check(form(model, cache, batch), expected(name, rows))
 
 
-@pytest.mark.parametrize(("policy", "engine"), WAYS, ids=["h2o", "h2o eager", "full"])
+@pytest.mark.parametrize(("policy", "engine"), with_exhaustive(WAYS[:1], WAYS[1:]))
 def test_stop_strings_and_pipelines(talker: Any, tokenizer: PreTrainedTokenizerBase, policy: str, engine: Any) -> None:
     model = talker()
     inputs = tokenizer(["The sky is"], return_tensors="pt")

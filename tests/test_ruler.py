@@ -259,7 +259,7 @@ class TestCommand:
     @pytest.mark.usefixtures("no_charts")
     def test_policies_on_tasks(self, model: Path, tmp_path: Path) -> None:
         base = ["tasks", "--suite", "ruler", "-m", model, "--tasks", "vt", "--lengths", "400"]
-        base += ["--items", "2", "--windows", "64", "--form", "multi-turn", "--out", tmp_path / "out", "--jsonl", "-"]
+        base += ["--items", "2", "--windows", "64", "--form", "one-turn", "--out", tmp_path / "out", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--policies", "full")
         assert done.exit_code == 0, done.stderr
         run, *found = records(done.stdout)
@@ -275,13 +275,13 @@ class TestCommand:
         assert [record for record in more if record["policy"] == "full"] == found
         assert len(parts & {path.name for path in (tmp_path / "out" / "parts").iterdir()}) == 2, "results are reused"
         (sink,) = (record for record in more if record["policy"] == "sink")
-        assert (sink["type"], sink["window"], len(sink["margins"])) == ("tasks", 64, 4)
+        assert (sink["type"], sink["window"], len(sink["margins"])) == ("tasks", 64, 2)
         assert sink["to_full"]["low"] <= sink["margin"] - sink["margin_full"] <= sink["to_full"]["high"]
         table = (tmp_path / "out" / "tasks.md").read_text()
-        assert "multi-turn, 400 tokens" in table
+        assert "one-turn, 400 tokens" in table
         assert f"| sink | 64 | {sink['accuracy']:.0%} {sink['margin']:+.2f}" in table
-        replies = tmp_path / "out" / "replies" / "vt-multi-turn-400-sink-64.jsonl"
-        assert [json.loads(line)["question"] for line in replies.read_text().splitlines()] == [0, 1, 2, 3] * 2
+        replies = tmp_path / "out" / "replies" / "vt-one-turn-400-sink-64.jsonl"
+        assert [json.loads(line)["question"] for line in replies.read_text().splitlines()] == [0] * 2
 
     @pytest.mark.exhaustive
     def test_a_needle_by_length_and_depth(self, model: Path, tmp_path: Path) -> None:
