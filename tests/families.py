@@ -254,7 +254,7 @@ def pairs(policies: Iterable[str]) -> list[Any]:
 LENGTHS = (26, 17, 9)
 """Prompt lengths of the rows of a batch; the first row is also run alone."""
 
-STEPS = 12
+STEPS = 8
 
 
 def rules_of(config: CacheConfig, family: Family) -> Rules:

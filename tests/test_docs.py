@@ -57,6 +57,10 @@ RUN_ELSEWHERE = ("speed", "soak", "tasks", "--suite ruler", "--suite book", "rec
 """Those of which `make test` runs no command of the documentation, as other modules run the same comparison."""
 
 
+WITHOUT_MODEL = ("--replay", "--sessions", "--search", "--export", "--help", "--version", "report", "all")
+"""Those that end well without a model."""
+
+
 def commands() -> list[tuple[str, str]]:
     found: dict[str, str] = {}
     for page in PAGES:
@@ -83,17 +87,20 @@ def kind_of(line: str) -> str:
 
 
 def of_documentation() -> list[Any]:
-    """The commands as parameters, and whether to run them. What other tests run is exhaustive."""
-    exhaustive, known, parameters = pytest.mark.exhaustive, set[str](), list[Any]()
+    """The commands as parameters, and whether to run them. What others run, with the same options, is exhaustive."""
+    exhaustive, known, parameters, run = pytest.mark.exhaustive, set[str](), list[Any](), set[tuple[str, str]]()
     for page, line in COMMANDS:
         kind, name = kind_of(line), f"{page} {line}"[:70]
         first = kind not in known
         known.add(kind)
-        if kind not in SLOW + COMPARISONS or (first and kind not in RUN_ELSEWHERE):
+        options = {(kind, word) for word in shlex.split(line) if word.startswith("-")}
+        new = not options <= run or not options or any(word in line for word in WITHOUT_MODEL)
+        run |= options
+        if (kind not in SLOW + COMPARISONS and new) or (first and kind not in RUN_ELSEWHERE):
             parameters.append(pytest.param(page, line, True, id=name))
             continue
         parameters.append(pytest.param(page, line, False, id=f"{name} options"))
-        if first or kind in COMPARISONS:
+        if first or kind in COMPARISONS or not new:
             parameters.append(pytest.param(page, line, True, id=name, marks=exhaustive))
     return parameters
 

@@ -370,10 +370,9 @@ def shares(windows: Sequence[HeadWindow]) -> list[float]:
 @pytest.mark.parametrize(
     ("command", "arguments", "typed"),
     [
-        ("chat", ["-p", "Say hi.", "--session", "s"], ""),
         (
             "chat",
-            ["--window", "48", "--chunk", "8"],
+            ["--window", "48", "--chunk", "8", "--session", "s"],
             "I am Ada.\nTell me about bees.\nWho am I?\n/recall\n",
         ),
         ("stream", ["--turns", "1"], ""),
