@@ -12,7 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerBase
 from h2o_stream.cli.seeds import _HINTS
 from h2o_stream.config import CacheConfig
 from tests.commands import invoke
-from tests.fixtures import saved, written
+from tests.fixtures import saved, with_exhaustive, written
 from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.usefixtures("no_charts")
@@ -72,7 +72,18 @@ def with_model(command: str, arguments: list[str], model: Path) -> list[str]:
     return [str(model) if before in names else word for before, word in zip(["", *arguments], arguments, strict=False)]
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(ours for _, ours in ROWS))
+def by_options() -> list[Any]:
+    """Our commands; those that have no option that others before them do not have are exhaustive."""
+    some, rest, known = list[str](), list[str](), set[str]()
+    for line in dict.fromkeys(ours for _, ours in ROWS):
+        command, *arguments = shlex.split(line)
+        options = {f"{command} {word.replace('_', '-')}" for word in arguments if word.startswith("-")}
+        (rest if options and options <= known else some).append(line)
+        known |= options
+    return with_exhaustive(some, rest)
+
+
+@pytest.mark.parametrize("line", by_options())
 def test_ours_runs(line: str, place: Path, long_folder: Path) -> None:
     command, *arguments = shlex.split(line)
     if command == "h2o-lm-eval":  # test_tasks.py runs it
