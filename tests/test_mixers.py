@@ -32,9 +32,8 @@ from tests.tolerance import relative_error
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 NAMES = ("LFM2", "Qwen3-Next", "Qwen 3.5", "OLMo hybrid", "Bamba", "Falcon-H1", "Granite 4", "Nemotron-H")
-mixers = pytest.mark.parametrize("name", NAMES)
-one_of_each = pytest.mark.parametrize("name", with_exhaustive(NAMES[::2], NAMES[1::2]))
-"""Also has every kind of mixer."""
+mixers = pytest.mark.parametrize("name", with_exhaustive(NAMES[::2], NAMES[1::2]))
+"""Has every kind of mixer."""
 
 CONFIG = CacheConfig(window=24, chunk=8)
 
@@ -59,7 +58,7 @@ def states(cache: Any) -> list[Tensor]:
     return [state for layer in cache.layers for state in states_of(layer).values()]
 
 
-@one_of_each
+@mixers
 @pytest.mark.usefixtures("dense_too")
 def test_blocks_of_a_prompt_and_threads(name: str, taken: list[tuple[int, int]]) -> None:  # noqa: F811
     """More tokens than a block, of two streams, one after the other in the second block."""
@@ -77,7 +76,7 @@ def test_blocks_of_a_prompt_and_threads(name: str, taken: list[tuple[int, int]])
     assert relative_error(results[0], theirs) < 2 * exact(family_of(name))
 
 
-@one_of_each
+@mixers
 def test_packed_weights_and_padding(name: str) -> None:
     """A padded prompt is eager, the turn after it native; both go on with the same states."""
     model, tokens = packed(name), tokens_of(3, 40)
@@ -133,7 +132,7 @@ def test_states_decay_to_zero(name: str, count: int) -> None:
             assert (state == 0).any()
 
 
-@one_of_each
+@mixers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_undo_and_forks_are_exact(name: str, dtype: torch.dtype) -> None:
     """Also in bfloat16, whose native states are more exact than transformers'."""
@@ -181,7 +180,7 @@ def test_memory_is_constant(name: str) -> None:
         assert sizes == {held + sum(group.nbytes for group in cache.head_groups)}
 
 
-@one_of_each
+@mixers
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str) -> None:
     exact_model, tokens, config = family_of(name).make(), tokens_of(2, 60), CacheConfig(window=64)
     if "experts" in family_of(name).special:

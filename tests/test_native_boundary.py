@@ -62,7 +62,7 @@ def stream(model: PreTrainedModel, engine: str, around: Callable[[], AbstractCon
         return torch.cat(logits, 1), [cache.kept(layer) for layer in range(2)]
 
 
-@pytest.fixture(params=["dense", "bfloat16", "packed"])
+@pytest.fixture(params=with_exhaustive(["dense", "packed"], ["bfloat16"]))
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     if request.param == "packed":
         return packed_model(MatrixKind.INT8)

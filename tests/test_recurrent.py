@@ -15,7 +15,7 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CachePlan
 from tests.families import FAMILIES, tiny
 from tests.fixtures import ids as tokens
-from tests.fixtures import thinned
+from tests.fixtures import thinned, with_exhaustive
 from tests.states import with_checksums
 from tests.test_generate_forms import PROMPTS, batch_of, generate, step, with_column
 from tests.tolerance import assert_close
@@ -36,7 +36,7 @@ def states(cache: Any) -> list[Tensor]:
 WAYS: list[dict[str, Any]] = [
     {}, {"num_beams": 3, "num_return_sequences": 3}, {"do_sample": True, "num_return_sequences": 2},
 ]  # fmt: skip
-hybrids = pytest.mark.parametrize("name", HYBRIDS)
+hybrids = pytest.mark.parametrize("name", with_exhaustive(HYBRIDS[::2], HYBRIDS[1::2]))
 policies = pytest.mark.parametrize("policy", ["h2o", pytest.param("full", marks=pytest.mark.exhaustive)])
 
 

@@ -53,7 +53,7 @@ def test_engines_continue_each_others_streams() -> None:
     model, tokens = make_llama(groups=3), tokens_of(2, 1010)
     logits, found = [], []
     with torch.no_grad():
-        for engines in (("auto",) * 3, ("auto", "eager", "auto"), ("eager", "auto", "eager")):
+        for engines in (("auto", "eager", "auto"), ("eager", "auto", "eager")):
             state = None
             for engine, (start, stop) in zip(engines, ((0, 600), (600, 1000), (1000, 1010)), strict=True):
                 with attach(model, made, engine=engine) as cache:
@@ -65,7 +65,7 @@ def test_engines_continue_each_others_streams() -> None:
                     looked_back = [tokens[index] for index in row.looked_back()]  # one of several equal keys
             logits.append(last)
             found.append(looked_back)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert max(relative_error(last, logits[0]) for last in logits) < ONE_CODE
 
 
