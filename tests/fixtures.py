@@ -1,9 +1,10 @@
 """Models and tokenizers shared by the tests: tiny random models for breadth, the embedded model for realism."""
 
+import copy
 import gc
 import json
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,27 @@ settings.register_profile("exhaustive", settings.get_profile("some"), max_exampl
 def make_llama(
     heads: int = 2, groups: int = 1, layers: int = 2, size: int = 8, vocab: int = 64, context: int = 512, seed: int = 0
 ) -> LlamaForCausalLM:
-    """A random Llama of Hkv = heads and Hq = heads * groups; weights large enough for attention to be uneven."""
+    """A random Llama of Hkv = heads and Hq = heads * groups; weights large enough for attention to be uneven.
+
+    A copy of one that is made once, which takes seven times as long with a large vocabulary.
+    """
+    model, random_state = _made_llama(heads, groups, layers, size, vocab, context, seed)
+    torch.set_rng_state(random_state)
+    return copy.deepcopy(model)
+
+
+@cache
+def _made_llama(
+    heads: int, groups: int, layers: int, size: int, vocab: int, context: int, seed: int
+) -> tuple[LlamaForCausalLM, torch.Tensor]:
+    """The model, and the state of the random generator after making it."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=heads * groups * size, intermediate_size=32, num_hidden_layers=layers,
         num_attention_heads=heads * groups, num_key_value_heads=heads, head_dim=size, max_position_embeddings=context,
         initializer_range=0.4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).eval(), torch.get_rng_state()
 
 
 def ids(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -180,9 +194,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results without charts, which take half a second each; test_report.py and test_cli_compare.py draw them."""
+    """Empty files for charts, which take half a second each; test_report.py and test_cli_compare.py draw them."""
     monkeypatch.setattr("h2o_stream.ui.report.svg", lambda chart, style: "<svg/>")
-    monkeypatch.setattr("h2o_stream.ui.comparison.draw", lambda chart, path: None)
+    monkeypatch.setattr("h2o_stream.ui.comparison.draw", lambda chart, path: path.touch())
 
 
 @pytest.fixture
@@ -206,6 +220,11 @@ def talker(tokenizer: PreTrainedTokenizerBase) -> Callable[..., PreTrainedModel]
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("some" if "not exhaustive" in config.getoption("markexpr") else "exhaustive")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests of the unpacked embedded model side by side, so that only one process loads it."""
+    items.sort(key=lambda item: "embedded" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:

@@ -1,13 +1,26 @@
-"""Keeps the tokenizers that models are loaded with: reading one of 49,152 entries takes 0.25 s of every command."""
+"""Keeps the tokenizers that models are loaded with: reading one of 49,152 entries takes 0.25 s of every command.
+
+With torch and without, from folders and from the embedded model's file.
+"""
 
 import copy
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import h2o_stream.models.load
+from h2o_stream.models import file_tokenizers, gguf_tokenizer
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.tokenizer import FileTokenizer
+from h2o_stream.recall import terms
+from h2o_stream.session import control_tokens
 
 _kept: dict[object, Any] = {}
+
+_LARGE = 2**24
+"""Bytes; smaller files have small vocabularies."""
 
 
 class KeptTokenizers:
@@ -20,16 +33,36 @@ class KeptTokenizers:
         content = _contents(Path(source)) if Path(source, "tokenizer_config.json").exists() else None
         if content is None:
             return self._kind.from_pretrained(source, **more)
-        key = self._kind, content
-        if key not in _kept:
-            _kept[key] = self._kind.from_pretrained(source, **more)
-        return copy.copy(_kept[key])
+        return _keep((self._kind, content), lambda: self._kind.from_pretrained(source, **more))
 
 
 def keep_tokenizers() -> None:
     names = vars(h2o_stream.models.load)
     for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
         names[name] = KeptTokenizers(names[name])
+    from_folder, from_file = FileTokenizer.from_folder, gguf_tokenizer.byte_level_tokenizer
+
+    def of_folder(cls: type[FileTokenizer], folder: Path) -> Any:
+        texts = sorted(path for pattern in ("tokenizer*.json", "**/*.jinja") for path in folder.glob(pattern))
+        content = tuple((str(path.relative_to(folder)), path.read_bytes()) for path in texts if path.is_file())
+        return _keep((cls, content), lambda: from_folder(folder))
+
+    def of_file(file: GgufFile) -> Any:
+        seen = file.path.stat()
+        if seen.st_size < _LARGE:
+            return from_file(file)
+        return _keep((file.path, seen.st_ino, seen.st_mtime_ns), lambda: from_file(file))
+
+    FileTokenizer.from_folder = classmethod(of_folder)  # type: ignore[assignment]
+    vars(file_tokenizers)["byte_level_tokenizer"] = of_file
+    for module, name in ((terms, "_words_of"), (control_tokens, "_with_secret_names")):
+        vars(module)[name] = cache(vars(module)[name].__wrapped__)  # a test has another tokenizer than the one before
+
+
+def _keep(key: object, read: Callable[[], Any]) -> Any:
+    if key not in _kept:
+        _kept[key] = read()
+    return copy.copy(_kept[key])
 
 
 def _contents(folder: Path) -> object:

@@ -10,23 +10,30 @@ import pytest
 
 from h2o_stream.native import library
 
+every_choice = [
+    pytest.param(choice, marks=() if choice == library.name() else pytest.mark.exhaustive)
+    for choice in library.INSTRUCTIONS
+]
+"""The library that is in use; the others are exhaustive."""
 
-@pytest.fixture(params=library.INSTRUCTIONS, scope="module")
+
+@pytest.fixture(params=every_choice, scope="module")
 def native(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The library for each instruction set."""
     return _opened(request.param)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(choice, marks=() if choice == library.name() else pytest.mark.exhaustive)
-        for choice in library.INSTRUCTIONS
-    ]
-)
+@pytest.fixture(params=every_choice)
 def in_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test with the library that is in use; the others are exhaustive."""
+    """Run a test with the library for each instruction set."""
     library_of_choice = _opened(request.param)
     monkeypatch.setattr(library, "loaded", lambda: library_of_choice)
+
+
+@pytest.fixture
+def portable() -> ctypes.CDLL:
+    """The library for any processor, if it is compiled: for a row or two of tests of the kernels."""
+    return _opened("portable")
 
 
 def _opened(choice: str) -> ctypes.CDLL:

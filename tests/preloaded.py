@@ -234,6 +234,8 @@ def _warm_up() -> None:
 
     from h2o_stream.config import ModelConfig
     from h2o_stream.models.load import load, load_tokenizer
+    from h2o_stream.models.tokenizer import FileTokenizer
+    from h2o_stream.recall.terms import TermWeights
     from tests.kept_tokenizers import keep_tokenizers
 
     keep_checks()
@@ -244,6 +246,7 @@ def _warm_up() -> None:
         LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).save_pretrained(folder)
         load_tokenizer(ModelConfig()).save_pretrained(folder)
         load(ModelConfig(folder))
+        TermWeights(FileTokenizer.from_folder(Path(folder))).weight("word")
     tqdm.monitor_interval = interval
 
 

@@ -81,9 +81,9 @@ def expected(tokenizer: Any, conversation: list[dict[str, str]]) -> list[int]:
     last = 0
     for match in pattern.finditer(text):
         if match.span() not in typed:
-            tokens += [*_plain(tokenizer, text[last : match.start()]), controls[match.group()]]
+            tokens += [*plain_tokens(tokenizer, text[last : match.start()]), controls[match.group()]]
             last = match.end()
-    return [*tokens, *_plain(tokenizer, text[last:])]
+    return [*tokens, *plain_tokens(tokenizer, text[last:])]
 
 
 def is_same_text(tokenizer: Any, conversation: list[dict[str, str]], fed: list[int]) -> bool:
@@ -103,7 +103,7 @@ def is_same_text(tokenizer: Any, conversation: list[dict[str, str]], fed: list[i
     return tokenizer.decode(fed) == texts[0] and [token for token in fed if token in controls.values()] == tokens[1]
 
 
-def _plain(tokenizer: Any, text: str) -> list[int]:
+def plain_tokens(tokenizer: Any, text: str) -> list[int]:
     flagged = vars(tokenizer).get("_flagged")
     if flagged is None:
         flagged = copy.deepcopy(tokenizer)

@@ -28,7 +28,7 @@ def test_examples_come_before_the_article() -> None:
 
 def test_from_articles_to_a_table(articles: Path, tiny_folder: Path, tmp_path: Path) -> None:
     asked, answers = tmp_path / "requests.jsonl", tmp_path / "new" / "answers.jsonl"
-    built = invoke("h2o-compare", "requests", articles, "--form", "cnn_dailymail", "--shots", "1", "--to", asked)
+    built = invoke("h2o-compare", "requests", articles, "--form", "xsum", "--shots", "1", "--to", asked)
     assert built.exit_code == 0, built.stderr
     assert len(read_requests(asked)) == 3
     base = ["summarize", "-m", tiny_folder, "--input_path", asked, "--policies", "h2o", "--recent_ratio", "0.2"]

@@ -20,7 +20,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, Matrix
 from h2o_stream.native.pointers import Array
 from h2o_stream.runtime.model import ServedRuntime
-from tests.fixtures import make_llama
+from tests.fixtures import make_llama, with_exhaustive
 from tests.test_experts import described, fed, packed, served
 
 TESTS = Path(__file__).parent
@@ -83,7 +83,7 @@ def assisted(description: Description, sharing: Sharing = Sharing.ASSISTED) -> S
 
 
 def logits(runtime: ServedRuntime) -> Array:
-    return fed(runtime, [30, *[1] * 10])
+    return fed(runtime, [12, *[1] * 5])
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @native
-@pytest.mark.parametrize("name", ["dense", "packed", "experts", "columns"])
+@pytest.mark.parametrize("name", with_exhaustive(["packed", "experts", "columns"], ["dense"]))
 def test_results_do_not_depend_on_who_multiplies(name: str, three_threads: None) -> None:
-    results = [logits(assisted(model(name), sharing)) for sharing in Sharing for _ in range(3)]
+    results = [logits(assisted(model(name), sharing)) for sharing in Sharing for _ in range(2)]
     assert all(numpy.array_equal(result, results[0]) for result in results)
 
 

@@ -15,6 +15,7 @@ from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.config import MIN_EVICTABLE
 from tests.fixtures import ids
+from tests.in_turn import in_turn
 from tests.slots import attend
 from tests.tolerance import assert_close
 
@@ -24,9 +25,9 @@ POSITIONS = ["gap", "rolling", "absolute"]
 class TestBeforeAnyEviction:
     """Before the first eviction the results equal those of transformers' own cache."""
 
-    @pytest.mark.parametrize("positions", POSITIONS)
-    @pytest.mark.parametrize("chunk", [0, 1, 7, 64])
-    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.5)])
+    @in_turn("positions", POSITIONS)
+    @in_turn("chunk", [0, 1, 7, 64])
+    @in_turn("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.5)])
     def test_logits_equal_dynamic_cache(
         self, grouped: LlamaForCausalLM, positions: str, chunk: int, dtype: torch.dtype, tolerance: float
     ) -> None:

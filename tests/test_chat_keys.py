@@ -148,13 +148,12 @@ class TestKeys:
             assert int(seen.replace(",", "")) < 20_000, "of 46,000 tokens"
             assert "reading" not in pty.text, "that line is taken away"
 
-    def test_plain_and_markdown(self, tiny_folder: Path) -> None:
-        for options, shown in ((("--plain",), False), ((), True)):
-            with self.chat(tiny_folder, *options) as pty:
-                pty.until(lambda p: "seen 0" in p.text)
-                pty.send("hello\r")
-                pty.until(lambda p: "tokens, " in p.text)
-                assert ("\x1b[?25l" in pty.output.partition("hello")[2]) or not shown
+    def test_markdown_is_drawn(self, tiny_folder: Path) -> None:
+        with self.chat(tiny_folder) as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("hello\r")
+            pty.until(lambda p: "tokens, " in p.text)
+            assert "\x1b[?25l" in pty.output.partition("hello")[2]
 
     @pytest.mark.parametrize("environment", with_exhaustive([{"TERM": "dumb"}], [{"NO_COLOR": "1"}]))
     def test_poor_terminals(self, tiny_folder: Path, environment: dict[str, str]) -> None:
@@ -169,16 +168,8 @@ class TestKeys:
                 assert not re.search(r"\x1b\[3[1-7]m", pty.output)
 
 
-def test_files_are_private(tiny_folder: Path, tmp_path: Path) -> None:
-    with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4") as pty:
-        pty.until(lambda p: "seen 0" in p.text)
-        pty.send("/exit\r")
-        pty.exit_code()
-    history = tmp_path / "data" / "h2o-stream" / "history"
-    assert history.stat().st_mode & 0o077 == 0
-
-
 def test_typed_messages_are_kept_only_if_wanted(tiny_folder: Path, tmp_path: Path) -> None:
+    """And only the user may read them."""
     for option in ("--no-history", "--history"):
         with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4", option) as pty:
             pty.until(lambda p: "seen 0" in p.text)
@@ -189,3 +180,4 @@ def test_typed_messages_are_kept_only_if_wanted(tiny_folder: Path, tmp_path: Pat
         history = tmp_path / "data" / "h2o-stream" / "history"
         assert history.exists() == (option == "--history")
     assert "+hello" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0

@@ -72,7 +72,22 @@ class TestCompare:
 
     def test_a_damaged_part_is_measured_again(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
-        base = ["nll", "-m", tiny_folder, "--text", text, "--policies", "sink", "--windows", "16", "--out", out, "-q"]
+        base = [
+            "nll",
+            "-m",
+            tiny_folder,
+            "--text",
+            text,
+            "--policies",
+            "sink",
+            "--windows",
+            "16",
+            "--tokens",
+            "60",
+            "--out",
+            out,
+            "-q",
+        ]
         assert invoke("h2o-compare", *base).exit_code == 0
         (part,) = (out / "parts").iterdir()
         part.write_bytes(b"nonsense")
@@ -160,10 +175,12 @@ class TestCompare:
         assert small.exit_code == 2
         assert "--cache-budget" in small.stderr
 
+    @pytest.mark.usefixtures("no_charts")
     def test_summarize(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         file, out = tmp_path / "requests.jsonl", tmp_path / "out"
-        form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "stop": ["###"], "n": 1, "summary_gt": "some words"}
-        written(file, [{**form, "article": "word " * (20 + 9 * n)} for n in range(5)])
+        form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "n": 1, "summary_gt": "some words"}
+        stops = [[], [], [], ["###"], []]  # transformers looks at the whole vocabulary for each batch that has some
+        written(file, [{**form, "article": "word " * (20 + 9 * n), "stop": stops[n]} for n in range(5)])
         base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--windows", "16,32"]
         base += ["--batch", "2", "--jsonl", "-", "--dtype", "float32"]
         done = invoke("h2o-compare", *base, "--limit", "4", "--out", out)
@@ -250,6 +267,7 @@ class TestCompare:
         assert texts("together") == alone
         assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != alone
 
+    @pytest.mark.usefixtures("no_charts")
     def test_heavy_hitters(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         out = tmp_path / "new" / "folder"
         base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "240", "--window", "32", "--chunk", "8"]
@@ -268,7 +286,7 @@ class TestCompare:
         assert "…" not in done.stderr, "no figure is cut"
         assert "| layer | sparsity |" in (out / "heavy-hitters.md").read_text()
         for name in ("sparsity", "power-law", "mass"):
-            assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+            assert (out / f"{name}.png").exists()
 
     @pytest.mark.parametrize(("more", "words"), [
         (["--tokens", "401"], "the model has 400 positions; lower --tokens"),

@@ -10,6 +10,7 @@ import pytest
 from h2o_stream.config import POLICIES
 from tests.commands import invoke
 from tests.fixtures import make_llama, written
+from tests.in_turn import in_turn
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,6 +57,10 @@ RUN_ELSEWHERE = ("speed", "soak", "tasks", "--suite ruler", "--suite book", "rec
 """Those of which `make test` runs no command of the documentation, as other modules run the same comparison."""
 
 
+WITHOUT_MODEL = ("--replay", "--sessions", "--search", "--export", "--help", "--version", "report", "all")
+"""Those that end well without a model."""
+
+
 def commands() -> list[tuple[str, str]]:
     found: dict[str, str] = {}
     for page in PAGES:
@@ -82,17 +87,20 @@ def kind_of(line: str) -> str:
 
 
 def of_documentation() -> list[Any]:
-    """The commands as parameters, and whether to run them. What other tests run is exhaustive."""
-    exhaustive, known, parameters = pytest.mark.exhaustive, set[str](), list[Any]()
+    """The commands as parameters, and whether to run them. What others run, with the same options, is exhaustive."""
+    exhaustive, known, parameters, run = pytest.mark.exhaustive, set[str](), list[Any](), set[tuple[str, str]]()
     for page, line in COMMANDS:
         kind, name = kind_of(line), f"{page} {line}"[:70]
         first = kind not in known
         known.add(kind)
-        if kind not in SLOW + COMPARISONS or (first and kind not in RUN_ELSEWHERE):
+        options = {(kind, word) for word in shlex.split(line) if word.startswith("-")}
+        new = not options <= run or not options or any(word in line for word in WITHOUT_MODEL)
+        run |= options
+        if (kind not in SLOW + COMPARISONS and new) or (first and kind not in RUN_ELSEWHERE):
             parameters.append(pytest.param(page, line, True, id=name))
             continue
         parameters.append(pytest.param(page, line, False, id=f"{name} options"))
-        if first or kind in COMPARISONS:
+        if first or kind in COMPARISONS or not new:
             parameters.append(pytest.param(page, line, True, id=name, marks=exhaustive))
     return parameters
 
@@ -220,13 +228,13 @@ def wrong_names(text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+@in_turn("page", PROSE)
 def test_paths_and_names(page: Path) -> None:
     """Every path in the text exists, and where a name stands beside a file, the file defines it."""
     assert wrong_names(prose_of(page)) == []
 
 
-@pytest.mark.parametrize(("text", "wrong"), [
+@in_turn("text, wrong", [
     ("`attach` (`cli/chat.py`)", ["attach in cli/chat.py"]),
     ("`Conversation.sing` in\n`session/conversation.py`", ["Conversation.sing in session/conversation.py"]),
     ("`compute_nothing` in `native/src/abi.h`", ["compute_nothing in native/src/abi.h"]),
@@ -245,7 +253,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PROSE, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@in_turn("page", [*PROSE, ROOT / "CHANGELOG.md"])
 def test_links(page: Path) -> None:
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
     for target, anchor in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", text):

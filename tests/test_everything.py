@@ -33,7 +33,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 """The second window and the shape are beyond the 400 positions of the tiny model."""
 
-FEW: dict[str, dict[str, Any]] = {"nll": {"tokens": 120, "windows": (32, 64), "policies": ("full", "tova", "sink")}}
+FEW: dict[str, dict[str, Any]] = {"nll": {"tokens": 80, "windows": (32, 64), "policies": ("full", "tova", "sink")}}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from h2o_stream.native import library
-from tests.fixtures import thinned
+from tests.fixtures import with_exhaustive
 
 TESTS = Path(__file__).parent
 
@@ -22,16 +22,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("model", "rule", "what"), thinned(
-    product(("dense", "experts"), ("h2o", "absolute", "memory"), ("prompt", "batch", "step", "assisted step")),
-    lambda *case: case == ("experts", "h2o", "step"),
+@pytest.mark.parametrize(("every", "model", "rule", "what"), with_exhaustive(
+    [(25, "experts", "h2o", "step")],
+    product((1,), ("dense", "experts"), ("h2o", "absolute", "memory"), ("prompt", "batch", "step", "assisted step")),
 ))  # fmt: skip
-def test_every_allocation_may_fail(model: str, rule: str, what: str, tmp_path: Path) -> None:
+def test_every_allocation_may_fail(every: int, model: str, rule: str, what: str, tmp_path: Path) -> None:
     preloaded = tmp_path / "failing_allocations.so"
     source = TESTS / "failing_allocations.cpp"
     subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", source, "-o", preloaded, "-ldl"], check=True)
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.run_failing_allocations", model, rule, what],
+        [sys.executable, "-m", "tests.run_failing_allocations", model, rule, what, str(every)],
         cwd=TESTS.parent,
         env=os.environ | {"LD_PRELOAD": str(preloaded), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -38,6 +38,7 @@ from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import SafeConsole, Terminal, one_line, printable
 from tests.commands import invoke
 from tests.fixtures import written
+from tests.in_turn import in_turn
 from tests.terminal import Pty
 from tests.test_streams import LINES
 
@@ -110,7 +111,7 @@ class TestOnePlace:
         console.out(text)
         assert not [c for c in out.getvalue() if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t"]
 
-    @pytest.mark.parametrize("text", [
+    @in_turn("text", [
         EVIL, f"[{EVIL}](http://{EVIL})", f"```{EVIL}\n{EVIL}\n```", "&#27;[66m", "&#x9b;66m", "a&#13;b",
         f"![{EVIL}](a)",
     ])  # fmt: skip
@@ -232,7 +233,7 @@ class TestCommands:
         assert "[66m" in done.stderr
         assert not spoken(done.output)
 
-    @pytest.mark.parametrize("arguments", [
+    @in_turn("arguments", [
         ["h2o-chat", "-m", NAME], ["h2o-chat", "-m", f"/none/{NAME}.gguf", "--debug"],
         ["h2o-chat", "--prompt-file", NAME], ["h2o-chat", f"--{NAME}"], ["h2o-chat", NAME],
         ["h2o-chat", "--policy", NAME], ["h2o-chat", "--engine", NAME], ["h2o-chat", "--forget", NAME],
@@ -241,7 +242,7 @@ class TestCommands:
         ["h2o-stream", "--jsonl", f"/none/{NAME}"], ["h2o-compare", NAME], ["h2o-compare", "report", NAME],
         ["h2o-compare", "nll", "--text", NAME], ["h2o-compare", "nll", "--text", __file__, "--policies", NAME],
         ["h2o-compare", "nll", "--text", __file__, "--windows", NAME],
-    ], ids=lambda arguments: " ".join(arguments[:2]).replace(NAME, "NAME"))  # fmt: skip
+    ])  # fmt: skip
     def test_errors(self, arguments: list[str]) -> None:
         done = invoke(*arguments)
         assert done.exit_code in (1, 2)

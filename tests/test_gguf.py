@@ -24,6 +24,7 @@ from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import SkippedArray
 from tests.gguf_files import ROW, QuickReader, array, composed, key, split, string, tensor
+from tests.in_turn import in_turn
 
 T = GGUFValueType
 HUGE = 1 << 63
@@ -102,7 +103,7 @@ class TestHostile:
         (tmp_path / "good.gguf").write_bytes(two())
         assert [good.shape for good in GgufFile(tmp_path / "good.gguf").tensors.values()] == [(8,), (8,)]
 
-    @pytest.mark.parametrize("name", HOSTILE)
+    @in_turn("name", HOSTILE)
     def test_one_clear_line(self, tmp_path: Path, name: str) -> None:
         data, words = HOSTILE[name]
         path = tmp_path / "bad.gguf"

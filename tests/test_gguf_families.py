@@ -36,7 +36,7 @@ from h2o_stream.runtime.loading import ModelFile
 from h2o_stream.runtime.model import RuntimeModel
 from tests import llama
 from tests.families import tiny
-from tests.fixtures import thinned, with_exhaustive
+from tests.fixtures import thinned
 from tests.gguf_files import write_model
 from tests.test_gguf_names import BASE, NORM, PARTIAL, THETA
 from tests.test_runtime import MODELS, keep_all
@@ -316,10 +316,10 @@ CASES = {
         "stablelm", model("StableLm", **PARTIAL), {**LAYERED, **HALF, "use_parallel_residual": False}
     ),
 }  # fmt: skip
-ROUNDED = ("GLM-4 MoE", "Gemma 3n", "ERNIE 4.5 MoE", "DeepSeek V3", "Gemma")
+ROUNDED = ("ERNIE 4.5 MoE", "DeepSeek V3", "Gemma")
 """Families that are described in bfloat16, too; `make test-all` takes all."""
 
-KEPT = ("GLM-4 MoE", "Gemma 3n", "Gemma 4", "Gemma 4, experts", "DeepSeek V3", "HunYuan", "Granite MoE", "LFM2")
+KEPT = ("GLM-4 MoE", "Gemma 4, experts", "DeepSeek V3", "LFM2")
 """Families that are described from kept weights, too; `make test-all` takes all."""
 
 HYBRID = {
@@ -375,7 +375,7 @@ def served_logits(path: Path, positions: Positions | None = None) -> numpy.ndarr
     return numpy.stack([served.forward(TEXT[:PROMPT]), *(served.forward([token]) for token in TEXT[PROMPT:])])
 
 
-@pytest.mark.parametrize("name", with_exhaustive([*CASES][::2], [*CASES][1::2]))
+@pytest.mark.parametrize("name", thinned(zip(CASES), lambda name: [*CASES].index(name) % 4 == 0))
 def test_as_transformers_reads_them(name: str, write: Callable[..., Path]) -> None:
     loaded = load(ModelConfig(str(write(name, None)), dtype="float32"))
     assert difference_of(logits_of(loaded.model), logits_of(CASES[name].make())) < 1e-4
@@ -415,7 +415,8 @@ def test_described_from_a_file_that_is_not_quantized(name: str, write: Callable[
 
 
 @pytest.mark.parametrize(("name", "writes"), thinned(
-    itertools.product(CASES, ("torch", "runtime")), lambda name, writes: name in KEPT[:: 4 if writes == "torch" else 1]
+    itertools.product(CASES, ("torch", "runtime")),
+    lambda name, writes: name in KEPT and (writes == "torch") == (name == "LFM2"),
 ))  # fmt: skip
 def test_described_from_weights_that_were_packed_before(
     name: str, writes: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from h2o_stream.models.gguf_pretokenizer import _REGEXES
 from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
 from tests.fixtures import make_llama
 from tests.gguf_files import finish, write_model
+from tests.in_turn import in_turn
 
 TEXTS = [
     "In 2024, 12345 of them", "a1b2 c3", "½ ² ٣ ٤٢", "\n\n 7\t8  don't I'LL it's\n", "x=(1+22)*333;", "Größe 東京 3,5",
@@ -80,7 +81,7 @@ def test_the_default(load: Callable[[str | None], Any]) -> None:
     assert pieces(pre_tokenizer, "x1234 it's 5.") == ["x", "123", "4", "Ġit", "'", "s", "Ġ", "5", "."]
 
 
-@pytest.mark.parametrize(("name", "expected"), [
+@in_turn("name, expected", [
     ("llama-bpe", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
     ("qwen2", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
     ("deepseek-v3", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
@@ -102,12 +103,12 @@ def test_kimi_keeps_chinese_apart(load: Callable[[str | None], Any]) -> None:
     assert found == ["".join(pieces(BYTES, piece)) for piece in expected]
 
 
-@pytest.mark.parametrize("name", GGUF_PRE_TOKENIZER_SPLITS)
+@in_turn("name", GGUF_PRE_TOKENIZER_SPLITS)
 def test_the_regexes_that_transformers_has(name: str) -> None:
     assert _REGEXES[name] == (GGUF_PRE_TOKENIZER_SPLITS[name],)
 
 
-@pytest.mark.parametrize("name", _REGEXES)
+@in_turn("name", _REGEXES)
 def test_every_regex_loses_nothing(name: str, load: Callable[[str | None], Any]) -> None:
     pre_tokenizer = load(name).backend_tokenizer.pre_tokenizer
     for text in TEXTS:

@@ -15,6 +15,7 @@ from h2o_stream.runtime.architectures import ARCHITECTURES
 from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.loading import ModelFile
 from tests.gguf_files import split
+from tests.in_turn import in_turn
 from tests.test_gguf_families import CASES, FILE_TYPES, write  # noqa: F401
 
 TODAY = """
@@ -32,7 +33,7 @@ each_family = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("name", TODAY.split())
+@in_turn("name", TODAY.split())
 def test_there_is_a_row(name: str) -> None:
     assert name in ARCHITECTURES
 

@@ -19,7 +19,7 @@ from h2o_stream.attachment import graph_steps
 from h2o_stream.attachment.graph_steps import WARM_UP, GraphSteps
 from tests.families import FAMILIES
 from tests.fixtures import ids as tokens
-from tests.fixtures import make_llama, thinned
+from tests.fixtures import make_llama, thinned, with_exhaustive
 
 aten = torch.ops.aten
 
@@ -90,19 +90,19 @@ def check_replays(model: Any, config: CacheConfig, ids: Tensor) -> None:
     assert Recording.replays > ids.shape[1] - 60
 
 
-def test_500_tokens_are_those_of_eager_steps(recorded: type[Recording]) -> None:
-    check_replays(make_llama(groups=2), CacheConfig(window=24), tokens(540))
+def test_many_tokens_are_those_of_eager_steps(recorded: type[Recording]) -> None:
+    check_replays(make_llama(groups=2), CacheConfig(window=24), tokens(110))
 
 
 @pytest.mark.parametrize(("policy", "positions"), thinned(
     product(["h2o", "h2o-paper", "tova", "sink", "recent", "random"], ["gap", "absolute"]),
-    lambda policy, positions: positions == "gap" or policy == "h2o",
+    lambda policy, positions: positions == ("absolute" if policy in ("h2o", "sink") else "gap"),
 ))  # fmt: skip
 def test_policies_and_rows(recorded: type[Recording], policy: str, positions: Any) -> None:
-    check_replays(make_llama(groups=2), CacheConfig(policy, window=24, positions=positions), tokens(90, rows=3))
+    check_replays(make_llama(groups=2), CacheConfig(policy, window=24, positions=positions), tokens(72, rows=3))
 
 
-@pytest.mark.parametrize("name", ["Gemma 3", "Qwen 3", "GLM"])
+@pytest.mark.parametrize("name", with_exhaustive(["Gemma 3"], ["Qwen 3", "GLM"]))
 def test_families(recorded: type[Recording], name: str) -> None:
     """Sliding layers, norms, another order of dimensions."""
     model = next(family for family in FAMILIES if family.name == name).make()

@@ -14,6 +14,7 @@ from h2o_stream.session.history import ConversationHistory, ResumeError
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
+from tests.fixtures import with_exhaustive
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -39,8 +40,9 @@ def said(history: ConversationHistory, *texts: str) -> list[str]:
     return [next(event.text for event in history.say(text) if isinstance(event, Turn)) for text in texts]
 
 
-@pytest.mark.parametrize("policy", ["h2o", "full"])
-@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize(("policy", "saved"), with_exhaustive(
+    [("h2o", True), ("full", False)], [("h2o", False), ("full", True)]
+))  # fmt: skip
 def test_undo(make: Callable[..., ConversationHistory], policy: str, saved: bool) -> None:
     """Even after tokens have been evicted."""
     history = make(policy)

@@ -204,9 +204,9 @@ def test_the_matrices_have_every_policy() -> None:
 class TestInTheShell:
     """The same weights in 8 and in 4 bits."""
 
-    @pytest.fixture
-    def model(self, tmp_path: Path, tokenizer: Any) -> Path:
-        folder = saved(make_llama(size=16, vocab=len(tokenizer)), tokenizer, tmp_path / "model")
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+        folder = saved(make_llama(size=16, vocab=len(tokenizer)), tokenizer, tmp_path_factory.mktemp("model"))
         for quantize in ("int8", "int4"):
             compared(folder, quantize)
         return folder

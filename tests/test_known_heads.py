@@ -47,10 +47,6 @@ def test_it_copies_where_equal_windows_forget(model: LlamaForCausalLM) -> None:
     assert loss_of_the_copy(model, None) < 0.02
     assert loss_of_the_copy(model, CacheConfig("h2o", WINDOW)) < 0.02
     assert loss_of_the_copy(model, CacheConfig("h2o", WINDOW, kv_bits=6)) < 0.05
-    forgetful = (
-        CacheConfig("h2o", WINDOW, budgets="equal"),
-        CacheConfig("h2o-paper", WINDOW),
-        CacheConfig("sink", WINDOW),
-    )
+    forgetful = CacheConfig("h2o", WINDOW, budgets="equal"), CacheConfig("sink", WINDOW)
     for config in forgetful:
         assert loss_of_the_copy(model, config) > 10, config

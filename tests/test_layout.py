@@ -16,6 +16,7 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.windows import HeadWindow
 from tests.fixtures import ids, make_llama
+from tests.in_turn import in_turn
 
 WINDOW = 24
 GROUPS = (
@@ -42,8 +43,7 @@ def addresses(cache: H2OCache) -> list[int]:
 
 
 class TestAddresses:
-    @pytest.mark.parametrize("kv_bits", [16, 8, 2])
-    @pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "random", "recent"])
+    @in_turn("policy, kv_bits", [("h2o", 2), ("h2o-paper", 8), ("tova", 16), ("random", 8), ("recent", 16)])
     def test_they_stay_while_the_layout_does(self, model: LlamaForCausalLM, policy: str, kv_bits: int) -> None:
         """Through prompts, single tokens, windows that change size and rows that change places."""
         config = CacheConfig(policy, WINDOW, chunk=7, kv_bits=kv_bits)

@@ -27,6 +27,7 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
 from tests.fixtures import make_llama, saved, with_exhaustive
+from tests.test_runtime import written as write_gguf
 from tests.tolerance import relative_error
 
 IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
@@ -240,7 +241,7 @@ class TestGguf:
         model = load(ModelConfig(dtype="float32", device="cpu", quantize=quantize)).model
         assert abs(loss(model) - loss(embedded.model)) < max_loss
 
-    def test_repacking_reads_matrix_by_matrix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_repacking_reads_matrix_by_matrix(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """No more than one matrix exists unpacked."""
         unpacked = most_unpacked = 0
         read, packed = Weight.values, quantize.pack
@@ -258,7 +259,7 @@ class TestGguf:
 
         monkeypatch.setattr(Weight, "values", counted)
         monkeypatch.setattr(quantize, "pack", packing)
-        load(ModelConfig(device="cpu", quantize="int4"))
+        load(ModelConfig(str(write_gguf(tmp_path, "Llama")), device="cpu", quantize="int4"))
         assert (unpacked, most_unpacked) == (0, 1)
 
     def test_progress_reaches_the_end_and_may_stop_it(self) -> None:

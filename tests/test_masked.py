@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.compare.masking import MaskedStream, masked_attention, masked_plan, policy_rule, removal_rule
 from tests.commands import invoke, records
+from tests.fixtures import with_exhaustive
 from tests.tolerance import assert_close
 
 
@@ -17,8 +18,10 @@ def ids(count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("policy", ["h2o-paper", "recent", "sink", "random", "tova"])
-@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize(("policy", "chunk"), with_exhaustive(
+    [("h2o-paper", 1), ("recent", 7), ("sink", 7), ("random", 7), ("tova", 7)],
+    [("h2o-paper", 7), ("recent", 1), ("sink", 1), ("random", 1), ("tova", 1)],
+))  # fmt: skip
 def test_the_same_tokens_are_kept_as_by_dropping(grouped: LlamaForCausalLM, policy: str, chunk: int) -> None:
     config, tokens = CacheConfig(policy, 16, positions="absolute", chunk=chunk), ids(70)
     layers = range(grouped.config.num_hidden_layers)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from h2o_stream.native.abi import Matrix, MatrixKind
 from h2o_stream.native.packing import GROUP, columns_fit
-from tests.fixtures import thinned
-from tests.native_builds import native  # noqa: F401
+from tests.in_turn import in_turn
+from tests.native_builds import native, portable  # noqa: F401
 from tests.packed_tiles import KINDS, numbers, random_tiles
 
 GUARD = 123.5
@@ -52,10 +52,8 @@ def assert_near(y: Tensor, expected: Tensor, share: float) -> None:
 COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]
 
 
-@pytest.mark.parametrize(
-    "kind", [MatrixKind.FLOAT32, MatrixKind.BFLOAT16, MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16_COLUMNS]
-)
-@pytest.mark.parametrize("columns", [1, 7, 16, 40, 576])
+@in_turn("kind", [MatrixKind.FLOAT32, MatrixKind.BFLOAT16, MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16_COLUMNS])
+@in_turn("columns", [1, 7, 16, 40, 576])
 def test_dense(native: ctypes.CDLL, kind: int, columns: int) -> None:  # noqa: F811
     torch.manual_seed(columns)
     for rows in (*range(1, 10), 37):
@@ -79,10 +77,7 @@ SHAPES = [
 """Packed kinds with valid numbers of columns."""
 
 
-@pytest.mark.parametrize(("kind", "columns"), thinned(
-    [*SHAPES, *((kind, 512) for kind in KINDS if not columns_fit(kind, 32))],
-    lambda kind, columns: columns in (32, 96, 512, 576) or (columns == 4096 and kind == KINDS[0]),
-))  # fmt: skip
+@in_turn("kind, columns", [(kind, columns) for kind, columns in SHAPES if columns < 4096 or kind == KINDS[0]])
 def test_packed(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:  # noqa: F811
     torch.manual_seed(columns)
     for rows in (1, 15, 16, 17, 40):
@@ -121,8 +116,8 @@ def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL, 
                 assert alone.equal(together[vector : vector + 1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("columns", [32, 96, 256, 1056])
+@in_turn("kind", KINDS)
+@in_turn("columns", [32, 96, 256, 1056])
 def test_in_bfloat16(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:  # noqa: F811
     """Both may be rounded to bfloat16 where that is faster; nothing else is lost, whatever the numbers of rows are."""
     if not columns_fit(kind, columns):
@@ -139,7 +134,7 @@ def test_in_bfloat16(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> Non
         assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn("kind", KINDS)
 def test_prompts_give_the_numbers_of_single_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
     """More vectors and columns than the cache holds at a time."""
     torch.manual_seed(0)
@@ -163,8 +158,8 @@ def test_results_do_not_depend_on_earlier_products(native: ctypes.CDLL) -> None:
             assert multiply(native, matrix, x).equal(before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@in_turn("kind", KINDS)
+@in_turn("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_shows(native: ctypes.CDLL, kind: MatrixKind, value: float) -> None:  # noqa: F811
     tiles, x = random_tiles(kind, 8, 512), torch.randn(2, 512)
     x[1, 40] = value
@@ -173,7 +168,7 @@ def test_what_is_not_finite_shows(native: ctypes.CDLL, kind: MatrixKind, value: 
     assert not y[1].isfinite().any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn("kind", KINDS)
 def test_extreme_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
     tiles = random_tiles(kind, 8, 256)
     matrix, weights = described(tiles, None, 8, 256, kind), numbers(tiles, kind, 8, 256)
@@ -194,7 +189,7 @@ BITS = {
 """Of codes that are not 4."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn("kind", KINDS)
 def test_extreme_codes(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
     """The largest dot products of either sign."""
     for byte in (0x00, 0x7F, 0x80, 0x81, 0xFF):
@@ -206,25 +201,32 @@ def test_extreme_codes(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: 
         assert_near(multiply(native, described(tiles, None, 16, 256, kind), x), x.double() @ weights.T, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-class TestUnpacked:
+@in_turn("dtype", [torch.float32, torch.bfloat16])
+@in_turn("kind, columns", SHAPES)
+def test_rows_by_number(
+    native: ctypes.CDLL,  # noqa: F811
+    kind: MatrixKind,
+    columns: int,
+    dtype: torch.dtype,
+) -> None:
     """Results are rounded once to float32 and, for bfloat16, once more."""
+    tiles, rows = random_tiles(kind, 67, columns), torch.tensor([66, 0, 15, 16, 31, 31, 40])
+    expected = numbers(tiles, kind, 67, columns).float().to(dtype)
+    matrix = described(tiles, None, 67, columns, kind)
+    for threads in (1, 2, 3):
+        out = torch.full((len(rows) + 1, columns), GUARD, dtype=dtype)
+        native.h2o_gather(
+            ctypes.byref(matrix), rows.data_ptr(), len(rows), out.data_ptr(), dtype == torch.bfloat16, threads
+        )
+        assert out[:-1].equal(expected[rows])
+        assert out[-1].eq(GUARD).all()
 
-    @pytest.mark.parametrize(("kind", "columns"), SHAPES)
-    def test_rows_by_number(
-        self,
-        native: ctypes.CDLL,  # noqa: F811
-        kind: MatrixKind,
-        columns: int,
-        dtype: torch.dtype,
-    ) -> None:
-        tiles, rows = random_tiles(kind, 67, columns), torch.tensor([66, 0, 15, 16, 31, 31, 40])
-        expected = numbers(tiles, kind, 67, columns).float().to(dtype)
-        matrix = described(tiles, None, 67, columns, kind)
-        for threads in (1, 2, 3):
-            out = torch.full((len(rows) + 1, columns), GUARD, dtype=dtype)
-            native.h2o_gather(
-                ctypes.byref(matrix), rows.data_ptr(), len(rows), out.data_ptr(), dtype == torch.bfloat16, threads
-            )
-            assert out[:-1].equal(expected[rows])
-            assert out[-1].eq(GUARD).all()
+
+def test_on_any_processor(portable: ctypes.CDLL) -> None:  # noqa: F811
+    for kind, weights in kinds_and_weights(37, 768):
+        x = torch.randn(3, 768)
+        numbered = numbers(weights, kind, 37, 768) if kind in KINDS else weights.double().view(37, -1)
+        if kind == MatrixKind.FLOAT32_COLUMNS:
+            numbered = weights.double().T
+        found = multiply(portable, described(weights, None, 37, 768, kind), x)
+        assert_near(found, x.double() @ numbered.T, 1e-3)

@@ -7,26 +7,21 @@ import numpy
 import pytest
 
 from h2o_stream import config
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig
+from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper, rules
 from h2o_stream.native.stepper import Stepper
-from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 
 @pytest.fixture(scope="module")
-def whole() -> RuntimeModel:
-    loaded = load_model(ModelConfig(dtype="float32"), CacheConfig(), "auto", print, print).model
-    assert isinstance(loaded, RuntimeModel)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def model(whole: RuntimeModel) -> RuntimeModel:
+def model(served_embedded: LoadedModel) -> RuntimeModel:
     """Those six layers whose heads retrieve most: matrices as large as of all thirty."""
+    whole = served_embedded.model
+    assert isinstance(whole, RuntimeModel)
     largest = [max(window.share for window in windows) for windows in whole.windows]
     layers = sorted(sorted(range(len(largest)), key=largest.__getitem__)[-6:])
     of = whole.description.layers, whole.windows, whole.sliding
@@ -65,9 +60,10 @@ def test_together_as_alone(model: RuntimeModel, count: int, memory: Literal["off
         assert all(numpy.array_equal(first[name], second[name]) for name in first)
 
 
-def test_which_slots_are_filled_is_known_after_any_change(whole: RuntimeModel) -> None:
+def test_which_slots_are_filled_is_known_after_any_change(served_embedded: LoadedModel) -> None:
     """Steps do not count the slots of a cache that was full; one that grows or is loaded has empty slots again."""
-    served = whole.serve(CacheConfig(window=48))
+    assert isinstance(served_embedded.model, RuntimeModel)
+    served = served_embedded.model.serve(CacheConfig(window=48))
 
     def step() -> list[int]:
         served.forward([7])
@@ -79,7 +75,7 @@ def test_which_slots_are_filled_is_known_after_any_change(whole: RuntimeModel) -
     empty = [step() for _ in range(4)]
     assert max(empty[-1]) > 1, "the window has grown"
     state = served.state_dict()
-    for _ in range(200):
+    for _ in range(120):
         last = step()
     assert max(last) == 0
     served.load_state_dict(state)
@@ -110,18 +106,18 @@ def test_streams_of_other_rules_in_turn(model: RuntimeModel) -> None:
     assert numpy.array_equal(logits[2], logits[3])
 
 
-def test_a_prompt_shares_searches(whole: RuntimeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_shares_searches(model: RuntimeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one of 8 tokens searches the memory, logits are nearer to those of searching with all than without."""
     tokens = [5 + 17 * i % 4001 for i in range(400)] + [5 + 17 * i % 4001 for i in range(200)]
     logits = {}
     for name, memory, period in (("all", "auto", 1), ("shared", "auto", 8), ("none", "off", 1)):
         monkeypatch.setattr(config, "MEMORY_PROMPT_PERIOD", period)
-        logits[name] = whole.serve(CacheConfig(window=64, memory=memory)).forward(tokens)
+        logits[name] = model.serve(CacheConfig(window=64, memory=memory)).forward(tokens)
     shared, none = (numpy.linalg.norm(logits[name] - logits["all"]) for name in ("shared", "none"))
     assert 0 < shared < 0.85 * none
 
 
-@pytest.mark.parametrize(("steps", "prompts"), [(0, (21, 1, 40)), (2, (30,)), (7, (9, 70, 3))])
+@pytest.mark.parametrize(("steps", "prompts"), [(0, (21, 1, 40)), (2, (30,)), (4, (9, 70, 3))])
 def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts: tuple[int, ...]) -> None:
     """Prompts of any lengths, also of streams that have begun."""
     alone, together = ([opened(model, number) for number in range(steps + len(prompts))] for _ in range(2))

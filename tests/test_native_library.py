@@ -157,6 +157,7 @@ def assert_another_version() -> None:
     assert "\n" not in reason
 
 
+@pytest.mark.exhaustive
 def test_the_interface_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys\n"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -20,10 +19,9 @@ from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import LONG_TERM_DECAY, LONG_TERM_DISTANCE, CachePlan
 from h2o_stream.native.abi import TOO_FEW_SLOTS, AttentionLayer, PolicyKind, PositionMode, Slots
-from tests.native_builds import native
+from tests.in_turn import in_turn
+from tests.native_builds import native, portable  # noqa: F401
 from tests.slots import attend
-
-__all__ = ["native"]
 
 POLICIES = {"h2o": 0, "h2o-paper": 0, "tova": 1, "random": 2, "sink": 3, "recent": 3}
 POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
@@ -329,13 +327,18 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_the_eager_layer(native: ctypes.CDLL, name: str) -> None:
+@in_turn("name", CASES)
+def test_as_the_eager_layer(native: ctypes.CDLL, name: str) -> None:  # noqa: F811
     compare(native, CASES[name])
 
 
-@pytest.mark.parametrize("name", ["groups of 3", "rows", "long prompt", "many heads", "4 bits", "bfloat16"])
-def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str) -> None:
+@in_turn("name", ["h2o", "rows", "4 bits", "bfloat16"])
+def test_on_any_processor(portable: ctypes.CDLL, name: str) -> None:  # noqa: F811
+    compare(portable, CASES[name])
+
+
+@in_turn("name", ["groups of 3", "rows", "long prompt", "many heads", "4 bits", "bfloat16"])
+def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str) -> None:  # noqa: F811
     case, results = CASES[name], []
     for threads in (1, 2, 3):
         layer = Native(native, case, threads)
@@ -345,14 +348,14 @@ def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str) ->
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
-def test_inputs_that_are_views(native: ctypes.CDLL) -> None:
+def test_inputs_that_are_views(native: ctypes.CDLL) -> None:  # noqa: F811
     case = Case(plan())
     wanted = Native(native, case).attend(0)
     case.inputs[0] = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.inputs[0])
     assert torch.equal(Native(native, case).attend(0), wanted)
 
 
-def test_too_few_slots_are_refused(native: ctypes.CDLL) -> None:
+def test_too_few_slots_are_refused(native: ctypes.CDLL) -> None:  # noqa: F811
     layer = Native(native, Case(plan()))
     layer.slots_of_streams[0].slot_count = 16
     layer.attend(0, status=TOO_FEW_SLOTS)

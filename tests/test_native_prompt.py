@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.native import library, stepper
 from h2o_stream.native.abi import MatrixKind
 from tests.families import FAMILIES, config_of
-from tests.fixtures import make_llama
+from tests.fixtures import make_llama, thinned, with_exhaustive
+from tests.in_turn import in_turn
 from tests.packed_tiles import KINDS
 from tests.test_native_step import EXACT, exact, tokens_of
 from tests.test_native_step import NATIVE as NATIVE_POLICIES
@@ -26,7 +28,11 @@ from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
-NATIVE = [pytest.param(family, id=family.name) for family in FAMILIES if family.native]
+NATIVE = [
+    pytest.param(family, id=family.name, marks=() if number % 3 == 1 else pytest.mark.exhaustive)
+    for number, family in enumerate(family for family in FAMILIES if family.native)
+]
+"""Every third in `make test`; others are sampled by test_families, and all are described in test_describe."""
 
 
 @pytest.fixture
@@ -114,8 +120,10 @@ def test_attention_is_native(taken: list[tuple[int, int]], monkeypatch: pytest.M
     assert taken[-2:] == [(1, 17), (1, 42)]
 
 
-@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
-@pytest.mark.parametrize("policy", NATIVE_POLICIES)
+@pytest.mark.parametrize(("policy", "positions"), thinned(
+    itertools.product(NATIVE_POLICIES, ("gap", "rolling", "absolute")),
+    lambda policy, positions: policy == "h2o" or positions == ("gap", "absolute")[len(policy) % 2],
+))  # fmt: skip
 @pytest.mark.usefixtures("dense_too")
 def test_every_policy(policy: str, positions: Any, taken: list[tuple[int, int]]) -> None:
     model = make_llama()
@@ -123,8 +131,7 @@ def test_every_policy(policy: str, positions: Any, taken: list[tuple[int, int]])
         assert_same(model, CacheConfig(policy, 24, chunk=chunk, positions=positions), tokens_of(rows, 90), taken)
 
 
-@pytest.mark.parametrize("kv_bits", [8, 6, 4, 2])
-@pytest.mark.parametrize("chunk", [8, 0])
+@in_turn("kv_bits, chunk", [(8, 8), (6, 0), (4, 0), (2, 8)])
 @pytest.mark.usefixtures("dense_too")
 def test_few_bits(kv_bits: int, chunk: int, taken: list[tuple[int, int]]) -> None:
     config = CacheConfig(window=32, kv_bits=kv_bits, chunk=chunk)
@@ -138,8 +145,10 @@ def test_more_tokens_than_a_block(taken: list[tuple[int, int]]) -> None:
     assert_same(make_llama(), CacheConfig(window=64, chunk=32), tokens_of(2, 600), taken)
 
 
-@pytest.mark.parametrize("parts", [(), (1,), (1, 1), (24,), (25, 40)])
-@pytest.mark.parametrize("budgets", ["equal", "measured"])
+@pytest.mark.parametrize(("budgets", "parts"), thinned(
+    itertools.product(("equal", "measured"), ((), (1,), (1, 1), (24,), (25, 40))),
+    lambda budgets, parts: len(parts) % 2 == (budgets == "equal"),
+))  # fmt: skip
 @pytest.mark.usefixtures("dense_too")
 def test_stages_of_windows(budgets: Any, parts: tuple[int, ...], taken: list[tuple[int, int]]) -> None:
     """Prompts that fill slots exactly, and that pass several stages in which windows by head grow and shrink."""
@@ -194,7 +203,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(dense_too: None, take
     assert ours.norm() < 1.2 * theirs.norm() < 0.5 * wanted.norm()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_exhaustive(KINDS[::3], [*KINDS[1::3], *KINDS[2::3]]))
 def test_packed_weights(kind: MatrixKind, taken: list[tuple[int, int]]) -> None:
     model, tokens = packed_model(kind), tokens_of(2, 60)
     ours, theirs = (streamed(model, CacheConfig(window=80), tokens, engine)[0] for engine in ("auto", "eager"))

@@ -24,12 +24,12 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import load
 from h2o_stream.models.precision import device_map_kwargs
 from tests.commands import invoke
-from tests.fixtures import make_llama, saved
+from tests.fixtures import make_llama, saved, with_exhaustive
 
 IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o", "sink"])
+@pytest.mark.parametrize("policy", with_exhaustive(["h2o"], ["full", "sink"]))
 def test_weights_on_disk_give_the_same_output_as_in_memory(tiny_folder: Path, policy: str) -> None:
     inside = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
     outside = load(ModelConfig(str(tiny_folder), dtype="float32", device_map="auto", max_memory="cpu=1MB")).model
@@ -66,7 +66,9 @@ def test_host_memory_changes_nothing_where_layers_compute_there(tiny_folder: Pat
     assert generated[0] == generated[1]
 
 
-@pytest.mark.parametrize("settings", [{}, {"policy": "h2o-paper"}, {"kv_bits": 4}, {"budgets": "equal"}])
+@pytest.mark.parametrize(
+    "settings", with_exhaustive([{"kv_bits": 4}, {"policy": "h2o-paper"}], [{}, {"budgets": "equal"}])
+)
 def test_a_cache_on_disk_gives_the_same_output(
     tiny_folder: Path, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

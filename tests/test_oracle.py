@@ -1,6 +1,7 @@
 """The cache against the naive oracle: the same kept tokens and logits at every step."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.config import EngineChoice
-from tests.fixtures import make_llama, with_exhaustive
+from tests.fixtures import make_llama, thinned, with_exhaustive
 from tests.oracle import Oracle, Rules
 from tests.tolerance import FLOAT32, assert_close
 
@@ -95,7 +96,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 @examples(
-    12, 20, heads=st.integers(1, 2), groups=st.sampled_from([1, 3]), heavy=st.integers(0, 6), recent=st.integers(1, 6),
+    8, 20, heads=st.integers(1, 2), groups=st.sampled_from([1, 3]), heavy=st.integers(0, 6), recent=st.integers(1, 6),
     prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_h2o_paper_is_the_cookbook_rule(
@@ -109,7 +110,7 @@ def test_h2o_paper_is_the_cookbook_rule(
 
 
 @examples(
-    15, 30, groups=st.sampled_from([1, 3]), positions=st.sampled_from(["gap", "rolling", "absolute"]),
+    10, 30, groups=st.sampled_from([1, 3]), positions=st.sampled_from(["gap", "rolling", "absolute"]),
     sinks=st.integers(0, 3), heavy=st.integers(1, 5), recent=st.integers(1, 5), span=st.integers(0, 20),
     decay=st.sampled_from([1.0, 0.99, 0.7]),
     chunk=st.integers(1, 9), prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
@@ -135,16 +136,18 @@ def test_h2o_in_chunks_and_in_every_position_mode(
 
 
 @pytest.mark.parametrize(("policy", "sinks"), [("recent", 0), ("sink", 4)])
-@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
-@pytest.mark.parametrize("chunk", with_exhaustive([5, 0], [1]))
+@pytest.mark.parametrize(("positions", "chunk"), thinned(
+    product(("gap", "rolling", "absolute"), (5, 0, 1)), lambda positions, chunk: chunk == 5 or positions == "gap"
+))  # fmt: skip
 def test_policies_without_heavy_hitters(policy: str, sinks: int, positions: str, chunk: int) -> None:
     config = CacheConfig(policy, window=9, positions=positions, span=7, chunk=chunk)
     rules = Rules(9, 0, sinks, positions=positions, span=7)
     assert compare(make_llama(groups=3), config, rules, tokens_of(1, 40), 25)
 
 
-@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
-@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize(("positions", "chunk"), with_exhaustive(
+    [("gap", 5), ("rolling", 1), ("absolute", 5)], [("gap", 1), ("rolling", 5), ("absolute", 1)]
+))  # fmt: skip
 def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
     """Pinned tokens are not evicted and have no gap in front of them; sinks alone keep their place."""
     pins = (range(1, 5), range(17, 20))
@@ -152,11 +155,11 @@ def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
     movable = 20 - 5 - 3
     recent = movable - movable * 9 // 18
     rules = Rules(20, 9, 2, 0.9, positions, 13, long_term=2.0, recents=lambda layer, head: recent, pins=pins)
-    assert compare(make_llama(groups=3), config, rules, tokens_of(5, 90), 50)
+    assert compare(make_llama(groups=3), config, rules, tokens_of(5, 80), 50)
 
 
 @examples(
-    8, 20, policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]), pinned=st.booleans(),
+    6, 20, policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]), pinned=st.booleans(),
     positions=st.sampled_from(["gap", "rolling", "absolute"]), heavy=st.integers(2, 6), chunk=st.integers(1, 9),
     starts=st.lists(st.integers(0, 35), min_size=1, max_size=4), prompt=st.integers(5, 24), late=st.integers(0, 9),
     seed=st.integers(0, 1000),

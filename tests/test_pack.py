@@ -17,7 +17,8 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import BLOCK, GGUF_KINDS, GROUP, ROWS, gather, pack, repack, tiles_shape
-from tests.native_builds import native  # noqa: F401
+from tests.in_turn import in_turn
+from tests.native_builds import native, portable  # noqa: F401
 from tests.packed_tiles import FP4, IQ4
 
 Bytes = NDArray[np.uint8]
@@ -205,35 +206,38 @@ def column_counts(name: str) -> list[int]:
 
 
 class TestRepack:
-    @pytest.mark.parametrize("name", GGUF_KINDS)
-    @pytest.mark.parametrize("rows", [1, 16, 37])
+    @in_turn("name", GGUF_KINDS)
+    @in_turn("rows", [1, 16, 37])
     def test_numbers_are_those_of_the_file(self, name: str, rows: int) -> None:
         for columns in column_counts(name):
             blocks = random_blocks(name, rows, columns)
             assert_as_in_file(name, repacked(name, blocks, rows, columns), blocks)
 
-    @pytest.mark.parametrize("name", GGUF_KINDS)
+    @in_turn("name", GGUF_KINDS)
     def test_row_order(self, name: str) -> None:
         rows, columns = 35, column_counts(name)[-1]
         blocks = random_blocks(name, rows, columns)
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
         assert_as_in_file(name, repacked(name, blocks, rows, columns, order), blocks[order.numpy()])
 
-    @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL"])
+    @in_turn("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL"])
     def test_codes_and_scales_go_over_bit_by_bit(self, name: str) -> None:
         blocks = random_blocks(name, 16, 96)
         actual, expected = repacked(name, blocks, 16, 96), dequantize(blocks, GGMLQuantizationType[name])
         assert (actual == expected).all()
 
-    @pytest.mark.parametrize("name", GGUF_KINDS)
+    @in_turn("name", GGUF_KINDS)
     def test_the_library_reads_them(self, name: str) -> None:
+        self.check_reading(name)
+
+    def check_reading(self, name: str) -> None:
         kind = GGUF_KINDS[name]
         blocks = torch.from_numpy(random_blocks(name, 37, 768))
         tiles = repack(blocks, GGMLQuantizationType[name], kind, 37, 768)
         actual, expected = gather(tiles, kind, 37, 768, torch.arange(37), "float32"), numbers(tiles, kind, 37, 768)
         np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.parametrize("name", GGUF_KINDS)
+    @in_turn("name", GGUF_KINDS)
     def test_any_bytes(self, name: str) -> None:
         """Infinite and NaN scales leave the other tiles untouched."""
         rows, columns = 32, column_counts(name)[-1]
@@ -245,6 +249,11 @@ class TestRepack:
             bad[:] = random.integers(0, 256, bad.shape, np.uint8) if fill is None else fill
             tiles = repack(torch.from_numpy(blocks), number, kind, rows, columns)
             assert_as_in_file(name, numbers(tiles[1:], kind, ROWS, columns), blocks[ROWS:])
+
+    @in_turn("name", ["Q4_1", "Q6_K", "IQ4_XS"])
+    def test_on_any_processor(self, name: str, portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+        monkeypatch.setattr(library, "loaded", lambda: portable)
+        self.check_reading(name)
 
     def test_what_is_not_known_is_refused(self) -> None:
         blocks = torch.zeros(4096, dtype=torch.uint8)
@@ -287,16 +296,16 @@ def int4_errors(weights: Tensor) -> Tensor:
 
 
 class TestPack:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("rows", [1, 16, 37])
+    @in_turn("dtype", DTYPES)
+    @in_turn("rows", [1, 16, 37])
     def test_int8(self, rows: int, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         for columns in (32, 96, 256, 288, 576):
             weights = (torch.randn(rows, columns) * torch.rand(rows, 1)).to(dtype)
             torch.testing.assert_close(packed(weights, MatrixKind.INT8), int8_reference(weights), rtol=0, atol=0)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("rows", [1, 16, 37])
+    @in_turn("dtype", DTYPES)
+    @in_turn("rows", [1, 16, 37])
     def test_int4(self, rows: int, dtype: torch.dtype) -> None:
         """Groups use the better of two grids."""
         torch.manual_seed(0)
@@ -305,7 +314,7 @@ class TestPack:
             lost = (packed(weights, MatrixKind.INT4) - weights.float()).unflatten(1, (-1, GROUP)).square().sum(-1)
             torch.testing.assert_close(lost, int4_errors(weights).amin(-1), rtol=1e-4, atol=1e-9)
 
-    @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])
+    @in_turn("name", ["Q8_0", "Q4_0", "Q4_1"])
     def test_numbers_of_gguf_files_are_not_rounded_again(self, name: str) -> None:
         torch.manual_seed(0)
         scale, offset = (torch.rand(37, 3, 1) * 0.01 + 1e-4).half().float(), -torch.rand(37, 3, 1).half().float()
@@ -323,14 +332,14 @@ class TestPack:
         kind = MatrixKind.INT8 if name == "Q8_0" else MatrixKind.INT4
         torch.testing.assert_close(packed(weights, kind), weights, rtol=0, atol=0)
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @in_turn("kind", KINDS)
     def test_constant_groups(self, kind: MatrixKind) -> None:
         for number in (0.0, 1e-7, 0.7, -3.0):
             weights = torch.full((4, 64), number)
             torch.testing.assert_close(packed(weights, kind), weights, rtol=2e-3, atol=1e-7)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("kind", KINDS)
+    @in_turn("dtype", DTYPES)
+    @in_turn("kind", KINDS)
     def test_any_numbers(self, kind: MatrixKind, dtype: torch.dtype) -> None:
         """Infinities, NaNs and numbers beyond the fp16 range give finite grids and leave other rows alone."""
         random = np.random.default_rng(0)
@@ -345,7 +354,7 @@ class TestPack:
         if dtype != torch.float16:
             assert np.isfinite(numbers(tiles, kind, 32, 96)).all()
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @in_turn("kind", KINDS)
     def test_threads_agree(self, kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
         weights = torch.randn(100, 64)

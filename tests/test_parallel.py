@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.commands import invoke, records
 from tests.fixtures import make_llama, saved, written
+from tests.in_turn import in_turn
 from tests.preloaded import Preloaded
 from tests.terminal import BIN
 from tests.tolerance import assert_alike
@@ -65,8 +66,8 @@ def forked(command: Any, *arguments: object, processes: int = 2) -> subprocess.C
 
 
 @pytest.mark.parametrize(("launcher", "command"), [
-    (FORKS, "summarize"),
-    pytest.param(FORKS, "nll", marks=pytest.mark.exhaustive),
+    (FORKS, "nll"),
+    pytest.param(FORKS, "summarize", marks=pytest.mark.exhaustive),
     pytest.param(ACCELERATE, "summarize", marks=pytest.mark.exhaustive),
     pytest.param(TORCHRUN, "nll", marks=pytest.mark.exhaustive),
 ], ids=["forks", "forks", "accelerate", "torchrun"])  # fmt: skip
@@ -121,7 +122,7 @@ class TestTensorParallel:
         assert theirs["text"] == mine["text"]
         assert theirs["cached_tokens"] == mine["cached_tokens"] <= 33
 
-    @pytest.mark.parametrize(("arguments", "words"), [
+    @in_turn("arguments, words", [
         (["h2o-chat", "-p", "hi", "--tensor-parallel"], "start them with torchrun"),
         (["h2o-chat", "-p", "hi", "--tensor-parallel", "--quantize", "int8"], "--quantize int8; leave one out"),
         (["h2o-chat", "-p", "hi", "--tensor-parallel", "--device-map", "auto"], "--device-map auto; leave one out"),

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import MAX_WORDS, MIN_WORDS, locate, sentences, split
+from tests.in_turn import in_turn
 
 FACTS = [
     "My sister Clara works as a dentist in Porto.",
@@ -50,7 +51,7 @@ def test_passages_are_of_one_size(text: str) -> None:
     assert all(count < MAX_WORDS + 3 * MIN_WORDS for count in words)
 
 
-@pytest.mark.parametrize(("text", "expected"), [
+@in_turn("text, expected", [
     ("", []),
     (" \n\n\t ", []),
     ("Hello there", ["Hello there"]),
@@ -89,7 +90,7 @@ def test_text_without_spaces_is_cut() -> None:
     assert max(map(len, split("x" * 100_000))) < 2_000
 
 
-@pytest.mark.parametrize("parts", [
+@in_turn("parts", [
     ["My neighbour Mr. Okafor plays the cello.", "He is 80."],
     ["It costs 30,000.5 euros, e.g. Dr. Smith paid it.", "So did J. R. Tolkien, i.e. all of them!"],
     ["Really?!", '"Yes."', "(No.)", "I said No. 5 ...", "Then it ended."],
@@ -116,7 +117,7 @@ def test_lines_are_sentences_unless_they_are_wrapped() -> None:
     assert texts(text, sentences(text)) == parts
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "unit",
     [
         "a", " ", "\n", "\n ", ".", ". ", '."', "A. ", "。", "字", "Mr. ", "x\n", "a\t\n b", "ab\n\n", "!\n", "。\n\n",
@@ -154,8 +155,8 @@ PROMPTS = [
 REPLIES = ["Thank you, I will remember that.", "ok", "\n\n".join([*FACTS, PROSE]), "", "好的。" * 30]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("reply", REPLIES)
+@in_turn("prompt", PROMPTS)
+@in_turn("reply", REPLIES)
 def test_tokens_of_passages(tokenizer: PreTrainedTokenizerBase, prompt: str, reply: str) -> None:
     head = tokenizer("<|im_start|>user\n")["input_ids"]
     plain = tokenizer(prompt, split_special_tokens=True)["input_ids"]

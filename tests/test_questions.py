@@ -9,6 +9,7 @@ from h2o_stream import resources
 from h2o_stream.errors import DataError
 from h2o_stream.session import questions
 from h2o_stream.session.questions import load_questions, read_questions
+from tests.in_turn import in_turn
 
 GOOD = '{"question_id": 1, "category": "c", "turns": ["a", "b"]}'
 
@@ -41,7 +42,7 @@ def test_loop(tmp_path: Path) -> None:
     assert [t for _, t in islice(found.prompts(loop=True), 9)] == ["a", "b"] * 4 + ["a"]
 
 
-@pytest.mark.parametrize(("line", "what"), [
+@in_turn("line, what", [
     ("{", "not JSON"), ("[1]", "got list"), ("null", "got NoneType"),
     ("{}", "question_id and category and turns missing"),
     ('{"question_id": 1, "category": "c"}', "turns missing"),

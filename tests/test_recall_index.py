@@ -14,6 +14,7 @@ from h2o_stream.recall import database, index
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import split
+from tests.in_turn import in_turn
 
 Turn = tuple[int, str, str]
 TURNS: list[Turn] = [
@@ -88,7 +89,7 @@ def test_scripts_without_spaces(filled: PassageIndex) -> None:
     assert found(filled, "ข้าว") == ["ฉันชอบกินข้าวผัดมาก"]
 
 
-@pytest.mark.parametrize("term", [
+@in_turn("term", [
     "", " ", '"', '""', "'", "*", "_", "AND", "a OR", "NOT (", "NEAR(cat", "text:cat*", "^cat", "\0", "\ud800", "😀",
     "x" * 1_000_000, "x " * 100_000, "字" * 100_000, "-", "{cat}", "\N{COMBINING ACUTE ACCENT}", "%", ";--",
 ])  # fmt: skip

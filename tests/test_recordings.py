@@ -17,7 +17,7 @@ from h2o_stream.ui.panes import Panes, _shortened
 from h2o_stream.ui.recording import _read, _Recorder
 from h2o_stream.ui.stream import _run
 from tests.commands import invoke, piped, records, texts
-from tests.fixtures import written
+from tests.fixtures import with_exhaustive, written
 from tests.preloaded import run as run_command
 from tests.terminal import BIN, Pty
 
@@ -47,8 +47,8 @@ class TestRecordings:
         piped(tiny_folder, ["one"], "--record", file)
         last = _read(file)[-1][0]
         begun = time.monotonic()
-        invoke("h2o-stream", "--replay", file, "--pace", last / 0.5 if last else 1)
-        assert time.monotonic() - begun >= 0.45
+        invoke("h2o-stream", "--replay", file, "--pace", last / 0.2 if last else 1)
+        assert time.monotonic() - begun >= 0.18
 
     def test_only_what_changes_is_recorded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = [0.0]
@@ -106,7 +106,7 @@ class TestRecordings:
             pyte.Stream(screen).feed(text)
             shown.append("\n".join(screen.display))
         assert any("▒ heavy" in text and "tok/s │" in text for text in shown)
-        with Pty("h2o-stream", "--replay", str(file), "--pace", "1") as pty:
+        with Pty("h2o-stream", "--replay", str(file), "--pace", "4") as pty:
             assert pty.exit_code() == 0
             assert pty.text == shown[-1]
             assert "2 turns" in pty.text
@@ -193,7 +193,7 @@ class TestSideBySide:
         assert done.exit_code == 2
         assert "--compare takes two or more of" in done.stderr
 
-    @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 45)])
+    @pytest.mark.parametrize(("columns", "lines"), with_exhaustive([(80, 24)], [(160, 45)]))
     def test_in_two_panes(self, tiny_folder: Path, questions: Path, columns: int, lines: int) -> None:
         with Pty(
             "h2o-stream", "-m", str(tiny_folder), "--questions", str(questions), "-n", "40", "--seed", "3",

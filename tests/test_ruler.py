@@ -31,6 +31,7 @@ from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from tests.commands import invoke, records
 from tests.fixtures import saved
+from tests.in_turn import in_turn
 from tests.tolerance import LIKELIHOOD
 
 HAYSTACK = Haystack.of(python_manual(), python_manual())
@@ -46,8 +47,8 @@ def words(text: str) -> int:
 
 
 class TestItems:
-    @pytest.mark.parametrize("task", TASKS)
-    @pytest.mark.parametrize(("questions", "length"), [(1, 300), (1, 1500), (4, 1024)])
+    @in_turn("task", TASKS)
+    @in_turn("questions, length", [(1, 300), (1, 1500), (4, 1024)])
     def test_a_context_has_the_length_asked_for_and_not_more(
         self, task: str, questions: int, length: int, count: Callable[[str], int]
     ) -> None:
@@ -55,7 +56,7 @@ class TestItems:
         assert length - 40 <= count(item.context) <= length
         assert len(item.questions) == questions
 
-    @pytest.mark.parametrize("task", TASKS)
+    @in_turn("task", TASKS)
     def test_items_depend_on_seed_and_number_only(self, task: str) -> None:
         first = make_item(task, 2, 400, HAYSTACK, words, 3, 1)
         assert make_item(task, 2, 400, HAYSTACK, words, 3, 1) == first
@@ -68,7 +69,7 @@ class TestItems:
         _, text = context.split("\n\n", 1)
         assert text.index("The secret number") / len(text) == pytest.approx(depth, abs=0.06)
 
-    @pytest.mark.parametrize("task", TASKS)
+    @in_turn("task", TASKS)
     def test_distractors_have_the_form_of_the_answer_and_differ_from_it(self, task: str) -> None:
         for question in make_item(task, 4, 600, HAYSTACK, words, 0, 0).questions:
             assert len(question.distractors) == NUM_DISTRACTORS
@@ -88,7 +89,7 @@ class TestItems:
             left = needles - 1 - number
             assert len(hidden) == min(left, NUM_DISTRACTORS), "needles not asked for so far come first"
 
-    @pytest.mark.parametrize("task", TASKS)
+    @in_turn("task", TASKS)
     def test_what_earlier_turns_said_is_no_distractor(self, task: str) -> None:
         said = set[str]()
         for question in make_item(task, 4, 900, HAYSTACK, words, 0, 0).questions:
@@ -257,31 +258,30 @@ class TestCommand:
 
     @pytest.mark.usefixtures("no_charts")
     def test_policies_on_tasks(self, model: Path, tmp_path: Path) -> None:
-        base = ["tasks", "--suite", "ruler", "-m", model, "--tasks", "niah_single,vt", "--lengths", "400"]
-        base += ["--items", "2", "--windows", "64", "--form", "multi-turn", "--out", tmp_path / "out", "--jsonl", "-"]
+        base = ["tasks", "--suite", "ruler", "-m", model, "--tasks", "vt", "--lengths", "400"]
+        base += ["--items", "2", "--windows", "64", "--form", "one-turn", "--out", tmp_path / "out", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--policies", "full")
         assert done.exit_code == 0, done.stderr
         run, *found = records(done.stdout)
         assert (run["suite"], run["items"], run["lengths"]) == ("ruler", 2, [400])
         assert [(record["task"], record["policy"], record["recovery"]) for record in found] == [
-            (task, "full", None if record["margin"] <= record["margin_nothing"] else 1)
-            for task, record in zip(("niah_single", "vt"), found, strict=True)
+            ("vt", "full", None if record["margin"] <= record["margin_nothing"] else 1) for record in found
         ]
         parts = {path.name for path in (tmp_path / "out" / "parts").iterdir()}
-        assert len(parts) == 4, "with and without the context"
+        assert len(parts) == 2, "with and without the context"
         done = invoke("h2o-compare", *base, "--policies", "full,sink")
         assert done.exit_code == 0, done.stderr
         _, *more = records(done.stdout)
         assert [record for record in more if record["policy"] == "full"] == found
-        assert len(parts & {path.name for path in (tmp_path / "out" / "parts").iterdir()}) == 4, "results are reused"
-        (sink, _) = (record for record in more if record["policy"] == "sink")
-        assert (sink["type"], sink["window"], len(sink["margins"])) == ("tasks", 64, 4)
+        assert len(parts & {path.name for path in (tmp_path / "out" / "parts").iterdir()}) == 2, "results are reused"
+        (sink,) = (record for record in more if record["policy"] == "sink")
+        assert (sink["type"], sink["window"], len(sink["margins"])) == ("tasks", 64, 2)
         assert sink["to_full"]["low"] <= sink["margin"] - sink["margin_full"] <= sink["to_full"]["high"]
         table = (tmp_path / "out" / "tasks.md").read_text()
-        assert "multi-turn, 400 tokens" in table
+        assert "one-turn, 400 tokens" in table
         assert f"| sink | 64 | {sink['accuracy']:.0%} {sink['margin']:+.2f}" in table
-        replies = tmp_path / "out" / "replies" / "vt-multi-turn-400-sink-64.jsonl"
-        assert [json.loads(line)["question"] for line in replies.read_text().splitlines()] == [0, 1, 2, 3] * 2
+        replies = tmp_path / "out" / "replies" / "vt-one-turn-400-sink-64.jsonl"
+        assert [json.loads(line)["question"] for line in replies.read_text().splitlines()] == [0] * 2
 
     @pytest.mark.exhaustive
     def test_a_needle_by_length_and_depth(self, model: Path, tmp_path: Path) -> None:

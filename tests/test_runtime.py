@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.rotations import Rotations, rope_frequencies
 from h2o_stream.runtime.sources import ModelFile
 from tests.families import GROUPED, SLIDING, tiny
-from tests.fixtures import with_exhaustive
+from tests.fixtures import thinned, with_exhaustive
 from tests.gguf_files import write_model
+from tests.in_turn import in_turn
 from tests.test_gguf_names import BASE, EIGHT, HEAD, LAYERED, LINEAR, NORM, PARTIAL, QWEN, RMS, THETA, YARN, YARN_KEYS
 
 SIZES = {**GROUPED, "intermediate_size": 96, "max_position_embeddings": 512}
@@ -86,6 +88,9 @@ MODELS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
 DENSE = ("Llama, biases", "Qwen 3 MoE")
 """Models whose files are tested without blocks, too; `make test-all` takes all."""
 
+PACKED = ("Llama, biases", "Gemma 3", "Phi 3", "Starcoder 2", "Qwen 2 MoE")
+"""Models whose weights are packed before they are read."""
+
 TEXT = [number * 7 % 61 + 3 for number in range(300)]
 
 
@@ -131,24 +136,17 @@ def test_caches_share_a_table_of_rotations() -> None:
 
 
 class TestDescription:
-    @pytest.mark.parametrize("name", MODELS)
+    @in_turn("name", MODELS)
     def test_equals_that_of_the_model(self, name: str, tmp_path: Path) -> None:
         path = written(tmp_path, name)
-        model = load(ModelConfig(str(path), dtype="float32")).model
-        source = ModelFile(str(path), path, "float32")
-        assert difference(source.describe(print), describe(model)) == ""
-
-    @pytest.mark.parametrize("name", MODELS)
-    def test_rounded_as_the_model(self, name: str, tmp_path: Path) -> None:
-        path = written(tmp_path, name)
-        model = load(ModelConfig(str(path), dtype="bfloat16")).model
-        assert difference(ModelFile(str(path), path, "bfloat16").describe(print), describe(model)) == ""
+        for dtype in ("float32", "bfloat16"):
+            model = load(ModelConfig(str(path), dtype=dtype)).model
+            assert difference(ModelFile(str(path), path, dtype).describe(print), describe(model)) == ""
 
     @pytest.mark.parametrize(
         "name", [name if name in DENSE else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS]
     )
-    @pytest.mark.parametrize("stored", ["F32", "F16", "BF16"])
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @in_turn("stored, dtype", product(["F32", "F16", "BF16"], ["float32", "bfloat16"]))
     def test_of_files_that_are_not_quantized(self, name: str, stored: str, dtype: str, tmp_path: Path) -> None:
         path = written(tmp_path, name, stored)
         model = load(ModelConfig(str(path), dtype=dtype)).model
@@ -157,9 +155,10 @@ class TestDescription:
         kept = stored == "BF16" or dtype == "bfloat16"
         assert description.output.kind == (MatrixKind.BFLOAT16 if kept else MatrixKind.FLOAT32)
 
-    @pytest.mark.parametrize("name", ["Llama, biases", "Gemma 3", "Phi 3", "Starcoder 2", "Qwen 2 MoE"])
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("writes", ["torch", "runtime"])
+    @pytest.mark.parametrize(("name", "dtype", "writes"), thinned(
+        product(PACKED, ("float32", "bfloat16"), ("torch", "runtime")),
+        lambda name, dtype, writes: (dtype == "float32") == (writes == "torch") == PACKED.index(name) % 2,
+    ))  # fmt: skip
     def test_from_weights_that_were_packed_before(
         self, name: str, dtype: str, writes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -371,10 +370,9 @@ def shares(windows: Sequence[HeadWindow]) -> list[float]:
 @pytest.mark.parametrize(
     ("command", "arguments", "typed"),
     [
-        ("chat", ["-p", "Say hi.", "--session", "s"], ""),
         (
             "chat",
-            ["--window", "48", "--chunk", "8"],
+            ["--window", "48", "--chunk", "8", "--session", "s"],
             "I am Ada.\nTell me about bees.\nWho am I?\n/recall\n",
         ),
         ("stream", ["--turns", "1"], ""),

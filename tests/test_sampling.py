@@ -20,6 +20,7 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.sampling import Sampler, check_rng_state, nucleus, penalized, resolve
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.session.questions import Question, set_temperature
+from tests.in_turn import in_turn
 
 
 def scores_of(*scores: float) -> Any:
@@ -146,7 +147,7 @@ def test_the_penalty_is_that_of_transformers(count: int) -> None:
     assert sampler.sample(scores.numpy(), tokens.tolist()) == wanted.argmax()
 
 
-@pytest.mark.parametrize(("settings", "words"), [
+@in_turn("settings, words", [
     ({"temperature": "warm"}, "--temp takes a number"), ({"temperature": -1}, "--temp"),
     ({"temperature": float("nan")}, "--temp"), ({"top_p": 0}, "--top-p"), ({"top_k": -1}, "--top-k"),
     ({"min_p": 2}, "--min-p"), ({"repetition_penalty": 0}, "--repetition-penalty"), ({"seed": -1}, "--seed"),
@@ -157,8 +158,8 @@ def test_wrong_sampling_names_the_option(settings: dict[str, Any], words: str) -
         SamplingConfig(**settings)
 
 
-@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
-@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
+@in_turn("spread", [0.1, 1.0, 4.0])
+@in_turn("top_p", [0.1, 0.9, 0.999])
 def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> None:
     """Including flat distributions, whose nucleus is most of the vocabulary."""
     for scores in torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * spread:
@@ -166,10 +167,10 @@ def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> Non
         assert nucleus(scores.numpy(), top_p).tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
-@pytest.mark.parametrize("top_k", [0, 7])
-@pytest.mark.parametrize("top_p", [0.8, 1.0])
-@pytest.mark.parametrize("min_p", [0.0, 0.05])
+@in_turn("temperature", [0.5, 1.0, 1.3])
+@in_turn("top_k", [0, 7])
+@in_turn("top_p", [0.8, 1.0])
+@in_turn("min_p", [0.0, 0.05])
 def test_candidates_are_those_transformers_leaves(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
     sampler = Sampler(config, None)

@@ -12,7 +12,8 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerBase
 from h2o_stream.cli.seeds import _HINTS
 from h2o_stream.config import CacheConfig
 from tests.commands import invoke
-from tests.fixtures import saved, written
+from tests.fixtures import saved, with_exhaustive, written
+from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.usefixtures("no_charts")
 
@@ -71,7 +72,18 @@ def with_model(command: str, arguments: list[str], model: Path) -> list[str]:
     return [str(model) if before in names else word for before, word in zip(["", *arguments], arguments, strict=False)]
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(ours for _, ours in ROWS))
+def by_options() -> list[Any]:
+    """Our commands; those that have no option that others before them do not have are exhaustive."""
+    some, rest, known = list[str](), list[str](), set[str]()
+    for line in dict.fromkeys(ours for _, ours in ROWS):
+        command, *arguments = shlex.split(line)
+        options = {f"{command} {word.replace('_', '-')}" for word in arguments if word.startswith("-")}
+        (rest if options and options <= known else some).append(line)
+        known |= options
+    return with_exhaustive(some, rest)
+
+
+@pytest.mark.parametrize("line", by_options())
 def test_ours_runs(line: str, place: Path, long_folder: Path) -> None:
     command, *arguments = shlex.split(line)
     if command == "h2o-lm-eval":  # test_tasks.py runs it
@@ -88,7 +100,7 @@ def test_ours_runs(line: str, place: Path, long_folder: Path) -> None:
         assert Path(arguments[arguments.index("--output_path") + 1]).exists()
 
 
-@pytest.mark.parametrize("line", [theirs for theirs, _ in ROWS if shlex.split(theirs)[1] in OURS])
+@in_turn("line", [theirs for theirs, _ in ROWS if shlex.split(theirs)[1] in OURS])
 def test_theirs_runs_or_gets_one_line(line: str, place: Path, long_folder: Path) -> None:
     _, script, *arguments = shlex.split(line)
     done = invoke(*OURS[script], *with_model(OURS[script][0], arguments, long_folder))
@@ -101,14 +113,14 @@ def test_theirs_runs_or_gets_one_line(line: str, place: Path, long_folder: Path)
     assert hinted or "--policies" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "option",
     [
         "--enable_h2o_generation", "--enable_h2o_cache", "--enable_small_cache", "--enable_position_rolling",
         "--hh_size", "--sample_num", "--model_arch", "--start_size",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("command", [["h2o-chat"], ["h2o-stream"], ["h2o-compare", "summarize"]], ids=" ".join)
+@in_turn("command", [["h2o-chat"], ["h2o-stream"], ["h2o-compare", "summarize"]])
 def test_hints(command: list[str], option: str) -> None:
     done = invoke(*command, option, "1")
     assert done.exit_code == 2
@@ -116,10 +128,10 @@ def test_hints(command: list[str], option: str) -> None:
     assert f"{option}: " in done.stderr
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "option", ["num_heavy_hitter_tokens", "num_window_length", "heavy_ratio", "recent_ratio", "model_name_or_path"]
 )
-@pytest.mark.parametrize("command", [["h2o-chat"], ["h2o-stream"], ["h2o-compare", "summarize"]], ids=" ".join)
+@in_turn("command", [["h2o-chat"], ["h2o-stream"], ["h2o-compare", "summarize"]])
 def test_underscores(command: list[str], option: str) -> None:
     done = invoke(*command, f"--{option}")
     assert "requires an argument" in done.stderr

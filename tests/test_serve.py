@@ -97,14 +97,14 @@ class TestConversations:
         assert (report["origin"], report["turns_known"], report["turns_read"]) == ("read", 0, 1)
 
     def test_together_as_alone(self, server: Running) -> None:
-        alone = [texts(converse(server.url, number, 2, 16)) for number in range(2)]
-        answers, _ = together(server.url, range(9), 2, 16)
+        alone = [texts(converse(server.url, number, 2, 10)) for number in range(2)]
+        answers, _ = together(server.url, range(6), 2, 10)
         assert [texts(talk) for talk in answers[:2]] == alone
-        assert len({json.dumps(texts(talk)) for talk in answers}) == 9
+        assert len({json.dumps(texts(talk)) for talk in answers}) == 6
 
     def test_prompts_of_any_lengths_are_read_together(self, server: Running) -> None:
         """Also one of a single token, which has no stream yet to be stepped."""
-        prompts = ["One", "One two three.", "word " * 70, "Read this: " + "a b c d " * 30, "x" * 100]
+        prompts = ["One", "One two three.", "word " * 70, "Read this: " + "a b c d " * 20]
 
         def ask(prompt: str) -> str:
             body = {"prompt": prompt, "temperature": 0, "max_tokens": 6}
@@ -114,7 +114,7 @@ class TestConversations:
 
         alone = [ask(prompt) for prompt in prompts]
         with ThreadPoolExecutor(10) as executor:
-            assert list(executor.map(ask, prompts * 2)) == alone * 2
+            assert list(executor.map(ask, prompts)) == alone
 
     @pytest.mark.parametrize("step", ["step", "forward"])
     def test_a_step_that_fails_ends_its_replies_and_no_others(
@@ -268,7 +268,7 @@ class TestLimits:
         assert post(server.url, "/v1/chat/completions", body)[0] == status
 
     def test_a_long_paste_is_read(self, server: Running) -> None:
-        assert server.say("word " * 1100)["h2o"]["seen_tokens"] > 1100
+        assert server.say("word " * 600)["h2o"]["seen_tokens"] > 600
 
     def test_sleep_keys_sizes_and_metrics(self, tmp_path: Path) -> None:
         running = Running(tmp_path, awake=2, running=2, waiting=0, api_key="secret", max_body=2000)

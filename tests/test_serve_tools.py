@@ -14,6 +14,7 @@ from h2o_stream.native import library
 from h2o_stream.serve.messages import Exchange, Reply, as_fed, next_hash, parse_dialogue
 from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
 from tests.fixtures import compared, make_llama, saved
+from tests.in_turn import in_turn
 from tests.served import Running
 from tests.test_tools import HERMES, TIME, WEATHER
 
@@ -63,15 +64,15 @@ class TestFormat:
     def test_it_is_found_by_the_template(
         self, tokenizer: PreTrainedTokenizerBase, template: str, form: CallFormat | None
     ) -> None:
-        changed = copy.deepcopy(tokenizer)
+        changed = copy.copy(tokenizer)
         changed.chat_template = template
         assert find_format(changed) == form
 
     def test_a_template_without_tools_has_none(self, tokenizer: PreTrainedTokenizerBase) -> None:
         assert find_format(tokenizer) is None
 
-    @pytest.mark.parametrize(("template", "pieces"), WRITTEN.items(), ids=range(len(WRITTEN)))
-    @pytest.mark.parametrize("before", ["", "I will look.\n"])
+    @in_turn("template, pieces", WRITTEN.items())
+    @in_turn("before", ["", "I will look.\n"])
     def test_calls_are_read_whole_and_piece_by_piece(self, template: str, pieces: list[str], before: str) -> None:
         form = FORMATS[template]
         assert form is not None
@@ -84,10 +85,8 @@ class TestFormat:
             given = "".join(map(splitter.push, parts))
             assert (given, splitter.flush()) == (before.strip(), ("", (BERN, NOW)))
 
-    @pytest.mark.parametrize("template", WRITTEN, ids=range(len(WRITTEN)))
-    @pytest.mark.parametrize(
-        "text", ["Plain < text [of] {any} kind.", '{"name": 3}', "<tool_call>\n{", "[TOOL_CALLS]x", "  "]
-    )
+    @in_turn("template", WRITTEN)
+    @in_turn("text", ["Plain < text [of] {any} kind.", '{"name": 3}', "<tool_call>\n{", "[TOOL_CALLS]x", "  "])
     def test_what_is_no_call_is_text(self, template: str, text: str) -> None:
         form = FORMATS[template]
         assert form is not None
@@ -162,7 +161,7 @@ class TestMessages:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
-    changed = copy.deepcopy(tokenizer)
+    changed = copy.copy(tokenizer)
     changed.chat_template = HERMES
     model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
     running = Running(
@@ -263,7 +262,7 @@ class TestServer:
         assert [message.tool_calls for message in texts] == [None, None]
         assert texts[0].content == texts[1].content
 
-    @pytest.mark.parametrize(("more", "param"), [
+    @in_turn("more, param", [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
         ({"tool_choice": "perhaps"}, "tool_choice"),

@@ -62,7 +62,7 @@ class TestTemplate:
 
     def test_a_template_that_rewrites_the_past(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Some templates shorten old replies (such as their reasoning), so the start of a growing history changes."""
-        forgetful = copy.deepcopy(tokenizer)
+        forgetful = copy.copy(tokenizer)
         forgetful.chat_template = (
             "{% for m in messages %}<|im_start|>{{ m.role }}\n"
             "{% if m.role == 'assistant' and not loop.last %}(cut){{ m.content[-4:] }}{% endif %}"
@@ -76,7 +76,7 @@ class TestTemplate:
         assert tokenizer.decode(fed) == f"{END}\n<|im_start|>user\nNext?{END}\n<|im_start|>assistant\n"
 
     def test_a_template_without_a_system_role(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        strict = copy.deepcopy(tokenizer)
+        strict = copy.copy(tokenizer)
         strict.chat_template = (
             "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
             "[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"

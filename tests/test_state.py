@@ -16,7 +16,7 @@ from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.cache.arrays import to_arrays
 from h2o_stream.cache.state import checksummed, decode_json
 from h2o_stream.config import POLICIES
-from tests.families import LITERATURE, each_family
+from tests.families import each_family
 from tests.fixtures import make_llama, thinned
 from tests.states import with_checksums
 
@@ -30,7 +30,7 @@ def going_on(model: Any, cache: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("policy", "kv_bits"), thinned(
-    product(POLICIES, [16, 4]), lambda policy, kv_bits: kv_bits == 16 or policy not in LITERATURE
+    product(POLICIES, [16, 4]), lambda policy, kv_bits: (kv_bits == 4) == (policy in ("h2o", "tova"))
 ))  # fmt: skip
 def test_it_continues_bit_for_bit(tmp_path: Path, grouped: LlamaForCausalLM, policy: str, kv_bits: int) -> None:
     config = CacheConfig(policy, window=24, chunk=8, kv_bits=16 if policy == "full" else kv_bits)
@@ -175,9 +175,9 @@ HARMS: list[Callable[[torch.Tensor, random.Random], Any]] = [
 @pytest.mark.parametrize("resealed", [False, True], ids=["damaged", "with checksums that fit"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"kv_bits": 4, "budgets": "equal"}, {"policy": "full"}, {"positions": "absolute", "policy": "tova"}],
+    [{"kv_bits": 4, "budgets": "equal"}, {"policy": "full"}, {"positions": "absolute", "policy": "tova"}, {}],
 )
-def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: bool) -> None:
+def test_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: bool) -> None:
     """Each is refused in one line and changes nothing, or leaves the stream the same.
 
     With valid checksums, other numbers can be another stream, which continues normally.
@@ -190,7 +190,7 @@ def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: 
         state = cache.state_dict()
         names = [name for name in state if name != "checksums"]
         refused = 0
-        for _ in range(300 // 8):
+        for _ in range(20):
             harmed: dict[str, Any] = {name: tensor.clone() for name, tensor in state.items()}
             name, other = drawn.choice(names), drawn.choice(names)
             harm = drawn.choice([None, None, *HARMS])
@@ -213,7 +213,7 @@ def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: 
             if line is None:
                 going_on(grouped, cache)
                 cache.load_state_dict(state)
-        assert refused > (10 if resealed else 30)
+        assert refused > (5 if resealed else 15)
 
 
 def test_checksums_are_those_of_earlier_versions() -> None:

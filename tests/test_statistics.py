@@ -132,6 +132,7 @@ class TestWords:
         assert word_attention([*tokens[:-1], 3], even * 2).by_cooccurrence == pytest.approx([2.0] * 10, rel=1e-5)
 
 
+@pytest.mark.usefixtures("no_charts")
 def test_what_is_lost_without_heavy_hitters(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
     done = invoke(
         "h2o-compare", "heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "150", "--window", "24",

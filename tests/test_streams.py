@@ -16,6 +16,7 @@ import pytest
 from h2o_stream.session.jsonl import JsonlWriter
 from tests.commands import invoke
 from tests.fixtures import written
+from tests.in_turn import in_turn
 from tests.preloaded import run
 from tests.terminal import BIN, Pty
 
@@ -51,10 +52,8 @@ def started_or_forked(command: str, *arguments: object, closed: str) -> subproce
 
 
 class TestClosedStreams:
-    @pytest.mark.parametrize("command", COMMANDS)
-    @pytest.mark.parametrize(
-        ("closed", "code"), [("<&-", 0), (">&-", 1), ("2>&-", 0), ("<&- 2>&-", 0), (">&- 2>&-", 1)]
-    )
+    @in_turn("command", COMMANDS)
+    @in_turn("closed, code", [("<&-", 0), (">&-", 1), ("2>&-", 0), ("<&- 2>&-", 0), (">&- 2>&-", 1)])
     def test_what_needs_no_model(self, command: str, closed: str, code: int) -> None:
         done = started_or_forked(command, "--version", closed=closed)
         assert (done.returncode, done.stderr) == (code, "")
@@ -257,7 +256,7 @@ class TestReplays:
         assert invoke("h2o-stream", "--replay", tmp_path / "rec", "--pace", 1000).exit_code == 0
         assert "\U0001f600" in (tmp_path / "rec").read_text()
 
-    @pytest.mark.parametrize(
+    @in_turn(
         "line",
         [*([at_s, "o", ""] for at_s in (None, [], "7", float("nan"), float("inf"), -1, 10**400, 1e300, True)),
          *([0, "o", text] for text in (None, [], 7)), [], [0, "o"], {}, 7, None],
@@ -267,7 +266,7 @@ class TestReplays:
         assert done.exit_code == 1
         assert f"line {len(LINES) + 1} is not a line of a recording" in done.stderr
 
-    @pytest.mark.parametrize("header", [{}, {"version": 1}, {"version": True}, [], None, 2])
+    @in_turn("header", [{}, {"version": 1}, {"version": True}, [], None, 2])
     def test_what_is_no_header(self, tmp_path: Path, header: Any) -> None:
         done = invoke("h2o-stream", "--replay", written(tmp_path / "bad.rec", [header, *LINES[1:]]))
         assert done.exit_code == 1

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from h2o_stream.engine.text import TextStream
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.thinking import Markers, ThinkingSplitter, find_markers
+from tests.in_turn import in_turn
 from tests.thinking_model import BUDGETED, OPENED, SWITCHED, thinking_tokenizer
 
 TAGS = Markers("<think>", "</think>")
@@ -16,7 +17,7 @@ HARMONY = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + x + '<|end|><
 
 
 class TestMarkers:
-    @pytest.mark.parametrize(("template", "added", "markers"), [
+    @in_turn("template, added, markers", [
         ("{{ '<think>' + x + '</think>' }}", (), ("<think>", "</think>")),
         ("{{ x }}", ("<s>", "<think>", "</think>"), ("<think>", "</think>")),
         ("{{ x.split('</think>')[-1] }}", ("<think>",), ("<think>", "</think>")),
@@ -69,7 +70,7 @@ def split(reply: str, size: int, thinking: bool = False, markers: Markers = TAGS
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 class TestSplitter:
-    @pytest.mark.parametrize(("reply", "thought", "answer"), [
+    @in_turn("reply, thought, answer", [
         ("<think>\nWell,\n so. \n</think>\n\nYes.\n", "Well,\n so.", "Yes.\n"),
         ("\n <think>a</think>b", "a", "b"), ("<think>\n\n</think>\n\nYes.", "", "Yes."),
         ("<think>a</think>\n<think> b\n</think> c", "a\n\nb", "c"),
@@ -81,7 +82,7 @@ class TestSplitter:
     def test_replies(self, reply: str, thought: str, answer: str, size: int) -> None:
         assert split(reply, size) == (thought, answer)
 
-    @pytest.mark.parametrize(("reply", "thought", "answer"), [
+    @in_turn("reply, thought, answer", [
         ("a\n</think>\n\nb", "a", "b"),
         ("\na", "a", ""),
         ("</think>b", "", "b"),
@@ -90,7 +91,7 @@ class TestSplitter:
     def test_replies_that_begin_with_thinking(self, reply: str, thought: str, answer: str, size: int) -> None:
         assert split(reply, size, thinking=True) == (thought, answer)
 
-    @pytest.mark.parametrize(("reply", "thought", "answer"), [
+    @in_turn("reply, thought, answer", [
         (
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
             "Hm.",
@@ -103,7 +104,7 @@ class TestSplitter:
         markers = find_markers(HARMONY, (), "")
         assert split(reply, size, markers=markers) == (thought, answer)
 
-    @pytest.mark.parametrize(("reply", "thought", "answer"), [
+    @in_turn("reply, thought, answer", [
         ("<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", "Hm.", "Yes."),
         ("<think>\n\n</think>\n<answer>\nYes.\n</answer>\n", "", "Yes."),
         ("<think>a</think><answer>b </answer> c </answer>", "a", "b </answer> c"),

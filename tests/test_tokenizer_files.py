@@ -33,6 +33,7 @@ from h2o_stream.session.template import ChatTemplate
 from tests import gguf_files
 from tests.fixtures import make_llama
 from tests.gguf_files import LETTERS, MERGES, TOKENS, write_model
+from tests.in_turn import in_turn
 
 TEXTS = [
     "", " ", "Hello, world!", "  two  spaces\n\n\ttab \r\n", "12345 ½ ² ٣ 2024", "I'LL don't it's",
@@ -136,7 +137,7 @@ class TestEmbedded:
         expected = definition(PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)) | {"pre_tokenizer": None}
         assert definition(ours) | {"pre_tokenizer": None} == expected
 
-    @pytest.mark.parametrize("name", TEMPLATES)
+    @in_turn("name", TEMPLATES)
     def test_templates(self, name: str, ours: FileTokenizer, theirs: Any) -> None:
         template = TEMPLATES[name] or theirs.chat_template
         first = FileTokenizer(ours.backend_tokenizer, ours.special_tokens_map, template)
@@ -322,7 +323,7 @@ READ: dict[str, Callable[[], Any]] = {
 
 
 class TestFolders:
-    @pytest.mark.parametrize("name", READ)
+    @in_turn("name", READ)
     def test_as_transformers_reads_them(self, name: str, tmp_path: Path) -> None:
         READ[name]().save_pretrained(tmp_path)
         theirs = AutoTokenizer.from_pretrained(tmp_path)

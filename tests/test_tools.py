@@ -17,6 +17,7 @@ from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.turn import Turn
 from tests.commands import invoke
 from tests.fixtures import compared, make_llama, saved, written
+from tests.in_turn import in_turn
 
 END = "<|im_end|>"
 HERMES = (
@@ -69,7 +70,7 @@ REPLIES = ["It is warm.", "<call>", "Noon.", "One."]
 
 @pytest.fixture(scope="module")
 def hermes(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    changed = copy.deepcopy(tokenizer)
+    changed = copy.copy(tokenizer)
     changed.chat_template = HERMES
     return changed
 
@@ -82,9 +83,9 @@ def calling_folder(tmp_path_factory: pytest.TempPathFactory, hermes: PreTrainedT
 
 
 class TestTemplate:
-    @pytest.mark.parametrize("system", [None, "Be brief."])
-    @pytest.mark.parametrize("ended", [True, False])
-    @pytest.mark.parametrize("tools", [(), (WEATHER, TIME)])
+    @in_turn("system", [None, "Be brief."])
+    @in_turn("ended", [True, False])
+    @in_turn("tools", [(), (WEATHER, TIME)])
     def test_the_turns_together_are_the_whole(self, hermes: Any, system: str | None, ended: bool, tools: Any) -> None:
         end = hermes.convert_tokens_to_ids(END)
         template = ChatTemplate(hermes, system, {end}, tools=tools)
@@ -186,14 +187,14 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 class TestMessages:
-    @pytest.mark.parametrize(("value", "words"), REFUSED)
+    @in_turn("value, words", REFUSED)
     def test_what_is_refused_names_place_value_and_what_is_accepted(self, value: Any, words: str) -> None:
         with pytest.raises(DataError) as error:
             parse_messages(value)
         assert str(error.value).startswith(words)
         assert "\n" not in str(error.value)
 
-    @pytest.mark.parametrize("value", ["x", [1], [{}], [{"function": {"name": " "}}], {"name": "x"}])
+    @in_turn("value", ["x", [1], [{}], [{"function": {"name": " "}}], {"name": "x"}])
     def test_what_is_no_tool(self, value: Any) -> None:
         with pytest.raises(DataError, match=r"^tools.* is .*; accepted: "):
             parse_tools(value)

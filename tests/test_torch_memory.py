@@ -29,8 +29,8 @@ needs_library = pytest.mark.skipif(library.loaded() is None, reason="there is no
 
 
 @pytest.mark.parametrize(("name", "policy"), with_exhaustive(
-    [("DeepSeek V3", "h2o"), ("GPT-NeoX", "tova"), ("gpt-oss", "h2o"), ("Gemma 2", "snapkv"), ("Kimi Linear", "h2o")],
-    [(family.name, "h2o") for family in FAMILIES if not family.learned],
+    [("GPT-NeoX", "tova"), ("gpt-oss", "h2o"), ("Kimi Linear", "h2o")],
+    [("Gemma 2", "snapkv"), *((family.name, "h2o") for family in FAMILIES if not family.learned)],
 ))  # fmt: skip
 def test_families_and_policies(name: str, policy: str) -> None:
     """Latent attention, parts without RoPE, learned sinks, softcaps, native attention in eager steps; what only torch
@@ -53,7 +53,7 @@ def test_engines_continue_each_others_streams() -> None:
     model, tokens = make_llama(groups=3), tokens_of(2, 1010)
     logits, found = [], []
     with torch.no_grad():
-        for engines in (("auto",) * 3, ("auto", "eager", "auto"), ("eager", "auto", "eager")):
+        for engines in (("auto", "eager", "auto"), ("eager", "auto", "eager")):
             state = None
             for engine, (start, stop) in zip(engines, ((0, 600), (600, 1000), (1000, 1010)), strict=True):
                 with attach(model, made, engine=engine) as cache:
@@ -65,7 +65,7 @@ def test_engines_continue_each_others_streams() -> None:
                     looked_back = [tokens[index] for index in row.looked_back()]  # one of several equal keys
             logits.append(last)
             found.append(looked_back)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert max(relative_error(last, logits[0]) for last in logits) < ONE_CODE
 
 
@@ -104,7 +104,7 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", with_exhaustive([4], [8]))
 def test_few_bits(bits: Any) -> None:
     """What is evicted comes out of the bits that slots have."""
     made, _ = remembering(kv_bits=bits, window=24)

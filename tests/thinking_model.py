@@ -1,7 +1,8 @@
 """A tiny model that thinks: its tokenizer and template have tags for it, and its replies are scripted."""
 
 from collections.abc import Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,15 @@ OPENED = _TURNS + "{{ '<think>\n' }}{% endif %}"
 
 def thinking_tokenizer(tokenizer: Any, template: str = SWITCHED, special: bool = False) -> Any:
     """The tokenizer with tags for thinking, as control tokens if `special`."""
+    thinking = copy(_with_tags(tokenizer, special))
+    thinking.chat_template = template
+    return thinking
+
+
+@cache
+def _with_tags(tokenizer: Any, special: bool) -> Any:
     thinking = deepcopy(tokenizer)
     thinking.add_tokens(["<think>", "</think>"], special_tokens=special)
-    thinking.chat_template = template
     return thinking
 
 
