@@ -179,6 +179,12 @@ def gguf_parts(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)] or [path]
 
 
+def gguf_stem(path: Path) -> str:
+    """The name of a model's file without its end, and without the number of its part."""
+    named = _PART.fullmatch(path.name)
+    return Path(named[1]).name if named else path.stem
+
+
 def _damaged(path: Path, reason: str) -> ModelNotFoundError:
     return ModelNotFoundError(f"{path} is damaged or not readable as GGUF: {reason}")
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2o_stream.models.gguf import gguf_parts
+from h2o_stream.models.gguf import gguf_parts, gguf_stem
+from h2o_stream.models.other_tools import OLLAMA
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,14 @@ class LoadedModel:
             files = self.file.glob("*.safetensors") if self.file.is_dir() else gguf_parts(self.file)
             return sum(path.stat().st_size for path in files)
         return 0
+
+
+def short_name(name: str) -> str:
+    """What others call a model that the user named so: a file's stem, a folder's name, ollama's name or the Hub's."""
+    if name.startswith(OLLAMA):
+        return name.removeprefix(OLLAMA)
+    _, colon, file = name.partition(":")
+    path = Path(file if colon and file.endswith(".gguf") else name)
+    if path.suffix == ".gguf":
+        return gguf_stem(path)
+    return path.resolve().name if path.is_dir() or path.is_file() else name

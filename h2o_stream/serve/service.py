@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.models.loaded import LoadedModel, short_name
 from h2o_stream.progress import ignore
 from h2o_stream.resources import private_data_folder
 from h2o_stream.runtime.loading import load_model
@@ -83,10 +83,10 @@ class Service:
             self.worker.call(self.conversations.prepare_recall)
         self.worker.start()
 
-    @property
+    @cached_property
     def name(self) -> str:
-        """Name of the model."""
-        return self.model.name
+        """Name of the model for clients, see `short_name`."""
+        return short_name(self.model.name)
 
     @cached_property
     def call_format(self) -> CallFormat | None:
@@ -106,7 +106,7 @@ class Service:
             ApiError: it is not supported, or takes too long.
         """
         rules = sampled.schema if sampled.rules is None else sampled.rules
-        place = "response_format" if sampled.rules is None else "tools"
+        place = sampled.place if sampled.rules is None else "tools"
         if rules is None:
             return None
         ends = self.model.model.generation.eos_token_id
@@ -116,7 +116,7 @@ class Service:
             async with asyncio.timeout(GRAMMAR_S):
                 return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
         except TimeoutError as error:
-            raise ApiError(400, f"the schema was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
+            raise ApiError(400, f"it was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
         except ConfigError as error:
             raise ApiError(501, str(error), place) from error
         except H2OStreamError as error:
