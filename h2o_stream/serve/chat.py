@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -48,9 +47,7 @@ def check_begun(body: Mapping[str, Any], dialogue: Dialogue, sampled: Sampled) -
         raise wrong(sampled.place, "set", "nothing with an assistant's message at the end, which need not follow it")
     for name, continued in (("continue_final_message", True), ("add_generation_prompt", False)):
         if (value := field(body, name, bool)) is not None and (value == continued) != bool(dialogue.begun):
-            raise wrong(
-                name, value, f"{json.dumps(continued)} with an assistant's message at the end, else the opposite"
-            )
+            raise wrong(name, value, f"{continued} with an assistant's message at the end, {not continued} without")
 
 
 def _head(kind: str, service: Service, name: str) -> dict[str, Any]:

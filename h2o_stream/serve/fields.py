@@ -1,4 +1,4 @@
-"""Every field that clients of OpenAI's API, llama.cpp's server, vLLM and ollama document, and what is done with it here.
+"""Every field that OpenAI, llama.cpp's server, vLLM and ollama document, and what is done with it here.
 
 A field is served, under another name perhaps, refused with a reason unless its value changes nothing, or has no
 influence on any reply. Nothing is dropped without a word: names that are not in the table are reported.
@@ -55,9 +55,9 @@ _OFF = "it has no effect without a field that is refused: {}"
 _SHARED: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
-         "presence_penalty", "repeat_last_n", "seed", "stop", "stream", "stream_options", "stream_options.include_usage",
-         "stream_options.include_slots", "json_schema", "grammar", "guided_json", "guided_regex", "guided_choice",
-         "guided_grammar", "structured_outputs", "format", "options", "window", "policy", "recall", "think", "pins"),
+         "presence_penalty", "repeat_last_n", "seed", "stop", "stream", "stream_options",
+         "stream_options.include_usage", "stream_options.include_slots", "json_schema", "grammar", "guided_json",
+         "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format", "options", "window", "policy", "recall", "think", "pins"),
         Served(),
     ),
     "repeat_penalty": Served("repetition_penalty"),
@@ -242,7 +242,7 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, 
     table, options = FIELDS[endpoint], body.get("options")
     if options is not None and not isinstance(options, dict):
         raise wrong("options", options, "an object")
-    found, unknown = dict[str, Any](), list[str]()
+    found, unknown, given = dict[str, Any](), list[str](), {name for name, value in body.items() if value is not None}
     for name, value in {**(options or {}), **body}.items():
         rule = table.get(name)
         if rule is None:
@@ -252,8 +252,10 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, 
         else:
             unknown += _unknown_inside(name, value, table)
             target = (isinstance(rule, Served) and rule.name) or name
-            if found.setdefault(target, value) != value:
-                raise ApiError(400, f"{name} is {target}, which is given, too: {value} and {found[target]}", name)
+            if name != target and name in given and target in given and body[target] != value:
+                raise ApiError(400, f"{name} is {target}, which is given, too: {value} and {body[target]}", name)
+            if name in given or target not in given:
+                found[target] = value
     return found, unknown
 
 

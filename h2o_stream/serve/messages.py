@@ -88,8 +88,8 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
         raise wrong(f"messages[{len(messages) - 1}].content", messages[-1]["content"], "a text that is not empty")
     last = past.pop()
     if not last.user or last.reply.calls:
-        raise wrong("messages", "an assistant's message at the end",
-                    "a message of the user or a tool at the end, or before a text of the assistant that is continued")  # fmt: skip
+        accepted = "a message of the user or a tool at the end, or before a text of the assistant that is continued"
+        raise wrong("messages", "an assistant's message at the end", accepted)
     return Dialogue(prompt, tuple(past), last.user, last.reply.text)
 
 

@@ -13,8 +13,8 @@ from h2o_stream.errors import DataError
 from h2o_stream.resources import replace_surrogates
 
 Message = Mapping[str, Any]
-"""``role`` is ``user``, ``system``, ``assistant`` or ``tool``, ``content`` is text. An assistant's message may have ``tool_calls``;
-other fields are passed to the template."""
+"""``role`` is ``user``, ``system``, ``assistant`` or ``tool``, ``content`` is text. An assistant's message may have
+``tool_calls``; other fields are passed to the template."""
 
 Tool = Mapping[str, Any]
 """The description of a tool, a JSON schema."""

@@ -276,8 +276,8 @@ class ChatTemplate:
     def _fitted(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]
     ) -> list[Message]:
-        """The messages, in a form that the template has room for: it may reject or omit system messages in the middle of
-        a conversation, which become the user's, and greetings, before which the user then says something.
+        """The messages, in a form that the template renders. It may reject or omit system messages in the middle of a
+        conversation, which become the user's, and greetings, before which the user then says something.
         """
         opened, greeted = [_message("user", _GREETING), *messages], messages[0]["role"] == "assistant"
         if not greeted and all(message["role"] != "system" for message in messages):
