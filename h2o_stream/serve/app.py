@@ -265,7 +265,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code not in (404, 405):
         return _refusal(ApiError(error.status_code, error.detail))
     path = request.url.path
-    why = next((why for part in path.split("/") if (why := ELSEWHERE.get(part)) and path not in _SERVED), error.detail)
+    why = next((why for part in path.split("/") if (why := ELSEWHERE.get(part))), error.detail)
     return _refusal(ApiError(error.status_code, f"{request.method} {path[:60]}: {why}. Served are {_SERVED}"))
 
 

@@ -8,7 +8,7 @@ influence on any reply. Nothing is dropped without a word: names that are not in
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from h2o_stream.serve.errors import ApiError, wrong
@@ -28,7 +28,7 @@ class Refused:
     """It would change a reply, and is not followed: why, or what to do. Values in `neutral` change nothing."""
 
     why: str
-    neutral: tuple[Any, ...] = ()
+    neutral: tuple[Any, ...] = field(default=(), hash=False)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ _SHARED: Mapping[str, Rule] = {
         ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
          "presence_penalty", "repeat_last_n", "seed", "stop", "stream", "stream_options",
          "stream_options.include_usage", "stream_options.include_slots", "json_schema", "grammar", "guided_json",
-         "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format", "options", "window", "policy", "recall", "think", "pins"),
+         "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "format", "options", "window",
+         "policy", "recall", "think", "pins"),
         Served(),
     ),
     "repeat_penalty": Served("repetition_penalty"),
@@ -282,3 +283,32 @@ def _is_served(place: str, rule: Rule, value: Any) -> bool:
 def _same(value: Any, other: Any) -> bool:
     """Whether two values of JSON are the same; true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def as_markdown() -> str:
+    """The table for the documentation: fields, where they are sent, and what is done with them."""
+    rows = dict[tuple[str, str], list[str]]()
+    for name, places in _places().items():
+        for rule, where in places.items():
+            rows.setdefault((where, _described(rule)), []).append(f"`{name}`")
+    ordered = sorted(rows.items(), key=lambda row: (not row[0][1].startswith("served"), "no influence" in row[0][1]))
+    lines = [f"| {', '.join(names)} | {where} | {what} |" for (where, what), names in ordered]
+    return "\n".join(("| fields | of | |", "|---|---|---|", *lines))
+
+
+def _places() -> dict[str, dict[Rule, str]]:
+    """By field: what is done with it, and the endpoints where that is done."""
+    found = dict[str, dict[Rule, list[Endpoint]]]()
+    for endpoint, table in FIELDS.items():
+        for name, rule in table.items():
+            found.setdefault(name, {}).setdefault(rule, []).append(endpoint)
+    return {
+        name: {rule: "all" if len(ends) == len(FIELDS) else ", ".join(ends) for rule, ends in rules.items()}
+        for name, rules in found.items()
+    }
+
+
+def _described(rule: Rule) -> str:
+    if isinstance(rule, Served):
+        return f"served, as `{rule.name}`" if rule.name else "served"
+    return f"refused: {rule.why}" if isinstance(rule, Refused) else f"no influence: {rule.why}"
