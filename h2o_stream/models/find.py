@@ -8,6 +8,7 @@ from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.gguf import gguf_parts
 from h2o_stream.models.hub import fetch
+from h2o_stream.models.other_files import describe_address, describe_file
 from h2o_stream.models.other_tools import is_gguf, ollama_file
 from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.resources import wheel_file
@@ -23,6 +24,8 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
     """
     if not name.strip():
         raise ModelNotFoundError("the name of the model is empty; --model takes a folder, a .gguf file or a Hub id")
+    if what := describe_address(name):
+        raise ModelNotFoundError(f"{name} is {what}")
     if name == DEFAULT_MODEL:
         embedded = gguf_file(name)
         if embedded is None:
@@ -33,6 +36,8 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
         return str(embedded)
     path = ollama_file(name) or Path(name).expanduser()
     if path.is_file():
+        if not is_gguf(path) and (what := describe_file(path)):
+            raise ModelNotFoundError(f"{name} is {what}")
         if path.suffix != ".gguf" and not is_gguf(path):
             raise ModelNotFoundError(f"{name} is a file, --model takes a folder, a .gguf file or a Hub id")
         return str(path)

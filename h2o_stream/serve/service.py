@@ -12,7 +12,7 @@ from functools import cached_property, partial
 
 from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.engine.grammar import Grammar
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel, short_name
 from h2o_stream.progress import ignore
 from h2o_stream.resources import private_data_folder
@@ -69,7 +69,10 @@ class Service:
 
     def __init__(self, model: LoadedModel, config: ServeConfig, options: Options) -> None:
         self.model, self.config, self.options, self.started = model, config, options, int(time.time())
-        folder = config.folder or private_data_folder("served")
+        try:
+            folder = config.folder or private_data_folder("served")
+        except OSError as error:
+            raise DataError(f"conversations cannot be kept: {error}; give a --folder for them") from error
         self.store = Store(folder, model.model.digest, config.states, config.disk, config.expiry_days * _DAY_S)
         self.metrics = Metrics()
         self.conversations = Conversations(model, config, self.store)
