@@ -67,9 +67,7 @@ class GgufFile:
         self.tensors: dict[str, GgufTensor] = {}
         self._maps: list[mmap.mmap] = []
         if others and not self.path.exists():
-            raise ModelNotFoundError(
-                f"{path} is a part of a model, whose first one, {self.path.name}, is not beside it"
-            )
+            raise ModelNotFoundError(f"{path} is a part of a model, of which {self.path.name} is not beside it")
         self.metadata, self._spans = self._open(self.path)
         if what := describe_gguf(self.metadata, self.tensors):
             raise UnsupportedModelError(f"{path} is {what}")

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from h2o_stream.cache.state import State
-from h2o_stream.config import ServeConfig, model_sampling
+from h2o_stream.config import ServeConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
@@ -222,7 +222,8 @@ class Conversations:
         return live
 
     def _converse(self, options: Options, system: str | None) -> Conversation:
-        engine = WaitingEngine(self._model, options.cache, model_sampling(self._model.name))
+        engine = WaitingEngine(self._model, options.cache, self._model.sampling)
+        system = self._model.system if system is None else system
         return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking, options.tools)
 
     def _prepare_recall(self, live: Live) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session.calls import CallFormat, find_format
 
+_log = logging.getLogger(__name__)
+
 _DAY_S = 86_400.0
 GRAMMAR_S = 10.0
 """Seconds that a schema may take until it is compiled, those before it included."""
@@ -43,7 +46,7 @@ def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
         ConfigError: the runtime does not serve it.
         H2OStreamError: it differs from transformers' model.
     """
-    loaded = load_model(config, cache, "auto", ignore, ignore)
+    loaded = load_model(config, cache, "auto", _log.info, ignore)
     if not isinstance(loaded.model, RuntimeModel):
         reason = loaded.why_transformers
         raise ConfigError(f"h2o-serve serves what runs without torch, which {config.model} does not: {reason}")

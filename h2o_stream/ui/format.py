@@ -45,7 +45,7 @@ def format_duration(seconds: float) -> str:
 SOURCES = {
     "given": "given",
     "generation_config": "the model's own",
-    "model": "ours for this model",
+    "model": "for this model",
     "default": "default",
 }
 """Where a sampling setting comes from, in words."""
