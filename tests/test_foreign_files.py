@@ -183,6 +183,22 @@ class TestModels:
             find(str(tmp_path / "a.gguf"), offline=True)
         assert "\n" not in str(refused.value)
 
+    def test_a_pointer_in_a_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "model.safetensors").write_bytes(FILES["lfs"][0])
+        with pytest.raises(
+            H2OStreamError, match=r"model.safetensors is a pointer of Git LFS, not the file itself; run"
+        ):
+            find(str(tmp_path), offline=True)
+
+    def test_a_projector_beside_its_model(self, tmp_path: Path) -> None:
+        written(tmp_path / "mmproj.gguf", "clip", tensors=("mm.0.weight",))
+        model = written(tmp_path / "model.gguf", tensors=("token_embd.weight",))
+        assert find(str(tmp_path), offline=True) == str(model)
+        written(tmp_path / "other.gguf", tensors=("token_embd.weight",))
+        with pytest.raises(H2OStreamError, match="has 2 .gguf files, name one of them"):
+            find(str(tmp_path), offline=True)
+
     def test_a_part_without_the_others(self, tmp_path: Path) -> None:
         path = written(tmp_path / "a-00002-of-00003.gguf", split__no=1, split__count=3, tensors=("a",))
         with pytest.raises(H2OStreamError, match=r"a-00002-of-00003.gguf is a part of a model, of which a-00001"):

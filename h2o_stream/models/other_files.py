@@ -13,8 +13,9 @@ _SHOWN = 40
 
 _AGAIN = "the download failed; download the file itself, on the Hub by an address with /resolve/ in place of /blob/"
 _UNPACK = "unpack it, and give what is in it"
+_POINTER = b"version https://git-lfs.github.com"
 _STARTS: Mapping[bytes, str] = {
-    b"version https://git-lfs.github.com": "a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
+    _POINTER: "a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
     b"PK\x03\x04": f"a zip archive, or a checkpoint of torch.save; {_UNPACK}, or convert it to safetensors",
     b"\x80\x02": "a pickled checkpoint; convert it to safetensors or GGUF",
     b"\x1f\x8b": f"a gzip archive; {_UNPACK}",
@@ -78,6 +79,15 @@ def _text(start: bytes) -> str | None:
         return None
     shown = " ".join(text.split())
     return f"a text that begins with {shown[:_SHOWN]!r}; {_AGAIN}"
+
+
+def describe_pointer(path: Path) -> str | None:
+    """What a file of a folder is if it is a pointer of Git LFS, and what to do."""
+    try:
+        with path.open("rb") as file:
+            return _STARTS[_POINTER] if file.read(len(_POINTER)) == _POINTER else None
+    except OSError:
+        return None
 
 
 def describe_gguf(metadata: Mapping[str, Any], tensors: Collection[str]) -> str | None:
