@@ -165,6 +165,15 @@ class TestServer:
         assert len([*folder.iterdir()]) == kept
         assert not [path for path in folder.rglob("*") if path.is_file() and b"4711zebra" in path.read_bytes()]
 
+    def test_a_system_prompt_after_a_response_is_heard(self, server: Running) -> None:
+        ask = {"max_output_tokens": 8, "temperature": 0, "instructions": "Be brief."}
+        first = post(server.url, "/v1/responses", {**ask, "input": "Name a river."})[1]
+        said = [{"role": "developer", "content": "Answer in French."}, {"role": "user", "content": "Name a lake."}]
+        status, second = post(server.url, "/v1/responses", {**ask, "input": said, "previous_response_id": first["id"]})
+        assert status == 200, second
+        entry = server.entries(second["h2o"]["conversation"], 2)[1]
+        assert entry.prompt == "system: Answer in French.\nName a lake."
+
     def test_a_response_after_one_that_is_stored_is_not(self, server: Running) -> None:
         def respond(text: str, **more: Any) -> Any:
             status, answer = post(server.url, "/v1/responses", {"input": text, "max_output_tokens": 4, **more})

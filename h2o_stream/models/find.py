@@ -80,8 +80,9 @@ def gguf_file(name: str) -> Path | None:
 
 
 def _gguf_models(folder: Path) -> list[Path]:
-    """The GGUF files of a folder, of split ones the first."""
-    return sorted({gguf_parts(path)[0] for path in folder.glob("*.gguf")})
+    """The GGUF files of a folder, of split ones the first; if there are several, without projectors and the like."""
+    files = sorted({gguf_parts(path)[0] for path in folder.glob("*.gguf")})
+    return ([file for file in files if _is_model(file)] or files) if len(files) > 1 else files
 
 
 def _check_file(path: Path, name: str) -> None:
@@ -105,8 +106,6 @@ def _folder(path: Path, name: str) -> str:
                 raise ModelNotFoundError(f"{file} is {what}")
         return str(path)
     files = _gguf_models(path)
-    if len(files) > 1:  # projectors and adapters lie beside their models
-        files = [file for file in files if _is_model(file)] or files
     if len(files) == 1:
         _check_file(files[0], str(files[0]))
         return str(files[0])

@@ -48,8 +48,8 @@ class Dialogue:
 def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on: bool = False) -> Dialogue:
     """Check the messages of a request.
 
-    System prompts at the start are one, later ones belong to the turn that they are in, as several messages of the user
-    do; several of the assistant are one. A system prompt alone is answered as a message.
+    System prompts at the start of a conversation are one, later ones belong to the turn that they are in, as several
+    messages of the user do; several of the assistant are one. A system prompt alone is answered as a message.
 
     Args:
         messages: of the request.
@@ -63,7 +63,7 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
         raise wrong("messages", messages, "a list of one or more messages")
     said = [_parse_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
     system: list[str] = []
-    while said and said[0]["role"] == "system":
+    while said and said[0]["role"] == "system" and not goes_on:
         system.append(said.pop(0)["content"])
     if not said and "".join(system).strip():
         return Dialogue(None, (), "\n\n".join(system))

@@ -54,7 +54,7 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
     }
     options = parse_tool_options(asked, service.options.parse(body), service.call_format)
     previous, instructions = field(body, "previous_response_id", str), field(body, "instructions", str)
-    system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    system = [] if instructions is None or previous else [{"role": "system", "content": instructions}]
     dialogue = parse_dialogue([*system, *_as_messages(body.get("input"))], options.read, goes_on=previous is not None)
     after = None
     if previous is not None:
@@ -64,7 +64,7 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
         after = match[1], int(match[2])
         if dialogue.past:
             raise wrong("input", "past replies", "only what is new, with previous_response_id")
-        if dialogue.system not in (None, service.conversations.system_of(match[1])):
+        if instructions not in (None, service.conversations.system_of(match[1])):
             raise wrong("instructions", instructions, "those of the previous response; they cannot change")
     sampled = parse_sampled(body, service.config.max_reply, ("max_output_tokens",), None)
     text = field(body, "text", dict) or {}
@@ -129,7 +129,7 @@ def _response(service: Service, asked: AskedResponse, name: str, turn: int, end:
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.dialogue.system,
+        "instructions": body.get("instructions"),
         "max_output_tokens": config.max_tokens,
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
