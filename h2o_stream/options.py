@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import is_file, project_file, read_text, replace_surrogates
+from h2o_stream.resources import is_file, project_file, replace_surrogates
+from h2o_stream.texts import read_text
 
 
 class Option:

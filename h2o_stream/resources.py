@@ -16,9 +16,6 @@ APP = "h2o-stream"
 PRIVATE = 0o600
 """Mode of files that only the user may read."""
 
-_MAX_DAMAGED, _MAX_DAMAGED_SHARE = 8, 0.25
-"""How many characters of a piped text may be damaged: a few, or a share."""
-
 
 def project_file(name: str) -> Path:
     """A file of the project, from an installed wheel or a checkout."""
@@ -40,35 +37,6 @@ def is_file(path: Path) -> bool:
         return path.expanduser().is_file()
     except (OSError, RuntimeError, ValueError):
         return False
-
-
-def read_text(path: Path, label: str) -> str:
-    """Read a text file of the user. Messages begin with the label: option or command, and name.
-
-    Raises:
-        DataError: the file cannot be read as UTF-8.
-    """
-    try:
-        with file_errors(label):
-            return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{label}: not UTF-8 at byte {error.start}") from error
-
-
-def piped_text(data: bytes, label: str) -> str:
-    """Text from a pipe, in which single bytes that are not UTF-8 are replaced. Messages begin with the label.
-
-    Raises:
-        DataError: too much of it is not UTF-8; a model would answer noise for hours.
-    """
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        text = data.decode("utf-8", "replace")
-    damaged = text.count("\ufffd")
-    if damaged > max(_MAX_DAMAGED, _MAX_DAMAGED_SHARE * len(text)):
-        raise DataError(f"{label}: {damaged} of {len(text)} characters are not UTF-8; pipe text, see iconv")
-    return text
 
 
 def write_text(path: Path, text: str, label: str) -> None:

@@ -102,7 +102,7 @@ class TestCommands:
 
     def test_files(self, tiny_folder: Path, tmp_path: Path) -> None:
         (tmp_path / "note.txt").write_text("What the note says.")
-        (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+        (tmp_path / "bad.txt").write_bytes(b"\xff\xfd")
         (tmp_path / "empty.txt").write_text(" ")
         out = tmp_path / "talk.md"
         lines = [f"/file {tmp_path}/{name}" for name in ("note.txt What is it?", "bad.txt", "empty.txt", "none.txt")]

@@ -94,7 +94,7 @@ class TestChat:
         talk = ["-m", tiny_folder, "--temp", "0", "-n", "4", "--jsonl", "-", "-q"]
         (tmp_path / "words.txt").write_text("hello")
         results = [
-            invoke("h2o-chat", *talk, "-p", "hello", typed="not read\n"),
+            invoke("h2o-chat", *talk, "-p", "hello"),
             invoke("h2o-chat", *talk, "-p", "-", typed="hello"),
             invoke("h2o-chat", *talk, "--prompt-file", tmp_path / "words.txt"),
             invoke("h2o-chat", *talk, "--single-turn", typed="hello\nnot this\n"),

@@ -54,6 +54,26 @@ class TestSampling:
     def test_repetition_penalty(self) -> None:
         assert set(self.draws(temperature=0, repetition_penalty=2.0)) == {1}
 
+    @pytest.mark.parametrize(
+        ("settings", "replied", "token"),
+        [
+            ({"frequency_penalty": 0.4}, 3, 1),  # token 0 twice: 3 - 0.8 is below 2.6
+            ({"frequency_penalty": 0.4}, 1, 0),  # once
+            ({"presence_penalty": 0.5}, 3, 1),
+            ({"presence_penalty": 0.5}, 0, 0),  # the prompt does not count
+            ({"presence_penalty": -2.0}, 1, 0),
+            ({"frequency_penalty": 2.0, "repeat_last_n": 1}, 3, 1),
+            ({"frequency_penalty": 2.0, "repeat_last_n": 0}, 3, 0),
+            ({"repetition_penalty": 2.0, "repeat_last_n": 0}, 0, 0),
+            ({"repetition_penalty": 2.0, "repeat_last_n": 1}, 0, 1),
+        ],
+    )
+    def test_penalties_of_replies(self, settings: dict[str, Any], replied: int, token: int) -> None:
+        logits = scores_of(3.0, 2.6, 1.0)
+        sampler = Sampler(SamplingConfig(temperature=0, **settings), None)
+        assert sampler.sample(logits, [2, 0, 0, 2, 0][5 - max(replied, 2) :], replied) == token
+        assert logits.tolist() == scores_of(3.0, 2.6, 1.0).tolist()
+
     @pytest.mark.parametrize("penalty", [0.9, 1.1, 2.0])
     def test_the_penalty_is_that_of_transformers(self, penalty: float) -> None:
         random = torch.Generator().manual_seed(1)
@@ -151,6 +171,8 @@ def test_the_penalty_is_that_of_transformers(count: int) -> None:
     ({"temperature": "warm"}, "--temp takes a number"), ({"temperature": -1}, "--temp"),
     ({"temperature": float("nan")}, "--temp"), ({"top_p": 0}, "--top-p"), ({"top_k": -1}, "--top-k"),
     ({"min_p": 2}, "--min-p"), ({"repetition_penalty": 0}, "--repetition-penalty"), ({"seed": -1}, "--seed"),
+    ({"frequency_penalty": 3}, "--frequency-penalty"), ({"presence_penalty": float("nan")}, "--presence-penalty"),
+    ({"repeat_last_n": -2}, "--repeat-last-n"),
     ({"max_tokens": 0}, "--max-tokens"), ({"stop": ("",)}, "--stop"),
 ])  # fmt: skip
 def test_wrong_sampling_names_the_option(settings: dict[str, Any], words: str) -> None:

@@ -169,8 +169,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([], "messages is []; accepted: a list of one or more messages"),
     ({"role": "user"}, "messages is {"),
     (["a"], 'messages[0] is "a"; accepted: an object with role and content'),
-    ([{"content": "a"}], "messages[0].role is null; accepted: user, assistant, tool"),
-    ([{"role": "system", "content": "a"}], 'messages[0].role is "system"; accepted: user, assistant, tool; the system'),
+    ([{"content": "a"}], "messages[0].role is null; accepted: user, system, assistant, tool"),
     ([{"role": "user"}], "messages[0].content is null; accepted: a text"),
     ([user("a"), user(" ")], 'messages[1].content is " "; accepted: a text'),
     ([user("a"), result([1])], "messages[1].content is [1]"),
@@ -311,7 +310,7 @@ class TestQuestions:
         (
             "turns",
             ["a", [{"role": "bot", "content": "x"}]],
-            'turns[1][0].role is "bot"; accepted: user, assistant, tool',
+            'turns[1][0].role is "bot"; accepted: user, system, assistant, tool',
         ),
         ("turns", ["a", []], "turns[1] is []; accepted: a list of one or more messages"),
         ("turns", [[result("1")]], "turns[0][0].role is tool; accepted: user"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,14 @@ from h2o_stream.cli import run
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, list_prompts, settings_group
 from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, Settings
-from h2o_stream.errors import ConfigError
+from h2o_stream.errors import ConfigError, file_errors
 from h2o_stream.options import Option, text_or_file
-from h2o_stream.resources import piped_text
+from h2o_stream.texts import piped_text
 
 app = run.app("H2O")
+
+_PATIENCE_S = 2.0
+"""Seconds without anything from a pipe after which the user is told what is waited for."""
 
 _UNWRAPPED_WIDTH = 10_000
 """Columns of output that is not a terminal: one line for each row."""
@@ -147,7 +152,8 @@ CHAT = Group(
 def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: dict[str, tuple[Any, str]]) -> None:
     """Chat with a model for as long as you like, in constant memory.
 
-    Without a terminal each line of standard input is a message, and the end of input ends the chat.
+    Without a terminal each line of standard input is a message, and the end of input ends the chat; with --prompt, all
+    of it is a text that the prompt asks about.
     """
     chat = chat.checked()
     if chat.export is not None and chat.session is not None:
@@ -158,6 +164,8 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
     if settings.sampling.temperature == BENCH:
         raise ConfigError(f"--temp {BENCH} is by the category of a question; h2o-stream has them, h2o-chat does not")
     with run.outputs(output, chat.record) as (terminal, records):
+        if chat.prompt is not None and not settings.model.tensor_parallel:
+            chat = replace(chat, piped=_piped(terminal.note))
         if terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-":
             from h2o_stream.ui.loading_chat import LoadingChat
 
@@ -169,6 +177,17 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
             with open_chat(settings, chat, terminal, records, sources) as ready:
                 finish = ready.run()
         run.leave(finish)
+
+
+def _piped(note: Callable[[str], None]) -> str:
+    """What a pipe or a file gives to a question; nothing at a terminal."""
+    if sys.stdin.isatty():
+        return ""
+    with suppress(OSError, ValueError):  # this system cannot wait for it
+        if not select.select([sys.stdin.fileno()], [], [], _PATIENCE_S)[0]:
+            note("waiting for the end of standard input; < /dev/null answers without it")
+    with file_errors("standard input"):
+        return piped_text(sys.stdin.buffer.read(), "standard input")
 
 
 def _export(session: str, path: Path, thinking: bool) -> None:

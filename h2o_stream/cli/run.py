@@ -147,8 +147,8 @@ def file_options(command: str, described: Any) -> dict[str, Any]:
     """
     try:
         path = config_file()
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NoHomeError):
+        settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (FileNotFoundError, NotADirectoryError, NoHomeError):
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error

@@ -12,8 +12,9 @@ from h2o_stream.compare.options import ComparisonOptions, sets_window
 from h2o_stream.config import POLICIES, EngineChoice, ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.options import Option
-from h2o_stream.resources import project_file, read_text, write_text
+from h2o_stream.resources import project_file, write_text
 from h2o_stream.session.jsonl import jsonl_text, read_objects
+from h2o_stream.texts import read_text
 
 _QUICK: dict[str, dict[str, Any]] = {
     "nll": {"tokens": 2048, "windows": (128, 256)},

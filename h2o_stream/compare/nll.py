@@ -22,7 +22,7 @@ from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.masking import MaskedStream, Rule, masked_attention, masked_plan, policy_rule
 from h2o_stream.config import CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import read_text
+from h2o_stream.texts import read_text
 
 STEP = 256
 """Approximate tokens per forward. What the cache does depends on its chunk only."""

@@ -29,7 +29,8 @@ from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.memory import trim_heap
 from h2o_stream.models.fitting import dtype_name
-from h2o_stream.resources import cache_folder, read_text, write_atomically
+from h2o_stream.resources import cache_folder, write_atomically
+from h2o_stream.texts import read_text
 
 TINY = "tiny"
 """Name of a random Llama with two layers, for streams of millions of tokens."""

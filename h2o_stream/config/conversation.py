@@ -91,9 +91,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """Settings of ``h2o-chat``, as its ``--help`` explains them. Without a prompt it reads messages."""
+    """Settings of ``h2o-chat``, as its ``--help`` explains them. Without a prompt it reads messages.
+
+    The prompt asks about the text that was piped.
+    """
 
     prompt: str | None = None
+    piped: str = ""
     single_turn: bool = False
     session: str | None = None
     retell: bool = False

@@ -13,6 +13,9 @@ DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_P = 0.95
 DEFAULT_TOP_K = 0
 
+MAX_PENALTY = 2
+"""Largest of the penalties that are subtracted, as in OpenAI's API."""
+
 MODEL_SAMPLING: Mapping[str, Mapping[str, float]] = {
     # Nothing is recommended with it, and a model of this size repeats itself: docs/fidelity.md has the figures.
     DEFAULT_MODEL: {"repetition_penalty": 1.1},
@@ -45,6 +48,9 @@ class SamplingConfig:
         min_p: drop tokens below this fraction of the probability of the most probable one; None as above, or 0.
         repetition_penalty: above 1 makes the tokens of this turn less likely to be repeated; None as above, or 1. At
             temperature 0, which takes the most probable token, None is 1.
+        frequency_penalty: subtracted from a token's logit for each time that the reply has it; 0 is none.
+        presence_penalty: subtracted if the reply has the token at all; 0 is none.
+        repeat_last_n: how many of the last tokens the three penalties look at; -1 is the turn, 0 none.
         seed: of the sampler; None chooses one and reports it.
         max_tokens: maximum tokens of a reply.
         stop: strings that end a reply and are not shown.
@@ -55,6 +61,9 @@ class SamplingConfig:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repeat_last_n: int = -1
     seed: int | None = None
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
@@ -75,6 +84,12 @@ class SamplingConfig:
             raise ConfigError(f"min_p is {self.min_p}; --min-p must be between 0 and 1")
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
             raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; --repetition-penalty must be above 0")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -MAX_PENALTY <= (value := getattr(self, name)) <= MAX_PENALTY:
+                limits = f"between -{MAX_PENALTY} and {MAX_PENALTY}"
+                raise ConfigError(f"{name} is {value}; --{name.replace('_', '-')} must be {limits}")
+        if self.repeat_last_n < -1 or self.repeat_last_n != int(self.repeat_last_n):
+            raise ConfigError(f"repeat_last_n is {self.repeat_last_n}; --repeat-last-n must be -1 (all) or a number")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}; --seed must be between 0 and 2**63 - 1")
         if self.max_tokens < 1:

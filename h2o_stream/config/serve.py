@@ -26,6 +26,7 @@ class ServeConfig:
         max_body: bytes of a request.
         max_reply: tokens of a reply at most, and if the request names no limit.
         timeout_s: seconds of a reply; then it ends as if its length were reached.
+        strict: refuse requests that name another model, or have fields that nobody documents; else the log names them.
         unread_s: seconds that a client may leave what it was sent unread, or take to send a request.
     """
 
@@ -43,6 +44,7 @@ class ServeConfig:
     max_reply: int = 2048
     timeout_s: float = 600.0
     unread_s: float = 30.0
+    strict: bool = False
 
     def __post_init__(self) -> None:
         for name, minimum in (("awake", 1), ("running", 1), ("waiting", 0), ("states", 1), ("max_reply", 1)):

@@ -252,7 +252,7 @@ class Engine:
         """
         text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
         matcher = self.grammar.matcher() if self.grammar else None
-        for _ in range(self.sampling.max_tokens):
+        for replied in range(self.sampling.max_tokens):
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
                 return
@@ -265,7 +265,7 @@ class Engine:
             started = time.perf_counter()
             try:
                 scores = matcher.masked(self._logits) if matcher else self._logits
-                token = self.sampler.sample(scores, self._turn_tokens)
+                token = self.sampler.sample(scores, self._turn_tokens, replied)
                 if matcher:
                     matcher.accept(token)
                 self._forward([token])

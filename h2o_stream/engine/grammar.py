@@ -20,7 +20,7 @@ class Grammar:
         tokenizer: of the model.
         end_tokens: that end a turn; they are allowed where the text may end.
         vocabulary: number of logits.
-        rules: a JSON schema, or a text in llguidance's form of Lark.
+        rules: a JSON schema, or a text in llguidance's form of Lark, or in llama.cpp's (GBNF).
 
     Raises:
         ConfigError: llguidance is not installed.
@@ -34,18 +34,18 @@ class Grammar:
             from llguidance import LLMatcher
         except ImportError as error:
             raise ConfigError("JSON schemas need llguidance; pip install 'h2o-stream[json]'") from error
-        ends = tuple(sorted(end_tokens))
+        ends, what = tuple(sorted(end_tokens)), "grammar" if isinstance(rules, str) else "JSON schema"
         try:
             grammar = (
-                LLMatcher.grammar_from_lark(rules)
+                LLMatcher.grammar_from_lark(_as_lark(rules))
                 if isinstance(rules, str)
                 else LLMatcher.grammar_from_json_schema(json.dumps(rules))
             )
         except ValueError as error:
-            raise DataError(f"the JSON schema is not supported: {error}") from error
+            raise DataError(f"the {what} is not supported: {error}") from error
         self._matcher = LLMatcher(_guided(tokenizer.backend_tokenizer.to_str(), vocabulary, ends), grammar, log_level=0)
         if self._matcher.is_error():
-            raise DataError(f"the JSON schema is not supported: {self._matcher.get_error().splitlines()[0]}")
+            raise DataError(f"the {what} is not supported: {self._matcher.get_error().splitlines()[0]}")
 
     def matcher(self) -> Matcher:
         """For a reply that begins."""
@@ -67,6 +67,20 @@ class Matcher:
     def accept(self, token: int) -> None:
         """Append the sampled token."""
         self._matcher.consume_token(token)
+
+
+def _as_lark(rules: str) -> str:
+    """A grammar in the form of Lark.
+
+    Raises:
+        ValueError: it is no grammar.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(rules))
+    except Exception as error:  # its parser raises whatever it meets
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 @lru_cache(maxsize=2)

@@ -69,6 +69,9 @@ class Sampler:
         self.seed = broadcast(secrets.randbits(32)) if config.seed is None else config.seed
         self.greedy = self._temperature == 0
         self._penalty = float(self.settings["repetition_penalty"])
+        self._frequency, self._presence, self._last = (
+            config.frequency_penalty, config.presence_penalty, config.repeat_last_n,
+        )  # fmt: skip
         self._bits = PCG64(self.seed)
         self._random = Generator(self._bits)
 
@@ -92,12 +95,13 @@ class Sampler:
         bits["state"]["inc"] = int.from_bytes(data[16:], "little")
         self._bits.state = bits
 
-    def sample(self, logits: Scores, tokens: Sequence[int]) -> int:
+    def sample(self, logits: Scores, tokens: Sequence[int], replied: int = 0) -> int:
         """The next token.
 
         Args:
             logits: [V] float32.
             tokens: tokens that the repetition penalty applies to: the turn so far.
+            replied: how many of them, at the end, are the reply, to which the other penalties apply.
 
         Raises:
             H2OStreamError: the logits contain NaN.
@@ -108,15 +112,27 @@ class Sampler:
                 "the model's logits are not numbers (NaN): its weights are damaged or overflow their dtype; "
                 "try --dtype float32"
             )
-        scores = logits
-        if self._penalty != 1:
-            scores = penalized(logits, np.array(tokens, dtype=np.int64), self._penalty)
+        scores = self._penalized(logits, tokens, replied)
+        if scores is not logits:
             top = int(scores.argmax())
         if self.greedy:
             return top
         ids, scores = self.candidates(scores)
         mass = _relative(scores).cumsum(dtype=np.float64)
         return int(ids[mass.searchsorted(self._random.random() * mass[-1], side="right")])
+
+    def _penalized(self, logits: Scores, tokens: Sequence[int], replied: int) -> Scores:
+        """Scores with all penalties; without any, the logits themselves."""
+        count = len(tokens) if self._last < 0 else min(self._last, len(tokens))
+        scores = logits
+        if self._penalty != 1:
+            scores = penalized(logits, np.array(tokens[len(tokens) - count :], dtype=np.int64), self._penalty)
+        if self._frequency or self._presence:
+            reply = tokens[len(tokens) - min(count, replied) :]
+            ids, counts = np.unique(np.array(reply, dtype=np.int64), return_counts=True)
+            scores = scores.copy()
+            scores[ids] -= (self._frequency * counts + self._presence).astype(np.float32)
+        return scores
 
     def candidates(self, scores: Scores) -> tuple[TokenIds, Scores]:
         """The tokens that can be sampled, in ascending order, and their scores.

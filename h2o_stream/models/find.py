@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from h2o_stream.config import DEFAULT_MODEL
-from h2o_stream.errors import ModelNotFoundError
-from h2o_stream.models.gguf import gguf_parts
+from h2o_stream.errors import H2OStreamError, ModelNotFoundError
+from h2o_stream.models.gguf import GgufFile, gguf_parts
 from h2o_stream.models.hub import fetch
+from h2o_stream.models.other_files import describe_address, describe_file, describe_pointer
 from h2o_stream.models.other_tools import is_gguf, ollama_file
 from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.resources import wheel_file
@@ -23,6 +24,8 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
     """
     if not name.strip():
         raise ModelNotFoundError("the name of the model is empty; --model takes a folder, a .gguf file or a Hub id")
+    if what := describe_address(name):
+        raise ModelNotFoundError(f"{name} is {what}")
     if name == DEFAULT_MODEL:
         embedded = gguf_file(name)
         if embedded is None:
@@ -33,6 +36,7 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
         return str(embedded)
     path = ollama_file(name) or Path(name).expanduser()
     if path.is_file():
+        _check_file(path, name)
         if path.suffix != ".gguf" and not is_gguf(path):
             raise ModelNotFoundError(f"{name} is a file, --model takes a folder, a .gguf file or a Hub id")
         return str(path)
@@ -76,15 +80,34 @@ def gguf_file(name: str) -> Path | None:
 
 
 def _gguf_models(folder: Path) -> list[Path]:
-    """The GGUF files of a folder, of split ones the first."""
-    return sorted({gguf_parts(path)[0] for path in folder.glob("*.gguf")})
+    """The GGUF files of a folder, of split ones the first; if there are several, without projectors and the like."""
+    files = sorted({gguf_parts(path)[0] for path in folder.glob("*.gguf")})
+    return ([file for file in files if _is_model(file)] or files) if len(files) > 1 else files
+
+
+def _check_file(path: Path, name: str) -> None:
+    """Check that a file is not known to be something else than a model, or a part of one."""
+    if not is_gguf(path) and (what := describe_file(path)):
+        raise ModelNotFoundError(f"{name} is {what}")
+
+
+def _is_model(path: Path) -> bool:
+    try:
+        GgufFile(path)
+    except H2OStreamError:
+        return False
+    return True
 
 
 def _folder(path: Path, name: str) -> str:
     if (path / "config.json").is_file():
+        for file in (*path.glob("*.safetensors"), *path.glob("*.json")):
+            if what := describe_pointer(file):
+                raise ModelNotFoundError(f"{file} is {what}")
         return str(path)
     files = _gguf_models(path)
     if len(files) == 1:
+        _check_file(files[0], str(files[0]))
         return str(files[0])
     what = f"{len(files)} .gguf files, name one of them" if files else "neither a config.json nor a .gguf file"
     raise ModelNotFoundError(f"folder {name} has {what}")

@@ -28,6 +28,7 @@ from h2o_stream.models.gguf_header import (
     architecture_of,
     read_array,
 )
+from h2o_stream.models.other_files import describe_gguf
 from h2o_stream.native.gguf_types import TensorType
 
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
@@ -65,16 +66,24 @@ class GgufFile:
         self.path, *others = gguf_parts(path)
         self.tensors: dict[str, GgufTensor] = {}
         self._maps: list[mmap.mmap] = []
+        if others and not self.path.exists():
+            raise ModelNotFoundError(f"{path} is a part of a model, of which {self.path.name} is not beside it")
         self.metadata, self._spans = self._open(self.path)
+        if what := describe_gguf(self.metadata, self.tensors):
+            raise UnsupportedModelError(f"{path} is {what}")
+        if (count := self.metadata.get("split.count", 1)) not in (0, 1 + len(others)):
+            number = self.metadata.get("split.no", 0) + 1
+            named = f"model-00001-of-{count:05}.gguf"
+            raise ModelNotFoundError(
+                f"{path} is part {number} of {count} of a model; name all parts like {named}, in one folder"
+            )
         try:
             self.architecture = architecture_of(self.metadata)
         except DamagedError as error:
             raise self.damaged(str(error)) from None
-        if (count := self.metadata.get("split.count", 1)) not in (0, 1 + len(others)):
-            raise self.damaged(
-                f"it is one of {count} files of a model, which have to be named like model-00001-of-{count:05}.gguf"
-            )
         for other in others:
+            if not other.exists():
+                raise ModelNotFoundError(f"{path} is a part of a model, of which {other.name} is not beside it")
             self._open(other)
 
     def _open(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
@@ -177,6 +186,12 @@ def gguf_parts(path: Path) -> list[Path]:
         return [path]
     stem, count = named[1], int(named[2])
     return [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)] or [path]
+
+
+def gguf_stem(path: Path) -> str:
+    """The name of a model's file without its end, and without the number of its part."""
+    named = _PART.fullmatch(path.name)
+    return Path(named[1]).name if named else path.stem
 
 
 def _damaged(path: Path, reason: str) -> ModelNotFoundError:

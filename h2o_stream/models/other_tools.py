@@ -19,7 +19,7 @@ OLLAMA = "ollama:"
 """Prefix of ollama models."""
 
 _REGISTRY = "registry.ollama.ai"
-_MODEL_LAYER = "application/vnd.ollama.image.model"
+_LAYER = "application/vnd.ollama.image."
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _SAFE_PART = re.compile(r"[\w-][\w.-]*")
 _LARGEST_JSON = 1 << 20
@@ -49,6 +49,34 @@ def ollama_file(name: str) -> Path | None:
     """
     if not name.startswith(OLLAMA):
         return None
+    for folder, manifest in _manifests(name):
+        if file := _model_layer(folder, manifest):
+            return file
+    names = ", ".join(model.name for model in _ollama_models()) or "it has none"
+    raise ModelNotFoundError(f"ollama has no model {name.removeprefix(OLLAMA)!r} on this machine ({names})")
+
+
+def ollama_layers(name: str) -> dict[str, str]:
+    """What ollama keeps with the weights of ``ollama:NAME[:TAG]``, as texts by kind: ``system``, ``params``,
+    ``template``, ``messages``; an adapter is there without its content. Nothing for other names.
+    """
+    for folder, manifest in _manifests(name) if name.startswith(OLLAMA) else ():
+        if _model_layer(folder, manifest):
+            files = {kind: file for kind, file in _layers(folder, manifest) if kind not in ("model", "projector")}
+            return {kind: "" if kind == "adapter" else _read_layer(file) for kind, file in files.items()}
+    return {}
+
+
+def _read_layer(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(_LARGEST_JSON).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _manifests(name: str) -> Iterator[tuple[Path, Path]]:
+    """The folders of ollama, and where each has the manifest of a model."""
     path, _, tag = name.removeprefix(OLLAMA).partition(":")
     parts = path.split("/")
     host = parts.pop(0) if len(parts) > 2 else _REGISTRY
@@ -57,10 +85,7 @@ def ollama_file(name: str) -> Path | None:
     parts = [host, *parts, tag or "latest"]
     if len(parts) == 4 and all(_SAFE_PART.fullmatch(part) for part in parts):
         for folder in _ollama_folders():
-            if file := _model_layer(folder, folder.joinpath("manifests", *parts)):
-                return file
-    names = ", ".join(model.name for model in _ollama_models()) or "it has none"
-    raise ModelNotFoundError(f"ollama has no model {name.removeprefix(OLLAMA)!r} on this machine ({names})")
+            yield folder, folder.joinpath("manifests", *parts)
 
 
 def read_json(path: Path) -> Any:
@@ -91,15 +116,17 @@ def _ollama_models() -> Iterator[StoredModel]:
 
 def _model_layer(folder: Path, manifest: Path) -> Path | None:
     """The weights file that a manifest refers to, or None."""
+    return next((file for kind, file in _layers(folder, manifest) if kind == "model" and is_gguf(file)), None)
+
+
+def _layers(folder: Path, manifest: Path) -> Iterator[tuple[str, Path]]:
+    """Kinds and files of the layers of a manifest."""
     content = read_json(manifest)
     layers = content.get("layers") if isinstance(content, dict) else None
     for layer in layers if isinstance(layers, list) else []:
-        if isinstance(layer, dict) and layer.get("mediaType") == _MODEL_LAYER:
-            digest = _DIGEST.fullmatch(str(layer.get("digest")))
-            file = folder / "blobs" / f"sha256-{digest[1]}" if digest else None
-            if file and is_gguf(file):
-                return file
-    return None
+        kind = str(layer.get("mediaType")) if isinstance(layer, dict) else ""
+        if kind.startswith(_LAYER) and (digest := _DIGEST.fullmatch(str(layer.get("digest")))):
+            yield kind.removeprefix(_LAYER), folder / "blobs" / f"sha256-{digest[1]}"
 
 
 def _hub_models() -> Iterator[StoredModel]:

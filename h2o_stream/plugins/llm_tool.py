@@ -20,7 +20,6 @@ from h2o_stream.config import (
     CacheConfig,
     ModelConfig,
     SamplingConfig,
-    model_sampling,
 )
 from h2o_stream.errors import H2OStreamError
 
@@ -92,8 +91,8 @@ class H2OModel(llm.Model):
             self._open = None
         cache = CacheConfig(policy=options.policy, **({} if options.window is None else {"window": options.window}))
         model = self._load(ModelConfig(options.model), cache)
-        engine = Engine(model.model, model.tokenizer, cache, sampling_defaults=model_sampling(model.name))
-        ours = Conversation(engine, system, model.stops, CHAT_RECALL, False if prompt.schema else None)
+        engine = Engine(model.model, model.tokenizer, cache, sampling_defaults=model.sampling)
+        ours = Conversation(engine, system or model.system, model.stops, CHAT_RECALL, False if prompt.schema else None)
         for said in past:
             for _ in ours.feed_turn(said.prompt.prompt, said.text()):
                 pass

@@ -17,6 +17,7 @@ from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.processes import Processes
@@ -43,6 +44,16 @@ def load_model(
 
     Other arguments and errors as for `models.load.load`, which does it otherwise.
     """
+    return with_modelfile(_load(config, cache, engine, notify, progress), notify)
+
+
+def _load(
+    config: ModelConfig,
+    cache: CacheConfig,
+    engine: EngineChoice,
+    notify: Callable[[str], None],
+    progress: ProgressCallback,
+) -> LoadedModel:
     source = find(config.model, config.offline, progress)
     try:
         path = local_path(source, config.offline)

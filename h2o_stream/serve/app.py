@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
-from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.errors import ApiError, wrong
+from h2o_stream.serve.fields import ELSEWHERE, Endpoint, read_fields
+from h2o_stream.serve.requests import is_kept
 from h2o_stream.serve.responses import answer_response, parse_response, stream_response
 from h2o_stream.serve.service import Service
 
@@ -31,6 +33,11 @@ T = TypeVar("T")
 
 _PAGE = Path(__file__).with_name("page.html")
 _DONE = b"data: [DONE]\n\n"
+
+_UNKNOWN = "h2o-unknown-fields"
+"""Header of answers: fields of the request that are not in the table."""
+
+_SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health and /metrics"
 
 
 def make_app(service: Service) -> Starlette:
@@ -44,10 +51,10 @@ def make_app(service: Service) -> Starlette:
         finally:
             await asyncio.to_thread(service.close)
 
-    posts: dict[str, Callable[[Service, Request, dict[str, Any]], Awaitable[Response]]] = {
-        "/v1/chat/completions": _chat,
-        "/v1/completions": _completion,
-        "/v1/responses": _response,
+    posts: dict[Endpoint, Callable[[Service, Request, dict[str, Any]], Awaitable[Response]]] = {
+        "chat/completions": _chat,
+        "completions": _completion,
+        "responses": _response,
     }
     gets: dict[str, Callable[[Service, Request], Response]] = {
         "/v1/models": _models,
@@ -58,7 +65,10 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/", lambda request: HTMLResponse(_PAGE.read_text(encoding="utf-8"))),
         *(Route(path, partial(_answer_get, service, handler)) for path, handler in gets.items()),
-        *(Route(path, partial(_answer_post, service, handler), methods=["POST"]) for path, handler in posts.items()),
+        *(
+            Route(f"/v1/{endpoint}", partial(_answer_post, service, handler, endpoint), methods=["POST"])
+            for endpoint, handler in posts.items()
+        ),
     ]
     handlers = {HTTPException: _http_error, Exception: _unexpected}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
@@ -76,11 +86,16 @@ async def _answer_get(service: Service, handler: Callable[[Service, Request], Re
 async def _answer_post(
     service: Service,
     handler: Callable[[Service, Request, dict[str, Any]], Awaitable[Response]],
+    endpoint: Endpoint,
     request: Request,
 ) -> Response:
     try:
         _authorize(service, request)
-        response = await handler(service, request, await _body(service, request))
+        fields, unknown = read_fields(await _body(service, request), endpoint)
+        _check_names(service, fields.get("model"), unknown)
+        response = await handler(service, request, fields)
+        if unknown:
+            response.headers[_UNKNOWN] = _shown(unknown)
     except ApiError as error:
         response = _refusal(error)
     except ClientDisconnect:
@@ -113,27 +128,46 @@ async def _body(service: Service, request: Request) -> dict[str, Any]:
         raise ApiError(400, f"the request is not JSON: {str(error)[:100]}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the request is not a JSON object", code="invalid_json")
-    model = body.get("model")
-    if model is not None and model not in (service.name, "h2o"):
-        raise ApiError(404, f"there is no model {str(model)[:60]}; this server has {service.name}", "model",
-                       "model_not_found")  # fmt: skip
     return body
+
+
+def _check_names(service: Service, model: Any, unknown: Sequence[str]) -> None:
+    """Say, or with ``--strict`` refuse, what a request names and this server does not have."""
+    if model is not None and not isinstance(model, str):
+        raise wrong("model", model, "a text")
+    if unknown:
+        _log.info("fields that nobody documents are not followed: %s", _shown(unknown))
+        if service.config.strict:
+            raise ApiError(400, f"nobody documents the field {_shown(unknown[:1])}", unknown[0], "unknown_parameter")
+    if model not in (None, "", "h2o", service.name, service.model.name):
+        _log.info("a request names the model %s; %s answers", _shown([model]), service.name)
+        if service.config.strict:
+            raise _no_model(service, model)
+
+
+def _no_model(service: Service, name: str) -> ApiError:
+    message = f"there is no model {name[:60]}; this server has {service.name}"
+    return ApiError(404, message, "model", "model_not_found")
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Names of a request, as a header can have them."""
+    return ", ".join(json.dumps(name[:60])[1:-1] for name in names[:10])
 
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
     asked = parse_chat(body, service)
     if not asked[2].stream:
-        return JSONResponse(await _while_connected(request, answer_chat(service, asked)))
-    opened = service.replies(*asked)
+        return JSONResponse(await _while_connected(request, answer_chat(service, asked, is_kept(body))))
+    opened = service.replies(*asked, keep=is_kept(body))
     return await _streamed(opened, lambda queues: stream_chat(service, asked, queues))
 
 
 async def _completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
     asked = parse_completion(body, service)
-    if not asked[2].stream:
+    if not asked.sampled.stream:
         return JSONResponse(await _while_connected(request, answer_completion(service, asked)))
-    opened = service.replies(*asked, raw=True)
-    return await _streamed(opened, lambda queues: stream_completion(service, asked[2], queues))
+    return await _streamed(asked.replies(service), lambda queues: stream_completion(service, asked, queues))
 
 
 async def _response(service: Service, request: Request, body: dict[str, Any]) -> Response:
@@ -200,7 +234,7 @@ def _models(service: Service, request: Request) -> Response:
 def _model(service: Service, request: Request) -> Response:
     name = request.path_params["name"]
     if name != service.name:
-        raise ApiError(404, f"there is no model {name[:60]}", "model", "model_not_found")
+        raise _no_model(service, name)
     return JSONResponse(_described(service))
 
 
@@ -227,8 +261,12 @@ def _refusal(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, error.headers)
 
 
-async def _http_error(_: Request, error: HTTPException) -> Response:
-    return _refusal(ApiError(error.status_code, error.detail))
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    if error.status_code not in (404, 405):
+        return _refusal(ApiError(error.status_code, error.detail))
+    path = request.url.path
+    why = next((why for part in path.split("/") if (why := ELSEWHERE.get(part))), error.detail)
+    return _refusal(ApiError(error.status_code, f"{request.method} {path[:60]}: {why}. Served are {_SERVED}"))
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:

@@ -6,13 +6,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from h2o_stream.serve.errors import wrong
 from h2o_stream.serve.messages import Dialogue, parse_dialogue
 from h2o_stream.serve.replies import Done, Failed, Message, Started
-from h2o_stream.serve.requests import Options, Sampled, field, parse_format, parse_sampled
+from h2o_stream.serve.requests import Options, Sampled, field, parse_sampled
 from h2o_stream.serve.service import Service, finished
 from h2o_stream.serve.tools import as_tool_calls, parse_tool_choice, parse_tool_options
 from h2o_stream.serve.usage import chat_logprobs, logprobs_of, report, slots, usage
@@ -33,18 +32,32 @@ def parse_chat(body: Mapping[str, Any], service: Service) -> tuple[Dialogue, Opt
     logprobs = (top or 0) if field(body, "logprobs", bool) else None
     limits = ("max_completion_tokens", "max_tokens")
     sampled = parse_sampled(body, service.config.max_reply, limits, logprobs)
-    schema = parse_format(body.get("response_format"), "response_format")
-    return dialogue, options, parse_tool_choice(body, replace(sampled, schema=schema), options, service.special_tokens)
+    sampled = parse_tool_choice(body, sampled, options, service.special_tokens)
+    check_begun(body, dialogue, sampled)
+    return dialogue, options, sampled
+
+
+def check_begun(body: Mapping[str, Any], dialogue: Dialogue, sampled: Sampled) -> None:
+    """Check what a request says about an assistant's message at the end, which the reply continues.
+
+    Raises:
+        ApiError: the reply would have to follow a schema, too; or the request contradicts itself.
+    """
+    if dialogue.begun and sampled.schema is not None:
+        raise wrong(sampled.place, "set", "nothing with an assistant's message at the end, which need not follow it")
+    for name, continued in (("continue_final_message", True), ("add_generation_prompt", False)):
+        if (value := field(body, name, bool)) is not None and (value == continued) != bool(dialogue.begun):
+            raise wrong(name, value, f"{continued} with an assistant's message at the end, {not continued} without")
 
 
 def _head(kind: str, service: Service, name: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": service.name}
 
 
-async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled]) -> dict[str, Any]:
+async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled], keep: bool) -> dict[str, Any]:
     """The whole answer."""
     dialogue, options, sampled = asked
-    async with service.replies(dialogue, options, sampled) as queues:
+    async with service.replies(dialogue, options, sampled, keep=keep) as queues:
         replies = await asyncio.gather(*map(finished, queues))
     choices = []
     for number, (end, pieces) in enumerate(replies):

@@ -6,6 +6,8 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from h2o_stream.serve.chat import merged
@@ -18,23 +20,50 @@ from h2o_stream.serve.usage import logprobs_of, report, text_logprobs, usage
 from h2o_stream.session.messages import encodable
 
 
-def parse_completion(body: Mapping[str, Any], service: Service) -> tuple[Dialogue, Options, Sampled]:
+@dataclass(frozen=True)
+class AskedCompletions:
+    """What a request asks: some texts that are continued alike."""
+
+    prompts: tuple[str, ...]
+    options: Options
+    sampled: Sampled
+
+    @asynccontextmanager
+    async def replies(self, service: Service) -> AsyncIterator[Sequence[asyncio.Queue[Message]]]:
+        """See `Service.replies`; those of the first text come first."""
+        async with AsyncExitStack() as stack:
+            queues = list[asyncio.Queue[Message]]()
+            for prompt in self.prompts:
+                dialogue = Dialogue(None, (), prompt)
+                queues += await stack.enter_async_context(
+                    service.replies(dialogue, self.options, self.sampled, raw=True)
+                )
+            yield queues
+
+    def usage(self, ends: Mapping[int, Done]) -> dict[str, Any]:
+        """The usage of all replies, by their numbers."""
+        of_texts = [
+            usage([end for number, end in ends.items() if number // self.sampled.choices == text])
+            for text in range(len(self.prompts))
+        ]
+        cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in of_texts)
+        counts = {name: sum(each[name] for each in of_texts) for name in of_texts[0] if name != "prompt_tokens_details"}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def parse_completion(body: Mapping[str, Any], service: Service) -> AskedCompletions:
     """What is asked.
 
     Raises:
         ApiError: a field is wrong.
     """
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
-        prompt = prompt[0]
-    if not isinstance(prompt, str) or not prompt:
-        raise wrong("prompt", prompt, "one text")
-    for name in ("suffix", "echo", "best_of", "tools"):
-        if body.get(name) not in (None, False, "", 1, []):
-            raise wrong(name, body[name], "nothing; this server does not support it")
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    if not prompts or not all(isinstance(text, str) and text for text in prompts):
+        raise wrong("prompt", prompt, "a text or a list of texts, not token ids")
     logprobs = field(body, "logprobs", int)
     sampled = parse_sampled(body, service.config.max_reply, ("max_tokens",), logprobs)
-    return Dialogue(None, (), encodable(prompt)), service.options.parse(body), sampled
+    return AskedCompletions(tuple(map(encodable, prompts)), service.options.parse(body), sampled)
 
 
 def _head(service: Service) -> dict[str, Any]:
@@ -42,10 +71,10 @@ def _head(service: Service) -> dict[str, Any]:
     return {"id": name, "object": "text_completion", "created": int(time.time()), "model": service.name}
 
 
-async def answer_completion(service: Service, asked: tuple[Dialogue, Options, Sampled]) -> dict[str, Any]:
+async def answer_completion(service: Service, asked: AskedCompletions) -> dict[str, Any]:
     """The whole answer."""
-    dialogue, options, sampled = asked
-    async with service.replies(dialogue, options, sampled, raw=True) as queues:
+    sampled = asked.sampled
+    async with asked.replies(service) as queues:
         replies = await asyncio.gather(*map(finished, queues))
     choices = []
     for number, (end, pieces) in enumerate(replies):
@@ -53,28 +82,28 @@ async def answer_completion(service: Service, asked: tuple[Dialogue, Options, Sa
         if sampled.logprobs is not None:
             logprobs = text_logprobs(service.model.tokenizer, logprobs_of(pieces))
         choices.append({"index": number, "text": end.text, "finish_reason": end.finish, "logprobs": logprobs})
-    ends = [end for end, _ in replies]
-    return {**_head(service), "choices": choices, "usage": usage(ends), "h2o": report(ends[0])}
+    ends = dict(enumerate(end for end, _ in replies))
+    return {**_head(service), "choices": choices, "usage": asked.usage(ends), "h2o": report(ends[0])}
 
 
 async def stream_completion(
-    service: Service, sampled: Sampled, queues: Sequence[asyncio.Queue[Message]]
+    service: Service, asked: AskedCompletions, queues: Sequence[asyncio.Queue[Message]]
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a streamed answer; an error ends it."""
-    head, ends = _head(service), list[Done]()
+    head, ends = _head(service), dict[int, Done]()
     async for number, message in merged(queues):
         if isinstance(message, Failed):
             yield message.error.body()
             return
         if isinstance(message, Piece):
             logprobs = None
-            if sampled.logprobs is not None:
+            if asked.sampled.logprobs is not None:
                 logprobs = text_logprobs(service.model.tokenizer, message.logprobs)
             choice = {"index": number, "text": message.text, "finish_reason": None, "logprobs": logprobs}
             yield {**head, "choices": [choice]}
         elif isinstance(message, Done):
-            ends.append(message)
+            ends[number] = message
             choice = {"index": number, "text": "", "finish_reason": message.finish, "logprobs": None}
             yield {**head, "choices": [choice]}
-    if sampled.usage:
-        yield {**head, "choices": [], "usage": usage(ends)}
+    if asked.sampled.usage:
+        yield {**head, "choices": [], "usage": asked.usage(ends)}

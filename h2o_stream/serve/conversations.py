@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from h2o_stream.cache.state import State
-from h2o_stream.config import ServeConfig, model_sampling
+from h2o_stream.config import ServeConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
@@ -24,7 +24,7 @@ from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import WaitingEngine
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.messages import UserTurn, text_of
+from h2o_stream.session.messages import text_of
 from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
@@ -130,8 +130,8 @@ class Conversations:
         live = self._start(options, dialogue.system, past[0], keep)
         return Opened(live, dialogue.past, "read" if dialogue.past else "new", 0)
 
-    def open_after(self, name: str, turn: int, options: Options) -> Opened:
-        """The conversation of this id, as it was after a turn.
+    def open_after(self, name: str, turn: int, options: Options, keep: bool) -> Opened:
+        """The conversation of this id, as it was after a turn; with `keep` it is saved after each turn.
 
         Raises:
             ApiError: it is not kept any more, or has other options.
@@ -141,7 +141,7 @@ class Conversations:
             what = "tools, window, policy, recall, think and pins must be those of the previous response"
             raise ApiError(400, what, "previous_response_id")
         fits = kept is not None and 0 < turn < len(kept.hashes)
-        if kept is not None and fits and (opened := self._known(kept, turn, options, keep=True)):
+        if kept is not None and fits and (opened := self._known(kept, turn, options, keep)):
             return Opened(opened[0], (), opened[1], turn)
         raise ApiError(404, f"the response of turn {turn} is not kept any more", "previous_response_id", "not_found")
 
@@ -222,7 +222,8 @@ class Conversations:
         return live
 
     def _converse(self, options: Options, system: str | None) -> Conversation:
-        engine = WaitingEngine(self._model, options.cache, model_sampling(self._model.name))
+        engine = WaitingEngine(self._model, options.cache, self._model.sampling)
+        system = self._model.system if system is None else system
         return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking, options.tools)
 
     def _prepare_recall(self, live: Live) -> None:
@@ -277,7 +278,7 @@ class Conversations:
 Event = Recalled | PrefillProgress | Token | Turn | Finished
 
 
-def turn_events(opened: Opened, user: UserTurn) -> Iterator[Event]:
+def turn_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
     """Read what is new of a dialogue, then reply. Notes the turns that were read.
 
     Yields:
@@ -288,19 +289,19 @@ def turn_events(opened: Opened, user: UserTurn) -> Iterator[Event]:
         for pin in live.options.pins:
             yield from _read(conversation.pin(pin))
             live.add(Entry(conversation.metadata.turns, pin, "", "pinned"))
-    for turn in as_fed(opened.unread, user):
+    for turn in as_fed(opened.unread, dialogue.user):
         if turn.reply is None:
             live.merged = turn.exchanges
-            yield from conversation.say(turn.user)
+            yield from conversation.say(turn.user, dialogue.begun)
             return
         yield from _read(conversation.feed_turn(turn.user, turn.reply))
         entry = Entry(conversation.metadata.turns, text_of(turn.user), turn.reply, "told")
         live.add(entry, *turn.exchanges)
 
 
-def raw_events(opened: Opened, turn: UserTurn) -> Iterator[Event]:
+def raw_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
     """Read a text, then continue it. Yields the same events."""
-    text = text_of(turn)
+    text = text_of(dialogue.user)
     engine, reply = opened.live.engine, GrowingReply(text, None, thinking=False)
     for event in engine.prefill(engine.tokenizer(text)["input_ids"]):
         if isinstance(event, Finished):

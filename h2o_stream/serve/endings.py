@@ -96,11 +96,12 @@ class Endings:
         with self._giving_up(job):
             if turn.finish == "oom" or (turn.finish == "context" and not turn.text):
                 raise H2OStreamError(turn.detail)
-            rest = turn.text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
+            text = turn.text[len(job.ask.dialogue.begun) :]
+            rest = text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
             if any(rest):
                 job.ask.try_send(Piece(*rest, ()))
             finish = "length" if turn.finish == "length" else "stop"
-            self._save(job, turn.number, (turn.text, turn.thinking), turn.finish, finish)
+            self._save(job, turn.number, (text, turn.thinking), turn.finish, finish)
 
     def interrupt(self, job: Job, finish: str = "interrupted") -> None:
         """Stop a reply; what was said stays. Before its first token, the conversation goes back to where it was."""
@@ -141,15 +142,15 @@ class Endings:
     def _save(self, job: Job, turn: int, said: tuple[str, str], kind: str, finish: str) -> None:
         """Save a turn, the answer and thinking, before its end is sent."""
         self._jobs.remove(job)
-        live, counts, user = job.live, job.live.engine.counts, job.ask.dialogue.user
-        (fed,) = as_fed(live.merged, user)
-        entry = Entry(turn, text_of(fed.user), said[0], "said", kind, "", said[1])
-        live.add(entry, *live.merged, Exchange(user, live.options.read(entry.text)))
+        live, counts, dialogue = job.live, job.live.engine.counts, job.ask.dialogue
+        (fed,) = as_fed(live.merged, dialogue.user)
+        entry = Entry(turn, text_of(fed.user), f"{dialogue.begun}{said[0]}", "said", kind, "", said[1])
+        live.add(entry, *live.merged, Exchange(dialogue.user, live.options.read(entry.text)))
         live.merged = ()
         kept = live.kept
         seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, counts)
         done = Done(
-            finish, entry.text, entry.thinking, seen, kept.id if kept else "",
+            finish, *said, seen, kept.id if kept else "",
             len(kept.hashes) - 1 + len(live.hashes) if kept else 0,
             job.opened.origin, job.opened.known, len(job.opened.unread),
         )  # fmt: skip

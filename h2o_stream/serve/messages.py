@@ -26,7 +26,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A past turn: what came before the reply, from the user or from tools, and the reply."""
+    """A past turn: what came before the reply, from the user or from tools, and the reply. Before a greeting is ()."""
 
     user: UserTurn
     reply: Reply
@@ -34,15 +34,22 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A conversation as a client sends it: system prompt, past turns, and the message, or results, to answer."""
+    """A conversation as a client sends it: system prompt, past turns, and the message, or results, to answer.
+
+    The reply continues the text `begun`.
+    """
 
     system: str | None
     past: tuple[Exchange, ...]
     user: UserTurn
+    begun: str = ""
 
 
 def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on: bool = False) -> Dialogue:
-    """Check the messages of a request. System prompts come first; several messages of the user are one turn.
+    """Check the messages of a request.
+
+    System prompts at the start of a conversation are one, later ones belong to the turn that they are in, as several
+    messages of the user do; several of the assistant are one. A system prompt alone is answered as a message.
 
     Args:
         messages: of the request.
@@ -56,29 +63,49 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
         raise wrong("messages", messages, "a list of one or more messages")
     said = [_parse_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
     system: list[str] = []
-    while said and said[0]["role"] in _SYSTEM:
+    while said and said[0]["role"] == "system" and not goes_on:
         system.append(said.pop(0)["content"])
+    if not said and "".join(system).strip():
+        return Dialogue(None, (), "\n\n".join(system))
     past, new = list[Exchange](), list[Message]()
     for number, message in enumerate(said, len(system)):
-        place, role = f"messages[{number}].role", message["role"]
-        if role in _SYSTEM:
-            raise wrong(place, role, "user, assistant or tool; system prompts come first")
+        role = message["role"]
         if role == "tool" and not (past[-1].reply.calls if past else goes_on):
-            raise wrong(place, role, "tool only after an assistant's message with tool_calls")
+            raise wrong(f"messages[{number}].role", role, "tool only after an assistant's message with tool_calls")
         if role != "assistant":
             new.append(message)
             continue
-        if not new:
-            raise wrong(place, role, "user before each reply of the assistant")
-        past.append(Exchange(_turn(new), _parse_reply(message, read)))
+        reply = _parse_reply(message, read)
+        if past and not _has_content(new):
+            reply = _joined(past[-1].reply, reply)
+            new = [*_messages(past.pop().user), *new]
+        past.append(Exchange(_turn(new), reply))
         new = []
-    if not new:
-        raise wrong("messages", "an assistant's message at the end", "a message of the user or a tool at the end")
-    return Dialogue("\n\n".join(system) if system else None, tuple(past), _turn(new))
+    prompt = "\n\n".join(system) if system else None
+    if _has_content(new):
+        return Dialogue(prompt, tuple(past), _turn(new))
+    if new or not past:
+        raise wrong(f"messages[{len(messages) - 1}].content", messages[-1]["content"], "a text that is not empty")
+    last = past.pop()
+    if not last.user or last.reply.calls:
+        accepted = "a message of the user or a tool at the end, or before a text of the assistant that is continued"
+        raise wrong("messages", "an assistant's message at the end", accepted)
+    return Dialogue(prompt, tuple(past), last.user, last.reply.text)
+
+
+def _has_content(messages: Sequence[Message]) -> bool:
+    """Whether there is anything to answer."""
+    return any(message["role"] == "tool" or message["content"].strip() for message in messages)
+
+
+def _joined(first: Reply, second: Reply) -> Reply:
+    text = "\n\n".join(filter(None, (first.text, second.text)))
+    return Reply(text, (*first.calls, *second.calls))
 
 
 def _turn(messages: Sequence[Message]) -> UserTurn:
-    if all(message["role"] == "user" for message in messages):
+    messages = [message for message in messages if _has_content([message])]
+    if messages and all(message["role"] == "user" for message in messages):
         return "\n\n".join(message["content"] for message in messages)
     return tuple(messages)
 
@@ -98,10 +125,8 @@ def _parse_message(message: Any, place: str) -> Message:
     role, calls = message.get("role"), message.get("tool_calls") or ()
     if role not in (*_SYSTEM, "user", "assistant", "tool"):
         raise wrong(f"{place}.role", role, "system, developer, user, assistant or tool")
-    content = message.get("content")
-    text = "" if content is None and calls else parse_content(content, f"{place}.content")
-    if role == "user" and not text.strip():
-        raise wrong(f"{place}.content", text, "a text that is not empty")
+    role, content = "system" if role in _SYSTEM else role, message.get("content")
+    text = "" if content is None and role == "assistant" else parse_content(content, f"{place}.content")
     names = ("tool_call_id", "name") if role == "tool" else ()
     parsed: dict[str, Any] = {"role": role, "content": text, **{x: message[x] for x in names if x in message}}
     if calls:
@@ -145,11 +170,12 @@ class FedTurn:
 def as_fed(past: Iterable[Exchange], last: UserTurn) -> Iterator[FedTurn]:
     """Past turns as they are fed, and the last one, which is to be answered.
 
-    A reply with calls is fed with their results, as messages of one turn: only the template knows how it is written.
+    A reply with calls is fed with their results, and a greeting with its answer, as messages of one turn: only the
+    template knows how they are written.
     """
     messages, merged = list[Message](), list[Exchange]()
     for exchange in past:
-        if exchange.reply.calls:
+        if exchange.reply.calls or not exchange.user:
             messages += [*_messages(exchange.user), _calling(exchange.reply)]
             merged.append(exchange)
             continue
@@ -168,7 +194,7 @@ def _calling(reply: Reply) -> Message:
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in reply.calls
     ]
-    return {"role": "assistant", "content": reply.text, "tool_calls": calls}
+    return {"role": "assistant", "content": reply.text, **({"tool_calls": calls} if calls else {})}
 
 
 def first_hash(settings: Sequence[Any], system: str | None) -> str:

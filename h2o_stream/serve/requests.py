@@ -10,13 +10,16 @@ from h2o_stream.config import POLICIES, CacheConfig, RecallConfig, RecallMode, S
 from h2o_stream.errors import ConfigError
 from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.messages import Reply
+from h2o_stream.serve.schemas import Schema, parse_schema
 from h2o_stream.session.calls import CallFormat
 from h2o_stream.session.messages import Tool
 
-_UNSUPPORTED = {"functions": [], "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0}
-"""Fields that would change a reply and are not served, and their value that changes nothing."""
-
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS = 8, 20, 4
+
+_NO_LIMIT, _FILL_CONTEXT, _ANY_SEED = -1, -2, -1
+"""What clients of llama.cpp, vLLM and ollama send for no limit and for no seed."""
+
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repeat_last_n")
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,9 @@ class Sampled:
         usage: whether a stream ends with the usage.
         logprobs: how many likely tokens are listed for each; None for none of them, 0 for the sampled one only.
         slots: whether a stream says after each token what is in the cache.
-        schema: what the reply must be, a JSON schema; None for any text.
-        rules: what it must be otherwise, in llguidance's form of Lark.
+        schema: what the reply must be: a JSON schema, or a grammar (see `Grammar`); None for any text.
+        rules: what it must be so that it calls tools, in llguidance's form of Lark.
+        place: the field with the schema.
         calls: whether calls of tools are recognised in it.
     """
 
@@ -106,9 +110,10 @@ class Sampled:
     usage: bool = False
     logprobs: int | None = None
     slots: bool = False
-    schema: Mapping[str, Any] | None = None
+    schema: Schema | None = None
     rules: str | None = None
     calls: bool = False
+    place: str = "response_format"
 
 
 def field(body: Mapping[str, Any], name: str, *kinds: type) -> Any:
@@ -129,57 +134,50 @@ def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ..
     Raises:
         ApiError: a field is wrong.
     """
-    for name, neutral in _UNSUPPORTED.items():
-        if body.get(name) not in (None, neutral):
-            raise wrong(name, body[name], "nothing; this server does not support it")
     stop = field(body, "stop", str, list)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
         raise wrong("stop", stop, f"a text, or at most {MAX_STOPS}")
-    wanted = next((value for name in limits if (value := field(body, name, int)) is not None), max_reply)
+    wanted = next((value for name in limits if (value := field(body, name, int)) is not None), _NO_LIMIT)
     choices = field(body, "n", int)
     choices = 1 if choices is None else choices
     if not 1 <= choices <= MAX_CHOICES:
         raise wrong("n", choices, f"1 to {MAX_CHOICES}")
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise wrong("top_logprobs", logprobs, f"0 to {MAX_LOGPROBS}")
+    top_k, seed = field(body, "top_k", int), field(body, "seed", int)
     try:
         config = SamplingConfig(
             temperature=field(body, "temperature", int, float),
             top_p=field(body, "top_p", int, float),
-            top_k=field(body, "top_k", int),
+            top_k=0 if top_k == _NO_LIMIT else top_k,
             min_p=field(body, "min_p", int, float),
             repetition_penalty=field(body, "repetition_penalty", int, float),
-            seed=field(body, "seed", int),
-            max_tokens=min(wanted, max_reply),
+            seed=None if seed == _ANY_SEED else seed,
+            max_tokens=max_reply if wanted in (_NO_LIMIT, _FILL_CONTEXT) else min(wanted, max_reply),
             stop=stops,
+            **{name: value for name in _PENALTIES if (value := field(body, name, int, float)) is not None},
         )
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
     stream_options = field(body, "stream_options", dict) or {}
+    schema, place = parse_schema(body)
     return Sampled(
         config,
         choices,
         bool(field(body, "stream", bool)),
-        bool(stream_options.get("include_usage")),
+        bool(field(stream_options, "include_usage", bool)),
         logprobs,
-        bool(stream_options.get("include_slots")),
+        bool(field(stream_options, "include_slots", bool)),
+        schema,
+        place=place,
     )
 
 
-def parse_format(value: Any, place: str) -> Mapping[str, Any] | None:
-    """The JSON schema that a ``response_format`` asks for; None for any text.
+def is_kept(body: Mapping[str, Any]) -> bool:
+    """Whether the conversation of a request may be kept on disk.
 
     Raises:
-        ApiError: it is neither.
+        ApiError: ``store`` is not true or false.
     """
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind in (None, "text"):
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    schema = value.get("json_schema", value) if isinstance(value, dict) and kind == "json_schema" else None
-    schema = schema.get("schema") if isinstance(schema, dict) else None
-    if not isinstance(schema, dict):
-        raise wrong(place, value, "text, json_object, or json_schema with a schema")
-    return schema
+    return field(body, "store", bool) is not False

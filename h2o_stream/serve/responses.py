@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from h2o_stream.serve.chat import check_begun
 from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.messages import Dialogue, Reply, parse_dialogue
 from h2o_stream.serve.replies import Done, Failed, Message, Piece, Started
-from h2o_stream.serve.requests import Options, Sampled, field, parse_format, parse_sampled
+from h2o_stream.serve.requests import Options, Sampled, field, is_kept, parse_sampled
+from h2o_stream.serve.schemas import parse_format
 from h2o_stream.serve.service import Service, finished
 from h2o_stream.serve.tools import as_tool_calls, parse_tool_choice, parse_tool_options
 from h2o_stream.serve.usage import report
@@ -52,7 +54,7 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
     }
     options = parse_tool_options(asked, service.options.parse(body), service.call_format)
     previous, instructions = field(body, "previous_response_id", str), field(body, "instructions", str)
-    system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    system = [] if instructions is None or previous else [{"role": "system", "content": instructions}]
     dialogue = parse_dialogue([*system, *_as_messages(body.get("input"))], options.read, goes_on=previous is not None)
     after = None
     if previous is not None:
@@ -62,13 +64,17 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
         after = match[1], int(match[2])
         if dialogue.past:
             raise wrong("input", "past replies", "only what is new, with previous_response_id")
-        if dialogue.system not in (None, service.conversations.system_of(match[1])):
+        if instructions not in (None, service.conversations.system_of(match[1])):
             raise wrong("instructions", instructions, "those of the previous response; they cannot change")
     sampled = parse_sampled(body, service.config.max_reply, ("max_output_tokens",), None)
     text = field(body, "text", dict) or {}
-    sampled = replace(sampled, choices=1, schema=parse_format(text.get("format"), "text.format"))
+    if (schema := parse_format(text.get("format"), "text.format")) is not None:
+        sampled = replace(sampled, schema=schema, place="text.format")
+    if (truncation := field(body, "truncation", str)) not in (None, "auto", "disabled"):
+        raise wrong("truncation", truncation, "auto or disabled; the input is read whole either way")
     sampled = parse_tool_choice(asked, sampled, options, service.special_tokens)
-    return AskedResponse(dialogue, options, sampled, after, body.get("store") is not False, body)
+    check_begun(body, dialogue, sampled)
+    return AskedResponse(dialogue, options, sampled, after, is_kept(body), body)
 
 
 def _with_functions(tools: Any) -> Any:
@@ -123,7 +129,7 @@ def _response(service: Service, asked: AskedResponse, name: str, turn: int, end:
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.dialogue.system,
+        "instructions": body.get("instructions"),
         "max_output_tokens": config.max_tokens,
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
@@ -133,7 +139,9 @@ def _response(service: Service, asked: AskedResponse, name: str, turn: int, end:
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_p": config.top_p,
-        "metadata": {},
+        "truncation": body.get("truncation") or "disabled",
+        "store": asked.keep,
+        "metadata": body.get("metadata") or {},
     }
     if end is None:
         return response

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,8 @@ from functools import cached_property, partial
 
 from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.engine.grammar import Grammar
-from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.models.loaded import LoadedModel, short_name
 from h2o_stream.progress import ignore
 from h2o_stream.resources import private_data_folder
 from h2o_stream.runtime.loading import load_model
@@ -27,6 +28,8 @@ from h2o_stream.serve.requests import Options, Sampled
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session.calls import CallFormat, find_format
+
+_log = logging.getLogger(__name__)
 
 _DAY_S = 86_400.0
 GRAMMAR_S = 10.0
@@ -43,7 +46,7 @@ def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
         ConfigError: the runtime does not serve it.
         H2OStreamError: it differs from transformers' model.
     """
-    loaded = load_model(config, cache, "auto", ignore, ignore)
+    loaded = load_model(config, cache, "auto", _log.info, ignore)
     if not isinstance(loaded.model, RuntimeModel):
         reason = loaded.why_transformers
         raise ConfigError(f"h2o-serve serves what runs without torch, which {config.model} does not: {reason}")
@@ -69,7 +72,10 @@ class Service:
 
     def __init__(self, model: LoadedModel, config: ServeConfig, options: Options) -> None:
         self.model, self.config, self.options, self.started = model, config, options, int(time.time())
-        folder = config.folder or private_data_folder("served")
+        try:
+            folder = config.folder or private_data_folder("served")
+        except OSError as error:
+            raise DataError(f"conversations cannot be kept: {error}; give a --folder for them") from error
         self.store = Store(folder, model.model.digest, config.states, config.disk, config.expiry_days * _DAY_S)
         self.metrics = Metrics()
         self.conversations = Conversations(model, config, self.store)
@@ -83,10 +89,10 @@ class Service:
             self.worker.call(self.conversations.prepare_recall)
         self.worker.start()
 
-    @property
+    @cached_property
     def name(self) -> str:
-        """Name of the model."""
-        return self.model.name
+        """Name of the model for clients, see `short_name`."""
+        return short_name(self.model.name)
 
     @cached_property
     def call_format(self) -> CallFormat | None:
@@ -106,7 +112,7 @@ class Service:
             ApiError: it is not supported, or takes too long.
         """
         rules = sampled.schema if sampled.rules is None else sampled.rules
-        place = "response_format" if sampled.rules is None else "tools"
+        place = sampled.place if sampled.rules is None else "tools"
         if rules is None:
             return None
         ends = self.model.model.generation.eos_token_id
@@ -116,7 +122,7 @@ class Service:
             async with asyncio.timeout(GRAMMAR_S):
                 return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
         except TimeoutError as error:
-            raise ApiError(400, f"the schema was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
+            raise ApiError(400, f"it was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
         except ConfigError as error:
             raise ApiError(501, str(error), place) from error
         except H2OStreamError as error:

@@ -134,7 +134,7 @@ class Worker:
         if ask.raw:
             opened = conversations.open_raw(ask.options)
         elif ask.after is not None:
-            opened = conversations.open_after(*ask.after, ask.options)
+            opened = conversations.open_after(*ask.after, ask.options, ask.keep)
         else:
             opened = conversations.open(ask.dialogue, ask.options, ask.keep)
         try:
@@ -151,7 +151,7 @@ class Worker:
         sampler = live.engine.sample_by(ask.config, ask.logprobs)
         live.engine.grammar = ask.grammar
         read = raw_events if ask.raw else turn_events
-        job = Job(ask, opened, sampler, read(opened, ask.dialogue.user), time.monotonic() + self._timeout_s)
+        job = Job(ask, opened, sampler, read(opened, ask.dialogue), time.monotonic() + self._timeout_s)
         job.seen_before = len(live.engine.tokens)
         self._metrics.opened(opened.origin)
         self._jobs.append(job)

@@ -23,7 +23,16 @@ from h2o_stream.recall.form import compose
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
 from h2o_stream.session.conversation_state import ConversationState, PendingPin, TurnSpan, load_conversation_state
-from h2o_stream.session.messages import Tool, UserTurn, change_question, parse_tools, parse_turn, question_of, text_of
+from h2o_stream.session.messages import (
+    Tool,
+    UserTurn,
+    change_question,
+    encodable,
+    parse_tools,
+    parse_turn,
+    question_of,
+    text_of,
+)
 from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.template import ChatTemplate, Prompt, inserted, place_alone
 from h2o_stream.session.turn import ActiveTurn, Turn
@@ -154,8 +163,9 @@ class Conversation:
         self.engine.pin(template.opening_size)
         self.metadata = ConversationState(system, template, turns, stream=self.engine.cache.stream_number)
 
-    def say(self, text: UserTurn) -> ReplyEvents:
-        """One turn: feed the user's message, a text or messages with results of tools, then generate a reply.
+    def say(self, text: UserTurn, begun: str = "") -> ReplyEvents:
+        """One turn: feed the user's message, a text or messages with results of tools, then generate a reply, which
+        continues the text `begun`.
 
         Yields:
             `Recalled` if passages are read again, the engine's events as they come, then the finished `Turn`. If the
@@ -166,16 +176,19 @@ class Conversation:
             H2OStreamError: the stream is torn.
             DataError, UnsupportedModelError: see `ChatTemplate.next_turn`. Nothing was fed.
         """
-        return self.active.start(self._say(parse_turn(text)))
+        return self.active.start(self._say(parse_turn(text), encodable(begun)))
 
-    def _say(self, message: UserTurn) -> ReplyEvents:
+    def _say(self, message: UserTurn, begun: str) -> ReplyEvents:
         text, prompt, template = text_of(message), self._prompt(message), self.metadata.template
         recalled = self.recall.find(question_of(message))
         if recalled or self.recall.no_room:
             yield Recalled(recalled, self.recall.no_room)
         if recalled:
             prompt = self._with_recalled(prompt, recalled, message)
+        if begun:
+            prompt = template.begin(prompt, begun)
         reply = GrowingReply(text, template.markers, prompt.num_thinking is not None, recalled)
+        reply.answer.append(begun)
         with self._reading(recalled), self._indexing(text, reply.answer):
             with closing(self._feed(prompt)) as events:
                 for event in events:

@@ -13,8 +13,8 @@ from h2o_stream.errors import DataError
 from h2o_stream.resources import replace_surrogates
 
 Message = Mapping[str, Any]
-"""``role`` is ``user``, ``assistant`` or ``tool``, ``content`` is text. An assistant's message may have ``tool_calls``;
-other fields are passed to the template."""
+"""``role`` is ``user``, ``system``, ``assistant`` or ``tool``, ``content`` is text. An assistant's message may have
+``tool_calls``; other fields are passed to the template."""
 
 Tool = Mapping[str, Any]
 """The description of a tool, a JSON schema."""
@@ -22,7 +22,7 @@ Tool = Mapping[str, Any]
 UserTurn = str | Sequence[Message]
 """What comes between two replies of the model: the user's text, or messages."""
 
-_ROLES = ("user", "assistant", "tool")
+_ROLES = ("user", "system", "assistant", "tool")
 _PLACEHOLDER = "91c4-a-text-of-this-message-5be0-{}-d7"
 
 
@@ -42,7 +42,8 @@ def parse_turn(turn: UserTurn) -> UserTurn:
 
 
 def parse_messages(value: Any, place: str = "messages") -> tuple[Message, ...]:
-    """Check and copy the messages between two replies. They begin and end with the user or the result of a tool.
+    """Check and copy the messages between two replies. They do not end with the assistant; if they begin with it, that
+    is a greeting. System messages are those in the middle of a conversation.
 
     In the copies content that is missing beside tool calls is empty, and arguments in JSON text are objects.
 
@@ -54,8 +55,8 @@ def parse_messages(value: Any, place: str = "messages") -> tuple[Message, ...]:
         _refuse(place, messages, "a list of one or more messages")
     for number, message in enumerate(messages):
         _check_message(message, f"{place}[{number}]")
-    for number in (0, len(messages) - 1):
-        if messages[number]["role"] == "assistant":
+    for number, greets in ((0, "tool_calls" not in messages[0]), (len(messages) - 1, False)):
+        if messages[number]["role"] == "assistant" and not greets:
             _refuse(f"{place}[{number}].role", "assistant", "user or tool at both ends, next to the model's replies")
     return tuple(messages)
 
@@ -107,6 +108,17 @@ def change_question(turn: UserTurn, change: Callable[[str], str]) -> UserTurn:
     return [*turn[:last], {**turn[last], "content": change(turn[last]["content"])}, *turn[last + 1 :]]
 
 
+def as_users(messages: Sequence[Message]) -> list[Message]:
+    """The messages with system messages as the user's, and neighbours of the user's as one."""
+    merged = list[Message]()
+    for message in messages:
+        said = {**message, "role": "user"} if message["role"] == "system" else message
+        if merged and said["role"] == merged[-1]["role"] == "user":
+            said = {**said, "content": f"{merged.pop()['content']}\n\n{said['content']}"}
+        merged.append(said)
+    return merged
+
+
 def with_placeholders(
     messages: Sequence[Message], is_hidden: Callable[[Message], bool]
 ) -> tuple[list[Message], dict[str, str]]:
@@ -127,7 +139,7 @@ def _check_message(message: Any, place: str) -> None:
         _refuse(place, message, "an object with role and content")
     role = message.get("role")
     if role not in _ROLES:
-        _refuse(f"{place}.role", role, f"{', '.join(_ROLES)}; the system prompt is given with --system")
+        _refuse(f"{place}.role", role, f"{', '.join(_ROLES)}; the first system prompt is given with --system")
     if "tool_calls" in message:
         if role != "assistant":
             _refuse(f"{place}.role", role, "assistant, since it has tool_calls")

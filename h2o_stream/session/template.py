@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,13 +22,16 @@ from h2o_stream.recall.answer_head import Place, Text
 from h2o_stream.runtime.first_layers import MAX_TOKENS
 from h2o_stream.session.calls import find_format
 from h2o_stream.session.control_tokens import ControlTokens
-from h2o_stream.session.messages import Message, Tool, UserTurn, with_placeholders
+from h2o_stream.session.messages import Message, Tool, UserTurn, as_users, with_placeholders
 from h2o_stream.session.thinking import Markers, find_markers
 
 _SYSTEM = "3a9d-the-system-prompt-says-this-60be"
 _USER = "7c9e-the-user-says-this-2f41"
 _FIRST_USER = "5d1b-the-user-said-this-8a03"
 _REPLY = "e604-the-assistant-said-this-b97c"
+_GREETING = "Hello."
+"""What the user says before a greeting of the assistant, for templates that begin with the user."""
+
 _CALL = "b2f7-this-tool-is-called-40d9"
 
 
@@ -94,7 +97,7 @@ class ChatTemplate:
             UnsupportedModelError: see `next_turn`; or the template omits the tools.
         """
         before, after = self._opening
-        if not isinstance(user, str) and user[0]["role"] != "user":
+        if not isinstance(user, str) and user[0]["role"] == "tool":
             raise DataError(f"the first message has the role {user[0]['role']}; a conversation begins with user")
         tokens, after = self._compose(user, self._render_first, after)
         pinned = shared_length(tokens, self._controls.encode(before))
@@ -120,8 +123,16 @@ class ChatTemplate:
         ended first.
         """
         ends = [token for token in self._controls.encode(self._following[0]) if token in self._end_tokens]
+        return [*self._begun(text, thinking), *ends[:1]]
+
+    def begin(self, prompt: Prompt, text: str) -> Prompt:
+        """The prompt with the start of its reply. If it has begun thinking, that is ended first."""
+        tokens = self._begun(text, prompt.num_thinking is not None)
+        return replace(prompt, tokens=[*prompt.tokens, *tokens], num_thinking=None)
+
+    def _begun(self, text: str, thinking: bool) -> list[int]:
         closing = self._controls.encode(f"\n{self.markers.closing}\n\n") if thinking and self.markers else []
-        return [*closing, *self._controls.encode(self._controls.guard(text)), *ends[:1]]
+        return [*closing, *self._controls.encode(self._controls.guard(text))]
 
     @cached_property
     def markers(self) -> Markers | None:
@@ -190,6 +201,8 @@ class ChatTemplate:
         if self._has_system_role:
             return self._render([_message("system", system), *messages], tools)
         first, *others = messages
+        if first["role"] != "user":
+            raise UnsupportedModelError("the chat template has no system prompts, which need a message of the user")
         return self._render([{**first, "content": f"{system}\n\n{first['content']}"}, *others], tools)
 
     @property
@@ -250,7 +263,7 @@ class ChatTemplate:
         self, user: UserTurn, render: Callable[[Sequence[Message], str | None], str], after: str
     ) -> tuple[list[int], str]:
         """Tokens of a turn, in which no content becomes a control token, and the text after the last content."""
-        messages = [_message("user", user)] if isinstance(user, str) else list(user)
+        messages = [_message("user", user)] if isinstance(user, str) else self._fitted(user, render)
         if not isinstance(user, str):
             others = [{name: message[name] for name in message.keys() - {"role", "content"}} for message in messages]
             self._refuse_markers(others, "tool_calls")
@@ -259,6 +272,27 @@ class ChatTemplate:
         text = self._controls.unguard(rendered)
         ending = after if text.endswith(after) else text.rpartition(messages[-1]["content"].strip())[2]
         return self._controls.encode(rendered), ending
+
+    def _fitted(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]
+    ) -> list[Message]:
+        """The messages, in a form that the template renders. It may reject or omit system messages in the middle of a
+        conversation, which become the user's, and greetings, before which the user then says something.
+        """
+        opened, greeted = [_message("user", _GREETING), *messages], messages[0]["role"] == "assistant"
+        if not greeted and all(message["role"] != "system" for message in messages):
+            return list(messages)
+        forms = [list(messages), as_users(messages), *([opened, as_users(opened)] if greeted else [])]
+        return next((form for form in forms if self._has_room(form, render)), forms[-1])
+
+    def _has_room(self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]) -> bool:
+        hidden, texts = with_placeholders(messages, lambda _: True)
+        try:
+            rendered = render(hidden, self._system)
+        except UnsupportedModelError:
+            return False
+        places = [rendered.find(text) for text in texts]
+        return -1 not in places and places == sorted(places)
 
     def _check_rendered(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]

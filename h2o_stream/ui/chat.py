@@ -15,12 +15,12 @@ from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.engine.events import Finish, PrefillProgress
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Recalled
-from h2o_stream.resources import piped_text
 from h2o_stream.session.conversation import ReplyEvents
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.memory import memory_of, report_memory
 from h2o_stream.session.turn import Turn
+from h2o_stream.texts import piped_lines
 from h2o_stream.ui.chat_context import ChatContext, header
 from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.documents import read_ahead
@@ -92,7 +92,7 @@ class Chat:
         """Read messages and reply, until the end; from a prompt of our own or standard input, unless they are given."""
         config, interrupts = self._context.config, self._context.loaded.interrupts
         if config.prompt is not None:
-            message = read_ahead(self._context, config.prompt)
+            message = read_ahead(self._context, config.prompt, config.piped)
             return "interrupted" if message is None else self.say(message)
         for message in self._messages(typed or (self._typed() if self._terminal.interactive else _piped())):
             finish = self.say(message)
@@ -213,5 +213,4 @@ class Chat:
 
 
 def _piped() -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        yield piped_text(line, f"line {number} of standard input")
+    return piped_lines(sys.stdin.buffer, "standard input")

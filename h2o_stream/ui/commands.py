@@ -13,12 +13,13 @@ from rich.table import Table
 from h2o_stream.config import RecallMode, SamplingConfig, ThinkMode
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
-from h2o_stream.resources import is_file, read_text, user_path
+from h2o_stream.resources import is_file, user_path
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.memory import report_memory
 from h2o_stream.session.retention import retention
 from h2o_stream.session.transcript import Entry, export
 from h2o_stream.session.why import explain
+from h2o_stream.texts import read_text
 from h2o_stream.ui.chat_context import ChatContext
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.documents import read_file

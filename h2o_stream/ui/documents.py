@@ -28,16 +28,18 @@ def read_file(context: ChatContext, name: str, text: str, question: str) -> str 
     return question or None if _read(context, f"{name}:\n\n{text}", f"I have read {name}.", ask) else None
 
 
-def read_ahead(context: ChatContext, message: str) -> str | None:
-    """What to say of a message; None if Ctrl-C ended the reading.
+def read_ahead(context: ChatContext, message: str, text: str = "") -> str | None:
+    """What to say of a message, which asks about a text before it; None if Ctrl-C ended the reading.
 
-    If it is longer than the window and recall is on, all but the question is read first: the last paragraph, or the
-    last line or sentence that asks. If none is short, the message is said as it is.
+    If both are longer than the window and recall is on, all but the question is read first. Without a text, that is the
+    last paragraph, or the last line or sentence that asks. If none is short, all is said as it is.
     """
-    message = encodable(message)
+    message, text = encodable(message), encodable(text).strip()
+    splits = [(text, message)] if text else [split_question(message), *split_asking(message)]
+    message = f"{text}\n\n{message}".strip()
     if not _exceeds(context, message, 1.0):
         return message
-    for body, question in (split_question(message), *split_asking(message)):
+    for body, question in splits:
         if body and not _exceeds(context, question, _QUESTION_SHARE):
             return question if _read(context, body, "I have read it.", "") else None
     return message

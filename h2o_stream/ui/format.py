@@ -45,27 +45,32 @@ def format_duration(seconds: float) -> str:
 SOURCES = {
     "given": "given",
     "generation_config": "the model's own",
-    "model": "ours for this model",
+    "model": "for this model",
     "default": "default",
 }
 """Where a sampling setting comes from, in words."""
 
-_SHORT = {"temperature": "temp", "top_p": "top-p", "top_k": "top-k", "min_p": "min-p", "repetition_penalty": "penalty"}
+_SHORT = {
+    "temperature": "temp", "top_p": "top-p", "top_k": "top-k", "min_p": "min-p", "repetition_penalty": "penalty",
+    "frequency_penalty": "frequency penalty", "presence_penalty": "presence penalty",
+}  # fmt: skip
 
 
 def sampling_values(engine: Engine) -> dict[str, float | str]:
     """The sampling settings in use."""
-    bench = {"temperature": BENCH} if engine.sampling.temperature == BENCH else {}
-    return {**engine.sampler.settings, **bench}
+    sampling = engine.sampling
+    bench = {"temperature": BENCH} if sampling.temperature == BENCH else {}
+    penalties = {"frequency_penalty": sampling.frequency_penalty, "presence_penalty": sampling.presence_penalty}
+    return {**engine.sampler.settings, **bench, **penalties}
 
 
 def sampling_line(engine: Engine) -> str:
     """How tokens are sampled: temp 0.7 · top-p 0.95 · penalty 1.1. What has no effect is left out."""
     values = sampling_values(engine)
-    neutral: dict[str, float | str] = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    neutral: dict[str, float | str] = {"top_p": 1, "repetition_penalty": 1}
     if values["temperature"] == 0:
         neutral |= {name: values[name] for name in ("top_p", "top_k", "min_p")}
-    shown = {name: value for name, value in values.items() if value != neutral.get(name)}
+    shown = {name: value for name, value in values.items() if value != neutral.get(name, 0) or name == "temperature"}
     return " · ".join(f"{_SHORT[name]} {value}" for name, value in shown.items())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from h2o_stream.config import Settings, model_sampling
+from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import H2OStreamError
@@ -131,13 +131,14 @@ def converse(
         interrupts,
         settings.engine,
         progress,
-        model_sampling(model.name),
+        model.sampling,
     )
     thinking = False if settings.think == "off" or settings.json_schema else None
+    system = model.system if settings.system is None else settings.system
     try:
         if settings.json_schema is not None:
             engine.grammar = Grammar(model.tokenizer, engine.end_tokens, engine.served.vocabulary, settings.json_schema)
-        conversation = Conversation(engine, settings.system, model.stops, settings.recall, thinking, settings.tools)
+        conversation = Conversation(engine, system, model.stops, settings.recall, thinking, settings.tools)
     except BaseException:
         engine.close()
         raise

@@ -22,9 +22,10 @@ from h2o_stream.plugins.ruler.answers import Answer, ask_at_once, ask_in_turns, 
 from h2o_stream.plugins.ruler.items import Haystack, Item, make_item
 from h2o_stream.plugins.ruler.options import Form, RulerOptions
 from h2o_stream.plugins.ruler.rates import rates
-from h2o_stream.resources import python_manual, read_text
+from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text
+from h2o_stream.texts import read_text
 
 QUESTIONS: dict[Form, int] = {"one-turn": 1, "multi-turn": 4}
 """Questions about a context."""

@@ -1,0 +1,209 @@
+"""Every field in the table of the server is sent alone, with a value that would change the reply."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.native import library
+from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.fields import ELSEWHERE, FIELDS, Ignored, Refused, Served, as_markdown, read_fields
+from tests.fixtures import compared, make_llama, saved
+from tests.serve_load import post
+from tests.served import Running
+from tests.test_tools import HERMES, WEATHER
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+COMMON = {"temperature": 1, "seed": 7}
+BASE: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": "Say it."}], "max_tokens": 6, "store": False},
+    "completions": {"prompt": "Say it.", "max_tokens": 6},
+    "responses": {"input": [{"role": "user", "content": "Say it."}], "max_output_tokens": 6, "store": False},
+}
+
+CHANGES: dict[str, Any] = {
+    "temperature": 0, "top_p": 0.1, "top_k": 1, "min_p": 1.0, "repetition_penalty": 9.0, "repeat_penalty": 9.0,
+    "seed": 8, "stop": [" ", "e", "t", "a"], "stream": True, "json_schema": SCHEMA, "guided_json": SCHEMA,
+    "grammar": 'root ::= "x" [0-9]', "guided_grammar": 'start: "x" /[0-9]/', "guided_regex": "x[0-9]",
+    "guided_choice": ["x/1", "x/2"], "structured_outputs": {"regex": "x[0-9]"}, "format": SCHEMA,
+    "options": {"num_predict": 2}, "pins": ["Keep this."], "max_tokens": 2, "n": 2, "n_cmpl": 2, "n_predict": 2,
+    "num_predict": 2, "response_format": {"type": "json_object", "schema": SCHEMA},
+    "messages.content": "Say another thing.", "prompt": ["Say it.", "Say it."], "tools": [WEATHER],
+    "max_completion_tokens": 2, "input": "Say another thing.", "instructions": "Be brief.", "max_output_tokens": 2,
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    "text.format": {"type": "json_schema", "name": "x", "schema": SCHEMA}, "truncation": "auto", "metadata": {"a": "b"},
+}  # fmt: skip
+"""Values of served fields with which the answer differs."""
+
+WRONG: dict[str, Any] = {
+    "model": 3, "frequency_penalty": 3, "presence_penalty": 3, "repeat_last_n": -2, "stream_options": 3,
+    "stream_options.include_usage": 3, "stream_options.include_slots": 3, "window": 0, "policy": "best",
+    "recall": "all", "think": 3, "messages": [], "messages.role": "robot", "messages.tool_calls": [3],
+    "top_logprobs": 2, "continue_final_message": True, "add_generation_prompt": False, "tool_choice": "required",
+    "parallel_tool_calls": 3, "store": 3, "logprobs": "x", "previous_response_id": "x",
+}  # fmt: skip
+"""Values of other served fields, which are refused: somebody reads them."""
+
+SHOWN_ELSEWHERE = {"messages.tool_call_id", "enable_thinking", "chat_template_kwargs", "reasoning_effort", "reasoning"}
+"""Fields whose effect needs a history, or a template that thinks: other tests show it."""
+
+OTHERS: list[tuple[Any, str]] = [
+    (True, "use_beam_search include_stop_str_in_output ignore_eos post_sampling_probs return_tokens return_token_ids "
+           "return_tokens_as_token_ids stream_options.continuous_usage_stats echo background reasoning_in_content "
+           "reasoning_control add_special_tokens"),
+    (False, "skip_special_tokens penalize_nl penalize_newline include_reasoning"),
+    (2, "best_of min_tokens truncate_prompt_tokens prompt_logprobs dynatemp_range typical_p tfs_z top_n_sigma min_keep "
+        "xtc_probability dry_multiplier mirostat adaptive_target n_indent t_max_predict_ms n_keep num_keep n_discard "
+        "n_probs top_logprobs n thinking_budget_tokens thinking_token_budget repetition_detection"),
+    ([3], "stop_token_ids allowed_token_ids prompt_embeds images image_data context lora context_management "
+          "messages.images documents functions tools"),
+    (["the"], "bad_words logits_processors samplers response_fields modalities include"),
+    ({"a": 1}, "logit_bias vllm_xargs moderation audio messages.audio function_call messages.function_call "
+               "web_search_options access_programs image conversation prompt"),
+    ("low", "guided_whitespace_pattern structural_tag template system verbosity text.verbosity chat_template suffix "
+            "reasoning_format"),
+]  # fmt: skip
+REFUSED = {name: value for value, names in OTHERS for name in names.split()}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = HERMES
+    model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
+    running = Running(
+        tmp_path_factory.mktemp("served"), ModelConfig(str(compared(model)), dtype="float32"), CacheConfig(window=300)
+    )
+    yield running
+    running.close()
+
+
+def ask(server: Running, endpoint: str, name: str = "", value: Any = None) -> tuple[int, str]:
+    """Status and answer, without what differs each time, to the base request with one more field."""
+    body = copy.deepcopy(BASE[endpoint]) | COMMON
+    outer, _, inner = inside(name)
+    if name and not inner:
+        body[name] = value
+        if name in ("n_predict", "num_predict", "options", "max_completion_tokens"):
+            body.pop("max_tokens", body.pop("max_output_tokens", None))
+    elif outer == "messages":
+        body["messages"][0][inner] = value
+    elif inner:
+        body[outer] = {inner: value}
+    status, answer = post_raw(server.url, f"/v1/{endpoint}", body)
+    return status, re.sub(r'"(id|created|created_at|item_id|nbytes)": ?("[^"]*"|\d+)', "", answer)
+
+
+def inside(name: str) -> tuple[str, str, str]:
+    """The object of a field and its name in it; llama.cpp has names with a dot."""
+    return (name, "", "") if name.startswith("speculative.") else name.partition(".")
+
+
+def post_raw(url: str, path: str, body: Any) -> tuple[int, str]:
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body).encode())) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def cases(kind: type) -> list[Any]:
+    """The fields of a kind; those that several endpoints have alike, once."""
+    found = {}
+    for endpoint, fields in FIELDS.items():
+        for name, rule in fields.items():
+            if isinstance(rule, kind):
+                found.setdefault((name, rule), endpoint)
+    return [pytest.param(end, name, rule, id=f"{end} {name}") for (name, rule), end in found.items()]
+
+
+@pytest.fixture(scope="module")
+def plain(server: Running) -> dict[str, tuple[int, str]]:
+    answers = {endpoint: ask(server, endpoint) for endpoint in FIELDS}
+    assert all(status == 200 for status, _ in answers.values()), answers
+    assert answers == {endpoint: ask(server, endpoint) for endpoint in FIELDS}, "the same request has the same answer"
+    return answers
+
+
+@pytest.mark.parametrize(("endpoint", "name", "rule"), cases(Served))
+def test_served(server: Running, plain: Any, endpoint: str, name: str, rule: Served) -> None:
+    if name in CHANGES:
+        status, answer = ask(server, endpoint, name, CHANGES[name])
+        assert status == 200, answer
+        assert answer != plain[endpoint][1]
+    elif name not in SHOWN_ELSEWHERE:
+        status, answer = ask(server, endpoint, name, WRONG[name])
+        assert status in (400, 404), answer
+        assert (rule.name or name).rpartition(".")[2] in answer
+
+
+def is_left_out(endpoint: Any, name: str, value: Any) -> bool:
+    """Whether nobody sees the field of a request; those inside others stay where they are, and nobody looks."""
+    outer, _, inner = inside(name)
+    body = {outer: [{inner: value}] if outer == "messages" else {inner: value}} if inner else {name: value}
+    fields, unknown = read_fields(body, endpoint)
+    return not unknown and (bool(inner) or not fields)
+
+
+@pytest.mark.parametrize(("endpoint", "name", "rule"), cases(Refused))
+def test_refused(server: Running, plain: Any, endpoint: str, name: str, rule: Refused) -> None:
+    value = REFUSED[name] if REFUSED[name] not in rule.neutral else not REFUSED[name]
+    assert value not in rule.neutral
+    status, answer = ask(server, endpoint, name, value)
+    error = json.loads(answer)["error"]
+    assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", name.replace("s.", "s[0].", 1)
+                                                       if name.startswith("messages.") else name)  # fmt: skip
+    assert error["message"].endswith(f"is not served: {rule.why}")
+    for neutral in (None, *rule.neutral):
+        assert is_left_out(endpoint, name, neutral)
+        if isinstance(neutral, int) and not isinstance(neutral, bool):  # 1 equals true in Python
+            with pytest.raises(ApiError):
+                is_left_out(endpoint, name, bool(neutral))
+
+
+@pytest.mark.parametrize(("endpoint", "name", "rule"), cases(Ignored))
+def test_without_influence(server: Running, plain: Any, endpoint: str, name: str, rule: Ignored) -> None:
+    assert ask(server, endpoint, name, "low") == plain[endpoint]
+    assert all(is_left_out(endpoint, name, value) for value in (3, True, {"a": "b"}, ["x"]))
+
+
+def test_names_that_nobody_documents_are_reported(server: Running) -> None:
+    import urllib.request
+
+    body = json.dumps({**BASE["chat/completions"], "no_such\nfield": 1, "stream_options": {"more": 1}}).encode()
+    with urllib.request.urlopen(f"{server.url}/v1/chat/completions", body) as answer:
+        assert answer.headers["h2o-unknown-fields"] == "no_such\\nfield, stream_options.more"
+
+
+def test_a_field_by_two_names(server: Running) -> None:
+    status, answer = post(
+        server.url, "/v1/completions", {**BASE["completions"], "repeat_penalty": 1.2, "repetition_penalty": 1.3}
+    )
+    assert (status, answer["error"]["param"]) == (400, "repeat_penalty")
+    body = {**BASE["completions"], "options": {"num_predict": 1, "no_such": 1}}
+    assert post(server.url, "/v1/completions", body)[1]["usage"]["completion_tokens"] == 6
+    status, answer = post(server.url, "/v1/completions", {**body, "grammar": 'root ::= "x"', "guided_regex": "x"})
+    assert (status, answer["error"]["param"]) == (400, "guided_regex")
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_elsewhere_is_refused_in_a_sentence(server: Running, name: str) -> None:
+    status, answer = post(server.url, f"/v1/{name}" if name != "api" else "/api/chat", {})
+    assert status == 404
+    assert ELSEWHERE[name] in answer["error"]["message"]
+
+
+def test_the_documentation_has_the_table() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert as_markdown() in page
