@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
 import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.errors import ConfigError, DataError
+
+
+class Thinking(Protocol):
+    """How thinking is marked, see `session.thinking.Markers`."""
+
+    @property
+    def opening(self) -> str:
+        """What begins it."""
+
+    @property
+    def closing(self) -> str:
+        """What ends it."""
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """What else may come before the answer."""
+
+    @property
+    def ending(self) -> str:
+        """What may come after the answer, or nothing."""
 
 
 class Grammar:
@@ -21,6 +42,7 @@ class Grammar:
         end_tokens: that end a turn; they are allowed where the text may end.
         vocabulary: number of logits.
         rules: a JSON schema, or a text in llguidance's form of Lark.
+        thinking: how the model marks its thinking, which may come first and follows no rules; None if it has to answer.
 
     Raises:
         ConfigError: llguidance is not installed.
@@ -28,7 +50,12 @@ class Grammar:
     """
 
     def __init__(
-        self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int, rules: Mapping[str, Any] | str
+        self,
+        tokenizer: Any,
+        end_tokens: Collection[int],
+        vocabulary: int,
+        rules: Mapping[str, Any] | str,
+        thinking: Thinking | None = None,
     ) -> None:
         try:
             from llguidance import LLMatcher
@@ -43,13 +70,23 @@ class Grammar:
             )
         except ValueError as error:
             raise DataError(f"the JSON schema is not supported: {error}") from error
-        self._matcher = LLMatcher(_guided(tokenizer.backend_tokenizer.to_str(), vocabulary, ends), grammar, log_level=0)
+        guided = _guided(tokenizer.backend_tokenizer.to_str(), vocabulary, ends)
+        self._opening: list[int] = []
+        if thinking is not None:
+            added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+            special = {token.content: number for number, token in added if guided.is_special_token(number)}
+            grammar = _after_thinking(grammar, thinking, special)
+            self._opening = tokenizer(thinking.opening, add_special_tokens=False)["input_ids"]
+        self._matcher = LLMatcher(guided, grammar, log_level=0)
         if self._matcher.is_error():
             raise DataError(f"the JSON schema is not supported: {self._matcher.get_error().splitlines()[0]}")
 
-    def matcher(self) -> Matcher:
-        """For a reply that begins."""
-        return Matcher(self._matcher.deep_copy())
+    def matcher(self, thinking: bool = False) -> Matcher:
+        """For a reply that begins, or whose thinking has been begun by its prompt."""
+        matcher = Matcher(self._matcher.deep_copy())
+        for token in self._opening if thinking else ():
+            matcher.accept(token)
+        return matcher
 
 
 class Matcher:
@@ -75,3 +112,36 @@ def _guided(serialized: str, vocabulary: int, end_tokens: tuple[int, ...]) -> An
     from llguidance import LLTokenizer
 
     return LLTokenizer(serialized, vocabulary, list(end_tokens))
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """A text in the form of Lark. Special tokens, given by their texts, have numbers there and are not text."""
+    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in _parts(text, special))
+
+
+def _parts(text: str, special: Mapping[str, int]) -> list[str]:
+    """The special tokens in a text, and what is between them."""
+    names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)"
+    return [part for part in re.split(f"({names})", text) if part]
+
+
+def _after_thinking(grammar: str, thinking: Thinking, special: Mapping[str, int]) -> str:
+    """A grammar of llguidance in which thinking, once or several times, may come before what `grammar` describes.
+
+    Thinking is any text without special tokens, up to the text or the token that ends it.
+    """
+    write = partial(literal, special=special)
+    first, *others = _parts(thinking.closing, special)
+    text, rest = ("", thinking.closing) if first in special else (first, "".join(others))
+    until = re.escape(text).replace("/", r"\/")
+    ending = f"(GAP? {write(thinking.ending)})?" if thinking.ending else ""
+    rules = [
+        "%llguidance {}",
+        f"start: before* @content {ending}",
+        " | ".join(("before: GAP? thought GAP?", *(f"{write(skipped)} GAP?" for skipped in thinking.skipped))),
+        f"thought: {write(thinking.opening)} free {write(rest)}",
+        f"free{'[lazy]' if text else ''}: /(.|\\n)*{until}/",
+        "GAP: /\\s+/",
+    ]
+    content = {**json.loads(grammar)["grammars"][0], "name": "content"}
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, content]})
