@@ -23,6 +23,6 @@ def with_template(tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
 
     It has a chat template, the fallback if it had none; and what frames turns are tokens of their own.
     """
-    tokenizer.chat_template = tokenizer.chat_template or FALLBACK_TEMPLATE
     name_controls(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template or FALLBACK_TEMPLATE
     return tokenizer, stop_texts(tokenizer)

@@ -57,38 +57,48 @@ def is_unmistakable(name: str) -> bool:
 
 def missing_names(named: Mapping[str, Any], controls: Collection[str]) -> dict[str, str]:
     """Which of these control tokens are `bos_token` and `eos_token`, if they are not named."""
-    missing = {name: texts for name, texts in _VARIABLES.items() if named.get(name) is None}
-    return {name: text for name, texts in missing.items() for text in [*filter(controls.__contains__, texts)][:1]}
+    missing = {name: _first(texts, controls) for name, texts in _VARIABLES.items() if named.get(name) is None}
+    return {name: text for name, text in missing.items() if text is not None}
+
+
+def _first(texts: Iterable[str], known: Collection[str]) -> str | None:
+    return next((text for text in texts if text in known), None)
 
 
 def name_controls(tokenizer: Any) -> None:
     """Make control tokens of what files have as ordinary entries of the vocabulary, though their templates frame turns
-    with it, or by its name it begins or ends texts or turns. Templates get those two that nobody has named.
+    with it, or it ends or begins turns or texts by its name. A template that needs `eos_token` gets it.
 
     Such an entry would be read as pieces, unless they can be merged to it. One that is only in the template's source,
     such as those around calls of tools, stays part of a reply's text.
     """
-    _add(tokenizer, filter(is_unmistakable, NAMES), special=True)
-    special = {token.content for token in _added(tokenizer).values() if token.special}
-    if names := missing_names(tokenizer.special_tokens_map, special):
-        tokenizer.add_special_tokens(names)
-    frames = [text for frame in _frames(tokenizer) for text in _MARKER.findall(frame)]
-    _add(tokenizer, frames, special=True, even_if_merged=True)
     template = tokenizer.chat_template
-    sources = template.values() if isinstance(template, Mapping) else [template or ""]
-    _add(tokenizer, [text for source in sources for text in _MARKER.findall(source)], special=False)
+    source = " ".join(template.values() if isinstance(template, Mapping) else [template or ""])
+    _add(tokenizer, _in_pieces(tokenizer, filter(is_unmistakable, NAMES)), special=True)
+    if "eos_token" in source and tokenizer.special_tokens_map.get("eos_token") is None:
+        controls = {token.content for token in _added(tokenizer).values() if token.special}
+        controls |= _in_pieces(tokenizer, TEXT_ENDS)
+        tokenizer.add_special_tokens({"eos_token": text} if (text := _first(TEXT_ENDS, controls)) else {})
+    _add(tokenizer, {text for frame in _frames(tokenizer) for text in _MARKER.findall(frame)}, special=True)
+    _add(tokenizer, _in_pieces(tokenizer, _MARKER.findall(source)), special=False)
 
 
-def _add(tokenizer: Any, texts: Iterable[str], special: bool, even_if_merged: bool = False) -> None:
-    """Add those entries of the vocabulary that no text is encoded as, or that are not added tokens yet."""
+def _in_pieces(tokenizer: Any, texts: Iterable[str]) -> set[str]:
+    """Those entries of the vocabulary among these texts that a tokenizer reads as several."""
+    backend = tokenizer.backend_tokenizer
+    numbers = {text: backend.token_to_id(text) for text in texts}
+    return {
+        text
+        for text, number in numbers.items()
+        if number is not None and backend.encode(text, add_special_tokens=False).ids != [number]
+    }
+
+
+def _add(tokenizer: Any, texts: Collection[str], special: bool) -> None:
+    """Make added tokens of those entries of the vocabulary among these texts that are none yet."""
     backend, known = tokenizer.backend_tokenizer, {token.content for token in _added(tokenizer).values()}
-    found = list[AddedToken]()
-    for text in sorted({*texts} - known):
-        number = backend.token_to_id(text)
-        whole = number is not None and backend.encode(text, add_special_tokens=False).ids == [number]
-        if number is not None and (even_if_merged or not whole):
-            found.append(AddedToken(text, special=special, normalized=False))
-    backend.add_tokens(found)
+    found = sorted(text for text in {*texts} - known if backend.token_to_id(text) is not None)
+    backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in found])
 
 
 def _frames(tokenizer: Any) -> Iterator[str]:

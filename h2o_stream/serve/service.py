@@ -113,9 +113,9 @@ class Service:
             return None
         ends = end_tokens(self.model.model.generation, self.model.tokenizer)
         tokenizer, vocabulary = self.model.tokenizer, self.model.model.description.output.rows
-        thinking = None if raw else ChatTemplate(tokenizer, None, ends, options.thinking).free_thinking
-        make = partial(Grammar, tokenizer, ends, vocabulary, rules, thinking)
         try:
+            thinking = None if raw else ChatTemplate(tokenizer, None, ends, options.thinking).free_thinking
+            make = partial(Grammar, tokenizer, ends, vocabulary, rules, thinking)
             async with asyncio.timeout(GRAMMAR_S):
                 return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
         except TimeoutError as error:
