@@ -12,9 +12,11 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from h2o_stream.engine.text import TextStream
+from h2o_stream.models import file_tokenizers
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.generation_config import read_generation_config
 from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.templates import with_template
 from h2o_stream.models.turn_tokens import BEGINNINGS, end_tokens
 from h2o_stream.session.template import ChatTemplate
@@ -79,13 +81,22 @@ CHANGES: dict[str, Callable[[Metadata], Metadata]] = {
 }
 
 
-def write(file: Metadata, path: Path) -> Path:
-    """A GGUF file without weights."""
+SENTENCEPIECE = ("as it was published", "no bos", "nothing about bos", "no eos", "eos is a word", "of type normal")
+
+
+def write(file: Metadata, path: Path, sentencepiece: bool = False) -> Path:
+    """A GGUF file without weights, in whose vocabulary either merges or scores say how text is read."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(file.pre)
+    writer.add_tokenizer_model("llama" if sentencepiece else "gpt2")
     writer.add_token_list(file.tokens)
-    writer.add_token_merges(MERGES)
+    if sentencepiece:
+        for name in ("context_length", "embedding_length", "block_count", "feed_forward_length"):
+            writer.add_uint32(f"llama.{name}", 1)
+        writer.add_head_count(1)
+        writer.add_token_scores([-float(number) for number in range(len(file.tokens))])
+    else:
+        writer.add_tokenizer_pre(file.pre)
+        writer.add_token_merges(MERGES)
     if file.types is not None:
         writer.add_token_types(file.types)
     if file.template is not None:
@@ -176,3 +187,15 @@ def test_a_folder(name: str, tmp_path: Path) -> None:
         file = CHANGES[change](published(family))
         folder = write_folder(file, tmp_path / "a.gguf", tmp_path / "folder")
         check(family, file, folder, adds(family, file))
+
+
+@pytest.mark.parametrize("name", ["Llama 2", "TinyLlama", "Gemma", "Phi 3"])
+def test_a_file_with_scores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizer is converted by transformers, and begins texts unless the file says that it does not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(file_tokenizers, "export_apart", export_config)
+    family = FAMILIES[name]
+    for number, change in enumerate(SENTENCEPIECE):
+        file = CHANGES[change](published(family))
+        source = GgufFile(write(file, tmp_path / f"{number}.gguf", sentencepiece=True))
+        check(family, file, source, bool(file.keys.get(ADDS, True) and family.bos))

@@ -15,8 +15,11 @@ from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.models.turn_tokens import NAMES, is_marker, is_unmistakable, missing_names
 from h2o_stream.native.gguf_types import CONTROL, NORMAL, USER_DEFINED
 
-NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-"""Special tokens of transformers, and their names in files."""
+TOKEN_KEYS = {
+    name: f"tokenizer.ggml.{key}_token_id"
+    for name, key in {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}.items()
+}
+"""Special tokens of transformers, and the keys of their ids in files."""
 
 _TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges"))
 
@@ -51,8 +54,7 @@ def byte_level_tokenizer(file: GgufFile) -> FileTokenizer | None:
 
 
 def _converted(file: GgufFile, split: PreTokenizer, ignore_merges: bool) -> FileTokenizer:
-    tokens: list[str] = file.array(_TOKENS)
-    types: list[int] = file.array(_TYPES) if _TYPES in file.metadata else []
+    tokens, types = file.array(_TOKENS), file.array(_TYPES)
     named = _named_tokens(file, tokens, types)
     added = _added_tokens(tokens, types, set(named.values()))
     vocab = {
@@ -74,13 +76,20 @@ def _converted(file: GgufFile, split: PreTokenizer, ignore_merges: bool) -> File
     return FileTokenizer(backend, contents, template if isinstance(template, str) else None)
 
 
+def named_tokens(file: GgufFile) -> dict[str, int]:
+    """Ids of special tokens by transformers' names, if they are no ordinary text; those without an id by their text.
+
+    Raises:
+        ModelNotFoundError: one is no id.
+    """
+    return _named_tokens(file, file.array(_TOKENS), file.array(_TYPES))
+
+
 def _named_tokens(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    """Ids of special tokens by transformers' names, if they are no ordinary text; those without an id by their text."""
-    keys = {name: f"tokenizer.ggml.{key}_token_id" for name, key in NAMED_TOKENS.items()}
-    named = {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
+    named = {name: file.metadata[key] for name, key in TOKEN_KEYS.items() if key in file.metadata}
     for name, number in named.items():
         if type(number) is not int or not 0 <= number < len(tokens):
-            raise file.damaged(f"{keys[name]} is {number!r}, not one of {len(tokens)} tokens")
+            raise file.damaged(f"{TOKEN_KEYS[name]} is {number!r}, not one of {len(tokens)} tokens")
 
     def is_text(number: int) -> bool:
         """Whether an entry is ordinary, or of no type."""
@@ -98,7 +107,7 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[int], special: Collecti
     controls = {*special, *(number for number, kind in enumerate(types) if kind == CONTROL)}
     defined = {number for number, kind in enumerate(types) if kind == USER_DEFINED}
     return {
-        number: AddedToken(tokens[number], normalized=False, special=number not in defined)
+        number: AddedToken(tokens[number], normalized=False, special=number in controls)
         for number in sorted(controls | defined)
     }
 
