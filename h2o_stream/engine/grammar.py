@@ -141,7 +141,7 @@ def _after_thinking(grammar: str, thinking: Thinking, special: Mapping[str, int]
         " | ".join(("before: GAP? thought GAP?", *(f"{write(skipped)} GAP?" for skipped in thinking.skipped))),
         f"thought: {write(thinking.opening)} free {write(rest)}",
         f"free{'[lazy]' if text else ''}: /(.|\\n)*{until}/",
-        "GAP: /\\s+/",
+        "GAP: /\\s{1,8}/",
     ]
     content = {**json.loads(grammar)["grammars"][0], "name": "content"}
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, content]})
