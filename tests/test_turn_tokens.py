@@ -1,5 +1,6 @@
 """Turns end, begin and are framed as templates say, whatever the metadata of files says."""
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,17 +10,21 @@ from typing import Any
 import gguf
 import numpy
 import pytest
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase
 
+from h2o_stream import CacheConfig, Conversation, Engine, SamplingConfig
 from h2o_stream.engine.text import TextStream
 from h2o_stream.models import file_tokenizers
 from h2o_stream.models.file_tokenizers import file_tokenizer
-from h2o_stream.models.generation_config import read_generation_config
+from h2o_stream.models.generation_config import GenerationConfig, read_generation_config
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
+from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.templates import with_template
-from h2o_stream.models.turn_tokens import BEGINNINGS, end_tokens
+from h2o_stream.models.turn_tokens import BEGINNINGS, begun, end_tokens
 from h2o_stream.session.template import ChatTemplate
+from h2o_stream.session.turn import Turn
 from tests.gguf_files import finish
 from tests.published_templates import FAMILIES, Family
 
@@ -199,3 +204,46 @@ def test_a_file_with_scores(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         file = CHANGES[change](published(family))
         source = GgufFile(write(file, tmp_path / f"{number}.gguf", sentencepiece=True))
         check(family, file, source, bool(file.keys.get(ADDS, True) and family.bos))
+
+
+@pytest.mark.parametrize(("between", "stops"), [
+    ("{{ '\\n### ' + m.role }}: ", ("\n### user:",)), (" Human: ", (" Human:",)), ("\n\n", ()), ("", ()),
+    ("\n<|im_end|>", ()), ("<x>\ny", ("<x>",)),
+])  # fmt: skip
+def test_replies_that_no_token_ends(between: str, stops: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> None:
+    """They end where the next message begins."""
+    talking = copy.deepcopy(tokenizer)
+    talking.chat_template = f"{{% for m in messages %}}{between}{{{{ m.content }}}}{{% endfor %}}"
+    assert with_template(talking) == (talking, stops)
+
+
+def test_texts_begin_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Also those that somebody has typed so, and those after which the tokenizer adds something."""
+    talking = copy.deepcopy(tokenizer)
+    first, last = talking.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert begun(talking, [5, 6]) == [5, 6]
+    talking.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", first), ("<|im_end|>", last)]
+    )
+    for tokens in ([], [5, 6], [last, 5]):
+        assert begun(talking, tokens) == [first, *tokens]
+        assert begun(talking, [first, *tokens]) == [first, *tokens]
+
+
+def test_the_embedded_model_with_another_eos(served_embedded: LoadedModel, tmp_path: Path) -> None:
+    """It says no marker, plays nobody else, and a resumed conversation goes on after the same token."""
+    tokenizer = copy.deepcopy(served_embedded.tokenizer)
+    tokenizer.special_tokens_map["eos_token"] = "<|endoftext|>"
+    model = replace(served_embedded.model, generation=GenerationConfig(eos_token_id=0))
+    end, start = (tokenizer.backend_tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|im_start|>"))
+    state = None
+    for text in ("What is the capital of France?", "Thank you."):
+        with Engine(model, tokenizer, CacheConfig(window=128), SamplingConfig(0, max_tokens=40)) as engine:
+            conversation = Conversation(engine, "Be brief.")
+            if state is not None:
+                conversation.load_state_dict(state)
+            *_, turn = conversation.say(text)
+            assert isinstance(turn, Turn)
+            assert (turn.finish, "<|" in turn.text, engine.tokens[-1]) == ("stop", False, end)
+            state, tokens = conversation.state_dict(), list(engine.tokens)
+    assert tokens.count(end) == tokens.count(start) == 5
