@@ -27,6 +27,7 @@ from tests.thinking_model import OPENED, SWITCHED, thinking_tokenizer
 
 SCHEMA = {"enum": ["{yes}", "no"]}
 YES = '"{yes}"'
+CALL = '%llguidance {}\nstart: "yes: " %json {"type": "integer"}\n'
 THOUGHT = "So {: <x> it is\n\n"
 CHANNELS = Markers(
     "<|channel|>analysis<|message|>", "<|end|>", ("<|start|>assistant", "<|channel|>final<|message|>")
@@ -86,6 +87,9 @@ def test_form(reply: str, kind: str, letters: PreTrainedTokenizerBase) -> None:
         begun = reply.strip().removeprefix(markers.opening).replace("%s", THOUGHT).replace("{}", YES)
         assert first_refused(talking, grammar, begun, thinking=True) is None
         assert first_refused(talking, grammar, YES, thinking=True) is not None
+    called = Grammar(talking, {talking.eos_token_id}, len(talking), CALL, markers)
+    assert first_refused(talking, called, f"{before}yes: 1{after}") is None
+    assert first_refused(talking, called, f"{before}{YES}{after}") is not None
     strict = Grammar(talking, {talking.eos_token_id}, len(talking), SCHEMA)
     assert first_refused(talking, strict, YES) is None
     assert before == "" or first_refused(talking, strict, f"{before}{YES}{after}") == ""

@@ -75,7 +75,8 @@ class Grammar:
         if thinking is not None:
             added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
             special = {token.content: number for number, token in added if guided.is_special_token(number)}
-            grammar = _after_thinking(grammar, thinking, special)
+            content = {"lark_grammar": grammar} if isinstance(rules, str) else {"json_schema": dict(rules)}
+            grammar = _after_thinking(content, thinking, special)
             self._opening = tokenizer(thinking.opening, add_special_tokens=False)["input_ids"]
         self._matcher = LLMatcher(guided, grammar, log_level=0)
         if self._matcher.is_error():
@@ -125,8 +126,8 @@ def _parts(text: str, special: Mapping[str, int]) -> list[str]:
     return [part for part in re.split(f"({names})", text) if part]
 
 
-def _after_thinking(grammar: str, thinking: Thinking, special: Mapping[str, int]) -> str:
-    """A grammar of llguidance in which thinking, once or several times, may come before what `grammar` describes.
+def _after_thinking(content: Mapping[str, Any], thinking: Thinking, special: Mapping[str, int]) -> str:
+    """A grammar of llguidance in which thinking, once or several times, may come before what another one describes.
 
     Thinking is any text without special tokens, up to the text or the token that ends it.
     """
@@ -143,5 +144,4 @@ def _after_thinking(grammar: str, thinking: Thinking, special: Mapping[str, int]
         f"free{'[lazy]' if text else ''}: /(.|\\n)*{until}/",
         "GAP: /\\s{1,8}/",
     ]
-    content = {**json.loads(grammar)["grammars"][0], "name": "content"}
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, content]})
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**content, "name": "content"}]})
