@@ -22,7 +22,7 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.templates import with_template
-from h2o_stream.models.turn_tokens import BEGINNINGS, begun, end_tokens
+from h2o_stream.models.turn_tokens import BEGINNINGS, end_tokens, with_bos
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.turn import Turn
 from tests.gguf_files import finish
@@ -221,13 +221,13 @@ def test_texts_begin_once(tokenizer: PreTrainedTokenizerBase) -> None:
     """Also those that somebody has typed so, and those after which the tokenizer adds something."""
     talking = copy.deepcopy(tokenizer)
     first, last = talking.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-    assert begun(talking, [5, 6]) == [5, 6]
+    assert with_bos(talking, [5, 6]) == [5, 6]
     talking.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", first), ("<|im_end|>", last)]
     )
     for tokens in ([], [5, 6], [last, 5]):
-        assert begun(talking, tokens) == [first, *tokens]
-        assert begun(talking, [first, *tokens]) == [first, *tokens]
+        assert with_bos(talking, tokens) == [first, *tokens]
+        assert with_bos(talking, [first, *tokens]) == [first, *tokens]
 
 
 def test_the_embedded_model_with_another_eos(served_embedded: LoadedModel, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from h2o_stream.models.turn_tokens import name_controls, stop_texts
+from h2o_stream.models.turn_tokens import mark_controls, stop_texts
 
 FALLBACK_TEMPLATE = (
     "{{ bos_token }}"
@@ -23,6 +23,6 @@ def with_template(tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
 
     It has a chat template, the fallback if it had none; and what frames turns are tokens of their own.
     """
-    name_controls(tokenizer)
+    mark_controls(tokenizer)
     tokenizer.chat_template = tokenizer.chat_template or FALLBACK_TEMPLATE
     return tokenizer, stop_texts(tokenizer)

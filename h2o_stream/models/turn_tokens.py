@@ -65,12 +65,12 @@ def _first(texts: Iterable[str], known: Collection[str]) -> str | None:
     return next((text for text in texts if text in known), None)
 
 
-def name_controls(tokenizer: Any) -> None:
-    """Make control tokens of what files have as ordinary entries of the vocabulary, though their templates frame turns
-    with it, or it ends or begins turns or texts by its name. A template that needs `eos_token` gets it.
+def mark_controls(tokenizer: Any) -> None:
+    """Make control tokens of entries that the template frames turns with, or that have such a name, where the file says
+    that they are ordinary. A template that needs `eos_token` gets it.
 
-    Such an entry would be read as pieces, unless they can be merged to it. One that is only in the template's source,
-    such as those around calls of tools, stays part of a reply's text.
+    The tokenizer would read such an entry as several pieces, or take it for text of the user. Entries that are only in
+    the template's source, such as those around calls of tools, stay part of a reply's text.
     """
     template = tokenizer.chat_template
     source = " ".join(template.values() if isinstance(template, Mapping) else [template or ""])
@@ -147,22 +147,22 @@ def end_tokens(generation: Any, tokenizer: Any) -> frozenset[int]:
     """All tokens that end a turn: that of the template, those of the generation config and the tokenizer, and those of
     known names. What the template or the vocabulary contradicts is left out: text, and ends of messages in a reply.
     """
-    ends, added = generation.eos_token_id, _added(tokenizer)
-    said = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    listed, added = generation.eos_token_id, _added(tokenizer)
+    ends = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None}
     own = turn_end(tokenizer)
     if own is not None:
         entry = tokenizer.backend_tokenizer.id_to_token
-        said = {number for number in said if number in added or is_marker(entry(number) or "")} | {own}
+        ends = {number for number in ends if number in added or is_marker(entry(number) or "")} | {own}
     numbers = {token.content: number for number, token in added.items()}
-    said |= {numbers[text] for text in TURN_ENDS & numbers.keys()}
-    said |= {numbers[text] for text in TEXT_ENDS if text in numbers and added[numbers[text]].special}
+    ends |= {numbers[text] for text in TURN_ENDS & numbers.keys()}
+    ends |= {numbers[text] for text in TEXT_ENDS if text in numbers and added[numbers[text]].special}
     if numbers.keys() & {*_REPLY_ENDS}:
-        said.discard(numbers.get(_MESSAGE_END))
-    return frozenset(said)
+        ends.discard(numbers.get(_MESSAGE_END))
+    return frozenset(ends)
 
 
-def begun(tokenizer: Any, tokens: list[int]) -> list[int]:
-    """Tokens of a whole text, which begins as the tokenizer says, once."""
+def with_bos(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Tokens of a whole text, with those that the tokenizer puts before a text, unless the text begins with them."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]
     before = framed[: next((n for n in range(len(framed)) if framed[n : n + len(plain)] == plain), 0)]

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
-from h2o_stream.models.turn_tokens import begun
+from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.answer_head import Place, Text
 from h2o_stream.runtime.first_layers import MAX_TOKENS
 from h2o_stream.session.calls import find_format
@@ -99,7 +99,7 @@ class ChatTemplate:
         if not isinstance(user, str) and user[0]["role"] != "user":
             raise DataError(f"the first message has the role {user[0]['role']}; a conversation begins with user")
         tokens, after = self._compose(user, self._render_first, after)
-        tokens = begun(self._tokenizer, tokens)
+        tokens = with_bos(self._tokenizer, tokens)
         pinned = shared_length(tokens, self._opening_tokens(before))
         return Prompt(tokens, pinned, num_thinking=self._num_thinking(tokens, after))
 
@@ -180,7 +180,7 @@ class ChatTemplate:
 
     def _opening_tokens(self, before: str) -> list[int]:
         """Tokens of the text before the first message."""
-        return begun(self._tokenizer, self._controls.encode(before))
+        return with_bos(self._tokenizer, self._controls.encode(before))
 
     @cached_property
     def _opening(self) -> tuple[str, str]:
