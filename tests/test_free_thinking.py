@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from h2o_stream import CacheConfig, Conversation, Engine, SamplingConfig
 from h2o_stream.config import ModelConfig
 from h2o_stream.engine.grammar import Grammar
-from h2o_stream.engine.sampling import Sampler
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.thinking import parse_thinking
 from h2o_stream.session.template import ChatTemplate
@@ -46,7 +45,6 @@ def letters() -> PreTrainedTokenizerBase:
 
 WRITTEN = {
     "<think>%s</think>\n\n{}": FORMS["Qwen 3.5"].markers,
-    "\n<think>%s</think><think>%s</think>{}": FORMS["Qwen 3.5"].markers,
     "<think>\n%s</think>\n<answer>\n{}\n</answer>": ANSWERED,
     "<answer>{}</answer>": ANSWERED,
     "<|channel|>analysis<|message|>%s<|end|><|start|>assistant<|channel|>final<|message|>{}": CHANNELS,
@@ -60,10 +58,12 @@ WRITTEN = {
 
 def first_refused(tokenizer: Any, grammar: Grammar, text: str, thinking: bool = False) -> str | None:
     """What of a whole reply comes before the first token that the grammar refuses; None if it takes all of it."""
-    matcher, zeros = grammar.matcher(thinking), numpy.zeros(len(tokenizer), numpy.float32)
+    matcher = grammar.matcher(thinking)
     tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     for place, token in enumerate(tokens):
-        if matcher.masked(zeros)[token] != 0:
+        logits = numpy.zeros(len(tokenizer), numpy.float32)
+        logits[token] = 1
+        if matcher.masked(logits)[token] != 1:
             return str(tokenizer.decode(tokens[:place]))
         matcher.accept(token)
     return None
@@ -95,33 +95,37 @@ def test_form(reply: str, kind: str, letters: PreTrainedTokenizerBase) -> None:
     assert before == "" or first_refused(talking, strict, f"{before}{YES}{after}") == ""
 
 
-def think_first(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, text: str) -> None:
-    """Let every model think so, if it may, then answer if it may, and then take its likeliest tokens."""
-    waiting, quote = list[int](), tokenizer('"')["input_ids"][0]
+def say_first(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, text: str) -> None:
+    """Let every model want to say so, then to answer."""
+    matcher, quote = Grammar.matcher, tokenizer('"')["input_ids"][0]
 
-    def sample(self: Sampler, logits: Any, tokens: Any, *more: Any) -> int:
-        if not waiting:
-            waiting.extend([*tokenizer(text, add_special_tokens=False)["input_ids"], -1])
-        if waiting[0] >= 0 and logits[waiting[0]] == -numpy.inf:
-            waiting[:] = [-1]
-        token = waiting.pop(0) if waiting[0] >= 0 else quote if logits[quote] > -numpy.inf else int(logits.argmax())
-        if token == tokenizer.eos_token_id:
-            waiting.clear()
-        return token
+    def scripted(self: Grammar, thinking: bool = False) -> Any:
+        made = matcher(self, thinking)
+        tokens, masked = iter(tokenizer(text, add_special_tokens=False)["input_ids"]), made.masked
 
-    monkeypatch.setattr(Sampler, "sample", sample)
+        def wanted(logits: Any) -> Any:
+            logits = logits.copy()
+            logits[quote] += 100
+            logits[next(tokens, quote)] += 1000
+            return masked(logits)
+
+        monkeypatch.setattr(made, "masked", wanted)
+        return made
+
+    monkeypatch.setattr(Grammar, "matcher", scripted)
 
 
 @pytest.mark.parametrize(("template", "thinking", "said"), [
     (SWITCHED, None, f"<think>{THOUGHT}</think>\n"), (SWITCHED, False, f"<think>{THOUGHT}</think>\n"),
     (OPENED, None, f"{THOUGHT}</think>"), (OPENED, False, f"{THOUGHT}</think>"),
+    (SWITCHED, None, f"<think>{THOUGHT}<|im_end|>"), (OPENED, None, f"{THOUGHT}<|im_end|>"),
 ])  # fmt: skip
 def test_conversation(
     template: str, thinking: bool | None, said: str, letters: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a switch; a model that always thinks goes on to do so."""
     talking = thinking_tokenizer(letters, template, special=True)
-    think_first(monkeypatch, talking, said)
+    say_first(monkeypatch, talking, said)
     model = make_llama(vocab=len(talking), context=800)
     with Engine(model, talking, CacheConfig(window=64), SamplingConfig(0, max_tokens=60)) as engine:
         conversation = Conversation(engine, thinking=thinking)
@@ -138,6 +142,24 @@ def test_conversation(
             assert isinstance(last, Turn)
             assert json.loads(last.text) in SCHEMA["enum"]
             assert last.thinking == (THOUGHT.strip() if thinking is False else "")
+
+
+def test_a_model_that_does_not_think_answers(letters: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it would not begin with the answer either."""
+    talking = thinking_tokenizer(letters, SWITCHED)
+    say_first(monkeypatch, talking, "The answer")
+    with Engine(
+        make_llama(vocab=len(talking), context=800), talking, CacheConfig(window=64), SamplingConfig(0, max_tokens=60)
+    ) as engine:
+        conversation = Conversation(engine)
+        conversation.follow(SCHEMA)
+        *_, turn = conversation.say("Hi")
+        assert isinstance(turn, Turn)
+        assert (json.loads(turn.text) in SCHEMA["enum"], turn.thinking) == (True, "")
+        conversation.follow(None)
+        *_, turn = conversation.say("Hi")
+        assert isinstance(turn, Turn)
+        assert turn.text[:1] != '"'
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +183,7 @@ OFF: list[dict[str, Any]] = [
 @pytest.mark.parametrize("more", [{}, {"reasoning_effort": "high"}, {"enable_thinking": True}, *OFF])
 def test_server(more: dict[str, Any], server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """By chat completions and by responses."""
-    think_first(monkeypatch, server.service.model.tokenizer, f"<think>{THOUGHT}</think>\n")
+    say_first(monkeypatch, server.service.model.tokenizer, f"<think>{THOUGHT}</think>\n")
     thought = None if more in OFF else THOUGHT.strip()
     answer = server.say("Hi", max_tokens=60, response_format=SHAPE, **more)["choices"][0]["message"]
     assert (json.loads(answer["content"]) in SCHEMA["enum"], answer.get("reasoning_content")) == (True, thought)
