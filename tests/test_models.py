@@ -18,7 +18,6 @@ from h2o_stream.config import ModelConfig
 from h2o_stream.models import find as finding
 from h2o_stream.models.find import find
 from h2o_stream.models.load import LoadedModel, load
-from h2o_stream.models.templates import FALLBACK_STOPS
 from tests.fixtures import saved
 from tests.gguf_files import QuickReader
 from tests.hub import serving_hub
@@ -75,7 +74,7 @@ class TestLoad:
             if file.name != "chat_template.jinja":
                 (tmp_path / file.name).write_bytes(file.read_bytes())
         loaded = load(ModelConfig(str(tmp_path)))
-        assert loaded.stops == FALLBACK_STOPS
+        assert loaded.stops == ("\nUser:",)
         text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
         assert "User: Hi" in text
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, SamplingConfig, UnsupportedModelError
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.models.load import LoadedModel
-from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
+from h2o_stream.models.templates import FALLBACK_TEMPLATE
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.template import ChatTemplate
@@ -91,7 +91,6 @@ class TestTemplate:
         template = ChatTemplate(base, SYSTEM, ())
         assert tokenizer.decode(template.first_turn("Hi").tokens) == f"<|endoftext|>{SYSTEM}\n\nUser: Hi\nAssistant:"
         assert tokenizer.decode(template.next_turn("Bye", False).tokens) == "\nUser: Bye\nAssistant:"
-        assert FALLBACK_STOPS == ("\nUser:",)
 
 
 class TestConversation:

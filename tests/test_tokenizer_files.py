@@ -22,7 +22,7 @@ from h2o_stream.models.generation_config import GenerationConfig, read_generatio
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
 from h2o_stream.models.load import load_tokenizer
-from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE, with_template
+from h2o_stream.models.templates import FALLBACK_TEMPLATE, with_template
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.recall.passages import decode
 from h2o_stream.recall.terms import TermWeights
@@ -385,7 +385,7 @@ class TestFolders:
         with pytest.raises(ValueError, match="no chat template"):
             plain.get_chat_template()
         tokenizer, stops = with_template(plain)
-        assert (tokenizer.get_chat_template(), stops) == (FALLBACK_TEMPLATE, FALLBACK_STOPS)
+        assert (tokenizer.get_chat_template(), stops) == (FALLBACK_TEMPLATE, ("\nUser:",))
         assert with_template(ours) == (ours, ())
 
 

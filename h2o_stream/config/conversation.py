@@ -67,8 +67,7 @@ class Settings:
         think: how thinking is drawn: ``show`` all of it, ``fold`` it to a line, or ``hide`` it; ``off`` switches it off
             where the model's template can, and is ``fold`` elsewhere.
         tools: JSON schemas of tools that the chat template describes.
-        json_schema: what every reply must be, as a JSON schema; None for any text. The model does not think first where
-            its template can switch that off.
+        json_schema: what every reply must be, as a JSON schema; None for any text. Thinking before it is free.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)

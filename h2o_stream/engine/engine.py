@@ -31,6 +31,7 @@ from h2o_stream.engine.served import StreamCache, serve
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.memory import trim_heap
+from h2o_stream.models.turn_tokens import end_tokens
 from h2o_stream.progress import ProgressCallback, ignore
 
 TORN_MESSAGE = "the last step was cut off halfway; reset the conversation to continue"
@@ -86,7 +87,7 @@ class Engine:
         self.grammar: Grammar | None = None
         self.prefill_step = self.served.prefill_step
         self.tokens = array("i")
-        self.end_tokens = _end_tokens(self.served.generation, tokenizer)
+        self.end_tokens = end_tokens(self.served.generation, tokenizer)
         self._logits: Scores | None = None
         self._turn_tokens: list[int] = []
         self._stream = self.cache.stream_number
@@ -236,13 +237,17 @@ class Engine:
             yield PrefillProgress(min(start + step, len(tokens)), len(tokens), elapsed_s, self.counts)
 
     def decode(
-        self, stops: Sequence[str] = (), visible: Mapping[int, str] = MappingProxyType({})
+        self,
+        stops: Sequence[str] = (),
+        visible: Mapping[int, str] = MappingProxyType({}),
+        thinking: bool = False,
     ) -> Iterator[Token | Finished]:
         """Generate a reply, until it ends or reaches a limit.
 
         Args:
             stops: strings that end the reply, in addition to those of the sampling config.
             visible: the text of control tokens that are part of the text all the same, by id.
+            thinking: whether the prompt has begun the thinking of the reply.
 
         Yields:
             A `Token` for each token, the end-of-turn token included, then one `Finished`.
@@ -251,7 +256,7 @@ class Engine:
             H2OStreamError: nothing was fed yet.
         """
         text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
-        matcher = self.grammar.matcher() if self.grammar else None
+        matcher = self.grammar.matcher(thinking) if self.grammar else None
         for replied in range(self.sampling.max_tokens):
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
@@ -314,10 +319,3 @@ class Engine:
         if self.at_context == "stop":
             return f"{message}positions; use --policy h2o, or continue beyond them with --at-context continue"
         return ""
-
-
-def _end_tokens(generation: Any, tokenizer: Any) -> frozenset[int]:
-    """All tokens that end a turn, from the model's generation config and from its tokenizer."""
-    ends = generation.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    return frozenset(token for token in (*ends, tokenizer.eos_token_id) if token is not None)

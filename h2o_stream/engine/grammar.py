@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
 import numpy
 from numpy.typing import NDArray
+from tokenizers.decoders import DecodeStream
 
 from h2o_stream.errors import ConfigError, DataError
+
+
+class Thinking(Protocol):
+    """How thinking is marked, see `session.thinking.Markers`."""
+
+    @property
+    def opening(self) -> str:
+        """What begins it."""
+
+    @property
+    def closing(self) -> str:
+        """What ends it."""
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """What else may come before the answer."""
+
+    @property
+    def ending(self) -> str:
+        """What may come after the answer, or nothing."""
 
 
 class Grammar:
@@ -21,6 +43,7 @@ class Grammar:
         end_tokens: that end a turn; they are allowed where the text may end.
         vocabulary: number of logits.
         rules: a JSON schema, or a text in llguidance's form of Lark, or in llama.cpp's (GBNF).
+        thinking: how the model marks its thinking, which may come first and follows no rules; None if it has to answer.
 
     Raises:
         ConfigError: llguidance is not installed.
@@ -28,7 +51,12 @@ class Grammar:
     """
 
     def __init__(
-        self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int, rules: Mapping[str, Any] | str
+        self,
+        tokenizer: Any,
+        end_tokens: Collection[int],
+        vocabulary: int,
+        rules: Mapping[str, Any] | str,
+        thinking: Thinking | None = None,
     ) -> None:
         try:
             from llguidance import LLMatcher
@@ -36,20 +64,30 @@ class Grammar:
             raise ConfigError("JSON schemas need llguidance; pip install 'h2o-stream[json]'") from error
         ends, what = tuple(sorted(end_tokens)), "grammar" if isinstance(rules, str) else "JSON schema"
         try:
+            lark = _as_lark(rules) if isinstance(rules, str) else ""
             grammar = (
-                LLMatcher.grammar_from_lark(_as_lark(rules))
-                if isinstance(rules, str)
-                else LLMatcher.grammar_from_json_schema(json.dumps(rules))
+                LLMatcher.grammar_from_lark(lark) if lark else LLMatcher.grammar_from_json_schema(json.dumps(rules))
             )
         except ValueError as error:
             raise DataError(f"the {what} is not supported: {error}") from error
-        self._matcher = LLMatcher(_guided(tokenizer.backend_tokenizer.to_str(), vocabulary, ends), grammar, log_level=0)
+        guided = _guided(tokenizer.backend_tokenizer.to_str(), vocabulary, ends)
+        self._matcher, self._ends = LLMatcher(guided, grammar, log_level=0), ends
         if self._matcher.is_error():
             raise DataError(f"the {what} is not supported: {self._matcher.get_error().splitlines()[0]}")
+        self._tokenizer, self._thinking, self._free = tokenizer, thinking, None
+        if thinking is not None:
+            added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+            special = {token.content: number for number, token in added if guided.is_special_token(number)}
+            content = {"json_schema": rules} if isinstance(rules, Mapping) else {"lark_grammar": lark}
+            self._free = LLMatcher(guided, _after_thinking(content, thinking, special), log_level=0)
 
-    def matcher(self) -> Matcher:
-        """For a reply that begins."""
-        return Matcher(self._matcher.deep_copy())
+    def matcher(self, thinking: bool = False) -> Matcher:
+        """For a reply that begins, or whose thinking has been begun by its prompt."""
+        strict = Matcher(self._matcher.deep_copy())
+        if self._thinking is None or self._free is None:
+            return strict
+        free, begun = Matcher(self._free.deep_copy()), self._thinking.opening if thinking else ""
+        return ThinkingMatcher(free, strict, self._thinking, self._tokenizer, self._ends, begun)
 
 
 class Matcher:
@@ -58,15 +96,76 @@ class Matcher:
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
+    def allowed(self, size: int) -> NDArray[numpy.bool_]:
+        """Which of `size` tokens may come next."""
+        mask = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
+        return numpy.unpackbits(mask, bitorder="little")[:size].astype(bool)
+
     def masked(self, logits: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
         """A copy of logits [V], in which tokens that must not come next are -inf."""
-        mask = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
-        allowed = numpy.unpackbits(mask, bitorder="little")[: len(logits)].astype(bool)
+        return numpy.where(self.allowed(len(logits)), logits, numpy.float32(-numpy.inf))
+
+    def accept(self, token: int) -> bool:
+        """Append the sampled token. False if the grammar does not allow it."""
+        return bool(self._matcher.consume_token(token))
+
+
+class ThinkingMatcher(Matcher):
+    """A reply that may think before it follows a grammar.
+
+    It thinks if its likeliest first token begins thinking. Where it would end the turn within it, the thinking ends.
+
+    Args:
+        free: allows thinking, and after it what `strict` allows.
+        strict: allows no thinking.
+        thinking: how it is marked.
+        tokenizer: of the model.
+        ends: tokens that end a turn.
+        begun: the beginning of the thinking that the prompt ends with, or nothing.
+    """
+
+    def __init__(
+        self,
+        free: Matcher,
+        strict: Matcher,
+        thinking: Thinking,
+        tokenizer: Any,
+        ends: Collection[int],
+        begun: str,
+    ) -> None:
+        self._free, self._alive, self._thinking = free, [free, strict], thinking
+        self._backend, self._ends, self._text = tokenizer.backend_tokenizer, ends, ""
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._closing: list[int] = tokenizer(thinking.closing, add_special_tokens=False)["input_ids"]
+        self._forced: list[int] = []
+        for token in tokenizer(begun, add_special_tokens=False)["input_ids"] if begun else ():
+            self.accept(token)
+
+    @property
+    def _within(self) -> bool:
+        """Whether the reply is thinking."""
+        opened, closed = self._text.rfind(self._thinking.opening), self._text.rfind(self._thinking.closing)
+        return self._free in self._alive and opened > closed and (closed < 0 or bool(self._thinking.skipped))
+
+    def masked(self, logits: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
+        """See `Matcher`."""
+        likeliest = int(logits.argmax())
+        if not self._text and len(self._alive) > 1 and not self._free.allowed(len(logits))[likeliest]:
+            self._alive.remove(self._free)
+        if not self._forced and likeliest in self._ends and self._within:
+            self._forced = list(self._closing)
+        allowed = numpy.zeros(len(logits), bool)
+        allowed[self._forced[:1]] = True
+        for matcher in () if self._forced else self._alive:
+            allowed |= matcher.allowed(len(logits))
         return numpy.where(allowed, logits, numpy.float32(-numpy.inf))
 
-    def accept(self, token: int) -> None:
-        """Append the sampled token."""
-        self._matcher.consume_token(token)
+    def accept(self, token: int) -> bool:
+        """See `Matcher`."""
+        self._forced = self._forced[1:]
+        self._alive = [matcher for matcher in self._alive if matcher.accept(token)]
+        self._text += self._stream.step(self._backend, token) or ""
+        return bool(self._alive)
 
 
 def _as_lark(rules: str) -> str:
@@ -89,3 +188,36 @@ def _guided(serialized: str, vocabulary: int, end_tokens: tuple[int, ...]) -> An
     from llguidance import LLTokenizer
 
     return LLTokenizer(serialized, vocabulary, list(end_tokens))
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """A text in the form of Lark. Special tokens, given by their texts, have numbers there and are not text."""
+    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in _parts(text, special))
+
+
+def _parts(text: str, special: Mapping[str, int]) -> list[str]:
+    """The special tokens in a text, and what is between them."""
+    names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)"
+    return [part for part in re.split(f"({names})", text) if part]
+
+
+def _after_thinking(content: Mapping[str, Any], thinking: Thinking, special: Mapping[str, int]) -> str:
+    """A grammar of llguidance in which thinking comes before what another one describes; as a channel, several times.
+
+    Thinking is any text without special tokens, up to the text or the token that ends it.
+    """
+    write = partial(literal, special=special)
+    first, *others = _parts(thinking.closing, special)
+    text, rest = ("", thinking.closing) if first in special else (first, "".join(others))
+    until = re.escape(text).replace("/", r"\/")
+    ending = f"(GAP? {write(thinking.ending)})?" if thinking.ending else ""
+    begins = " | ".join(("thought GAP?", *(f"{write(skipped)} GAP?" for skipped in thinking.skipped)))
+    rules = [
+        "%llguidance {}",
+        f"start: before{'+' if thinking.skipped else ''} @content {ending}",
+        f"before: {begins}",
+        f"thought: {write(thinking.opening)} free {write(rest)}",
+        f"free{'[lazy]' if text else ''}: /(.|\\n)*{until}/",
+        "GAP: /\\s{1,8}/",
+    ]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**content, "name": "content"}]})

@@ -12,9 +12,10 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -28,7 +29,7 @@ from h2o_stream.processes import python_command
 from h2o_stream.progress import ignore
 from h2o_stream.resources import atomic_folder, cache_folder
 
-_FORMAT = 4
+_FORMAT = 5
 """Incremented when the exported files change."""
 
 _MAX_FOLDERS = 50
@@ -152,15 +153,16 @@ def _tokenizer(file: GgufFile, folder: Path) -> Any:
     """The tokenizer, of a class of transformers. It is converted by `gguf_tokenizer`, or else through the folder."""
     from transformers import PreTrainedTokenizerFast
 
-    from h2o_stream.models.gguf_tokenizer import NAMED_TOKENS, byte_level_tokenizer
+    from h2o_stream.models.gguf_tokenizer import TOKEN_KEYS, byte_level_tokenizer, named_tokens
 
     if tokenizer := byte_level_tokenizer(file):
-        special = dict.fromkeys(NAMED_TOKENS) | tokenizer.special_tokens_map
+        special = dict.fromkeys(TOKEN_KEYS) | tokenizer.special_tokens_map
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer.backend_tokenizer, chat_template=tokenizer.chat_template, **special
         )
     full = folder / "full.gguf"
-    full.write_bytes(_header(file, short=False))
+    named = named_tokens(file)
+    full.write_bytes(_header(file, short=False, token_ids={key: named.get(name) for name, key in TOKEN_KEYS.items()}))
     converted = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=full.name)
     full.unlink()
     return converted
@@ -174,17 +176,25 @@ def _remove_added_tokens(path: Path, count: int) -> None:
         path.write_text(json.dumps({**tokenizer, "added_tokens": original}, ensure_ascii=False), encoding="utf-8")
 
 
-def _header(file: GgufFile, short: bool) -> bytes:
-    """A GGUF file with the metadata and tensors of one element each; `short` omits arrays that take long to parse."""
+def _header(file: GgufFile, short: bool, token_ids: Mapping[str, int | None] = MappingProxyType({})) -> bytes:
+    """A GGUF file with the metadata and tensors of one element each; `short` omits arrays that take long to parse.
+
+    The keys in `token_ids` have these numbers instead of their own, or are omitted.
+    """
     keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, SkippedArray))]
-    keys = [key for key in keys if not key.startswith(_MISREAD)]
+    keys = [key for key in keys if not key.startswith(_MISREAD) and key not in token_ids]
     entries = [file.raw_bytes(key) for key in keys if key != "general.alignment"]
+    entries += [_number(key, number) for key, number in token_ids.items() if number is not None]
     size, tokens = f"{file.architecture}.vocab_size", file.metadata.get(_TOKENS)
     if short and size not in file.metadata and isinstance(tokens, SkippedArray):
-        entries.append(_string(size) + struct.pack("<II", ValueType.UINT32, tokens.count))
+        entries.append(_number(size, tokens.count))
     tensor_infos = [_string(name) + struct.pack("<IQIQ", 1, 1, TensorType.F32, 0) for name in file.tensors]
     head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(tensor_infos), len(entries)), *entries, *tensor_infos])
     return head + bytes(-len(head) % 32 + 32)
+
+
+def _number(key: str, number: int) -> bytes:
+    return _string(key) + struct.pack("<II", ValueType.UINT32, number)
 
 
 def _string(text: str) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from h2o_stream.models.turn_tokens import mark_controls, stop_texts
+
 FALLBACK_TEMPLATE = (
     "{{ bos_token }}"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
@@ -15,13 +17,12 @@ FALLBACK_TEMPLATE = (
 )
 """A plain dialogue that any base model can continue."""
 
-FALLBACK_STOPS = ("\nUser:",)
-"""Base models do not end their turn but continue with the user's; replies stop there."""
-
 
 def with_template(tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
-    """The tokenizer with a chat template, given the fallback if it has none, and strings that end replies."""
-    if tokenizer.chat_template:
-        return tokenizer, ()
-    tokenizer.chat_template = FALLBACK_TEMPLATE
-    return tokenizer, FALLBACK_STOPS
+    """The tokenizer, ready for conversations, and strings that end replies.
+
+    It has a chat template, the fallback if it had none; and what frames turns are tokens of their own.
+    """
+    mark_controls(tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template or FALLBACK_TEMPLATE
+    return tokenizer, stop_texts(tokenizer)

@@ -38,9 +38,7 @@ class FileTokenizer:
         self.chat_template = chat_template
         backend.no_truncation()
         backend.no_padding()
-        known = {token.content for token in backend.get_added_tokens_decoder().values()}
-        missing = dict.fromkeys(token for token in self._special_tokens if token not in known)
-        backend.add_tokens([AddedToken(token, special=True) for token in missing])
+        self.add_special_tokens({})
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -77,6 +75,13 @@ class FileTokenizer:
         """Ids of the special tokens, with and without names."""
         numbers = map(self.backend_tokenizer.token_to_id, dict.fromkeys(self._special_tokens))
         return [number for number in numbers if number is not None]
+
+    def add_special_tokens(self, special_tokens: Mapping[str, str]) -> None:
+        """Name special tokens."""
+        self.special_tokens_map |= special_tokens
+        known = {token.content for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
+        missing = dict.fromkeys(token for token in self._special_tokens if token not in known)
+        self.backend_tokenizer.add_tokens([AddedToken(token, special=True) for token in missing])
 
     def __len__(self) -> int:
         """Size of the vocabulary with added tokens."""

@@ -101,5 +101,5 @@ class ValueType(IntEnum):
     FLOAT64 = 12
 
 
-CONTROL, USER_DEFINED = 3, 4
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """Types of tokens."""

@@ -92,7 +92,7 @@ class H2OModel(llm.Model):
         cache = CacheConfig(policy=options.policy, **({} if options.window is None else {"window": options.window}))
         model = self._load(ModelConfig(options.model), cache)
         engine = Engine(model.model, model.tokenizer, cache, sampling_defaults=model.sampling)
-        ours = Conversation(engine, system or model.system, model.stops, CHAT_RECALL, False if prompt.schema else None)
+        ours = Conversation(engine, system or model.system, model.stops, CHAT_RECALL)
         for said in past:
             for _ in ours.feed_turn(said.prompt.prompt, said.text()):
                 pass
@@ -113,7 +113,6 @@ class H2OModel(llm.Model):
 
     def _reply(self, opened: _Open, prompt: Any, response: Any) -> Iterator[str]:
         from h2o_stream.engine.events import Token
-        from h2o_stream.engine.grammar import Grammar
         from h2o_stream.session.turn import Turn
 
         options, engine = prompt.options, opened.ours.engine
@@ -126,9 +125,7 @@ class H2OModel(llm.Model):
             ),
             reseed=options.seed is not None,
         )
-        engine.grammar = None
-        if prompt.schema:
-            engine.grammar = Grammar(engine.tokenizer, engine.end_tokens, engine.served.vocabulary, prompt.schema)
+        opened.ours.follow(prompt.schema or None)
         text = ""
         with closing(opened.ours.say(prompt.prompt)) as events:
             for event in events:

@@ -16,6 +16,7 @@ from h2o_stream.config import ServeConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.recall.terms import TermWeights
 from h2o_stream.serve.errors import ApiError
@@ -303,7 +304,9 @@ def raw_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
     """Read a text, then continue it. Yields the same events."""
     text = text_of(dialogue.user)
     engine, reply = opened.live.engine, GrowingReply(text, None, thinking=False)
-    for event in engine.prefill(engine.tokenizer(text)["input_ids"]):
+    for event in engine.prefill(
+        with_bos(engine.tokenizer, engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+    ):
         if isinstance(event, Finished):
             yield reply.finish(1, event, engine)
             return

@@ -11,6 +11,7 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.messages import Reply
 from h2o_stream.serve.schemas import Schema, parse_schema
+from h2o_stream.serve.thinking import parse_thinking
 from h2o_stream.session.calls import CallFormat
 from h2o_stream.session.messages import Tool
 
@@ -78,8 +79,7 @@ class Options:
             if recall not in get_args(RecallMode):
                 raise wrong("recall", recall, " or ".join(get_args(RecallMode)))
             found = replace(found, recall=recall)
-        if (think := field(body, "think", bool)) is not None:
-            found = replace(found, thinking=think)
+        found = replace(found, thinking=parse_thinking(body, found.thinking))
         if (pins := field(body, "pins", list)) is not None:
             if not all(isinstance(pin, str) and pin.strip() for pin in pins):
                 raise wrong("pins", pins, "a list of texts")

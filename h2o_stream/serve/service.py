@@ -15,6 +15,7 @@ from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel, short_name
+from h2o_stream.models.turn_tokens import end_tokens
 from h2o_stream.progress import ignore
 from h2o_stream.resources import private_data_folder
 from h2o_stream.runtime.loading import load_model
@@ -28,6 +29,7 @@ from h2o_stream.serve.requests import Options, Sampled
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session.calls import CallFormat, find_format
+from h2o_stream.session.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +107,8 @@ class Service:
         added = self.model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
-    async def _grammar(self, sampled: Sampled) -> Grammar | None:
-        """What a reply must follow: a JSON schema or the form of calls; None if it is free.
+    async def _grammar(self, sampled: Sampled, options: Options, raw: bool) -> Grammar | None:
+        """What a reply must follow after its thinking: a JSON schema or the form of calls; None if it is free.
 
         Raises:
             ApiError: it is not supported, or takes too long.
@@ -115,10 +117,11 @@ class Service:
         place = sampled.place if sampled.rules is None else "tools"
         if rules is None:
             return None
-        ends = self.model.model.generation.eos_token_id
-        ends = {*(ends if isinstance(ends, list) else [ends]), self.model.tokenizer.eos_token_id} - {None}
-        make = partial(Grammar, self.model.tokenizer, ends, self.model.model.description.output.rows, rules)
+        ends = end_tokens(self.model.model.generation, self.model.tokenizer)
+        tokenizer, vocabulary = self.model.tokenizer, self.model.model.description.output.rows
         try:
+            thinking = None if raw else ChatTemplate(tokenizer, None, ends, options.thinking).free_thinking
+            make = partial(Grammar, tokenizer, ends, vocabulary, rules, thinking)
             async with asyncio.timeout(GRAMMAR_S):
                 return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
         except TimeoutError as error:
@@ -144,7 +147,7 @@ class Service:
         asks = list[Ask]()
         self.active += len(queues)
         try:
-            grammar = await self._grammar(sampled)
+            grammar = await self._grammar(sampled, options, raw)
             make = partial(
                 Ask, dialogue, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar, after=after,
                 raw=raw, pieces=sampled.stream or sampled.logprobs is not None,

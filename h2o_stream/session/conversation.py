@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.state import Array, State
@@ -18,6 +19,7 @@ from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS, RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.form import compose
 from h2o_stream.recall.passage import Candidate, Recalled
@@ -84,6 +86,7 @@ class Conversation:
             lambda: place_alone(ChatTemplate(engine.tokenizer, None, engine.end_tokens)),
         )
         self._stops, self._thinking = stops, thinking
+        self._rules: Mapping[str, Any] | str | None = None
         self.active = ActiveTurn()
         self.metadata = ConversationState(system, self._template(system), stream=engine.cache.stream_number)
         self.engine.pin(self.metadata.template.opening_size)
@@ -135,6 +138,17 @@ class Conversation:
             raise H2OStreamError(f"the model's chat template has no switch for thinking ({switches})")
         self._thinking = thinking
         self.metadata = replace(self.metadata, template=self._template(self.system))
+        self.follow(self._rules)
+
+    def follow(self, rules: Mapping[str, Any] | str | None) -> None:
+        """Let replies follow a JSON schema, or a grammar as `Grammar` takes it; None for any text. Thinking is free.
+
+        Raises:
+            ConfigError, DataError: see `Grammar`. Nothing has changed.
+        """
+        engine, thinking = self.engine, self.metadata.template.free_thinking
+        made = rules and Grammar(engine.tokenizer, engine.end_tokens, engine.served.vocabulary, rules, thinking)
+        self._rules, engine.grammar = rules, made or None
 
     def reset(self, system: str | None = None) -> None:
         """Forget everything but the system prompt, which is fed again with the next turn. None keeps the current
@@ -198,7 +212,8 @@ class Conversation:
                     reply.add_progress(event)
                     yield event
             start = len(self.engine.tokens) - (prompt.num_thinking or 0)
-            for generated in self.engine.decode(self._stops, template.marker_tokens):
+            thinking = prompt.num_thinking is not None
+            for generated in self.engine.decode(self._stops, template.marker_tokens, thinking):
                 if isinstance(generated, Finished):
                     yield reply.finish(self.metadata.turns, generated, self.engine)
                     return

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
+from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.answer_head import Place, Text
 from h2o_stream.runtime.first_layers import MAX_TOKENS
 from h2o_stream.session.calls import find_format
@@ -76,6 +77,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._tools = list(tools)
         self._system = system
+        self._thinking = thinking
         self._end_tokens = end_tokens
         self._added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special = tuple(token.content for token in self._added.values())
@@ -100,7 +102,8 @@ class ChatTemplate:
         if not isinstance(user, str) and user[0]["role"] == "tool":
             raise DataError(f"the first message has the role {user[0]['role']}; a conversation begins with user")
         tokens, after = self._compose(user, self._render_first, after)
-        pinned = shared_length(tokens, self._controls.encode(before))
+        tokens = with_bos(self._tokenizer, tokens)
+        pinned = shared_length(tokens, self._opening_tokens(before))
         return Prompt(tokens, pinned, num_thinking=self._num_thinking(tokens, after))
 
     def next_turn(self, user: UserTurn, ended: bool) -> Prompt:
@@ -138,6 +141,12 @@ class ChatTemplate:
     def markers(self) -> Markers | None:
         """How the model marks its thinking; None if it is not known to think."""
         return find_markers(self._tokenizer.get_chat_template(), self._special, self._opening[1])
+
+    @property
+    def free_thinking(self) -> Markers | None:
+        """How thinking is marked that may come before an answer that follows rules; None if it is switched off."""
+        begun = self.markers is not None and self.markers.unclosed(self._opening[1])
+        return None if self._thinking is False and self.thinking_switch and not begun else self.markers
 
     @cached_property
     def marker_tokens(self) -> dict[int, str]:
@@ -178,7 +187,11 @@ class ChatTemplate:
     @cached_property
     def opening_size(self) -> int:
         """How many tokens come before the first message."""
-        return len(self._controls.encode(self._opening[0]))
+        return len(self._opening_tokens(self._opening[0]))
+
+    def _opening_tokens(self, before: str) -> list[int]:
+        """Tokens of the text before the first message."""
+        return with_bos(self._tokenizer, self._controls.encode(before))
 
     @cached_property
     def _opening(self) -> tuple[str, str]:

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
-from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.progress import ProgressCallback
@@ -133,12 +132,11 @@ def converse(
         progress,
         model.sampling,
     )
-    thinking = False if settings.think == "off" or settings.json_schema else None
+    thinking = False if settings.think == "off" else None
     system = model.system if settings.system is None else settings.system
     try:
-        if settings.json_schema is not None:
-            engine.grammar = Grammar(model.tokenizer, engine.end_tokens, engine.served.vocabulary, settings.json_schema)
         conversation = Conversation(engine, system, model.stops, settings.recall, thinking, settings.tools)
+        conversation.follow(settings.json_schema)
     except BaseException:
         engine.close()
         raise
