@@ -18,7 +18,7 @@ from h2o_stream.errors import ConfigError, UnsupportedModelError
 from h2o_stream.models.go_template import as_jinja
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.other_tools import ollama_layers
-from h2o_stream.models.templates import FALLBACK_STOPS
+from h2o_stream.models.templates import with_template
 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
              "repeat_penalty": "repetition_penalty"}  # fmt: skip
@@ -56,7 +56,7 @@ def with_modelfile(loaded: LoadedModel, notify: Callable[[str], None]) -> Loaded
         elif changed:
             used.append("TEMPLATE")
             loaded.tokenizer.chat_template = changed
-            own = tuple(stop for stop in own if stop not in FALLBACK_STOPS)
+            own = with_template(loaded.tokenizer)[1]
     left += ["MESSAGE"] if "messages" in layers else []
     if used or left:
         parts = [f"uses {', '.join(used)}"] if used else []
