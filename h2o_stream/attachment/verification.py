@@ -3,6 +3,10 @@
 A few random tokens go through the model's own forward, and through a cache that holds all of them: a prompt, then
 single tokens. Anything a model does with its queries, keys and values that the cache does not reproduce shows in the
 logits. Native code is verified with the same tokens, against the same logits.
+
+Logits in bfloat16 may differ by rounding alone as much as by a mistake: rounding grows with outliers and massive
+activations. Where they do differ, float32 decides: the same model computes in it by itself and through the cache, and
+what can only compute in bfloat16 must be as near to that as the model itself.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -22,6 +27,7 @@ from torch import Tensor
 from h2o_stream.attachment.attention_interface import attention_names, using_attention, using_h2o_attention
 from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, max_distance_of
+from h2o_stream.attachment.precise import PRECISE, in_float32
 from h2o_stream.attachment.probe import failing_as
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import has_additions, model_digest
@@ -47,6 +53,9 @@ _SAMPLES = 4
 _EXACT, _ROUNDED = (2.0**-22, 0.01), (2.0**-8, 0.5)
 """By how much the embedding is rounded, relative to its numbers, and the limit of the tolerance, whatever rounding
 does: in float32, where every layer adds some rounding of its own, and in fewer bits."""
+
+_OWN_ROUNDINGS = 2
+"""In fewer bits, logits may be this many times as far from those in float32 as the model's own."""
 
 _known: set[str] = set()
 """Keys of everything verified in this process."""
@@ -141,7 +150,39 @@ class Verification:
             ours = self._through(cache, steps)
             if ours is None:
                 return steps.why_not if steps else ""
-            return self._difference(ours)
+            reason = self._difference(ours, decided=steps is None)
+            return self._precise_difference(kernels, reason) if reason and steps is None else reason
+
+    def _precise_difference(self, kernels: Kernels | None, reason: str) -> str:
+        """The same in float32, for a model in fewer bits; `reason` if it cannot compute in it."""
+        exact = self._exact
+        if exact is None:
+            return reason
+        cache = as_class_for(self._model, self._new_cache(PRECISE))
+        cache.kernels = kernels
+        try:
+            with in_float32(self._model):
+                ours = self._through(cache, None)
+        except UnsupportedModelError:
+            return reason
+        assert ours is not None, "no native steps"
+        error, limit = error_of(ours[:, -exact.shape[1] :], exact), _EXACT[1]
+        return (
+            ""
+            if error < limit
+            else f"in float32 its logits are off by {error:.1e} of their rms, {limit:.0e} is rounding"
+        )
+
+    @functools.cached_property
+    def _exact(self) -> Tensor | None:
+        """[1, n, V], the model's own logits of the last tokens in float32; None if its own are not rounded more."""
+        if tolerance_of(self._model) != ROUNDED_TOLERANCE or input_device(self._model).type == "meta":
+            return None
+        try:
+            with in_float32(self._model):
+                return self._logits()[:, -STEPS - 1 :].float()
+        except UnsupportedModelError:
+            return None
 
     def why_not_served(self, make: Callable[[CacheConfig], Callable[[list[int]], NDArray[numpy.float32]]]) -> str:
         """Why the logits of a model of the runtime differ from the model's own, or nothing.
@@ -159,15 +200,27 @@ class Verification:
             found = numpy.stack([forward(list(part)) for part in parts])
             return self._difference(torch.from_numpy(found)[None])
 
-    def _difference(self, ours: Tensor) -> str:
-        """Why logits [1, n, V] of the last tokens differ from the model's own, or nothing."""
+    def _difference(self, ours: Tensor, decided: bool = False) -> str:
+        """Why logits [1, n, V] of the last tokens differ from the model's own, or nothing.
+
+        Args:
+            ours: the logits.
+            decided: by float32, if they do; so their rounding is not measured.
+        """
         assert self._expected is not None, "the model's own logits come first"
         # Native code is compared by the last ones only, so that no others are kept.
         expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
         count = min(expected.shape[1], ours.shape[1])
         error, tolerance = error_of(ours[:, -count:], expected[:, -count:]), tolerance_of(self._model)
         step, limit = _ROUNDED if tolerance == ROUNDED_TOLERANCE else _EXACT
-        for seed in range(_SAMPLES):
+        if error < tolerance:
+            return ""
+        if (exact := self._exact) is not None:
+            count = min(count, exact.shape[1])
+            error = error_of(ours[:, -count:], exact[:, -count:])
+            own = error_of(expected[:, -count:], exact[:, -count:])
+            tolerance = min(max(tolerance, _OWN_ROUNDINGS * own), limit)
+        for seed in range(0 if decided and exact is not None else _SAMPLES):
             if error < tolerance:
                 break
             with _rounded(self._model.get_input_embeddings(), step, seed):
@@ -184,19 +237,32 @@ class Verification:
             return True
 
         def why_not() -> str:
-            with _undisturbed(self._model):
-                cache = as_class_for(self._model, self._new_cache())
-                both = [self._fed(cache, part) for part in self._tokens().tensor_split(2, 1)]
-                error = error_of(both[1], self._logits()[:, -both[1].shape[1] :])
-            return "" if error < tolerance_of(self._model) else "it begins anew"
+            return "" if self._agree(halves) else "it begins anew"
+
+        def halves(dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+            cache = as_class_for(self._model, self._new_cache(dtype))
+            both = [self._fed(cache, part) for part in self._tokens().tensor_split(2, 1)]
+            return both[1], self._logits()[:, -both[1].shape[1] :]
 
         return not self.cached("continues", why_not)
 
     def sees_later(self) -> bool:
         """Whether the model's own logits of a token depend on later tokens."""
+        return not self._agree(lambda dtype: (self._logits(self._prompt), self._logits()[:, : self._prompt]))
+
+    def _agree(self, compute: Callable[[torch.dtype | None], tuple[Tensor, Tensor]]) -> bool:
+        """Whether two ways to the same logits agree; for a model in fewer bits in float32, if they do not in those.
+
+        Args:
+            compute: gives both; gets the dtype of states if it is another one than usual.
+        """
         with _undisturbed(self._model):
-            whole, part = self._logits(), self._logits(self._prompt)
-            return not error_of(part, whole[:, : self._prompt]) < tolerance_of(self._model)
+            if error_of(*compute(None)) < tolerance_of(self._model):
+                return True
+            if tolerance_of(self._model) != ROUNDED_TOLERANCE:
+                return False
+            with in_float32(self._model):
+                return error_of(*compute(PRECISE)) < _EXACT[1]
 
     def _logits(self, count: int | None = None) -> Tensor:
         """[1, n, V] from the model's own forward of the first n tokens, by default of all."""
@@ -231,8 +297,14 @@ class Verification:
         cache.count_forward()
         return logits
 
-    def _new_cache(self) -> H2OCache:
-        return H2OCache(self._config, self._specs, self._max_distance, self._learned)
+    def _new_cache(self, dtype: torch.dtype | None = None) -> H2OCache:
+        """An empty cache; with states in this dtype, if it is not None."""
+        specs = self._specs
+        if dtype is not None:
+            specs = [
+                replace(x, state_like={name: like.to(dtype) for name, like in x.state_like.items()}) for x in specs
+            ]
+        return H2OCache(self._config, specs, self._max_distance, self._learned)
 
     def _tokens(self) -> Tensor:
         """[1, n] random tokens, none of them special."""

@@ -1,0 +1,57 @@
+"""Lets a model compute in more bits than its weights have, one module at a time, to tell rounding from mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PRECISE = torch.float32
+"""What models in fewer bits compute in: its rounding is never as large as a mistake."""
+
+
+@contextmanager
+def in_float32(model: Any) -> Iterator[None]:
+    """Inside the block every module computes in float32, with weights that are converted for its forward only.
+
+    Embeddings are looked up as they are. Packed weights are exact in float32. Modules that take the weights of others,
+    or cast to a dtype of their own, may fail.
+    """
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) or hasattr(module, "num_embeddings"):
+                hook = module.register_forward_hook(lambda module, inputs, rows: rows.to(PRECISE))
+                hooks.callback(hook.remove)
+            elif any(map(_is_rounded, module._parameters.values())) or any(map(_is_rounded, module._buffers.values())):
+                converted = _Converted()
+                hooks.callback(module.register_forward_pre_hook(converted.begin).remove)
+                hooks.callback(module.register_forward_hook(converted.end, always_call=True).remove)
+        yield
+
+
+def _is_rounded(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point() and tensor.itemsize < PRECISE.itemsize
+
+
+class _Converted:
+    """The weights of a module in float32, from `begin` to `end`."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def begin(self, module: nn.Module, inputs: Any) -> None:
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is not None and _is_rounded(tensor):
+                    self._held.append((owner, name, tensor))
+        for owner, name, tensor in self._held:
+            more: Tensor = tensor.detach().to(PRECISE)
+            owner[name] = nn.Parameter(more, requires_grad=False) if isinstance(tensor, nn.Parameter) else more
+
+    def end(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        while self._held:
+            owner, name, tensor = self._held.pop()
+            owner[name] = tensor
