@@ -84,7 +84,10 @@ def _offset(module: Any) -> float:
     held = module.weight.data.clone()
     with torch.no_grad():
         module.weight.data.zero_()
-        offset = float(module(x).abs().max() > 1e-3)
+        try:
+            offset = float(module(x).abs().max() > 1e-3)
+        except TypeError:  # it has a gate
+            offset = float(module(x, torch.ones_like(x)).abs().max() > 1e-3)
         module.weight.data.copy_(held)
     return offset
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -27,14 +26,15 @@ from torch import Tensor
 from h2o_stream.attachment.attention_interface import attention_names, using_attention, using_h2o_attention
 from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, max_distance_of
-from h2o_stream.attachment.precise import PRECISE, in_float32
 from h2o_stream.attachment.probe import failing_as
+from h2o_stream.attachment.trial import logits_of, undisturbed, usual_tokens
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import has_additions, model_digest
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
+from h2o_stream.cache.rounding import EXACT_STEP, PRECISE, ROUNDED_STEP, ROUNDINGS, in_float32, rounded_embedding
 from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
@@ -44,17 +44,14 @@ PROMPT, STEPS, CHUNK = 24, 3, 16
 """Tokens of a prompt longer than a chunk, tokens that follow one by one, and tokens per chunk."""
 
 
-_ROUNDINGS = 3
-"""Logits may be off by this many times the effect of a rounded embedding."""
-
 _SAMPLES = 4
 """Ways in which an embedding is rounded, if need be: few change the expert of a token whose router nearly ties."""
 
-_EXACT, _ROUNDED = (2.0**-22, 0.01), (2.0**-8, 0.5)
-"""By how much the embedding is rounded, relative to its numbers, and the limit of the tolerance, whatever rounding
-does: in float32, where every layer adds some rounding of its own, and in fewer bits."""
+_EXACT, _ROUNDED = (EXACT_STEP, 0.01), (ROUNDED_STEP, 0.5)
+"""By how much the embedding is rounded, and the limit of the tolerance, whatever rounding does: in float32, where every
+layer adds some rounding of its own, and in fewer bits."""
 
-_OWN_ROUNDINGS = 2
+_OWN = 2
 """In fewer bits, logits may be this many times as far from those in float32 as the model's own."""
 
 _known: set[str] = set()
@@ -102,6 +99,7 @@ class Verification:
         self._config = CacheConfig(
             "recent", self._count, sinks=0, span=0, positions=positions, chunk=chunk, device=device
         )
+        self._tokens = usual_tokens(model, self._count)
         self._key = self._identify()
 
     def _identify(self) -> str | None:
@@ -141,7 +139,7 @@ class Verification:
         Raises:
             UnsupportedModelError: the model cannot compute these tokens, by itself or through the cache.
         """
-        with _undisturbed(self._model):
+        with undisturbed(self._model):
             if self._expected is None:
                 self._expected = self._logits()
             cache = as_class_for(self._model, self._new_cache())
@@ -193,9 +191,9 @@ class Verification:
         Raises:
             UnsupportedModelError: the model cannot compute these tokens.
         """
-        with _undisturbed(self._model):
+        with undisturbed(self._model):
             self._expected = self._logits()
-            forward, tokens = make(self._config), self._tokens()[0].tolist()
+            forward, tokens = make(self._config), self._tokens[0].tolist()
             parts = tokens[: self._prompt], *([token] for token in tokens[self._prompt :])
             found = numpy.stack([forward(list(part)) for part in parts])
             return self._difference(torch.from_numpy(found)[None])
@@ -219,14 +217,14 @@ class Verification:
             count = min(count, exact.shape[1])
             error = error_of(ours[:, -count:], exact[:, -count:])
             own = error_of(expected[:, -count:], exact[:, -count:])
-            tolerance = min(max(tolerance, _OWN_ROUNDINGS * own), limit)
+            tolerance = min(max(tolerance, _OWN * own), limit)
         for seed in range(0 if decided and exact is not None else _SAMPLES):
             if error < tolerance:
                 break
-            with _rounded(self._model.get_input_embeddings(), step, seed):
+            with rounded_embedding(self._model, step, seed):
                 rounded = self._logits()
             rounding = error_of(rounded[:, -count:], expected[:, -count:])
-            tolerance = min(max(tolerance, _ROUNDINGS * rounding), limit)
+            tolerance = min(max(tolerance, ROUNDINGS * rounding), limit)
         return (
             "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
         )
@@ -241,7 +239,7 @@ class Verification:
 
         def halves(dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
             cache = as_class_for(self._model, self._new_cache(dtype))
-            both = [self._fed(cache, part) for part in self._tokens().tensor_split(2, 1)]
+            both = [self._fed(cache, part) for part in self._tokens.tensor_split(2, 1)]
             return both[1], self._logits()[:, -both[1].shape[1] :]
 
         return not self.cached("continues", why_not)
@@ -256,7 +254,7 @@ class Verification:
         Args:
             compute: gives both; gets the dtype of states if it is another one than usual.
         """
-        with _undisturbed(self._model):
+        with undisturbed(self._model):
             if error_of(*compute(None)) < tolerance_of(self._model):
                 return True
             if tolerance_of(self._model) != ROUNDED_TOLERANCE:
@@ -268,14 +266,14 @@ class Verification:
         """[1, n, V] from the model's own forward of the first n tokens, by default of all."""
         name = type(self._model).__name__
         with using_attention(self._model, self._attention), failing_as(f"the forward of {name}"):
-            logits = _logits_of(self._model(input_ids=self._tokens()[:, :count], use_cache=False))
+            logits = logits_of(self._model(input_ids=self._tokens[:, :count], use_cache=False))
         if logits.isnan().any():
             raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
         return logits
 
     def _through(self, cache: H2OCache, steps: TensorStepper | None) -> Tensor | None:
         """[1, n, V] through the cache; None if native steps cannot run."""
-        tokens, found = self._tokens(), []
+        tokens, found = self._tokens, []
         for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
             # The first token after the prompt goes through the model and the kernels of its layers.
             native = steps if number == 0 else None
@@ -293,7 +291,7 @@ class Verification:
             return logits
         cache.use_own_dtypes()
         with using_h2o_attention(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
-            logits = _logits_of(self._model(**kwargs))
+            logits = logits_of(self._model(**kwargs))
         cache.count_forward()
         return logits
 
@@ -306,54 +304,7 @@ class Verification:
             ]
         return H2OCache(self._config, specs, self._max_distance, self._learned)
 
-    def _tokens(self) -> Tensor:
-        """[1, n] random tokens, none of them special."""
-        config = self._model.config
-        text = config.get_text_config()
-        settings = {**config.to_dict(), **text.to_dict()}
-        named = [value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))]
-        special = {token for value in named for token in (value if isinstance(value, list) else [value])}
-        usual = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or [0]
-        chosen = torch.randint(len(usual), (1, self._count), generator=torch.Generator().manual_seed(0), device="cpu")
-        return torch.tensor(usual, device="cpu")[chosen].to(input_device(self._model))
-
 
 @functools.cache
 def _versions() -> list[str]:
     return [version(name) for name in ("h2o-stream", "transformers", "torch", "accelerate")]
-
-
-def _logits_of(output: Any) -> Tensor:
-    logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
-    return logits
-
-
-@contextmanager
-def _undisturbed(model: Any) -> Iterator[None]:
-    """No gradients and no dropout, and the state of random numbers is restored."""
-    training = [module for module in model.modules() if module.training]
-    home = input_device(model)
-    with torch.no_grad(), torch.random.fork_rng([home] if home.type == "cuda" else []):
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
-
-
-@contextmanager
-def _rounded(embedding: Any, step: float, seed: int) -> Iterator[None]:
-    """Let an embedding round its outputs randomly up or down, by `step` of each number."""
-    seeded = torch.Generator("cpu").manual_seed(seed)
-
-    def rounded(module: Any, inputs: Any, rows: Tensor) -> Tensor:
-        ups = (torch.randint(2, rows.shape, generator=seeded, device="cpu") * 2 - 1).to(rows.device)
-        return (rows.float() * (1 + ups * step)).to(rows.dtype)
-
-    handle = embedding.register_forward_hook(rounded)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -1,4 +1,4 @@
-"""Lets a model compute in more bits than its weights have, one module at a time, to tell rounding from mistakes."""
+"""Tells rounding from mistakes: lets a model compute in more bits than its weights have, or round once more."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from torch import Tensor, nn
 
 PRECISE = torch.float32
 """What models in fewer bits compute in: its rounding is never as large as a mistake."""
+
+EXACT_STEP, ROUNDED_STEP = 2.0**-22, 2.0**-8
+"""By how much an embedding is rounded to see what rounding does, relative to its numbers: in float32 and fewer bits."""
+
+ROUNDINGS = 3
+"""Results may be off by this many times the effect of a rounded embedding."""
 
 
 @contextmanager
@@ -55,3 +61,19 @@ class _Converted:
         while self._held:
             owner, name, tensor = self._held.pop()
             owner[name] = tensor
+
+
+@contextmanager
+def rounded_embedding(model: Any, step: float, seed: int = 0) -> Iterator[None]:
+    """Let a model's embedding round its outputs randomly up or down, by `step` of each number."""
+    seeded = torch.Generator("cpu").manual_seed(seed)
+
+    def rounded(module: Any, inputs: Any, rows: Tensor) -> Tensor:
+        ups = (torch.randint(2, rows.shape, generator=seeded, device="cpu") * 2 - 1).to(rows.device)
+        return (rows.float() * (1 + ups * step)).to(rows.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(rounded)
+    try:
+        yield
+    finally:
+        handle.remove()
