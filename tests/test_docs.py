@@ -54,7 +54,8 @@ SLOW = ("speed", "soak", "tasks", "--suite book")
 """Only one command of each of these is run; of the others just the options are checked, with a missing model."""
 
 COMPARISONS = (
-    "nll", "--masked", "recall", "summarize", "--suite ruler", "--suite book", "throughput", "divergence", "heavy-hitters"
+    "nll", "--masked", "recall", "summarize", "--suite ruler", "--suite book", "throughput", "divergence",
+    "heavy-hitters",
 )  # fmt: skip
 """The same in `make test`; `make test-all` runs them all."""
 

@@ -1,5 +1,6 @@
 """Models with the statistics of real ones are neither refused nor read wrongly, and wrong ones are still found."""
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -88,10 +89,11 @@ class TestThroughTorch:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_rope_is_seen_beside_large_biases(self, dtype: torch.dtype) -> None:
         """Where it turns slowest: the rest of a key is smaller than their rounding."""
-        model = tiny("Qwen2", **{**GROUPED, "head_dim": 64})().to(dtype)
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.bias.data.view(-1, 64)[:, [31, 63]] = 211.0
-            layer.self_attn.q_proj.bias.data.view(-1, 64)[:, [31, 63]] = 211.0
+        model = copy.deepcopy(tiny("Qwen2", **{**GROUPED, "head_dim": 64})()).to(dtype)
+        attentions = [layer.self_attn for layer in model.model.layers]
+        for projection in (part for attention in attentions for part in (attention.q_proj, attention.k_proj)):
+            projection.weight.data *= 0.2
+            projection.bias.data.view(-1, 64)[:, [31, 63]] = 211.0
         plan = CacheConfig(window=32).plan(max_distance_of(model.config))
         assert all(spec.table is not None for spec in layer_specs(model, plan))
 
@@ -199,9 +201,12 @@ class Norm(nn.Module):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("largest", [1.0, 16.5, 1649.0, 1e5])
-def test_an_offset_of_norms_is_told_in_bfloat16(offset: float, largest: float) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_an_offset_of_norms_is_told_in_bfloat16(offset: float, largest: float, seed: int) -> None:
     """By its rounded outputs it cannot be: with Gemma 3's post_ffw_norm both candidates are off by rounding."""
-    weight = torch.linspace(-0.2, largest, 640).bfloat16()
+    weight = torch.randn(640, generator=torch.Generator().manual_seed(seed)).exp()
+    weight[[seed, 50]] = torch.tensor([largest, -0.2])
+    weight = weight.bfloat16()
     found = norm_of(Norm(weight, offset), 640, "a norm")
     assert found.kind == NormKind.RMS
     assert found.weight is not None
