@@ -86,7 +86,7 @@ def _offset(module: Any) -> float:
         module.weight.data.zero_()
         try:
             offset = float(module(x).abs().max() > 1e-3)
-        except TypeError:  # it has a gate
+        except (TypeError, AttributeError):  # it has a gate
             offset = float(module(x, torch.ones_like(x)).abs().max() > 1e-3)
         module.weight.data.copy_(held)
     return offset

@@ -42,7 +42,7 @@ DTYPE = "float32"
 WRONG = """
 from h2o_stream.runtime import file_ropes
 right = file_ropes.rope_frequencies
-file_ropes.rope_frequencies = lambda theta, size: right(2 * theta, size)
+file_ropes.rope_frequencies = lambda theta, size: right(theta**0.25, size)
 """
 """Makes a process read files with another base of RoPE."""
 
@@ -115,7 +115,7 @@ class TestCheck:
     def test_a_wrong_base_of_rope_is_found(self, file: Path, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """By the description, and if that were not compared by the logits."""
         right = file_ropes.rope_frequencies
-        monkeypatch.setattr(file_ropes, "rope_frequencies", lambda theta, size: right(2 * theta, size))
+        monkeypatch.setattr(file_ropes, "rope_frequencies", lambda theta, size: right(theta**0.25, size))
         if trusted:
             monkeypatch.setattr(checks, "difference", lambda ours, theirs: "")
         known = check(str(file), file, DTYPE)

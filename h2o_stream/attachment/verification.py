@@ -246,10 +246,13 @@ class Verification:
 
     def sees_later(self) -> bool:
         """Whether the model's own logits of a token depend on later tokens."""
-        return not self._agree(lambda dtype: (self._logits(self._prompt), self._logits()[:, : self._prompt]))
+        agree = self._agree(lambda dtype: (self._logits(self._prompt), self._logits()[:, : self._prompt]))
+        return agree is False
 
-    def _agree(self, compute: Callable[[torch.dtype | None], tuple[Tensor, Tensor]]) -> bool:
-        """Whether two ways to the same logits agree; for a model in fewer bits in float32, if they do not in those.
+    def _agree(self, compute: Callable[[torch.dtype | None], tuple[Tensor, Tensor]]) -> bool | None:
+        """Whether two ways to the same logits agree, None if that is not known.
+
+        A model in fewer bits computes both in float32 if they do not agree in those; not all can.
 
         Args:
             compute: gives both; gets the dtype of states if it is another one than usual.
@@ -259,8 +262,11 @@ class Verification:
                 return True
             if tolerance_of(self._model) != ROUNDED_TOLERANCE:
                 return False
-            with in_float32(self._model):
-                return error_of(*compute(PRECISE)) < _EXACT[1]
+            try:
+                with in_float32(self._model):
+                    return error_of(*compute(PRECISE)) < _EXACT[1]
+            except UnsupportedModelError:
+                return None
 
     def _logits(self, count: int | None = None) -> Tensor:
         """[1, n, V] from the model's own forward of the first n tokens, by default of all."""

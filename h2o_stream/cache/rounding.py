@@ -21,37 +21,46 @@ ROUNDINGS = 3
 
 @contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Inside the block every module computes in float32, with weights that are converted for its forward only.
+    """Inside the block a model computes in float32, with weights that are converted for the forward of their layer.
 
-    Embeddings are looked up as they are. Packed weights are exact in float32. Modules that take the weights of others,
-    or cast to a dtype of their own, may fail.
+    Embeddings are looked up as they are. Packed weights are exact in float32. Modules that cast to a dtype of their own
+    may fail.
     """
     with ExitStack() as hooks:
-        for module in model.modules():
+        for module, part in _parts(model):
             if isinstance(module, nn.Embedding) or hasattr(module, "num_embeddings"):
                 hook = module.register_forward_hook(lambda module, inputs, rows: rows.to(PRECISE))
                 hooks.callback(hook.remove)
-            elif any(map(_is_rounded, module._parameters.values())) or any(map(_is_rounded, module._buffers.values())):
-                converted = _Converted()
+            else:
+                converted = _Converted(part)
                 hooks.callback(module.register_forward_pre_hook(converted.begin).remove)
                 hooks.callback(module.register_forward_hook(converted.end, always_call=True).remove)
         yield
 
 
-def _is_rounded(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_floating_point() and tensor.itemsize < PRECISE.itemsize
+def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Modules, and those whose weights they use: layers with all of theirs, others with their own."""
+    yield module, [module]
+    for child in module.children():
+        if isinstance(module, nn.ModuleList):
+            yield child, [*child.modules()]
+        else:
+            yield from _parts(child)
 
 
 class _Converted:
-    """The weights of a module in float32, from `begin` to `end`."""
+    """The weights of modules in float32, from `begin` to `end`."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._owners: list[dict[str, Any]] = [
+            owner for module in modules for owner in (module._parameters, module._buffers)
+        ]
         self._held: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
-        for owner in (module._parameters, module._buffers):
+        for owner in self._owners:
             for name, tensor in owner.items():
-                if tensor is not None and _is_rounded(tensor):
+                if tensor is not None and tensor.is_floating_point() and tensor.itemsize < PRECISE.itemsize:
                     self._held.append((owner, name, tensor))
         for owner, name, tensor in self._held:
             more: Tensor = tensor.detach().to(PRECISE)

@@ -18,11 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy
 from filelock import FileLock
 
 from h2o_stream.config import CacheConfig, ModelConfig
-from h2o_stream.engine.referee import clearly_better, loss_of
+from h2o_stream.engine.referee import Reading, clearly_better, step_losses
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.memory import limit_kernel_caches
 from h2o_stream.models.gguf import GgufFile
@@ -41,6 +40,9 @@ from h2o_stream.startup import importing, let_idle_threads_sleep, quieten_librar
 
 _LOWEST = 19
 """Priority of a process that leaves the processor to others."""
+
+_TEXT = 1024
+"""Tokens of the text that is read with both, at most."""
 
 _FIRST_TO_GO = "1000"
 """What tells Linux to end a process before others when memory runs out."""
@@ -127,7 +129,8 @@ def _compared(source: Source, loaded: LoadedModel, digest: str) -> Known:
         return Known(digest, doubt=described)
     reason = f"{described}; {found}" if described else found
     _say("reading a text with both")
-    better = clearly_better(_file_loss(model, tokenizer), _transformers_loss(loaded))
+    ours = _file_reading(model, tokenizer)
+    better = clearly_better(ours, _transformers_reading(loaded, ours.context))
     if better == "transformers":
         return Known(digest, reason)
     wrong = "transformers reads it wrongly" if better else "a text does not tell which of both is right"
@@ -156,25 +159,25 @@ def _tokenizer_difference(ours: Any, theirs: Any) -> str:
     return f"its tokenizer is another: {', '.join(sorted(names))}" if names else ""
 
 
-def _file_loss(model: RuntimeModel, tokenizer: Any) -> Callable[[str], float]:
-    def loss(line: str) -> float:
-        ids = tokenizer(line)["input_ids"]
-        served = model.serve(CacheConfig("recent", max(len(ids), 8), sinks=0))
-        return loss_of(ids, numpy.stack([served.forward([token]) for token in ids[:-1]]))
-
-    return loss
+def _file_reading(model: RuntimeModel, tokenizer: Any) -> Reading:
+    context = min(_TEXT, model.max_distance - 1)
+    served = model.serve(CacheConfig("recent", context, sinks=0, span=0, chunk=1))
+    return Reading(_tokenize(tokenizer), lambda ids: step_losses(served.forward, ids), context)
 
 
-def _transformers_loss(loaded: LoadedModel) -> Callable[[str], float]:
+def _transformers_reading(loaded: LoadedModel, context: int) -> Reading:
     import torch
 
     @torch.no_grad()
-    def loss(line: str) -> float:
-        ids = loaded.tokenizer(line)["input_ids"]
+    def losses(ids: list[int]) -> Any:
         logits = loaded.model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
-        return loss_of(ids, logits.float().numpy())
+        return torch.nn.functional.cross_entropy(logits.float(), torch.tensor(ids[1:]), reduction="none").numpy()
 
-    return loss
+    return Reading(_tokenize(loaded.tokenizer), losses, context)
+
+
+def _tokenize(tokenizer: Any) -> Callable[[str, bool], list[int]]:
+    return lambda text, begins: list(tokenizer(text, add_special_tokens=begins)["input_ids"])
 
 
 def _say(stage: str) -> None:

@@ -44,8 +44,8 @@ _SPLIT, _FUSED = ("gate_proj", "up_proj", "down_proj"), "gate_up_proj"
 _STACKED = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 _SHARED_GATE = "shared_expert_gate"
 
-_FED = [0, -1]
-"""The random inputs that are fed to a whole block: with large logits, and with small ones."""
+_FED = [*range(4), *range(-4, 0)]
+"""The random inputs that are fed to a whole block: some with large logits, and some with small ones."""
 
 _COLUMNS = {
     MatrixKind.FLOAT32: MatrixKind.FLOAT32_COLUMNS,
