@@ -169,7 +169,7 @@ class TestCheck:
             rules = json.loads(found.tokenizer.backend_tokenizer.to_str())
             for token in rules["added_tokens"]:
                 token["special"] = not token["special"]
-            found.tokenizer.backend_tokenizer = Tokenizer.from_str(json.dumps(rules))
+            found.tokenizer._tokenizer = Tokenizer.from_str(json.dumps(rules))
             return found
 
         monkeypatch.setattr("h2o_stream.models.load.load", unmarked)
