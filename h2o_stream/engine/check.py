@@ -198,7 +198,7 @@ def main() -> None:
     limit_kernel_caches()
     let_idle_threads_sleep()
     quieten_libraries(progress=False)
-    lock = cache_folder() / "described" / "checking.lock"
+    lock = cache_folder() / "compared" / "checking.lock"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock):

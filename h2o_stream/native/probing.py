@@ -52,11 +52,18 @@ def only_match(
 
 
 def in_more_bits(module: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """A copy of a module in float64 or float32, sharing packed weights; what is no module as it is."""
+    """A copy of a module in float64 or float32, sharing packed weights; what is no module as it is.
+
+    Raises:
+        DescriptionError: it cannot be copied.
+    """
     if not isinstance(module, nn.Module):
         return module
     shared = {id(tensor): tensor for tensor in module.buffers() if not tensor.is_floating_point()}
-    return copy.deepcopy(module, shared).to(dtype)
+    try:
+        return copy.deepcopy(module, shared).to(dtype)
+    except (RuntimeError, TypeError) as error:
+        raise DescriptionError(f"a {type(module).__name__} cannot be copied: {error}") from error
 
 
 @torch.no_grad()

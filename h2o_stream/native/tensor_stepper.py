@@ -84,25 +84,27 @@ class CheckedStepper:
             return None
         model = self._stepper.model
         number, before = cache.stream_number, cache.state_dict()
-        expected = self._eager(kwargs)
-        cache.load_state_dict(before)
-        cache.stream_number = number  # it is the same stream
+
+        def restored(result: Any) -> Any:
+            cache.load_state_dict(before)
+            cache.stream_number = number  # it is the same stream
+            return result
+
+        expected = restored(self._eager(kwargs))
         shape = len(model.layers) + 1, len(tokens), model.struct.hidden_size
         trace = torch.empty(shape, dtype=torch.float32, device="cpu")
         logits = self._stepper.run(tokens, trace)
         if logits is None:
             return None
         found = [*trace[:-1], logits[:, -1]]
-        if self._off(found, expected, [0.0] * len(expected)):
-            after, number = cache.state_dict(), cache.stream_number
-            cache.load_state_dict(before)
+        if self._off(found, expected, [0.0] * len(found)):
+            restored(None)
             with rounded_embedding(self._model, EXACT_STEP if self._is_exact else ROUNDED_STEP):
-                rounded = self._eager(kwargs)
-            cache.load_state_dict(after)
-            cache.stream_number = number
+                rounded = restored(self._eager(kwargs))
             own = [ROUNDINGS * error_of(*both) for both in zip(rounded, expected, strict=True)]
             if reason := self._off(found, expected, own):
                 raise H2OStreamError(f"{reason}; use --engine eager")
+            self._stepper.run(tokens)
         return self._stepper.as_models_own(logits)
 
     @property
