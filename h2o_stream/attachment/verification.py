@@ -54,6 +54,9 @@ layer adds some rounding of its own, and in fewer bits."""
 _OWN = 2
 """In fewer bits, logits may be this many times as far from those in float32 as the model's own."""
 
+_CANNOT = (UnsupportedModelError, MemoryError, RuntimeError)
+"""What a model raises that cannot compute in float32, or not in this memory."""
+
 _known: set[str] = set()
 """Keys of everything verified in this process."""
 
@@ -148,23 +151,24 @@ class Verification:
             ours = self._through(cache, steps)
             if ours is None:
                 return steps.why_not if steps else ""
-            reason = self._difference(ours, decided=steps is None)
-            return self._precise_difference(kernels, reason) if reason and steps is None else reason
+            in_doubt = steps is None and not _last_error(ours, self._expected) < tolerance_of(self._model)
+            precise = self._precise_difference(kernels) if in_doubt else None
+            return self._difference(ours) if precise is None else precise
 
-    def _precise_difference(self, kernels: Kernels | None, reason: str) -> str:
-        """The same in float32, for a model in fewer bits; `reason` if it cannot compute in it."""
+    def _precise_difference(self, kernels: Kernels | None) -> str | None:
+        """The same in float32, for a model in fewer bits; None if it cannot compute in it."""
         exact = self._exact
         if exact is None:
-            return reason
+            return None
         cache = as_class_for(self._model, self._new_cache(PRECISE))
         cache.kernels = kernels
         try:
             with in_float32(self._model):
                 ours = self._through(cache, None)
-        except UnsupportedModelError:
-            return reason
+        except _CANNOT:
+            return None
         assert ours is not None, "no native steps"
-        error, limit = error_of(ours[:, -exact.shape[1] :], exact), _EXACT[1]
+        error, limit = error_of(ours, exact), _EXACT[1]
         return (
             ""
             if error < limit
@@ -173,13 +177,13 @@ class Verification:
 
     @functools.cached_property
     def _exact(self) -> Tensor | None:
-        """[1, n, V], the model's own logits of the last tokens in float32; None if its own are not rounded more."""
+        """[1, n, V], the model's own logits in float32; None if it computes in that already, or cannot."""
         if tolerance_of(self._model) != ROUNDED_TOLERANCE or input_device(self._model).type == "meta":
             return None
         try:
             with in_float32(self._model):
-                return self._logits()[:, -STEPS - 1 :].float()
-        except UnsupportedModelError:
+                return self._logits().float()
+        except _CANNOT:
             return None
 
     def why_not_served(self, make: Callable[[CacheConfig], Callable[[list[int]], NDArray[numpy.float32]]]) -> str:
@@ -198,32 +202,24 @@ class Verification:
             found = numpy.stack([forward(list(part)) for part in parts])
             return self._difference(torch.from_numpy(found)[None])
 
-    def _difference(self, ours: Tensor, decided: bool = False) -> str:
-        """Why logits [1, n, V] of the last tokens differ from the model's own, or nothing.
-
-        Args:
-            ours: the logits.
-            decided: by float32, if they do; so their rounding is not measured.
-        """
+    def _difference(self, ours: Tensor) -> str:
+        """Why logits [1, n, V] of the last tokens differ from the model's own, or nothing."""
         assert self._expected is not None, "the model's own logits come first"
         # Native code is compared by the last ones only, so that no others are kept.
         expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
-        count = min(expected.shape[1], ours.shape[1])
-        error, tolerance = error_of(ours[:, -count:], expected[:, -count:]), tolerance_of(self._model)
+        error, tolerance = _last_error(ours, expected), tolerance_of(self._model)
         step, limit = _ROUNDED if tolerance == ROUNDED_TOLERANCE else _EXACT
         if error < tolerance:
             return ""
         if (exact := self._exact) is not None:
-            count = min(count, exact.shape[1])
-            error = error_of(ours[:, -count:], exact[:, -count:])
-            own = error_of(expected[:, -count:], exact[:, -count:])
-            tolerance = min(max(tolerance, _OWN * own), limit)
-        for seed in range(0 if decided and exact is not None else _SAMPLES):
+            error = _last_error(ours, exact)
+            tolerance = min(max(tolerance, _OWN * _last_error(expected, exact)), limit)
+        for seed in range(_SAMPLES):
             if error < tolerance:
                 break
             with rounded_embedding(self._model, step, seed):
                 rounded = self._logits()
-            rounding = error_of(rounded[:, -count:], expected[:, -count:])
+            rounding = _last_error(rounded, expected)
             tolerance = min(max(tolerance, ROUNDINGS * rounding), limit)
         return (
             "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
@@ -265,7 +261,7 @@ class Verification:
             try:
                 with in_float32(self._model):
                     return error_of(*compute(PRECISE)) < _EXACT[1]
-            except UnsupportedModelError:
+            except _CANNOT:
                 return None
 
     def _logits(self, count: int | None = None) -> Tensor:
@@ -309,6 +305,12 @@ class Verification:
                 replace(x, state_like={name: like.to(dtype) for name, like in x.state_like.items()}) for x in specs
             ]
         return H2OCache(self._config, specs, self._max_distance, self._learned)
+
+
+def _last_error(ours: Tensor, theirs: Tensor) -> float:
+    """`error_of` of logits [1, n, V] and [1, m, V] of the last tokens of both."""
+    count = min(ours.shape[1], theirs.shape[1])
+    return error_of(ours[:, -count:], theirs[:, -count:])
 
 
 @functools.cache

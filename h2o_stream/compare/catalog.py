@@ -210,9 +210,9 @@ class SpeedOptions(ComparisonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceOptions(ComparisonOptions):
-    """How near the decode steps of a GGUF file are to the exact model, beside llama.cpp's.
+    """How near decode steps are to the exact model, beside llama.cpp's.
 
-    The exact model is that of transformers in float32 on the numbers of the file. All engines get the same tokens one
+    The exact model is that of transformers in float32, on the numbers of the file. All engines get the same tokens one
     by one and keep all of them.
     """
 

@@ -1,4 +1,4 @@
-"""How near an engine's decode steps are to the exact model: that in float32 on the numbers of its file."""
+"""How near an engine's decode steps are to the exact model: that in float32 on the numbers of its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.compare.catalog import DivergenceOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.speed.peers import NO_LLAMA_CPP
 from h2o_stream.config import CacheConfig
-from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.models.file_identity import model_identity
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.find import gguf_file
 from h2o_stream.models.load import load
 from h2o_stream.progress import ignore
@@ -41,24 +40,14 @@ class Divergence(Comparison[DivergenceOptions]):
     name = "divergence"
 
     def begin(self, notify: Notify) -> dict[str, Any]:
-        """Take the exact model's logits of the text.
-
-        Raises:
-            ConfigError: the model is not a GGUF file.
-        """
-        model = self.options.model
-        path = gguf_file(model.model)
-        if path is None:
-            raise ConfigError(
-                f"{model.model} is not a GGUF file, whose numbers are the exact model; give --model FILE.gguf"
-            )
-        self._path, self._engines = path, [OURS, *self.options.peers]
+        """Take the exact model's logits of the text."""
+        model, self._engines = self.options.model, [OURS, *self.options.peers]
         loaded = load(replace(model, dtype="float32", quantize="none", device="cpu"), notify=notify)
         self._tokens = read_tokens(self.options.text, loaded.tokenizer, self.options.tokens)
         with torch.no_grad():
             logits = loaded.model(torch.tensor([self._tokens[:-1]]), use_cache=False).logits[0]
-        self._exact = logits.log_softmax(-1)
-        return {"model": loaded.name, "identity": model_identity(path), "text": digest_of(self._tokens)}
+        self._exact, self._identity = logits.float().log_softmax(-1), model_digest(loaded.model)
+        return {"model": loaded.name, "identity": self._identity, "text": digest_of(self._tokens)}
 
     def jobs(self) -> list[Job]:
         """One for each engine."""
@@ -71,7 +60,7 @@ class Divergence(Comparison[DivergenceOptions]):
         return {
             "what": self.name,
             "engine": engine,
-            "model": model_identity(self._path),
+            "model": self._identity,
             "dtype": self.options.model.dtype,
             "tokens": digest_of(self._tokens),
             "machine": machine(),
@@ -80,7 +69,7 @@ class Divergence(Comparison[DivergenceOptions]):
 
     def _diverge(self, engine: str) -> Iterator[JobProgress | JobResult]:
         count = len(self._exact)
-        step, dtype = self._ours(count) if engine == OURS else _llama_cpp(self._path, count)
+        step, dtype = self._ours(count) if engine == OURS else _llama_cpp(self.options.model.model, count)
         found = torch.empty(count, 2)
         for number, (token, exact) in enumerate(zip(self._tokens, self._exact, strict=False)):
             ours = torch.from_numpy(step(token)).float().log_softmax(-1)
@@ -136,12 +125,15 @@ def _version(package: str) -> str:
     return ""
 
 
-def _llama_cpp(path: Path, count: int) -> tuple[Step, str]:
+def _llama_cpp(model: str, count: int) -> tuple[Step, str]:
     """Steps of llama.cpp.
 
     Raises:
-        H2OStreamError: it is not installed, or cannot load the file.
+        H2OStreamError: it is not installed, the model is no GGUF file, or it cannot load it.
     """
+    path = gguf_file(model)
+    if path is None:
+        raise H2OStreamError(f"{model} is not a GGUF file, which llama.cpp needs")
     try:
         import llama_cpp
     except ImportError as error:
