@@ -118,7 +118,7 @@ def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable
     key = seen[1]
     spec = LayerSpec(dtype=key.dtype, device=key.device)
     limit = _EXACT if key.dtype == torch.float32 else _ROUNDED
-    if max(_difference(*x, x.abs().sum(0)) for x in seen) < limit:
+    if max(_difference(x[0], x[1], x.abs().sum(0)) for x in seen) < limit:
         return spec
     if not tables:
         raise PositionsError(f"{name} has no rotary embedding that is known here")

@@ -133,9 +133,11 @@ def _candidates(described: Router, module: RouterModule) -> Iterator[Router]:
             yield replace(described, scoring=scoring, normalized=False, scale=scale)
             continue
         sums_to_one = scoring == Scoring.SOFTMAX and module.chosen == described.matrix.rows
-        for normalized, groups in itertools.product((True,) if sums_to_one else (True, False), grouped):
-            ways = {"normalized": normalized, "groups": groups[0], "chosen_groups": groups[1], "group_worth": groups[2]}
-            yield replace(described, scoring=scoring, scale=scale, **ways)
+        for normalized, (groups, chosen, worth) in itertools.product(
+            (True,) if sums_to_one else (True, False), grouped
+        ):
+            scaled = replace(described, scoring=scoring, scale=scale, normalized=normalized)
+            yield replace(scaled, groups=groups, chosen_groups=chosen, group_worth=worth)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

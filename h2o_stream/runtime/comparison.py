@@ -48,8 +48,8 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
         else:
             yield from layout_differences(name, ours, theirs)
     elif isinstance(ours, Norm) and isinstance(theirs, Norm) and ours.weight is not None and theirs.weight is not None:
-        weights = [as_array(norm.weight) for norm in (ours, theirs)]
-        if not numpy.allclose(*weights, rtol=_ROUNDING, atol=_ROUNDING):  # 1 + w is rounded near 0, too
+        mine, other = as_array(ours.weight), as_array(theirs.weight)
+        if not numpy.allclose(mine, other, rtol=_ROUNDING, atol=_ROUNDING):  # 1 + w is rounded near 0, too
             yield f"weight of {name}: other numbers"
         yield from _differences(name, replace(ours, weight=None), replace(theirs, weight=None))
     elif is_dataclass(ours) and type(ours) is type(theirs):
