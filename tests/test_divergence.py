@@ -23,11 +23,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def compared(place: tuple[Path, Path], *options: str) -> dict[str, Any]:
     file, text = place
-    arguments = ["divergence", "-m", file, "--text", text, "--tokens", 40, "--peers=", "--jsonl", "-"]
+    arguments = ["divergence", "-m", file, "--text", text, "--tokens", 40, "--jsonl", "-"]
     result = invoke("h2o-compare", *arguments, *options)
     assert result.exit_code == 0, result.stderr
     (record,) = (record for record in records(result.stdout) if record["type"] == "divergence")
     return record
+
+
+@pytest.fixture(autouse=True)
+def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, it is left out."""
+    monkeypatch.setattr("h2o_stream.compare.divergence.find_spec", lambda name: None)
 
 
 def test_steps_in_float32_are_nearly_exact(place: tuple[Path, Path]) -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy
@@ -41,7 +42,12 @@ class Divergence(Comparison[DivergenceOptions]):
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Take the exact model's logits of the text."""
-        model, self._engines = self.options.model, [OURS, *self.options.peers]
+        model, self._engines = self.options.model, [OURS]
+        for peer in self.options.peers:
+            if reason := _why_no_llama_cpp(model.model):
+                notify(f"{peer} is left out: {reason}")
+            else:
+                self._engines.append(peer)
         loaded = load(replace(model, dtype="float32", quantize="none", device="cpu"), notify=notify)
         self._tokens = read_tokens(self.options.text, loaded.tokenizer, self.options.tokens)
         with torch.no_grad():
@@ -125,19 +131,22 @@ def _version(package: str) -> str:
     return ""
 
 
+def _why_no_llama_cpp(model: str) -> str:
+    """Why llama.cpp cannot be asked, or nothing."""
+    if find_spec("llama_cpp") is None:
+        return NO_LLAMA_CPP
+    return "" if gguf_file(model) else f"{model} is not a GGUF file"
+
+
 def _llama_cpp(model: str, count: int) -> tuple[Step, str]:
-    """Steps of llama.cpp.
+    """Steps of llama.cpp, of which `_why_no_llama_cpp` says nothing.
 
     Raises:
-        H2OStreamError: it is not installed, the model is no GGUF file, or it cannot load it.
+        H2OStreamError: it cannot load the file.
     """
+    import llama_cpp
+
     path = gguf_file(model)
-    if path is None:
-        raise H2OStreamError(f"{model} is not a GGUF file, which llama.cpp needs")
-    try:
-        import llama_cpp
-    except ImportError as error:
-        raise H2OStreamError(NO_LLAMA_CPP) from error
     try:
         llama = llama_cpp.Llama(str(path), n_ctx=count + 1, verbose=False)
     except ValueError as error:
