@@ -11,7 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.description import Description, Matrix
+from h2o_stream.native.description import Description, Matrix, Norm
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.mixers import GatedDelta
 from h2o_stream.runtime.delta_comparison import as_array, layout_differences
@@ -47,6 +47,11 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
             yield found
         else:
             yield from layout_differences(name, ours, theirs)
+    elif isinstance(ours, Norm) and isinstance(theirs, Norm) and ours.weight is not None and theirs.weight is not None:
+        mine, other = as_array(ours.weight), as_array(theirs.weight)
+        if not numpy.allclose(mine, other, rtol=_ROUNDING, atol=_ROUNDING):  # 1 + w is rounded near 0, too
+            yield f"weight of {name}: other numbers"
+        yield from _differences(name, replace(ours, weight=None), replace(theirs, weight=None))
     elif is_dataclass(ours) and type(ours) is type(theirs):
         for field in fields(ours):
             mine, other = getattr(ours, field.name), getattr(theirs, field.name)
