@@ -73,17 +73,25 @@ class Schedule:
         between: tokens held of streams of ``common + 1``, ``common + 2``, ... tokens, until it holds `window`.
         window: tokens held from then on.
         stages: lengths at which a stage ends, from `common` on; without them, slots are allocated for the most tokens.
+        evicted: tokens that had been evicted when the window grew; all that come later are held until it is full.
     """
 
     common: int
     between: tuple[int, ...]
     window: int
     stages: tuple[int, ...] = ()
+    evicted: int = 0
 
     @classmethod
     def equal(cls, window: int) -> Schedule:
         """The same from the first token to the last."""
         return cls(window, (), window)
+
+    def grown(self, more: int, evicted: int) -> Schedule:
+        """The same with `more` slots, for a stream that has evicted tokens; see above."""
+        common = self.common + more if self.fixed else self.common
+        between = tuple(held + more for held in self.between)
+        return Schedule(common, between, self.window + more, self.stages, evicted)
 
     @property
     def fixed(self) -> bool:
@@ -93,7 +101,7 @@ class Schedule:
     @cached_property
     def settled(self) -> int:
         """The length of a stream from which on `window` tokens are held."""
-        return self.common + len(self.between) + 1
+        return max(self.common + len(self.between) + 1, self.evicted + self.window)
 
     @property
     def max_held(self) -> int:
@@ -108,12 +116,15 @@ class Schedule:
 
     def held(self, seen: int) -> int:
         """Tokens held of a stream of `seen`."""
-        if seen <= self.common:
-            return seen
-        return self.between[seen - self.common - 1] if seen < self.settled else self.window
+        number, kept = seen - self.common - 1, seen - self.evicted
+        if number < 0:
+            return kept
+        return min(kept, self.between[number] if number < len(self.between) else self.window)
 
     def num_evictions(self, seen: int) -> int:
         """Number of evictions caused by the next token of a stream of `seen`."""
+        if self.evicted:
+            return self.held(seen) + 1 - self.held(seen + 1)
         if seen < self.common:
             return 0
         return self._evictions[seen - self.common] if seen < self.settled else 1
