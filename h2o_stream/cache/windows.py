@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -112,27 +111,22 @@ class Schedule:
         """Largest number of tokens held in the stage of a stream of `seen`; within `common`, that many."""
         if not self.stages:
             return self.max_held
-        return self.held(self.stages[min(bisect_left(self.stages, seen), len(self.stages) - 1)])
+        return self._limit(self.stages[min(bisect_left(self.stages, seen), len(self.stages) - 1)])
 
     def held(self, seen: int) -> int:
         """Tokens held of a stream of `seen`."""
-        number, kept = seen - self.common - 1, seen - self.evicted
+        return min(seen - self.evicted, self._limit(seen))
+
+    def _limit(self, seen: int) -> int:
+        """Tokens that there is room for, whether so many are left or not."""
+        number = seen - self.common - 1
         if number < 0:
-            return kept
-        return min(kept, self.between[number] if number < len(self.between) else self.window)
+            return self.common
+        return self.between[number] if number < len(self.between) else self.window
 
     def num_evictions(self, seen: int) -> int:
         """Number of evictions caused by the next token of a stream of `seen`."""
-        if self.evicted:
-            return self.held(seen) + 1 - self.held(seen + 1)
-        if seen < self.common:
-            return 0
-        return self._evictions[seen - self.common] if seen < self.settled else 1
-
-    @cached_property
-    def _evictions(self) -> tuple[int, ...]:
-        """`num_evictions` of streams of `common` tokens, ``common + 1``, ... until it holds `window`."""
-        return tuple(now + 1 - then for now, then in pairwise((self.common, *self.between, self.window)))
+        return 1 if seen >= self.settled else self.held(seen) + 1 - self.held(seen + 1)
 
 
 @lru_cache
