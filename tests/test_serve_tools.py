@@ -104,7 +104,7 @@ class TestFormat:
         first, second = "".join(WRITTEN[HERMES][:2]), "".join(WRITTEN[HERMES][2:])
         for text, expected in [
             (f"Wait. {first} And {second} Done.", ("Wait. And Done.", (BERN, NOW))),
-            (f"Wait. {first} <tool_call>{{", ("Wait. <tool_call>{", (BERN,))),
+            (f"Wait. {first} <tool_call>{{", ("Wait.", (BERN,))),
         ]:
             assert form.parse(text) == expected
             assert form.parse(expected[0]) == (expected[0], ())

@@ -179,8 +179,8 @@ REFUSED: list[tuple[Any, str]] = [
     ([user("a"), {"role": "assistant", "tool_calls": []}, user("b")], "messages[1].tool_calls is []"),
     ([user("a"), {"role": "assistant", "tool_calls": [{"name": "x"}]}, user("b")],
         'messages[1].tool_calls[0] is {"name'),
-    ([user("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[1]"}}]}, user("b")],
-        'messages[1].tool_calls[0].function.arguments is "[1]"; accepted: an object, or one in JSON text'),
+    ([user("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": [1]}}]}, user("b")],
+        'messages[1].tool_calls[0].function.arguments is [1]; accepted: an object, or one in JSON text'),
     ([{**user("a"), "name": {1, 2}}], "messages cannot be written as JSON"),
 ]  # fmt: skip
 

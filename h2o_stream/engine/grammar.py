@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -34,7 +34,7 @@ class Grammar:
             from llguidance import LLMatcher
         except ImportError as error:
             raise ConfigError("JSON schemas need llguidance; pip install 'h2o-stream[json]'") from error
-        ends = tuple(sorted(end_tokens))
+        self._ends = ends = tuple(sorted(end_tokens))
         try:
             grammar = (
                 LLMatcher.grammar_from_lark(rules)
@@ -49,19 +49,27 @@ class Grammar:
 
     def matcher(self) -> Matcher:
         """For a reply that begins."""
-        return Matcher(self._matcher.deep_copy())
+        return Matcher(self._matcher.deep_copy(), self._ends)
 
 
 class Matcher:
-    """A reply that follows a grammar, token by token. See `Grammar`."""
+    """A reply that follows a grammar, token by token. See `Grammar`.
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    It ends as soon as it may where the model would go on with something else: a list that could go on does so only if
+    the model itself would.
+    """
+
+    def __init__(self, matcher: Any, end_tokens: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, list(end_tokens)
 
     def masked(self, logits: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
         """A copy of logits [V], in which tokens that must not come next are -inf."""
         mask = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
         allowed = numpy.unpackbits(mask, bitorder="little")[: len(logits)].astype(bool)
+        if allowed[self._ends].any() and not allowed[logits.argmax()]:
+            ended = numpy.zeros_like(allowed)
+            ended[self._ends] = allowed[self._ends]
+            allowed = ended
         return numpy.where(allowed, logits, numpy.float32(-numpy.inf))
 
     def accept(self, token: int) -> None:

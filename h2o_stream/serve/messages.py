@@ -99,7 +99,9 @@ def _parse_message(message: Any, place: str) -> Message:
     if role not in (*_SYSTEM, "user", "assistant", "tool"):
         raise wrong(f"{place}.role", role, "system, developer, user, assistant or tool")
     content = message.get("content")
-    text = "" if content is None and calls else parse_content(content, f"{place}.content")
+    if content is None and role in ("assistant", "tool"):
+        content = ""
+    text = parse_content(content, f"{place}.content")
     if role == "user" and not text.strip():
         raise wrong(f"{place}.content", text, "a text that is not empty")
     names = ("tool_call_id", "name") if role == "tool" else ()
