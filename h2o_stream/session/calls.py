@@ -24,6 +24,8 @@ _ARGUMENTS = {"place": "e4f7-an-argument"}
 _SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
 """What templates raise on messages that they do not know."""
+_MAX_CALLS = 8
+"""Calls in a reply that must call."""
 _PYTHON = "<|python_tag|>"
 """With which Llama may begin a call, though its template does not."""
 
@@ -141,7 +143,7 @@ class CallFormat:
         else:
             between = _literal(self.between, special)
             call = " | ".join(f"{json.dumps(x['name'])} {between} {_json(_parameters(x))}" for x in functions)
-        repeated = "(call more*)" if more and not self.listed and self.opening else "call"
+        repeated = f"(call more{{0,{_MAX_CALLS - 1}}})" if more and not self.listed and self.opening else "call"
         opening, before = _literal(self.opening, special), "SPACE?" if self.opening and self.key else ""
         after = f"SPACE? {_literal(self.closing, special)}" if self.closing else ""
         return (
