@@ -8,6 +8,7 @@ Not collected by pytest. The file may be named by `H2O_REAL_MODEL`.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import sys
@@ -15,8 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from tests.serve_load import post
@@ -66,10 +65,15 @@ def ask(server: Running, text: str, choice: Any, stream: bool = False, **more: A
 
 
 def _chunks(server: Running, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**body, "stream": True}, timeout=300) as lines:
-        for line in lines.iter_lines():
-            if line.startswith("data: {"):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+    try:
+        sent = json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", *sent)
+        for line in connection.getresponse():
+            if line.startswith(b"data: {"):
                 yield json.loads(line[6:])
+    finally:
+        connection.close()
 
 
 def names(choice: dict[str, Any]) -> list[str]:

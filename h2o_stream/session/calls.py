@@ -168,7 +168,7 @@ class CallSplitter:
     """
 
     def __init__(self, form: CallFormat, forced: bool = False) -> None:
-        self._form, self._forced, self._text, self._given = form, forced, "", 0
+        self._form, self._forced, self._text, self._given, self._passed = form, forced, "", 0, 0
 
     def push(self, text: str) -> str:
         """Append text. Returns what is no part of a call."""
@@ -189,11 +189,14 @@ class CallSplitter:
         if not form.opening and not form.names:
             start = text.lstrip()
             return 0 if not start or start[0] in "{[" or _PYTHON.startswith(start[: len(_PYTHON)]) else len(text)
-        opening = form.opening or _PYTHON
+        opening, first, text = form.opening or _PYTHON, self._passed, text[self._passed :]
         place = text.find(opening)
-        size = len(text) - overlap(text, opening) if place < 0 else place
-        size = certain_size(text[:size], form.names) if form.names else size
-        return len(text[:size].rstrip())
+        size = passed = len(text) - overlap(text, opening) if place < 0 else place
+        if form.names:
+            size, passed = certain_size(text[:size], form.names)
+        size = len(text[:size].rstrip())
+        self._passed = first + min(size, passed)
+        return first + size
 
 
 def find_format(tokenizer: Any) -> CallFormat | None:

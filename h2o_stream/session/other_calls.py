@@ -29,7 +29,7 @@ _ASIDE = ("id", "type", "index")
 _OPENING = re.compile(r"```[\w+-]*\s*|<\|?\w+\|?>\s*")
 _BEGUN_OPENING = re.compile(r"`{1,2}|```[\w+-]*|<\|?\w*\|?")
 _CLOSING = re.compile(r"\s*(?:```|</\w+>)")
-_BEGUN_OBJECT = re.compile(r'[\[\s]*(?:\{\s*(?:"(?P<key>\w*)(?P<closed>"\s*(?::.*)?)?)?)?', re.DOTALL)
+_BEGUN_OBJECT = re.compile(r'(?:\[\s*){0,2}(?:\{\s*(?:"(?P<key>\w*)(?P<closed>"\s*(?::.*)?)?)?)?', re.DOTALL)
 _NAMED = re.compile(r'"(?:name|tool|tool_name|function_name)"\s*:\s*"([^"\\]*)"')
 _JSON, _START = re.compile(r"[{\[]"), re.compile(r"[`<{\[]")
 _WORDS, _ESCAPE = ("true", "false", "null", "-"), len("\\ud83d")
@@ -70,19 +70,22 @@ def read_calls(text: str, names: Collection[str]) -> tuple[str, tuple[Call, ...]
     return rest, tuple(calls)
 
 
-def certain_size(text: str, names: Collection[str]) -> int:
-    """How much of a text is certainly no call, whatever follows."""
-    call = next(_find(text, names), None)
-    limit, place = len(text) if call is None else call.start, 0
-    while (start := _START.search(text, place, limit)) is not None:
+def certain_size(text: str, names: Collection[str]) -> tuple[int, int]:
+    """How much of a text is certainly no call, whatever follows; and how much of it says nothing of what follows."""
+    place = 0
+    while (start := _START.search(text, place)) is not None:
         place = start.start()
-        if _may_become_call(text[place:], names):
-            return place
-        read = _read(text, place)
-        if read.incomplete:
-            break
+        opening = _OPENING.match(text, place)
+        first = opening.end() if opening else place
+        if first == len(text) or _BEGUN_OPENING.fullmatch(text, place):
+            return place, place
+        read = _read(text, first)
+        if read.incomplete and not _may_become_call(text[first:], names):
+            return len(text), place
+        if read.incomplete or calls_in(read.value, names):
+            return place, place
         place = max(read.stop, place + 1)
-    return limit
+    return len(text), len(text)
 
 
 def _find(text: str, names: Collection[str]) -> Iterator[_Found]:
@@ -110,7 +113,7 @@ def _read(text: str, start: int) -> _Read:
     try:
         return _Read(*_DECODER.raw_decode(text, start))
     except RecursionError:
-        return _Read(None, start)
+        return _Read(None, start, incomplete=True)
     except json.JSONDecodeError as error:
         rest = text[error.pos :].rstrip()
         begun = any(word.startswith(rest) for word in _WORDS) or (len(rest) < _ESCAPE and "escape" in error.msg)
@@ -154,15 +157,7 @@ def calls_in(value: Any, names: Collection[str] | None = None) -> list[Call]:
 
 
 def _may_become_call(text: str, names: Collection[str]) -> bool:
-    """Whether a text that has no call may begin with one when more of it has come."""
-    if _BEGUN_OPENING.fullmatch(text):
-        return True
-    opening = _OPENING.match(text)
-    text = text[opening.end() :] if opening else text
-    if not text:
-        return True
-    if text[0] not in "{[" or not _read(text, 0).incomplete:
-        return False
+    """Whether the beginning of an object or a list may be that of a call."""
     begun = _BEGUN_OBJECT.fullmatch(text)
     if begun is None:
         return False
