@@ -207,11 +207,13 @@ class TestPins:
             cache.unpin()
             assert (cache.pins, cache.statistics()) == ((), [])
 
-    def test_too_many_are_refused(self, tiny: LlamaForCausalLM) -> None:
-        with attach(tiny, CacheConfig(window=24)) as cache:
-            cache.pin(0, 24 - MIN_EVICTABLE)
-            with pytest.raises(ConfigError, match="raise --window to 25"):
-                cache.pin(0, 25 - MIN_EVICTABLE)
+    def test_too_many_for_the_context_are_refused(self, tiny: LlamaForCausalLM) -> None:
+        context = tiny.config.max_position_embeddings
+        with attach(tiny, CacheConfig(window=24, chunk=8)) as cache:
+            cache.pin(0, context - 8 - MIN_EVICTABLE)
+            assert cache.counts().window == context - 8
+            with pytest.raises(ConfigError, match=f"leave 7 of a window of {context - 8}, as large as the {context}"):
+                cache.pin(0, context - 7 - MIN_EVICTABLE)
 
     def test_too_late_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=24)) as cache:

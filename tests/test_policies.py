@@ -164,13 +164,12 @@ class TestRatios:
         with pytest.raises(ConfigError, match=words):
             CacheConfig("h2o", **settings)  # type: ignore[arg-type]
 
-    def test_pins_are_checked_when_the_prompt_is_known(self, tiny: LlamaForCausalLM) -> None:
+    def test_windows_grow_for_pins_when_the_prompt_is_known(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig("h2o", recent_ratio=0.2)) as cache:
             cache.pin(0, 30)
-            for _ in range(2):
-                with pytest.raises(ConfigError, match="30 pinned tokens"):
-                    tiny(torch.randint(3, 64, (1, 100)), past_key_values=cache)
-            tiny(torch.randint(3, 64, (1, 200)))
+            assert cache.counts().grown == 0
+            tiny(torch.randint(3, 64, (1, 100)), past_key_values=cache)
+            assert (cache.counts().window, cache.counts().grown) == (30 + 12, 30 + 12 - 24)
             assert cache.kept()[0, 0, :30].tolist() == list(range(30))
 
 

@@ -312,7 +312,8 @@ class TestStream:
             assert not ours.cache.torn
             ours.reset()
             with pytest.raises(ConfigError, match="pinned tokens"):
-                ours.pin(38)
+                ours.pin(ours.context)
+            ours.pin(4)
             list(ours.prefill(TEXT[:100]))
             with pytest.raises(Exception, match="have been evicted"):
                 ours.cache.pin(20, 25)

@@ -103,7 +103,7 @@ class TestFormat:
         first, second = "".join(WRITTEN[HERMES][:2]), "".join(WRITTEN[HERMES][2:])
         for text, expected in [
             (f"Wait. {first} And {second} Done.", ("Wait. And Done.", (BERN, NOW))),
-            (f"Wait. {first} <tool_call>{{", ("Wait. <tool_call>{", (BERN,))),
+            (f"Wait. {first} <tool_call>{{", ("Wait.", (BERN,))),
         ]:
             assert form.parse(text) == expected
             assert form.parse(expected[0]) == (expected[0], ())
@@ -163,6 +163,7 @@ class TestMessages:
 def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
     changed = copy.copy(tokenizer)
     changed.chat_template = HERMES
+    changed.add_tokens(["<tool_call>", "</tool_call>"])  # one token each, but not flagged special, as in Qwen's files
     model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
     running = Running(
         tmp_path_factory.mktemp("served"), ModelConfig(str(compared(model)), dtype="float32"), CacheConfig(window=300)
@@ -221,13 +222,37 @@ class TestServer:
         assert not any(chunk.delta.content for chunk in chunks)
         assert chunks[-1].finish_reason == "tool_calls"
 
-    def test_a_reply_that_was_cut_off_after_a_call(self, client: Any) -> None:
-        """Its client must not take the calls for all of them."""
+    def test_a_forced_reply_that_was_cut_off(self, client: Any) -> None:
+        """After the call that was asked for it is complete; before that, half a call is no text."""
         tokens = self.named(client, [WARM]).usage.completion_tokens - 1  # without the one that ends it
-        choice = self.named(client, [WARM], max_tokens=tokens).choices[0]
-        assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "length")
-        *_, last = self.named(client, [WARM], max_tokens=tokens, stream=True)
-        assert last.choices[0].finish_reason == "length"
+        for limit, count, finish in ((tokens, 1, "tool_calls"), (tokens - 2, 0, "length"), (3, 0, "length")):
+            choice = self.named(client, [WARM], max_tokens=limit).choices[0]
+            assert len(choice.message.tool_calls or ()) == count
+            assert (choice.message.content, choice.finish_reason) == (None, finish)
+            chunks = [chunk.choices[0] for chunk in self.named(client, [WARM], max_tokens=limit, stream=True)]
+            assert chunks[-1].finish_reason == finish
+            assert not any(chunk.delta.content for chunk in chunks)
+
+    def test_required_calls_end(self, client: Any) -> None:
+        """A random model goes on calling only as long as it would by itself, and never hands out half a call."""
+        for stream in (False, True):
+            asked = ASKED | {"max_tokens": 400, "tool_choice": "required", "stream": stream}
+            got = client.chat.completions.create(messages=[WARM], **asked)
+            chunks = [chunk.choices[0] for chunk in got] if stream else [got.choices[0]]
+            parts = [chunk.delta if stream else chunk.message for chunk in chunks]
+            calls = [call.function for part in parts for call in part.tool_calls or ()]
+            assert 1 <= len(calls) <= 8
+            assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+            assert (chunks[-1].finish_reason, any(part.content for part in parts)) == ("tool_calls", False)
+
+    def test_the_window_grows_for_tools(self, client: Any) -> None:
+        """The two tools of the examples do not fit a window of 256: nothing is refused for it."""
+        tools = [{**STRICT, "function": {**STRICT["function"], "description": "Word " * 300}}, TIME]
+        for window, least in ((64, 32), (300, 150)):
+            asked = ASKED | {"tools": tools, "max_tokens": 4, "extra_body": {"window": window}}
+            slots = client.chat.completions.create(messages=[WARM], **asked).h2o["slots"]
+            assert slots["window"] == window + slots["grown"] == slots["sinks"] + slots["pinned"] + least
+            assert slots["grown"] > 300 - window
 
     def test_an_unknown_history_with_calls_is_read(self, client: Any, server: Running) -> None:
         """As the template writes it: the same tokens as if it had been said."""

@@ -70,8 +70,8 @@ def test_another_system_prompt(talker: Talker, tokenizer: PreTrainedTokenizerBas
         talk = Conversation(one, "Be brief.")
         said(talk, TALK[0])
         before = talk.state_dict()
-        with pytest.raises(ConfigError, match="raise --window"):
-            talk.reset("word " * 80)
+        with pytest.raises(ConfigError, match="pinned tokens"):
+            talk.reset("word " * 8000)
         after = talk.state_dict()
         assert equal_states(before, after)
         talk.reset("Be kind.")
@@ -93,7 +93,7 @@ def test_what_is_pinned_stays(talker: Talker, tokenizer: PreTrainedTokenizerBase
         assert "The code is 4711." in text
         seen = one.counts.seen
         with pytest.raises(ConfigError, match="pinned tokens"):
-            list(talk.pin("word " * 60))
+            list(talk.pin("word " * 8000))
         assert (one.counts.seen, talk.pins) == (seen, ["The code is 4711."])
         talk.reset()
         assert talk.pins == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, SamplingConfig, UnsupportedModelError
+from h2o_stream import CacheConfig, Conversation, Engine, SamplingConfig, UnsupportedModelError
 from h2o_stream.errors import DataError
 from h2o_stream.models.templates import FALLBACK_TEMPLATE
 from h2o_stream.session.messages import change_question, parse_messages, parse_tools, question_of, text_of
@@ -179,8 +179,8 @@ REFUSED: list[tuple[Any, str]] = [
     ([user("a"), {"role": "assistant", "tool_calls": []}, user("b")], "messages[1].tool_calls is []"),
     ([user("a"), {"role": "assistant", "tool_calls": [{"name": "x"}]}, user("b")],
         'messages[1].tool_calls[0] is {"name'),
-    ([user("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[1]"}}]}, user("b")],
-        'messages[1].tool_calls[0].function.arguments is "[1]"; accepted: an object, or one in JSON text'),
+    ([user("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": [1]}}]}, user("b")],
+        'messages[1].tool_calls[0].function.arguments is [1]; accepted: an object, or one in JSON text'),
     ([{**user("a"), "name": {1, 2}}], "messages cannot be written as JSON"),
 ]  # fmt: skip
 
@@ -268,12 +268,11 @@ class TestConversation:
             assert not engine.tokens
             assert reply_to(conversation, "Hello").number == 1
 
-    def test_tools_that_do_not_fit_are_refused(self, hermes: PreTrainedTokenizerBase) -> None:
-        with (
-            Engine(make_llama(vocab=len(hermes)), hermes, CacheConfig(window=48), SamplingConfig()) as engine,
-            pytest.raises(ConfigError, match="pinned tokens"),
-        ):
+    def test_the_window_grows_for_tools(self, hermes: PreTrainedTokenizerBase) -> None:
+        model = make_llama(vocab=len(hermes), context=2000)
+        with Engine(model, hermes, CacheConfig(window=48), SamplingConfig()) as engine:
             Conversation(engine, tools=[WEATHER])
+            assert engine.counts.window == engine.pinned_prefix + 24
 
     def test_recall_reads_before_the_question(self, hermes: PreTrainedTokenizerBase) -> None:
         model, sampling = make_llama(vocab=len(hermes), context=2000), SamplingConfig(temperature=0, max_tokens=2)

@@ -31,7 +31,7 @@ from h2o_stream.cache.state import (
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import DEFAULT_WINDOW
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError
 
 _KEYS = {"long_term_scores": "lasting"}
 """What arrays are called in a state, where that differs from the attribute."""
@@ -55,7 +55,10 @@ def state_of(cache: WindowRules[Any, Any], recurrent: Mapping[str, Array] = Mapp
     for name in ("filled", "queries_per_key"):
         state[name] = numpy.array([getattr(group, name) for group in cache.head_groups], numpy.int64)
     windows = [[(window.heads, window.share) for window in spec.windows] for spec in cache.specs]
-    state["budgets"] = encode_json({"groups": windows, "windows": list(cache.windows.sizes)})
+    assigned = cache.windows
+    grown = {"window": cache.plan.window, "added": assigned.added, "evicted": list(assigned.evicted)}
+    budgets = {"groups": windows, "windows": list(assigned.sizes), **(grown if cache.grown else {})}
+    state["budgets"] = encode_json(budgets)
     state[FINGERPRINT] = encode_json(_fingerprint(cache, state))
     memory, sealed = cache.memory.state() if cache.memory else ({}, {})
     return checksummed(state | memory) | sealed
@@ -72,13 +75,17 @@ def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None
         H2OStreamError: the state does not fit, or is damaged.
     """
     columns, prompt = whole_numbers(state, "progress", 2)
-    cache.plan = cache.config.for_prompt(prompt).plan(cache.max_distance)
+    budgets = decode_json(state, "budgets")
+    try:
+        cache.first_prompt, cache.plan = prompt, cache.growth(prompt).plan(int(budgets.get("window", 0)))
+    except (AttributeError, ConfigError, TypeError, ValueError) as error:
+        raise H2OStreamError(f"the state does not fit: its budgets are {budgets}") from error
     fingerprint, saved = _fingerprint(cache, state), decode_json(state, FINGERPRINT).get("model")
     if saved != fingerprint["model"] and saved == cache.other_digest():
         fingerprint["model"] = saved
     check_fingerprint(state, fingerprint)
     verify_checksums(state)
-    _load_windows(cache, decode_json(state, "budgets"), prompt)
+    _load_windows(cache, budgets, prompt)
     names = {key: name for name, key in _KEYS.items()}
     filled = whole_numbers(state, "filled", len(cache.head_groups))
     queries_per_key = whole_numbers(state, "queries_per_key", len(filled))
@@ -96,7 +103,6 @@ def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None
         group.filled = filled[number]
     if cache.memory is not None:
         cache.memory.load(state, cache.tokens.lengths)
-    cache.first_prompt = prompt
     cache.windows.pins, cache.windows.transient = (_ranges(state, name) for name in _RANGES)
     if not 0 < cache.seen_tokens <= columns:
         raise H2OStreamError(f"the state is damaged: it has seen {cache.seen_tokens} tokens in {columns} columns")
@@ -130,7 +136,10 @@ def _load_windows(cache: WindowRules[Any, Any], saved: Mapping[str, Any], prompt
         sizes = saved["windows"]
         if not all(map(_covers_layer, layers)):
             raise ValueError(layers)
-        cache.make_layers(prompt)
+        cache.make_layers(prompt, window=cache.plan.window)
+        assigned, added = cache.windows, int(saved.get("added", 0))
+        if added:
+            assigned.added, assigned.evicted = added, tuple(map(int, saved["evicted"]))
         mean, window = fmean(sizes, cache.windows.weights), cache.plan.window
         if not window - 1 <= mean <= window or not all(type(n) is int and n > 0 for n in sizes):
             raise ValueError(sizes)
@@ -154,4 +163,5 @@ def _fingerprint(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> di
     fingerprint = {"dtype": dtype_of(require_array(state, keys)), "model": cache.model_digest()}
     policy = asdict(cache.plan)
     policy |= {"memory": True} if policy.pop("memory") else {}  # of any size
+    policy |= {"grown by": cache.grown} if cache.grown else {}
     return fingerprint | {"policy": policy, "policy's source": policy_source(cache.plan)}

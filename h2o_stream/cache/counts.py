@@ -25,6 +25,7 @@ class CacheCounts:
         recent: held because they are new.
         window: slots there are; 0 means no limit.
         nbytes: memory of keys, values and bookkeeping, all layers.
+        grown: slots of the window that were added for what is pinned.
     """
 
     seen: int
@@ -35,11 +36,23 @@ class CacheCounts:
     recent: int
     window: int
     nbytes: int
+    grown: int = 0
 
     @property
     def evicted(self) -> int:
         """Tokens no longer held."""
         return self.seen - self.cached
+
+    @property
+    def window_text(self) -> str:
+        """The window as it was given, and by how much it has grown: 256 + 410. Empty without a window."""
+        grown = f" + {self.grown:,}" if self.grown else ""
+        return f"{self.window - self.grown:,}{grown}" if self.window else ""
+
+    @property
+    def window_note(self) -> str:
+        """The same with the reason: 256 + 410 for what is pinned."""
+        return self.window_text + " for what is pinned" * (self.grown > 0)
 
     @property
     def free(self) -> int:
@@ -54,6 +67,7 @@ class Occupancy:
     Attributes:
         revision: see `H2OCache.revision`.
         window: tokens that a head holds in the mean.
+        grown: how many of them were added for what is pinned.
         nbytes: bytes of all layers.
         sinks: first tokens, never evicted.
         protected: token indices that are never evicted, sinks and pins.
@@ -62,24 +76,27 @@ class Occupancy:
 
     revision: int
     window: int
+    grown: int
     nbytes: int
     sinks: int
     protected: tuple[range, ...]
     groups: dict[tuple[Schedule, int], int]
 
     @classmethod
-    def of(cls, groups: Sequence[GroupRules], protected: tuple[range, ...], revision: int, nbytes: int) -> Occupancy:
+    def of(
+        cls, groups: Sequence[GroupRules], protected: tuple[range, ...], grown: int, revision: int, nbytes: int
+    ) -> Occupancy:
         """The occupancy of the head groups that evict, as they are now; see above for the rest."""
         weights = Counter[tuple[Schedule, int]]()
         for group in groups:
             weights[group.schedule, group.protection.recent] += group.weight
         plan = groups[0].plan
-        return cls(revision, plan.window, nbytes, plan.sinks, protected, dict(weights))
+        return cls(revision, plan.window, grown, nbytes, plan.sinks, protected, dict(weights))
 
     def counts(self, seen: int) -> CacheCounts:
         """Means over the heads, of a stream of `seen` tokens."""
         numbers = self._final if seen >= self._constant_from else self._numbers(seen)
-        return CacheCounts(seen, *numbers, self.window, self.nbytes)
+        return CacheCounts(seen, *numbers, self.window, self.nbytes, self.grown)
 
     @cached_property
     def _constant_from(self) -> int:

@@ -208,8 +208,12 @@ class GroupRules(ABC):
         """Slots beside those of held tokens: the next token's, and with few bits its slot in the ring."""
         return 1 if self.plan.kv_bits == 16 else 2
 
+    def follow(self, plan: CachePlan) -> None:
+        """Keep tokens by another plan from now on, with keys and values stored as before."""
+        self.plan = plan
+
     def set_schedule(self, schedule: Schedule) -> None:
-        """Hold as many tokens as `schedule` says from now on; only while every row is within the common window."""
+        """Hold as many tokens as `schedule` says from now on, which are those held now and later ones."""
         self.schedule = schedule
         if self.is_initialized:
             self.fit(self.tokens.lengths)

@@ -29,7 +29,7 @@ def config_for_size(
     """The same with the largest window of which the cache takes at most `config.cache_size` bytes.
 
     Counted are the tensors of one stream: keys, values and all bookkeeping.
-    Where the model's context allows less, the window is what it allows.
+    Where the model's context allows less, the window is what it allows. Pins do not let it grow.
 
     Args:
         config: with a `cache_size`.
@@ -47,7 +47,8 @@ def config_for_size(
     largest = 2**31 if max_distance is None else max_distance - (chunk or 1)
 
     def sized(window: int) -> CacheConfig:
-        return replace(unsized, window=max(min(window, largest), 1))
+        fitting = max(min(window, largest), 1)
+        return replace(unsized, window=fitting, max_window=fitting)
 
     def bytes_of(window: int) -> int:
         return allocated_bytes(sized(window))

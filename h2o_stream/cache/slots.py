@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from h2o_stream.cache.arrays import to_array, to_tensor
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.mapped_store import make_store
-from h2o_stream.cache.policies import Candidates, Policy
+from h2o_stream.cache.policies import Candidates, Policy, make_policy
 from h2o_stream.cache.ranks import rank_dtype
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import Array, dtype_of, require_array
@@ -71,6 +71,12 @@ class Slots(GroupRules):
         super().__init__(plan, tokens, revision)
         self.policy, self.on_disk, self.device = policy, on_disk, device or torch.device("cpu")
         self.layer, self.rule, self.has_long_term = policy.layer, policy.rule, policy.long_term
+
+    def follow(self, plan: CachePlan) -> None:
+        """See `GroupRules`."""
+        super().follow(plan)
+        self.policy = make_policy(plan, self.layer)
+        self.rule, self.has_long_term = self.policy.rule, self.policy.long_term
 
     @property
     def candidates(self) -> Candidates:

@@ -9,9 +9,9 @@ import numpy
 
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.protection import Protection, merged
-from h2o_stream.cache.windows import HeadWindow, schedules, windows
+from h2o_stream.cache.windows import HeadWindow, Schedule, schedules, windows
 from h2o_stream.config import MIN_EVICTABLE, CachePlan
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import H2OStreamError
 
 
 class LayerWindows(Protocol):
@@ -46,6 +46,8 @@ class WindowAssignment:
         pins: ranges of token indices that are never evicted, without the sinks.
         transient: ranges of token indices that are evicted first.
         sizes: tokens that each group of heads holds in the end, in all processes.
+        added: how many of these every group was given after tokens had been evicted.
+        evicted: tokens that each group had evicted when it was given the last of them.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class WindowAssignment:
         evicting = [spec for spec in specs if spec.evicts]
         self._windows = [window for spec in evicting for window in spec.windows]
         self._local = [window is not None for spec in evicting for window in spec.local_windows]
+        self._schedules: Sequence[Schedule] = ()
         self.sizes: tuple[int, ...] = ()
+        self.added, self.evicted = 0, (0,) * len(self._windows)
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -72,30 +76,15 @@ class WindowAssignment:
         """Ranges of token indices that are never evicted, sinks and pins."""
         return merged((range(self._plan.sinks), *self.pins))
 
-    def check(self, pins: tuple[range, ...], fixed: bool, by_ratio: bool = False) -> None:
-        """Check that pins leave enough slots in every window.
+    def follow(self, plan: CachePlan) -> None:
+        """Assign windows by another plan of an empty stream, or of one that has evicted nothing."""
+        self._plan, self.added, self.evicted = plan, 0, (0,) * len(self.evicted)
 
-        Args:
-            pins: besides the sinks.
-            fixed: windows cannot change any more.
-            by_ratio: ratios of the first prompt set the window, for the message.
-
-        Raises:
-            ConfigError: they do not.
-        """
-        plan, minimum = self._plan, self._min_movable
-        pinned = sum(map(len, merged((range(plan.sinks), *pins))))
-        window = min(self.sizes) if fixed else plan.window
-        if pinned > plan.sinks and window - pinned < minimum:
-            whose = "of some heads " if window < plan.window else ""
-            needed = plan.window + pinned + minimum - window
-            ratios = "the first prompt is too short for these ratios: " if by_ratio else ""
-            remedy = f"give --window {needed} in their place" if by_ratio else f"raise --window to {needed}"
-            raise ConfigError(
-                f"{ratios}{pinned} pinned tokens (system prompt, sinks, pins) leave {max(window - pinned, 0)} of a "
-                f"window {whose}of {window}, at least {minimum} must be left; {remedy} "
-                "or pin less (a shorter system prompt)"
-            )
+    def grow(self, groups: Sequence[GroupRules], plan: CachePlan, seen: int) -> None:
+        """Give every head as many slots more as the window of the plan has grown by, in a stream of `seen` tokens."""
+        more, self.evicted = plan.window - self._plan.window, tuple(seen - x.held(seen) for x in self._schedules)
+        self._plan, self.added = plan, self.added + more
+        self.set_sizes(groups, [size + more for size in self.sizes])
 
     def update(self, groups: Sequence[GroupRules], fixed: bool) -> None:
         """Give each head its window unless that is `fixed`, and split what pins leave of it into heavy and recent."""
@@ -111,8 +100,12 @@ class WindowAssignment:
     def set_sizes(self, groups: Sequence[GroupRules], sizes: Sequence[int]) -> None:
         """Give the heads their windows, and spans within the distances that the model knows."""
         plan, self.sizes = self._plan, tuple(sizes)
-        everywhere = schedules(self.sizes, self.weights, plan.window)
-        local = [schedule for schedule, is_local in zip(everywhere, self._local, strict=True) if is_local]
+        before = tuple(size - self.added for size in sizes)
+        self._schedules = schedules(before, self.weights, plan.window - self.added)
+        if self.added:
+            grown = zip(self._schedules, self.evicted, strict=True)
+            self._schedules = [schedule.grown(self.added, evicted) for schedule, evicted in grown]
+        local = [schedule for schedule, is_local in zip(self._schedules, self._local, strict=True) if is_local]
         for group, schedule in zip(groups, local, strict=True):
             group.set_schedule(schedule)
             if self._max_distance is not None and plan.positions == "gap":

@@ -8,12 +8,14 @@ from typing import Any, Generic, Self, TypeVar
 
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
+from h2o_stream.cache.layer_plans import sliding_plan
 from h2o_stream.cache.memory_codes import Codes
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import Array
 from h2o_stream.cache.token_memory import TokenMemory
 from h2o_stream.cache.window_assignment import LayerWindows, WindowAssignment, check_not_evicted, still_needed
+from h2o_stream.cache.window_growth import WindowGrowth
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError
 
@@ -33,7 +35,7 @@ class WindowRules(ABC, Generic[Spec, Group]):
         model_digest: identifies the model when a state is saved or loaded.
         other_digest: what identifies it in states that were saved on the other way to load it: from its file without
             torch, or through transformers; or nothing. May take long; it is asked for if the first one is another.
-        plan: what the config means for this model and the first prompt.
+        plan: what the config means for this model, the first prompt and what is pinned.
         first_prompt: tokens of the first prompt of the stream, if the windows are ratios of it and it is known; or 0.
         tokens: counts the tokens of the stream.
         windows: the windows of the heads, and the pins.
@@ -62,9 +64,22 @@ class WindowRules(ABC, Generic[Spec, Group]):
         self.first_prompt = 0
         self.make_layers(DEFAULT_WINDOW)
 
-    def make_layers(self, prompt: int, pins: tuple[range, ...] = (), transient: tuple[range, ...] = ()) -> None:
-        """Make the plan, by the length of the first prompt if the windows are ratios of it, and empty layers."""
-        self.plan = self.config.for_prompt(prompt).plan(self.max_distance)
+    def make_layers(
+        self, prompt: int, pins: tuple[range, ...] = (), transient: tuple[range, ...] = (), window: int = 0
+    ) -> None:
+        """Make the plan, by the length of the first prompt if the windows are ratios of it, and empty layers.
+
+        Args:
+            prompt: length of the first prompt.
+            pins: which the window has to hold.
+            transient: ranges of token indices that are evicted first.
+            window: that has grown already; 0 for as large as the pins need.
+
+        Raises:
+            ConfigError, OutOfMemoryError: see `pin`.
+        """
+        growth = self.growth(prompt)
+        self.plan = growth.plan(window or growth.window(pins))
         self.tokens = TokenCount()
         self.make_groups(self._revision)
         self.windows = WindowAssignment(self.plan, self.specs, self.max_distance, pins, transient)
@@ -113,6 +128,8 @@ class WindowRules(ABC, Generic[Spec, Group]):
         self.tokens.reset()
         self.first_prompt = 0
         self.windows.transient = ()
+        self.windows.follow(self.plan)
+        self._shrink()
         self.assign_windows()
         if self.memory is not None:
             self.memory.reset()
@@ -197,7 +214,7 @@ class WindowRules(ABC, Generic[Spec, Group]):
     def _occupancy(self) -> Occupancy:
         known = self._occupancy_cache
         if known is None or known.revision != self.revision:
-            known = Occupancy.of(self.evicting_groups, self.windows.protected, self.revision, self.nbytes)
+            known = Occupancy.of(self.evicting_groups, self.windows.protected, self.grown, self.revision, self.nbytes)
             self._occupancy_cache = known
         return known
 
@@ -211,10 +228,13 @@ class WindowRules(ABC, Generic[Spec, Group]):
     def pin(self, start: int, stop: int) -> None:
         """Never evict the tokens from index `start` up to `stop`, in any row, whether they have been fed yet or not.
 
-        Pins stay when a new stream begins. Heavy and recent slots share what pins leave in their proportion.
+        Pins stay when a new stream begins. Heavy and recent slots share what pins leave in their proportion. Where that
+        would be less than half of the configured window, the window grows by what is missing: from then on, nothing is
+        evicted until the larger window is full. It shrinks again when a stream begins without pins.
 
         Raises:
-            ConfigError: fewer than `MIN_EVICTABLE` slots would be left to move in.
+            ConfigError: the model's context or the size of the cache does not allow so large a window.
+            OutOfMemoryError: there is no memory for it.
             H2OStreamError: some of these tokens have been evicted already.
         """
         if not 0 <= start <= stop:
@@ -222,10 +242,10 @@ class WindowRules(ABC, Generic[Spec, Group]):
                 f"tokens {start} to {stop} cannot be pinned; a pin starts at 0 or later and ends after it"
             )
         pins = merged((*self.pins, range(start, stop)))
-        if not self._waits_for_prompt:
-            self.windows.check(pins, self._windows_fixed)
         for group in self.evicting_groups:
             check_not_evicted(group, start, stop)
+        if not self._waits_for_prompt:
+            self._grow(pins)
         self.windows.pins = pins
         self.assign_windows()
 
@@ -233,14 +253,15 @@ class WindowRules(ABC, Generic[Spec, Group]):
         """Check that the first `count` tokens of a new stream can be pinned alone.
 
         Raises:
-            ConfigError: see `pin`.
+            ConfigError, OutOfMemoryError: see `pin`.
         """
         if not self.config.by_ratio:
-            self.windows.check((range(count),), fixed=False)
+            self.growth().window((range(count),))
 
     def unpin(self, start: int = 0, stop: int | None = None) -> None:
         """Let the tokens from `start` up to `stop`, or all from `start` on, be evicted again."""
         self.windows.pins = without(self.pins, start, stop)
+        self._shrink()
         self.assign_windows()
 
     @property
@@ -272,17 +293,69 @@ class WindowRules(ABC, Generic[Spec, Group]):
         """Tell an empty cache the length of the first prompt, if it is fed in parts: ratios are resolved by it.
 
         Raises:
-            ConfigError: windows or pins do not fit.
+            ConfigError, OutOfMemoryError: windows or pins do not fit.
         """
         if self.config.by_ratio and not self.seen_tokens:
             self.make_layers(prompt, self.pins, self.transient)
-            self.windows.check(self.pins, fixed=False, by_ratio=True)
             self.first_prompt = prompt
 
     @property
     def _waits_for_prompt(self) -> bool:
         """Whether windows are ratios of a first prompt that is not known yet."""
         return self.config.by_ratio and not self.first_prompt
+
+    def growth(self, prompt: int = 0) -> WindowGrowth:
+        """The window that was configured, and those that it may grow to; see `make_layers`."""
+        shapes = [spec.shape for spec in self.specs if spec.evicts and spec.shape]
+        numbers = sum(shape.kv_heads * (shape.key_size + shape.value_size) for shape in shapes)
+        config = self.config.for_prompt(prompt or self.first_prompt or DEFAULT_WINDOW)
+        return WindowGrowth(config, self.max_distance, numbers)
+
+    @property
+    def grown(self) -> int:
+        """Slots that the window has beside the configured ones, for what is pinned."""
+        return 0 if self._waits_for_prompt else self.plan.window - self.growth().config.window
+
+    def _grow(self, pins: tuple[range, ...]) -> None:
+        """Let the window grow to what pins need, if it is not as large.
+
+        Raises:
+            ConfigError, OutOfMemoryError: see `pin`.
+        """
+        growth, sizes, fixed = self.growth(), self.windows.sizes, self._windows_fixed
+        wanted, pinned = growth.window(pins), sum(map(len, merged((range(self.plan.sinks), *pins))))
+        smallest = min(sizes) if fixed else self.plan.window
+        if pinned > self.plan.sinks:
+            wanted = max(wanted, self.plan.window + pinned + growth.min_movable - smallest)
+        if wanted <= self.plan.window:
+            return
+        plan = growth.plan(min(wanted, growth.largest))
+        more = plan.window - self.plan.window if self._can_follow(plan) else 0
+        growth.check(pinned, smallest + more, "of some heads " if smallest < self.plan.window else "")
+        if more > 0 and fixed:
+            self._follow(plan)
+            self.windows.grow(self.evicting_groups, plan, self.seen_tokens)
+        elif more > 0:
+            self._follow(plan)
+            self.windows.follow(plan)
+
+    def _shrink(self) -> None:
+        """Return to the configured window, in an empty stream without pins."""
+        if not self.pins and not self.tokens.lengths and self.grown:
+            self._follow(self.growth().plan())
+            self.windows.follow(self.plan)
+
+    def _can_follow(self, plan: CachePlan) -> bool:
+        """Whether the stream can go on with this plan, which has a larger window."""
+        before, lengths = self.plan, self.tokens.lengths
+        stored = [(x.rule, x.sinks, x.kv_bits < 16 and (x.exact_sinks, x.residual)) for x in (before, plan)]
+        return not lengths or (stored[0] == stored[1] and not (self._windows_fixed and len(set(lengths)) > 1))
+
+    def _follow(self, plan: CachePlan) -> None:
+        self.plan = plan
+        for number, spec in enumerate(self.specs):
+            for group in self.groups_of(number):
+                group.follow(plan if spec.evicts else sliding_plan(plan, group.plan.window + 1))
 
     def assign_windows(self) -> None:
         """Bring windows and what they protect up to date with pins, transient tokens and the length of the stream."""
@@ -297,7 +370,7 @@ class WindowRules(ABC, Generic[Spec, Group]):
     @property
     def _windows_fixed(self) -> bool:
         """Whether some heads may have left the common window, so that the windows cannot change any more."""
-        return self.seen_tokens > self.plan.window
+        return self.seen_tokens > self.plan.window - self.windows.added
 
     @property
     def steady(self) -> bool:

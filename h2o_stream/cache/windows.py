@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -73,17 +72,25 @@ class Schedule:
         between: tokens held of streams of ``common + 1``, ``common + 2``, ... tokens, until it holds `window`.
         window: tokens held from then on.
         stages: lengths at which a stage ends, from `common` on; without them, slots are allocated for the most tokens.
+        evicted: tokens that had been evicted when the window grew; all that come later are held until it is full.
     """
 
     common: int
     between: tuple[int, ...]
     window: int
     stages: tuple[int, ...] = ()
+    evicted: int = 0
 
     @classmethod
     def equal(cls, window: int) -> Schedule:
         """The same from the first token to the last."""
         return cls(window, (), window)
+
+    def grown(self, more: int, evicted: int) -> Schedule:
+        """The same with `more` slots, for a stream that has evicted tokens; see above."""
+        common = self.common + more if self.fixed else self.common
+        between = tuple(held + more for held in self.between)
+        return Schedule(common, between, self.window + more, self.stages, evicted)
 
     @property
     def fixed(self) -> bool:
@@ -93,7 +100,7 @@ class Schedule:
     @cached_property
     def settled(self) -> int:
         """The length of a stream from which on `window` tokens are held."""
-        return self.common + len(self.between) + 1
+        return max(self.common + len(self.between) + 1, self.evicted + self.window)
 
     @property
     def max_held(self) -> int:
@@ -104,24 +111,22 @@ class Schedule:
         """Largest number of tokens held in the stage of a stream of `seen`; within `common`, that many."""
         if not self.stages:
             return self.max_held
-        return self.held(self.stages[min(bisect_left(self.stages, seen), len(self.stages) - 1)])
+        return self._limit(self.stages[min(bisect_left(self.stages, seen), len(self.stages) - 1)])
 
     def held(self, seen: int) -> int:
         """Tokens held of a stream of `seen`."""
-        if seen <= self.common:
-            return seen
-        return self.between[seen - self.common - 1] if seen < self.settled else self.window
+        return min(seen - self.evicted, self._limit(seen))
+
+    def _limit(self, seen: int) -> int:
+        """Tokens that there is room for, whether so many are left or not."""
+        number = seen - self.common - 1
+        if number < 0:
+            return self.common
+        return self.between[number] if number < len(self.between) else self.window
 
     def num_evictions(self, seen: int) -> int:
         """Number of evictions caused by the next token of a stream of `seen`."""
-        if seen < self.common:
-            return 0
-        return self._evictions[seen - self.common] if seen < self.settled else 1
-
-    @cached_property
-    def _evictions(self) -> tuple[int, ...]:
-        """`num_evictions` of streams of `common` tokens, ``common + 1``, ... until it holds `window`."""
-        return tuple(now + 1 - then for now, then in pairwise((self.common, *self.between, self.window)))
+        return 1 if seen >= self.settled else self.held(seen) + 1 - self.held(seen + 1)
 
 
 @lru_cache

@@ -141,6 +141,7 @@ class CacheConfig:
         cache_size: bytes of the cache of one stream, all bookkeeping counted: `window` becomes as large as fits, and
             `kv_bits` 6 unless it is given. None leaves `window` as it is.
         recent_ratio: recent slots as a part of the first prompt of a stream.
+        max_window: largest window that pins may let it grow to; None for what the model's context allows.
         seed: of a random policy; the others ignore it.
         budgets: ``measured`` gives retrieval heads larger windows (`attachment.retrieval_heads`), so that `window` and
             `heavy` are means; ``equal`` gives every head the same.
@@ -169,6 +170,7 @@ class CacheConfig:
     budgets: Budgets | None = None
     long_term: float | None = None
     cache_size: int | None = None
+    max_window: int | None = None
     device: CacheDevice = "auto"
     memory: int | Literal["off", "auto"] = "off"
 
@@ -305,6 +307,15 @@ class CacheConfig:
                 f"in a window of {window}; lower --heavy or raise --window"
             )
         return sinks, heavy, window - sinks - heavy
+
+    def grown_plan(self, window: int, context: int | None = None) -> CachePlan:
+        """The plan with a larger window: heavy slots keep their proportion, and a span leaves room for the window."""
+        sinks, heavy, recent = self._budgets(self.window, self.heavy)
+        grown = None if self.heavy is None else (window - sinks) * heavy // (heavy + recent)
+        plan = replace(self, window=window, heavy=grown, span=None).plan(context)
+        if self.span is None or plan.positions != "gap":
+            return plan
+        return replace(plan, span=self.span if context is None else min(self.span, plan.span))
 
     def plan(self, context: int | None = None) -> CachePlan:
         """Resolve what was left open.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
@@ -83,18 +83,22 @@ class Grammar:
 
     def matcher(self, thinking: bool = False) -> Matcher:
         """For a reply that begins, or whose thinking has been begun by its prompt."""
-        strict = Matcher(self._matcher.deep_copy())
+        strict = Matcher(self._matcher.deep_copy(), self._ends)
         if self._thinking is None or self._free is None:
             return strict
-        free, begun = Matcher(self._free.deep_copy()), self._thinking.opening if thinking else ""
+        free, begun = Matcher(self._free.deep_copy(), self._ends), self._thinking.opening if thinking else ""
         return ThinkingMatcher(free, strict, self._thinking, self._tokenizer, self._ends, begun)
 
 
 class Matcher:
-    """A reply that follows a grammar, token by token. See `Grammar`."""
+    """A reply that follows a grammar, token by token. See `Grammar`.
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    It ends as soon as it may where the model would go on with something else: a list that could go on does so only if
+    the model itself would.
+    """
+
+    def __init__(self, matcher: Any, end_tokens: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, list(end_tokens)
 
     def allowed(self, size: int) -> NDArray[numpy.bool_]:
         """Which of `size` tokens may come next."""
@@ -103,7 +107,7 @@ class Matcher:
 
     def masked(self, logits: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
         """A copy of logits [V], in which tokens that must not come next are -inf."""
-        return numpy.where(self.allowed(len(logits)), logits, numpy.float32(-numpy.inf))
+        return _masked(logits, self.allowed(len(logits)), self._ends)
 
     def accept(self, token: int) -> bool:
         """Append the sampled token. False if the grammar does not allow it."""
@@ -130,7 +134,7 @@ class ThinkingMatcher(Matcher):
         strict: Matcher,
         thinking: Thinking,
         tokenizer: Any,
-        ends: Collection[int],
+        ends: Sequence[int],
         begun: str,
     ) -> None:
         self._free, self._alive, self._thinking = free, [free, strict], thinking
@@ -158,7 +162,7 @@ class ThinkingMatcher(Matcher):
         allowed[self._forced[:1]] = True
         for matcher in () if self._forced else self._alive:
             allowed |= matcher.allowed(len(logits))
-        return numpy.where(allowed, logits, numpy.float32(-numpy.inf))
+        return _masked(logits, allowed, self._ends)
 
     def accept(self, token: int) -> bool:
         """See `Matcher`."""
@@ -166,6 +170,20 @@ class ThinkingMatcher(Matcher):
         self._alive = [matcher for matcher in self._alive if matcher.accept(token)]
         self._text += self._stream.step(self._backend, token) or ""
         return bool(self._alive)
+
+
+def _masked(
+    logits: NDArray[numpy.float32], allowed: NDArray[numpy.bool_], end_tokens: Sequence[int]
+) -> NDArray[numpy.float32]:
+    """Logits [V], in which only allowed tokens are left; only end tokens if the likeliest one is not allowed and the
+    reply may end.
+    """
+    ends = list(end_tokens)
+    if allowed[ends].any() and not allowed[logits.argmax()]:
+        ended = numpy.zeros_like(allowed)
+        ended[ends] = allowed[ends]
+        allowed = ended
+    return numpy.where(allowed, logits, numpy.float32(-numpy.inf))
 
 
 def _as_lark(rules: str) -> str:

@@ -63,9 +63,14 @@ class ArrayGroup(GroupRules):
         super().__init__(plan, tokens, revision)
         self.shape, self.layer, self.heads, self.sliding, self.table = shape, layer, heads, sliding, table
         self.dtype, self.queries_per_key = dtype, shape.query_heads // shape.kv_heads
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self.follow(plan)
+
+    def follow(self, plan: CachePlan) -> None:
+        """See `GroupRules`."""
+        super().follow(plan)
         self.rule = plan.rule
         self.has_long_term = plan.long_term > 0 and plan.rule == POLICIES["h2o"].rule
-        self._arrays: dict[str, NDArray[Any]] = {}
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         """See `GroupRules`."""

@@ -65,23 +65,25 @@ async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled]
         if end.thinking:
             message["reasoning_content"] = end.thinking
         reply = options.read(end.text) if sampled.calls else None
+        if reply and (reply.calls or sampled.rules):
+            message["content"] = None if sampled.rules else reply.text or None
         if reply and reply.calls:
-            message |= {"content": reply.text or None, "tool_calls": as_tool_calls(reply.calls)}
+            message["tool_calls"] = as_tool_calls(reply.calls)
         logprobs = None
         if sampled.logprobs is not None:
             logprobs = chat_logprobs(service.model.tokenizer, logprobs_of(pieces))
         choices.append({
             "index": number, "message": message, "logprobs": logprobs,
-            "finish_reason": _finish(end, called="tool_calls" in message),
+            "finish_reason": _finish(end, sampled, called="tool_calls" in message),
         })  # fmt: skip
     ends = [end for end, _ in replies]
     head = _head("chat.completion", service, f"chatcmpl-{secrets.token_hex(12)}")
     return {**head, "choices": choices, "usage": usage(ends), "h2o": report(ends[0])}
 
 
-def _finish(end: Done, called: bool) -> str:
-    """Why a reply ended. One that was cut off may have more calls to make than it has."""
-    return "tool_calls" if called and end.finish == "stop" else end.finish
+def _finish(end: Done, sampled: Sampled, called: bool) -> str:
+    """Why a reply ended. One that was cut off may have more calls to make than it has, unless one was asked for."""
+    return "tool_calls" if called and (end.finish == "stop" or sampled.rules) else end.finish
 
 
 async def stream_chat(
@@ -89,7 +91,10 @@ async def stream_chat(
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a streamed answer; an error ends it. Calls of tools come whole, at the end."""
     _, options, sampled = asked
-    splitters = [CallSplitter(options.calls) if options.calls and sampled.calls else None for _ in queues]
+    splitters = [
+        CallSplitter(options.calls, sampled.rules is not None) if options.calls and sampled.calls else None
+        for _ in queues
+    ]
     head = _head("chat.completion.chunk", service, f"chatcmpl-{secrets.token_hex(12)}")
     for number in range(len(queues)):
         yield {**head, "choices": [_chunk(number, {"role": "assistant", "content": ""})]}
@@ -108,7 +113,7 @@ async def stream_chat(
             if calls:
                 listed = [{"index": place, **call} for place, call in enumerate(as_tool_calls(calls))]
                 yield {**head, "choices": [_chunk(number, {"tool_calls": listed})]}
-            yield {**head, "choices": [_chunk(number, {}, _finish(message, called=bool(calls)))], **last}
+            yield {**head, "choices": [_chunk(number, {}, _finish(message, sampled, called=bool(calls)))], **last}
             continue
         if isinstance(message, Started):
             continue

@@ -126,7 +126,9 @@ def _parse_message(message: Any, place: str) -> Message:
     if role not in (*_SYSTEM, "user", "assistant", "tool"):
         raise wrong(f"{place}.role", role, "system, developer, user, assistant or tool")
     role, content = "system" if role in _SYSTEM else role, message.get("content")
-    text = "" if content is None and role == "assistant" else parse_content(content, f"{place}.content")
+    if content is None and role in ("assistant", "tool"):
+        content = ""
+    text = parse_content(content, f"{place}.content")
     names = ("tool_call_id", "name") if role == "tool" else ()
     parsed: dict[str, Any] = {"role": role, "content": text, **{x: message[x] for x in names if x in message}}
     if calls:

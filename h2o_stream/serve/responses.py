@@ -165,7 +165,7 @@ def _output(asked: AskedResponse, place: str, end: Done, status: str) -> list[di
     """The items of an answer: thinking, text and calls."""
     reply = asked.options.read(end.text) if asked.sampled.calls else Reply(end.text)
     items = [_thinking(place, end.thinking)] if end.thinking else []
-    if reply.text or not reply.calls:
+    if not asked.sampled.rules and (reply.text or not reply.calls):
         items.append(_message(place, reply.text, status))
     for number, call in enumerate(as_tool_calls(reply.calls)):
         named = {"id": f"fc_{place}_{number}", "call_id": call["id"], **call["function"]}
@@ -207,7 +207,7 @@ class _Events:
     def __init__(self, service: Service, asked: AskedResponse) -> None:
         self._service, self._asked, self._place = service, asked, ""
         calls = asked.options.calls if asked.sampled.calls else None
-        self._splitter = CallSplitter(calls) if calls else None
+        self._splitter = CallSplitter(calls, asked.sampled.rules is not None) if calls else None
         self._texts = list[str]()
 
     def of(self, message: Message) -> Iterator[dict[str, Any]]:
@@ -223,7 +223,7 @@ class _Events:
             yield from self._text(self._splitter.push(message.text) if self._splitter else message.text)
         else:
             rest, calls = self._splitter.flush() if self._splitter else ("", ())
-            yield from self._text(rest, even_if_empty=not calls)
+            yield from self._text(rest, even_if_empty=not calls and not self._asked.sampled.rules)
             yield from self._end(message)
 
     def _text(self, text: str, even_if_empty: bool = False) -> Iterator[dict[str, Any]]:

@@ -103,9 +103,9 @@ class Service:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens by their texts."""
+        """Ids of the added tokens by their texts: special ones, and others that are one token wherever they are."""
         added = self.model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in added.items() if token.special}
+        return {token.content: number for number, token in added.items()}
 
     async def _grammar(self, sampled: Sampled, options: Options, raw: bool) -> Grammar | None:
         """What a reply must follow after its thinking: a JSON schema or the form of calls; None if it is free.

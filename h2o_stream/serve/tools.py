@@ -45,7 +45,7 @@ def parse_tool_options(body: Mapping[str, Any], options: Options, form: CallForm
             400, "the chat template of this model has no tools, or writes their calls in a form that is not known; "
             "leave tools out, or use another model", "tools", "tools_not_supported",
         )  # fmt: skip
-    return replace(options, tools=parsed, calls=form)
+    return replace(options, tools=parsed, calls=form.of(parsed))
 
 
 def parse_tool_choice(

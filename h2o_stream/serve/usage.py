@@ -32,6 +32,7 @@ def report(end: Done) -> dict[str, Any]:
         "turns_known": end.known,
         "turns_read": end.read,
         "seen_tokens": end.seen.counts.seen,
+        "window": end.seen.counts.window_note,
         "kept_tokens": end.seen.counts.cached,
         "evicted_tokens": end.seen.counts.evicted,
         "slots": slots(end.seen.counts),

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from h2o_stream.engine.text import overlap, shared_length
 from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.messages import Tool, encodable_json
+from h2o_stream.session.other_calls import Call, calls_in, certain_size, read_calls
 
 _USER, _REPLY, _RESULT = "6e1b-the-user-asks-93fd", "41ac-the-reply-27e0", "d80f-the-result-5c36"
 _NAME, _OTHER = "tool_b6a1f", "tool_c93e0"
@@ -23,17 +24,10 @@ _ARGUMENTS = {"place": "e4f7-an-argument"}
 _SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
 """What templates raise on messages that they do not know."""
+_MAX_CALLS = 8
+"""Calls in a reply that must call."""
 _PYTHON = "<|python_tag|>"
 """With which Llama may begin a call, though its template does not."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool that is called; with the id of the call, if somebody gave it one."""
-
-    name: str
-    arguments: Mapping[str, Any]
-    id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,7 @@ class CallFormat:
         listed: whether all calls are one list.
         outer: the key of the object that has name and arguments, if they are not at the top.
         several: whether a reply may have several calls.
+        names: of the tools that are given. What names one of them is a call in other forms, too.
     """
 
     opening: str
@@ -57,6 +52,11 @@ class CallFormat:
     listed: bool = False
     outer: str = ""
     several: bool = True
+    names: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def of(self, tools: Sequence[Tool]) -> CallFormat:
+        """The same where these tools are given."""
+        return replace(self, names=frozenset(tool.get("function", tool)["name"] for tool in tools))
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -64,10 +64,17 @@ class CallFormat:
         return tuple(filter(None, (self.opening, self.closing, self.between))) or (_PYTHON,)
 
     def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
-        """The text of a reply without its calls, and these. What is no complete call is text."""
+        """The text of a reply without its calls, and these. A call that is cut off after complete ones is dropped; any
+        other that is not complete is text.
+        """
+        found = self._parse(text)
+        return found if found[1] or not self.names else read_calls(text, self.names)
+
+    def _parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
         if not self.opening:
             bare = tuple(self._bare(text.strip().removeprefix(_PYTHON)))
-            return ("", bare) if bare else (text, ())
+            known = bare if not self.names or all(call.name in self.names for call in bare) else ()
+            return ("", known) if known else (text, ())
         texts, calls, rest = list[str](), list[Call](), text
         while True:
             before, found, after = rest.partition(self.opening)
@@ -79,6 +86,7 @@ class CallFormat:
             rest = parsed[1].lstrip().removeprefix(self.closing)
         if not calls:
             return text, ()
+        rest, _, _ = rest.partition(self.opening)
         return " ".join(filter(None, map(str.strip, (*texts, rest)))), tuple(calls)
 
     def _bare(self, text: str) -> Iterator[Call]:
@@ -113,8 +121,9 @@ class CallFormat:
             name = value["name"]
             if not name.strip() or not (self.opening or self.key in value):
                 return None
+            if others := calls_in(value):
+                return others[0]
             arguments = value.get(self.key, {})
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return Call(replace_surrogates(name), encodable_json(arguments)) if isinstance(arguments, dict) else None
 
     def grammar(self, tools: Sequence[Tool], special: Mapping[str, int], several: bool) -> str:
@@ -134,7 +143,7 @@ class CallFormat:
         else:
             between = _literal(self.between, special)
             call = " | ".join(f"{json.dumps(x['name'])} {between} {_json(_parameters(x))}" for x in functions)
-        repeated = "(call more*)" if more and not self.listed and self.opening else "call"
+        repeated = f"(call more{{0,{_MAX_CALLS - 1}}})" if more and not self.listed and self.opening else "call"
         opening, before = _literal(self.opening, special), "SPACE?" if self.opening and self.key else ""
         after = f"SPACE? {_literal(self.closing, special)}" if self.closing else ""
         return (
@@ -153,31 +162,41 @@ class CallFormat:
 
 
 class CallSplitter:
-    """Splits a reply that comes piece by piece: what is certainly no call is given at once, the rest is held back."""
+    """Splits a reply that comes piece by piece: what is certainly no call is given at once, the rest is held back.
 
-    def __init__(self, form: CallFormat) -> None:
-        self._form, self._held, self._has_text = form, "", False
+    Of a `forced` reply nothing is text, also if its last call was cut off.
+    """
+
+    def __init__(self, form: CallFormat, forced: bool = False) -> None:
+        self._form, self._forced, self._text, self._given, self._passed = form, forced, "", 0, 0
 
     def push(self, text: str) -> str:
         """Append text. Returns what is no part of a call."""
-        self._held += text
-        if not self._form.opening:
-            start = self._held.lstrip()
-            if not self._has_text and (not start or start[0] in "{[" or _PYTHON.startswith(start[: len(_PYTHON)])):
-                return ""
-            size = len(self._held)
-        else:
-            place = self._held.find(self._form.opening)
-            size = len(self._held) - overlap(self._held, self._form.opening) if place < 0 else place
-            size = len(self._held[:size].rstrip())
-        certain, self._held = self._held[:size], self._held[size:]
-        self._has_text = self._has_text or bool(certain.strip())
-        return certain
+        self._text += text
+        given, self._given = self._given, max(self._given, 0 if self._forced else self._certain_size())
+        return self._text[given : self._given]
 
     def flush(self) -> tuple[str, tuple[Call, ...]]:
         """What was held back and is no call, and the calls."""
-        text, calls = self._form.parse(self._held)
-        return (f" {text}" if calls and text and self._has_text else text), calls
+        text, calls = self._form.parse(self._text[self._given :])
+        if self._forced:
+            return "", calls
+        return (f" {text}" if calls and text and self._text[: self._given].strip() else text), calls
+
+    def _certain_size(self) -> int:
+        """How much of the text is no part of a call, whatever follows."""
+        form, text = self._form, self._text
+        if not form.opening and not form.names:
+            start = text.lstrip()
+            return 0 if not start or start[0] in "{[" or _PYTHON.startswith(start[: len(_PYTHON)]) else len(text)
+        opening, first, text = form.opening or _PYTHON, self._passed, text[self._passed :]
+        place = text.find(opening)
+        size = passed = len(text) - overlap(text, opening) if place < 0 else place
+        if form.names:
+            size, passed = certain_size(text[:size], form.names)
+        size = len(text[:size].rstrip())
+        self._passed = first + min(size, passed)
+        return first + size
 
 
 def find_format(tokenizer: Any) -> CallFormat | None:

@@ -162,15 +162,27 @@ def _check_calls(calls: Any, place: str) -> None:
 
 
 def _arguments(arguments: Any, place: str) -> dict[str, Any]:
-    parsed = arguments
-    if isinstance(arguments, str):
-        try:
-            parsed = encodable_json(json.loads(arguments))
-        except (ValueError, RecursionError):
-            parsed = None
-    if not isinstance(parsed, dict):
+    parsed = read_arguments(arguments)
+    if parsed is None:
         _refuse(place, arguments, "an object, or one in JSON text")
     return parsed
+
+
+def read_arguments(arguments: Any) -> dict[str, Any] | None:
+    """The arguments of a call: an object, or one in JSON text; None for a value that is neither.
+
+    Models leave arguments out or break off their JSON, and agents send that again: nothing is no argument, and a text
+    that is no JSON is the only one.
+    """
+    for _ in range(2):  # some agents write JSON as JSON
+        if isinstance(arguments, str) and arguments.strip():
+            try:
+                arguments = encodable_json(json.loads(arguments, strict=False))
+            except (ValueError, RecursionError):
+                return {"arguments": encodable(arguments)}
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    return arguments if isinstance(arguments, dict) else None
 
 
 def _copy(value: Any, place: str) -> Any:

@@ -81,6 +81,7 @@ class Turn:
             "decode_s": round(self.timings.decode_s, 4),
             "prefill_tok_s": round(self.timings.prefill_tok_s, 2),
             "decode_tok_s": round(self.timings.decode_tok_s, 2),
+            "window": self.counts.window or None,
             "seen_tokens": self.counts.seen,
             "cached_tokens": self.counts.cached,
             "evicted_tokens": self.counts.evicted,

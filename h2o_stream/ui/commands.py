@@ -159,13 +159,17 @@ class Commands:
         self._terminal.console.print(heatmap(turns, "all layers" if layer is None else f"layer {layer}"))
 
     def _pin(self, argument: str) -> None:
+        before = self._history.conversation.engine.counts.window
         if self._context.feed(self._history.pin(argument)):
-            self._terminal.note("pinned")
+            counts = self._history.conversation.engine.counts
+            self._terminal.note("pinned" + f"; window {counts.window_note}" * (counts.window > before))
 
     def _pins(self, argument: str) -> None:
         conversation = self._history.conversation
         counts = conversation.engine.counts
-        self._terminal.note(f"{counts.sinks} sinks and {counts.pinned} pinned tokens of {counts.window or 'no limit'}")
+        self._terminal.note(
+            f"{counts.sinks} sinks and {counts.pinned} pinned tokens of {counts.window_text or 'no limit'}"
+        )
         for number, text in enumerate([conversation.system or "the template's own opening", *conversation.pins]):
             self._terminal.note(f"{number or 'system'}: {text}")
 

@@ -63,7 +63,8 @@ def split_asking(text: str) -> list[tuple[str, str]]:
 def _exceeds(context: ChatContext, text: str, share: float) -> bool:
     """Whether recall is on, and a text has more tokens than this share of the window."""
     conversation = context.history.conversation
-    window, tokenizer = conversation.engine.cache.plan.window, conversation.engine.tokenizer
+    counts, tokenizer = conversation.engine.counts, conversation.engine.tokenizer
+    window = counts.window - counts.grown
     if conversation.recall.mode == "off" or not window:
         return False
     return len(tokenizer(text, add_special_tokens=False)["input_ids"]) > share * window

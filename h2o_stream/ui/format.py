@@ -130,20 +130,25 @@ def legend(counts: CacheCounts, context: int | None = None) -> list[tuple[str, s
 
 def status_line(counts: CacheCounts, decode_tok_s: float, rss_bytes: int) -> str:
     """The text beside the bar of slots."""
+    window = f" · window {counts.window_note}" if counts.grown else ""
     return (
-        f"seen {counts.seen:,} evicted {counts.evicted:,} · {format_speed(decode_tok_s)} · "
+        f"seen {counts.seen:,} evicted {counts.evicted:,}{window} · {format_speed(decode_tok_s)} · "
         f"cache {format_bytes(counts.nbytes)} · process {format_bytes(rss_bytes)}"
     )
+
+
+def kept_text(counts: CacheCounts) -> str:
+    """How many tokens are held, of how many: kept 300 of 256 + 410."""
+    return f"kept {counts.cached:,}" + (f" of {counts.window_text}" if counts.window else "")
 
 
 def turn_line(turn: Turn) -> str:
     """What a turn took, in less than 80 characters."""
     timings, counts = turn.timings, turn.counts
-    limit = f" of {counts.window:,}" if counts.window else ""
     return (
         f"{timings.prompt_tokens} + {timings.new_tokens} tokens, "
         f"{timings.prefill_tok_s:.0f} + {timings.decode_tok_s:.1f} tok/s, "
-        f"kept {counts.cached:,}{limit}, evicted {counts.evicted:,}, {turn.finish}"
+        f"{kept_text(counts)}, evicted {counts.evicted:,}, {turn.finish}"
     ) + (", beyond the model's context" if turn.beyond_context else "")
 
 

@@ -14,7 +14,7 @@ from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.format import context_bar, format_bytes, format_speed, legend, slot_bar, turn_line
+from h2o_stream.ui.format import context_bar, format_bytes, format_speed, kept_text, legend, slot_bar, turn_line
 from h2o_stream.ui.recall import note_recalled, recalled_lines
 from h2o_stream.ui.recording import save_picture
 from h2o_stream.ui.reply import PlainReply, Thinking
@@ -135,8 +135,7 @@ class Screen:
         counts = self._event.counts
         bar = slot_bar(counts, width) or context_bar(counts, self._context, width)
         uses = [(color, f"{text}  ") for color, text in legend(counts, self._context)]
-        limit = f" of {counts.window:,}" if counts.window else ""
-        seen = f"seen {counts.seen:,}  kept {counts.cached:,}{limit}  evicted {counts.evicted:,}"
+        seen = f"seen {counts.seen:,}  {kept_text(counts)}  evicted {counts.evicted:,}"
         rates = f"prefill {self._prefill or '-'}  decode {self._decode or '-'}"
         memory = f"cache {format_bytes(counts.nbytes)}, whole process {format_bytes(self._process.memory_info().rss)}"
         numbers = [seen, rates, memory] if width < 100 else [f"{seen}  │  {rates}", memory]

@@ -82,9 +82,9 @@ class LoadedConversation:
     @property
     def title(self) -> str:
         """Model, policy and window, for display."""
-        plan = self.conversation.engine.cache.plan
+        plan, counts = self.conversation.engine.cache.plan, self.conversation.engine.counts
         ratios = self.settings.cache.ratios_text
-        given = f"{ratios} of the first prompt" if ratios else plan.window
+        given = f"{ratios} of the first prompt" if ratios else counts.window_note
         window = f" · window {given} · {plan.positions}" if plan.window else ""
         return f"{self.name} · {plan.policy}{window}"
 
