@@ -138,7 +138,7 @@ class ThinkingMatcher(Matcher):
         begun: str,
     ) -> None:
         self._free, self._alive, self._thinking = free, [free, strict], thinking
-        self._backend, self._ends, self._text = tokenizer.backend_tokenizer, ends, ""
+        self._backend, self._ends, self._text = tokenizer.backend_tokenizer, list(ends), ""
         self._stream = DecodeStream(skip_special_tokens=False)
         self._closing: list[int] = tokenizer(thinking.closing, add_special_tokens=False)["input_ids"]
         self._forced: list[int] = []
