@@ -142,7 +142,7 @@ _BOTH: Mapping[str, Rule] = {
 
 _TOOLS: Mapping[str, Rule] = {
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "store"), Served()),
-    **dict.fromkeys(("enable_thinking", "chat_template_kwargs", "reasoning_effort"), Served()),
+    **dict.fromkeys(("enable_thinking", "chat_template_kwargs", "reasoning_effort", "reasoning"), Served()),
     "system": Refused("send a message of the role system", ("",)),
     "verbosity": Refused("ask for it in the system prompt", ("medium",)),
     "moderation": Refused("nothing is moderated"),
@@ -194,7 +194,7 @@ FIELDS: Mapping[Endpoint, Mapping[str, Rule]] = {
     "responses": {
         **_SHARED, **_TOOLS,
         **dict.fromkeys(("input", "instructions", "max_output_tokens", "previous_response_id", "text", "text.format",
-                         "truncation", "reasoning", "metadata"), Served()),
+                         "truncation", "metadata"), Served()),
         "n_predict": Served("max_output_tokens"),
         "num_predict": Served("max_output_tokens"),
         "text.verbosity": Refused("ask for it in instructions", ("medium",)),
