@@ -77,7 +77,7 @@ class H2OModel(llm.Model):
         past = list(conversation.responses) if conversation else []
         options = prompt.options
         system = next((said.prompt.system for said in past if said.prompt.system), None) or prompt.system or None
-        settings = (options.model, options.window, options.policy, system, bool(prompt.schema))
+        settings = (options.model, options.window, options.policy, system)
         opened = self._open
         if (
             opened
