@@ -20,6 +20,12 @@ from h2o_stream.runtime.weights import as_floats
 _ROUNDING = 1e-6
 """Of parameters and frequencies, which are computed in other orders."""
 
+_WIDE = {
+    MatrixKind.BFLOAT16: MatrixKind.FLOAT32,
+    MatrixKind.BFLOAT16_COLUMNS: MatrixKind.FLOAT32_COLUMNS,
+}
+"""Formats of dense matrices that may have the same numbers."""
+
 _SAMPLED_BYTES = 2**20
 """Of each matrix, so many bytes or numbers at its start and at its end are compared."""
 
@@ -64,8 +70,8 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
     elif isinstance(ours, float) and isinstance(theirs, int | float):
         if not math.isclose(ours, theirs, rel_tol=_ROUNDING):
             yield f"{name}: {ours} and {theirs}"
-    elif isinstance(ours, numpy.ndarray) and theirs is not None:
-        if not numpy.allclose(ours, as_array(theirs), rtol=_ROUNDING, atol=0):
+    elif hasattr(ours, "shape") and hasattr(theirs, "shape"):
+        if not numpy.allclose(as_array(ours), as_array(theirs), rtol=_ROUNDING, atol=0):
             yield f"{name}: other numbers"
     elif ours != theirs:
         yield f"{name}: {ours} and {theirs}"
@@ -107,10 +113,10 @@ def _matrices(name: str, ours: Matrix, theirs: Matrix) -> Iterator[str]:
 
 def _kind(matrix: Matrix) -> MatrixKind:
     """The storage format; the two of dense matrices may have the same numbers."""
-    return MatrixKind.FLOAT32 if matrix.kind == MatrixKind.BFLOAT16 else matrix.kind
+    return _WIDE.get(matrix.kind, matrix.kind)
 
 
 def _numbers(matrix: Matrix, part: slice) -> NDArray[Any]:
     """Some numbers of a dense matrix in float32, or some bytes of a packed one."""
     weights = as_array(matrix.weights).reshape(-1)[part]
-    return as_floats(weights, "matrix") if matrix.kind == MatrixKind.BFLOAT16 else weights
+    return as_floats(weights, "matrix") if matrix.kind in _WIDE else weights
