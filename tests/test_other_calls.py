@@ -75,6 +75,15 @@ class TestCalls:
             assert read_calls(block.replace("{}", one + between + two), NAMES)[1] == wanted
         assert read_calls(f"```json\n[{one}, {two}]\n```", NAMES) == ("", wanted)
 
+    @pytest.mark.parametrize("text", [
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}\n</tool_call>',
+        '```json\n[{"name": "weather", "arguments": {"city": "Bern"}}\n```',
+    ])  # fmt: skip
+    def test_brackets_that_are_left_out(self, text: str) -> None:
+        for form in FORMS:
+            assert form.parse(text)[1] == (Call("weather", {"city": "Bern"}),)
+            assert streamed(form, text)[1] == (Call("weather", {"city": "Bern"}),)
+
     def test_a_name_alone_is_a_call_without_arguments(self) -> None:
         assert read_calls('{"name": "time"}', NAMES) == ("", (Call("time", {}),))
         assert read_calls('{"name": "time", "arguments": null}', NAMES) == ("", (Call("time", {}),))

@@ -29,6 +29,7 @@ _ASIDE = ("id", "type", "index")
 _OPENING = re.compile(r"```[\w+-]*\s*|<\|?\w+\|?>\s*")
 _BEGUN_OPENING = re.compile(r"`{1,2}|```[\w+-]*|<\|?\w*\|?")
 _CLOSING = re.compile(r"\s*(?:```|</\w+>)")
+_BEGUN_CLOSING = re.compile(r"```|</\w+>|(?:`{1,2}|</?\w*)$")
 _BEGUN_OBJECT = re.compile(r'(?:\[\s*){0,2}(?:\{\s*(?:"(?P<key>\w*)(?P<closed>"\s*(?::.*)?)?)?)?', re.DOTALL)
 _NAMED = re.compile(r'"(?:name|tool|tool_name|function_name)"\s*:\s*"([^"\\]*)"')
 _JSON, _START = re.compile(r"[{\[]"), re.compile(r"[`<{\[]")
@@ -117,17 +118,17 @@ def _read(text: str, start: int) -> _Read:
     except json.JSONDecodeError as error:
         rest = text[error.pos :].rstrip()
         begun = any(word.startswith(rest) for word in _WORDS) or (len(rest) < _ESCAPE and "escape" in error.msg)
-        return _Read(None, start, incomplete=begun or error.msg.startswith("Unterminated string"))
+        closed = _BEGUN_CLOSING.match(rest) is not None
+        return _Read(None, start, incomplete=begun or closed or error.msg.startswith("Unterminated string"))
 
 
 def _completed(text: str, start: int) -> _Read:
-    """The same with the brackets at its end that a model has left out."""
-    closing = _CLOSING.search(text, start)
-    stop = closing.start() if closing else len(text)
-    for brackets in ("}", "]", "}}", "}]", "}}]"):
-        read = _read(text[start:stop] + brackets, 0)
-        if read.value is not None:
-            return _Read(read.value, stop)
+    """The same with the brackets that a model has left out before it closed a block or a tag."""
+    if closing := _CLOSING.search(text, start):
+        for brackets in ("}", "]", "}}", "}]", "}}]"):
+            read = _read(text[start : closing.start()] + brackets, 0)
+            if read.value is not None:
+                return _Read(read.value, closing.start())
     return _Read(None, start, incomplete=True)
 
 
