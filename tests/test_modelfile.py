@@ -1,10 +1,10 @@
 """What a Modelfile adds to a model of ollama: used, or named as not used; never dropped."""
 
+import copy
 import hashlib
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from h2o_stream.models.go_template import as_jinja
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.models.rendering import render
-from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
+from h2o_stream.models.templates import FALLBACK_TEMPLATE
 
 CHATML = (
     "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n{{ end }}{{ if .Prompt }}<|im_start|>user\n"
@@ -64,14 +64,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedT
         manifest = tmp_path / "manifests" / "registry.ollama.ai" / "library" / "m" / "latest"
         manifest.parent.mkdir(parents=True, exist_ok=True)
         manifest.write_text(json.dumps({"layers": listed}))
-        template = own or tokenizer.chat_template
-
-        def apply(messages: Any, **more: Any) -> str:
-            return render(fake.chat_template, messages, **more)
-
-        fake = SimpleNamespace(chat_template=template, apply_chat_template=apply)
-        notes = list[str]()
-        loaded = with_modelfile(LoadedModel("ollama:m", None, fake, stops), notes.append)
+        changed, notes = copy.copy(tokenizer), list[str]()
+        changed.chat_template = own or tokenizer.chat_template
+        loaded = with_modelfile(LoadedModel("ollama:m", None, changed, stops), notes.append)
         return loaded, notes
 
     return made
@@ -103,10 +98,10 @@ class TestLayers:
 
     def test_another_template_is_used(self, make: Any) -> None:
         loaded, (note,) = make(
-            own=FALLBACK_TEMPLATE, stops=FALLBACK_STOPS, template=CHATML, params='{"stop": "<|im_end|>"}'
+            own=FALLBACK_TEMPLATE, stops=("\nUser:",), template=CHATML, params='{"stop": "<|im_end|>"}'
         )
         assert note == "ollama:m: uses stop, TEMPLATE"
-        rendered = loaded.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
+        rendered = loaded.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
         assert rendered == RENDERED[CHATML]
         assert loaded.stops == ("<|im_end|>",)
 

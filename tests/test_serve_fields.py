@@ -58,13 +58,14 @@ SHOWN_ELSEWHERE = {"messages.tool_call_id", "enable_thinking", "chat_template_kw
 OTHERS: list[tuple[Any, str]] = [
     (True, "use_beam_search include_stop_str_in_output ignore_eos post_sampling_probs return_tokens return_token_ids "
            "return_tokens_as_token_ids stream_options.continuous_usage_stats echo background reasoning_in_content "
-           "reasoning_control add_special_tokens"),
+           "reasoning_control add_special_tokens watermarking return_prompt_text _debug_render_only grammar_lazy"),
     (False, "skip_special_tokens penalize_nl penalize_newline include_reasoning"),
     (2, "best_of min_tokens truncate_prompt_tokens prompt_logprobs dynatemp_range typical_p tfs_z top_n_sigma min_keep "
         "xtc_probability dry_multiplier mirostat adaptive_target n_indent t_max_predict_ms n_keep num_keep n_discard "
-        "n_probs top_logprobs n thinking_budget_tokens thinking_token_budget repetition_detection"),
+        "n_probs top_logprobs n thinking_budget_tokens thinking_token_budget reasoning_budget_tokens "
+        "repetition_detection"),
     ([3], "stop_token_ids allowed_token_ids prompt_embeds images image_data context lora context_management "
-          "messages.images documents functions tools"),
+          "messages.images documents functions tools logprob_token_ids"),
     (["the"], "bad_words logits_processors samplers response_fields modalities include"),
     ({"a": 1}, "logit_bias vllm_xargs moderation audio messages.audio function_call messages.function_call "
                "web_search_options access_programs image conversation prompt"),
