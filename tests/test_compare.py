@@ -172,9 +172,9 @@ class TestFactStream:
             after = conversation.state_dict()
             assert equal_states(before, after)
 
-    def test_the_embedded_model_tells_what_it_holds(self, served_embedded: LoadedModel) -> None:
+    def test_the_embedded_model_tells_what_it_holds(self, embedded: LoadedModel) -> None:
         fact, sampling = read_facts(2)[1], SamplingConfig(temperature=0.0, max_tokens=12)
-        with Engine(served_embedded.model, served_embedded.tokenizer, CacheConfig(window=256), sampling) as engine:
+        with Engine(embedded.model, embedded.tokenizer, CacheConfig("full"), sampling) as engine:
             conversation = Conversation(engine, recall="off")
             tell(conversation, "Hello!", "Hello! How can I help you today?")
             tell(conversation, fact.statement, "Thank you, I will remember that.")

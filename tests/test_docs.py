@@ -165,7 +165,7 @@ def test_commands(page: str, line: str, runs: bool, place: Path, long_folder: Pa
         if kind in kinds and option not in arguments and "--input-path" not in arguments:
             arguments += [option, "xsum.jsonl" if option == "--requests" else "a.txt"]
     if not runs:
-        done = invoke(command, *arguments, *SMALL[kind].split(), "-m", "./nowhere")
+        done = invoke(command, *arguments, *SMALL[kind].split(), "-m", "./nowhere", typed="hello\n")
         assert done.exit_code == 1, done.stderr
         assert "./nowhere does not exist" in done.stderr
         return

@@ -275,7 +275,7 @@ class TestCommand:
         assert [record for record in more if record["policy"] == "full"] == found
         assert len(parts & {path.name for path in (tmp_path / "out" / "parts").iterdir()}) == 2, "results are reused"
         (sink,) = (record for record in more if record["policy"] == "sink")
-        assert (sink["type"], sink["window"], len(sink["margins"])) == ("tasks", 64, 2)
+        assert (sink["type"], sink["window"], len(sink["margins"])) == ("tasks", 64, 1)
         assert sink["to_full"]["low"] <= sink["margin"] - sink["margin_full"] <= sink["to_full"]["high"]
         table = (tmp_path / "out" / "tasks.md").read_text()
         assert "one-turn, 400 tokens" in table

@@ -369,6 +369,7 @@ def shares(windows: Sequence[HeadWindow]) -> list[float]:
     return [share for _, share in sorted((head, window.share) for window in windows for head in window.heads)]
 
 
+@pytest.mark.usefixtures("own_home")
 @pytest.mark.parametrize(
     ("command", "arguments", "typed"),
     [
