@@ -163,7 +163,7 @@ class TestMistakes:
     def test_of_descriptions_are_found(
         self, name: str, mistake: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In bfloat16 those that change logits by more than its rounding does, which a swap of matrices does not here."""
+        """In bfloat16 those that change logits by more than rounding does, which a swap of matrices does not here."""
         monkeypatch.setattr(native_steps, "describe", lambda model: MISTAKES[mistake](describe(model)))
         with attach(made(name, 0, dtype), CacheConfig(window=32, budgets="equal")) as cache:
             assert cache.engine_note.startswith("eager: its logits are off by"), cache.engine_note
