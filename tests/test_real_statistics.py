@@ -155,15 +155,15 @@ MISTAKES = {
 
 
 class TestMistakes:
-    @pytest.mark.parametrize(("mistake", "dtype"), [
-        *((mistake, torch.float32) for mistake in MISTAKES), ("flipped norms", torch.bfloat16),
-        ("turned halves", torch.bfloat16),
+    @pytest.mark.parametrize(("name", "mistake", "dtype"), [
+        *((name, mistake, torch.float32) for name in ("Llama 3", "Qwen 2", "Gemma 3") for mistake in MISTAKES),
+        *((name, "flipped norms", torch.bfloat16) for name in ("Llama 3", "Qwen 2", "Gemma 3")),
+        *((name, "turned halves", torch.bfloat16) for name in ("Llama 3", "Qwen 2")),
     ])  # fmt: skip
-    @pytest.mark.parametrize("name", ["Llama 3", "Qwen 2", "Gemma 3"])
     def test_of_descriptions_are_found(
         self, name: str, mistake: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In bfloat16 those that change logits by more than rounding does, which a swap of matrices does not here."""
+        """In bfloat16 those that change logits by more than rounding does, which others do not here."""
         monkeypatch.setattr(native_steps, "describe", lambda model: MISTAKES[mistake](describe(model)))
         with attach(made(name, 0, dtype), CacheConfig(window=32, budgets="equal")) as cache:
             assert cache.engine_note.startswith("eager: its logits are off by"), cache.engine_note
