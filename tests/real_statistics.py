@@ -33,12 +33,11 @@ def with_real_statistics(model: Any, seed: int = 0, strength: float = 1.0) -> An
         strength: 1 for what real models have, 0 for nothing of it.
     """
     model, random = copy.deepcopy(model).float(), torch.Generator().manual_seed(seed)
-    norms = [*_norms(model)]
-    after = [module for name, module in norms if "post" in name or "after" in name]
-    for _, module in norms:
-        _spread_norm(module, any(module is other for other in after), random, strength)
     hidden = model.config.get_text_config().hidden_size
     outliers = torch.randperm(hidden, generator=random)[:2]
+    for name, module in _norms(model):
+        after = "post" in name.replace("post_attention_layernorm", "") or "after" in name
+        _spread_norm(module, outliers if module.weight.numel() == hidden else None, after, random, strength)
     for name, parameter in model.named_parameters():
         kind = next((kind for kind in _LARGEST if f"{kind}_proj.bias" in name), None)
         if kind is not None:
@@ -67,14 +66,22 @@ def _norms(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _spread_norm(module: Any, after: bool, random: torch.Generator, strength: float) -> None:
-    """Weights of a norm: around some size, a few of them large, one negative; those after a block vary most."""
+def _spread_norm(module: Any, outliers: Tensor | None, after: bool, random: torch.Generator, strength: float) -> None:
+    """Weights of a norm: around some size, one of them large, one negative.
+
+    Norms after a block, as Gemma has them, make outliers; those before a block, and the last one, make them small.
+    """
     weight, offset = module.weight.data, _offset(module)
-    spread = torch.randn(weight.shape, generator=random) * 0.5 * strength
-    factors = (0.07 * 50 ** float(torch.rand((), generator=random))) ** strength * spread.exp()
+    spread = (torch.randn(weight.shape, generator=random) * 0.5 * strength).exp()
+    median = (0.07 * 50 ** float(torch.rand((), generator=random))) ** strength
+    factors = median * spread
     first, second = torch.randperm(len(factors), generator=random)[:2].tolist()
-    factors[first] = (1649.0 if after else 16.5) ** strength
+    factors[first] = 7.0**strength * median
     factors[second] = -0.2 * strength
+    if outliers is not None:
+        factors[outliers] *= 0.01**strength
+        if after:
+            factors[outliers[0]] = 1649.0**strength
     weight.copy_(factors - offset)
 
 
