@@ -256,9 +256,10 @@ class TestServer:
 
     def test_an_unknown_history_with_calls_is_read(self, client: Any, server: Running) -> None:
         """As the template writes it: the same tokens as if it had been said."""
+        asked = {"role": "user", "content": "Is it warm there?"}
         result = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "18 degrees"}
         messages = [
-            WARM,
+            asked,
             CALLING,
             result,
             {"role": "assistant", "content": "Yes."},
@@ -269,7 +270,7 @@ class TestServer:
         again = client.chat.completions.create(messages=messages[:3], **ASKED | {"max_tokens": 4})
         assert (again.h2o["origin"], again.h2o["turns_read"]) == ("read", 1)
         (entry,) = server.entries(again.h2o["conversation"], again.h2o["turn"])
-        assert entry.prompt == 'Is it warm in Bern?\nassistant: weather({"city": "Bern"})\ntool: 18 degrees'
+        assert entry.prompt == 'Is it warm there?\nassistant: weather({"city": "Bern"})\ntool: 18 degrees'
         known = [*messages[:3], again.choices[0].message, {"role": "user", "content": "Sure?"}]
         assert client.chat.completions.create(messages=known, **ASKED | {"max_tokens": 4}).h2o["turns_known"] == 2
 

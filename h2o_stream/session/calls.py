@@ -143,7 +143,7 @@ class CallFormat:
         else:
             between = _literal(self.between, special)
             call = " | ".join(f"{json.dumps(x['name'])} {between} {_json(_parameters(x))}" for x in functions)
-        repeated = f"(call more{{0,{_MAX_CALLS - 1}}})" if more and not self.listed and self.opening else "call"
+        repeated = f'call more{{0,{_MAX_CALLS - 1}}} "\\n"?' if more and not self.listed and self.opening else "call"
         opening, before = _literal(self.opening, special), "SPACE?" if self.opening and self.key else ""
         after = f"SPACE? {_literal(self.closing, special)}" if self.closing else ""
         return (
