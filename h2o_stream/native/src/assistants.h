@@ -55,7 +55,7 @@ class Assistants {
   };
 
   // Chunks that a thread was offered and nobody has begun.
-  struct Offer {
+  struct alignas(8) Offer {  // Clang writes less aligned ones by calls of a library
     int32_t job;
     uint16_t begin, end;
   };
