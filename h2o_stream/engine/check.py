@@ -130,7 +130,7 @@ def _compared(source: Source, loaded: LoadedModel, digest: str) -> Known:
     reason = f"{described}; {found}" if described else found
     _say("reading a text with both")
     ours = _file_reading(model, tokenizer)
-    better = clearly_better(ours, _transformers_reading(loaded, ours.context))
+    better = clearly_better(ours, _transformers_reading(loaded, ours))
     if better == "transformers":
         return Known(digest, reason)
     wrong = "transformers reads it wrongly" if better else "a text does not tell which of both is right"
@@ -162,10 +162,11 @@ def _tokenizer_difference(ours: Any, theirs: Any) -> str:
 def _file_reading(model: RuntimeModel, tokenizer: Any) -> Reading:
     context = min(_TEXT, model.max_distance - 1)
     served = model.serve(CacheConfig("recent", context, sinks=0, span=0, chunk=1))
-    return Reading(_tokenize(tokenizer), lambda ids: step_losses(served.forward, ids), context)
+    rows = model.description.output.rows
+    return Reading(_tokenize(tokenizer), lambda ids: step_losses(served.forward, ids), context, rows)
 
 
-def _transformers_reading(loaded: LoadedModel, context: int) -> Reading:
+def _transformers_reading(loaded: LoadedModel, ours: Reading) -> Reading:
     import torch
 
     @torch.no_grad()
@@ -173,7 +174,7 @@ def _transformers_reading(loaded: LoadedModel, context: int) -> Reading:
         logits = loaded.model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
         return torch.nn.functional.cross_entropy(logits.float(), torch.tensor(ids[1:]), reduction="none").numpy()
 
-    return Reading(_tokenize(loaded.tokenizer), losses, context)
+    return Reading(_tokenize(loaded.tokenizer), losses, ours.context, ours.vocabulary)
 
 
 def _tokenize(tokenizer: Any) -> Callable[[str, bool], list[int]]:

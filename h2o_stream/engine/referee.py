@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -39,6 +40,10 @@ _LEAST = 0.02
 """And by this share of their loss, which rounding does not reach."""
 
 
+_KNOWN = 0.75
+"""The better reading must lose less than this share of what a guess among all tokens loses: it knows such text."""
+
+
 class Reading(NamedTuple):
     """A model as it was read.
 
@@ -46,29 +51,33 @@ class Reading(NamedTuple):
         tokenize: a text, and whether it begins a stream, to token ids.
         losses: of tokens [n], the negative log-likelihoods [n - 1] of all but the first, in nats.
         context: how many tokens it takes.
+        vocabulary: tokens that it chooses among.
     """
 
     tokenize: Callable[[str, bool], list[int]]
     losses: Callable[[list[int]], NDArray[Any]]
     context: int
+    vocabulary: int
 
 
 def clearly_better(file: Reading, transformers: Reading) -> Side:
     """Which of two readings predicts a text clearly better; neither if that is not clear."""
-    ours, theirs = (line_losses(reading, LINES) for reading in (file, transformers))
+    (ours, tokens), (theirs, others) = (line_losses(reading, LINES) for reading in (file, transformers))
     count = min(len(ours), len(theirs))
     finite = [bool(numpy.isfinite(losses).all()) for losses in (ours, theirs)]
     if not all(finite) or count < 2:
         return "" if finite[0] == finite[1] else "file" if finite[0] else "transformers"
     gains = theirs[:count] - ours[:count]
     mean, error = float(gains.mean()), float(gains.std(ddof=1)) / count**0.5
-    if not abs(mean) > max(_LEAST * float(ours[:count].mean()), _CLEARLY * error):
+    guess = _KNOWN * math.log(file.vocabulary)
+    knows = min(ours.sum() / max(1, tokens), theirs.sum() / max(1, others)) < guess
+    if not knows or not abs(mean) > max(_LEAST * float(ours[:count].mean()), _CLEARLY * error):
         return ""
     return "file" if mean > 0 else "transformers"
 
 
-def line_losses(reading: Reading, lines: Iterable[str]) -> NDArray[Any]:
-    """The loss of each line after those before it, in nats, as far as the context reaches."""
+def line_losses(reading: Reading, lines: Iterable[str]) -> tuple[NDArray[Any], int]:
+    """The loss of each line after those before it, in nats, as far as the context reaches; and the number of tokens."""
     ids, ends = list[int](), [0]
     for line in lines:
         new = reading.tokenize(f"{line}\n", not ids)
@@ -79,7 +88,7 @@ def line_losses(reading: Reading, lines: Iterable[str]) -> NDArray[Any]:
     losses = numpy.concatenate(([0.0], reading.losses(ids))) if len(ids) > 1 else numpy.zeros(len(ids))
     sums = numpy.array([0.0, *accumulate(losses)])
     differences: NDArray[Any] = numpy.diff(sums[ends])
-    return differences
+    return differences, len(ids)
 
 
 def loss(token: int, logits: NDArray[Any]) -> float:
