@@ -10,8 +10,8 @@ from typing import Any
 
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError, wrong
-from h2o_stream.session.calls import Call
 from h2o_stream.session.messages import Message, UserTurn, encodable, parse_calls
+from h2o_stream.session.other_calls import Call
 
 _SYSTEM = ("system", "developer")
 

@@ -12,8 +12,9 @@ from typing import Any
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.requests import Options, Sampled, field
-from h2o_stream.session.calls import Call, CallFormat
+from h2o_stream.session.calls import CallFormat
 from h2o_stream.session.messages import Tool, parse_tools
+from h2o_stream.session.other_calls import Call
 
 _ID_LETTERS, _ID_SIZE = string.ascii_letters + string.digits, 9
 """What Mistral's templates accept as the id of a call."""
