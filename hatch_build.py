@@ -103,8 +103,7 @@ def _compile(folder: Path, prefix: Path, sets: str, echo: bool = False) -> str:
         return "no C++ compiler was found"
     ninja = shutil.which("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
-    ccache = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
-    options = [f"-DCMAKE_INSTALL_PREFIX={prefix}", f"-DH2O_SETS={sets}", *ccache, *generator]
+    options = [f"-DCMAKE_INSTALL_PREFIX={prefix}", f"-DH2O_SETS={sets}", *generator]
     configure = ["cmake", "-S", str(ROOT), "-B", str(folder), *options]
     build = ["cmake", "--build", str(folder), "--target", "install/strip", "--parallel", str(os.cpu_count() or 1)]
     try:

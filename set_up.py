@@ -93,7 +93,7 @@ class Step(threading.Thread):
         if self._running.returncode and not self.failure:
             lines = self.output.strip().splitlines() or [f"{' '.join(command)} failed"]
             self.failure = next(
-                (line for line in lines if re.search(r"\berror: ", line, re.IGNORECASE)), lines[-1]
+                (line for line in lines if re.search(r"\berror: |not found", line, re.IGNORECASE)), lines[-1]
             ).strip()
 
     def stop(self) -> None:
