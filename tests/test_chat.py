@@ -65,11 +65,12 @@ class TestCommands:
         assert third == again, "greedy"
         assert first != third
 
-    def test_pins_are_refused_when_they_would_starve_the_window(self, tiny_folder: Path) -> None:
-        lines = ["/pin The code is 4711.", "/pins", f"/pin {'word ' * 80}", "/pins"]
+    def test_pins_are_refused_when_the_context_is_too_small_for_them(self, tiny_folder: Path) -> None:
+        lines = ["/pin The code is 4711.", "/pins", f"/pin {'word ' * 400}", "/pins", f"/pin {'word ' * 20}"]
         done = piped(tiny_folder, lines, "--window", 64, "-s", "Hi.")
         assert done.stderr.count("1: The code is 4711.") == 2
-        assert "raise --window to" in done.stderr
+        assert "positions that the model was trained for" in done.stderr
+        assert "pinned; window 64 + " in done.stderr
         assert done.exit_code == 0
 
     def test_why(self, tiny_folder: Path) -> None:

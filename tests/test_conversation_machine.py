@@ -34,7 +34,7 @@ from tests.test_recall import indexed, said
 
 DIGEST = model_digest(MODEL)
 SYSTEMS = ("w1 w2", "w3", "w4 w5 w6 w7 w8")
-TOO_LONG = " ".join(WORDS + WORDS)
+TOO_LONG = " ".join(WORDS * 40)
 
 texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
 names = st.sampled_from(["one", "two", "ü" * 4])

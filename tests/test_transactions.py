@@ -19,7 +19,7 @@ from h2o_stream.session.turn import Turn
 from tests.disturbances import full_disk, interrupted
 from tests.small_talk import WORDS, small_model, small_tokenizer
 
-TOO_LONG = " ".join(WORDS + WORDS)
+TOO_LONG = " ".join(WORDS * 40)
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +220,7 @@ class TestSessions:
         before = whole(history)
         with pytest.raises(ResumeError):
             history.open("big")
-        with pytest.raises(ConfigError, match="raise --window"):
+        with pytest.raises(ConfigError, match="pinned tokens"):
             list(history.replay("big"))
         assert whole(history) == before
         list(history.say("w5"))
