@@ -19,6 +19,9 @@ from h2o_stream.cache.recurrent import RecurrentLayer, as_class_for, states_of
 from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotate_back
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
 
+_EXACT, _ROUNDED = 1e-3, 0.02
+"""Limits of `_difference`, in float32 and in fewer bits: another form of RoPE is off by more than 0.1."""
+
 
 class _AttentionProbe(EvictingLayer):
     """A layer that keeps nothing but the queries and keys it gets, and their shape."""
@@ -112,10 +115,10 @@ def _probing_layer(kind: str, states: int) -> DecoderLayer:
 
 def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable], position: int) -> LayerSpec:
     """The form of RoPE in which queries and keys [2, H, 1, D] are those of one token at 0 and at `position`."""
-    key, off = seen[1], [_difference(*x) for x in seen]
+    key = seen[1]
     spec = LayerSpec(dtype=key.dtype, device=key.device)
-    limit = 1e-3 if key.dtype == torch.float32 else 0.05
-    if max(off) < limit:
+    limit = _EXACT if key.dtype == torch.float32 else _ROUNDED
+    if max(_difference(x[0], x[1], x.abs().sum(0)) for x in seen) < limit:
         return spec
     if not tables:
         raise PositionsError(f"{name} has no rotary embedding that is known here")
@@ -126,8 +129,11 @@ def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PositionsError(f"{name} has a rotary embedding that gives no cosines and sines") from error
         for number, order in enumerate(dimension_orders(key.shape[-1], rotation.shape[-1])):
-            ordered = [x[..., order.to(x.device)] for x in seen]
-            off = [_difference(unrotated, rotate_back(rotated.float(), rotation)) for unrotated, rotated in ordered]
+            ordered = [x[..., order.to(x.device)].float() for x in seen]
+            off = [
+                _difference(unrotated, rotate_back(rotated, rotation), _lengths(unrotated, rotation.shape[-1]))
+                for unrotated, rotated in ordered
+            ]
             forms.append((max(off), replace(spec, table=table, order=order.to(key.device) if number else None)))
     smallest, spec = min(forms, key=lambda found: found[0])
     if not smallest < limit:
@@ -135,7 +141,14 @@ def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable
     return spec
 
 
-def _difference(x: Tensor, other: Tensor) -> float:
-    """The largest difference, relative to the largest number of x."""
-    largest = x.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-    return float((other.float() - x.float()).abs().max() / largest)
+def _difference(x: Tensor, other: Tensor, lengths: Tensor) -> float:
+    """Root mean square of x - other, each relative to what it was rounded with: one dimension may hide all others."""
+    shares = (other.float() - x.float()) / lengths.float().clamp_min(torch.finfo(torch.float32).tiny)
+    return float(shares.square().mean().sqrt())
+
+
+def _lengths(x: Tensor, rotary: int) -> Tensor:
+    """Of the pairs that RoPE turns, elements 0 and `rotary` / 2 of x [..., D] and so on; of the rest of single ones."""
+    first, second, rest = x.tensor_split((rotary // 2, rotary), -1)
+    pairs = torch.hypot(first, second)
+    return torch.cat((pairs, pairs, rest.abs()), -1)

@@ -7,7 +7,7 @@ block.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,8 @@ from h2o_stream.native.modules import (
     gated_activation_of,
     matrix_of,
     raw_tensor,
-    relative_error,
 )
+from h2o_stream.native.probing import only_match
 from h2o_stream.native.router_modules import (
     RouterModule,
     expert_weights,
@@ -44,8 +44,8 @@ _SPLIT, _FUSED = ("gate_proj", "up_proj", "down_proj"), "gate_up_proj"
 _STACKED = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 _SHARED_GATE = "shared_expert_gate"
 
-_FED = 2
-"""How many random inputs are fed to a whole block."""
+_FED = [*range(4), *range(-4, 0)]
+"""The random inputs that are fed to a whole block: some with large logits, and some with small ones."""
 
 _COLUMNS = {
     MatrixKind.FLOAT32: MatrixKind.FLOAT32_COLUMNS,
@@ -93,21 +93,29 @@ def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp], beside: Any
     read |= {id(tensor) for tensor in (router.weight, router.bias, router.choice_bias)}
     if unknown := next((key for key, tensor in named_tensors(module) if id(tensor) not in read), None):
         raise DescriptionError(f"{name} has the parameter {unknown} in its {type(module).__name__}")
-    x = inputs_of(described.router, dtype)[:_FED]
-    expected = first_output(module, x, name)
-    scale = float(getattr(module, "routed_scaling_factor", None) or 1.0)
-    for factor, weighed in itertools.product(dict.fromkeys((1.0, scale)), (False, True)):
-        # the block may apply the factor, and not the router
-        own = replace(described.router, scale=described.router.scale * factor, weighs_inputs=weighed)
-        if weighed and (described.gate is None or described.gate.bias is not None):
-            continue
-        scaled = replace(described, router=own)
-        y = _apply(scaled, module, x, shared)
-        if (norm := getattr(module, layouts.AFTER_EXPERTS, None)) is not None:
-            y = norm(y.to(dtype)).float()
-        if relative_error(y, expected) < tolerance_of(x.dtype):
-            return scaled
-    raise DescriptionError(f"{name} has a {type(module).__name__} that computes something else than known experts")
+    x = inputs_of(described.router, dtype)[_FED]
+    candidates = _candidates(described, float(getattr(module, "routed_scaling_factor", None) or 1.0), x)
+    problem = f"has a {type(module).__name__} that computes something else than known experts"
+
+    def computed(candidate: Experts) -> Tensor:
+        y = _apply(candidate, module, x, shared)
+        norm = getattr(module, layouts.AFTER_EXPERTS, None)
+        return y if norm is None else norm(y.to(dtype)).float()
+
+    pairs = ((candidate, computed(candidate)) for candidate in candidates)
+    return only_match(pairs, first_output(module, x, name), name, problem, tolerance_of(dtype))
+
+
+def _candidates(experts: Experts, scale: float, x: Tensor) -> Iterator[Experts]:
+    """What a block may do with the weights of its router for inputs x [n, hidden].
+
+    It may scale them, and not the router; and apply them to what goes into experts, if they are not all 1.
+    """
+    weights = expert_weights(experts.router, x)
+    can_weigh = experts.gate is not None and experts.gate.bias is None and bool((weights[weights != 0] != 1).any())
+    for factor, weighed in itertools.product(dict.fromkeys((1.0, scale)), (False, True) if can_weigh else (False,)):
+        router = replace(experts.router, scale=experts.router.scale * factor, weighs_inputs=weighed)
+        yield replace(experts, router=router)
 
 
 @torch.no_grad()
@@ -132,15 +140,15 @@ def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts
     known = {f"{layout.matrix}.weight", layout.scale, layout.factors, f"{layout.norm}.weight"}
     if unknown := next((key for key, _ in named_tensors(layer.router) if key not in known), None):
         raise DescriptionError(f"{name} has the parameter {unknown} in its {type(layer.router).__name__}")
-    x = inputs_of(described.router, dtype)[:_FED]
+    x = inputs_of(described.router, dtype)[_FED]
     weights, indices = router(x).topk(router.chosen, -1)
     expected = experts(x, indices, weights.to(dtype)).float()
     y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
     for token, place in torch.ones_like(indices).nonzero().tolist():
         index = int(indices[token, place])
         y[token] += weights[token, place] * _apply_expert(described, experts, index, x[token]).float()
-    if not relative_error(y, expected) < tolerance_of(dtype):
-        raise DescriptionError(f"{name} has {type(experts).__name__} that compute something else than known experts")
+    problem = f"has {type(experts).__name__} that compute something else than known experts"
+    only_match([(described, y)], expected, name, problem, tolerance_of(dtype))
     return replace(described, shared=mlp, beside=norms)
 
 

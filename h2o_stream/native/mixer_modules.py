@@ -15,6 +15,7 @@ from h2o_stream.native.mixer_layouts import DELTA_LAYOUTS, DeltaLayout
 from h2o_stream.native.mixers import Convolution, GatedDelta, HeadColumns, Mamba2, Mixer, ShortConvolution
 from h2o_stream.native.modules import apply_norm, as_float32, matrix_of
 from h2o_stream.native.multipliers import scaled_projections
+from h2o_stream.native.probing import in_more_bits
 
 _TOKENS = 7
 """Tokens that a mixer is evaluated on."""
@@ -22,8 +23,11 @@ _TOKENS = 7
 _LENGTH_EPSILON = 1e-6
 """Added to the square of the length of a query or key."""
 
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Of the norm of an output: outputs of heads that nearly cancel are normed, which amplifies their rounding."""
+_DTYPE = torch.float32
+"""Mixers are evaluated in it, whatever their weights are in; they compute in nothing wider."""
+
+_ROUNDING = 1e-3
+"""Of an output: outputs of heads that nearly cancel are normed, which amplifies their rounding."""
 
 
 def mixer_of(module: Any, hidden: int, name: str) -> Mixer:
@@ -75,7 +79,7 @@ def _short_convolution(module: Any, hidden: int, name: str) -> ShortConvolution:
         matrix_of(module.out_proj, f"out_proj of {name}"),
     )
 
-    def expected(x: Tensor) -> Tensor:
+    def expected(module: Any, x: Tensor) -> Tensor:
         b, c, inputs = module.in_proj(x).float().chunk(3, -1)
         y: Tensor = c * convolved(mixer.convolution, b * inputs)
         return y
@@ -124,7 +128,7 @@ def _gated_delta(module: Any, layout: DeltaLayout, hidden: int, name: str) -> Ga
         out=matrix_of(getattr(module, layout.out), f"{layout.out} of {name}"),
     )
 
-    def expected(x: Tensor) -> Tensor:
+    def expected(module: Any, x: Tensor) -> Tensor:
         projected = torch.cat([getattr(module, key)(x).float() for key in layout.projections], -1)
         return delta_rule(mixer, projected[0])[None]
 
@@ -190,7 +194,7 @@ def _mamba2(module: Any, hidden: int, name: str) -> Mamba2:
         out=matrix_of(module.out_proj, f"out_proj of {name}"),
     )
 
-    def expected(x: Tensor) -> Tensor:
+    def expected(module: Any, x: Tensor) -> Tensor:
         projected = module.in_proj(x * getattr(module, "ssm_in_multiplier", 1.0)) * getattr(module, "mup_vector", 1.0)
         return mamba2(mixer, projected.float()[0])[None]
 
@@ -234,8 +238,8 @@ def convolved(convolution: Convolution, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _check(module: Any, mixer: Mixer, out: str, hidden: int, mixed: Callable[[Tensor], Tensor], name: str) -> None:
-    """Check that a module computes what its output projection, its child `out`, makes of mixed(x).
+def _check(module: Any, mixer: Mixer, out: str, hidden: int, mixed: Callable[[Any, Tensor], Tensor], name: str) -> None:
+    """Check that a module computes what its output projection, its child `out`, makes of mixed(module, x).
 
     Raises:
         DescriptionError: it does not.
@@ -243,16 +247,17 @@ def _check(module: Any, mixer: Mixer, out: str, hidden: int, mixed: Callable[[Te
     for matrix in mixer.projections:
         _check_size(matrix.columns, hidden, name)
     _check_size(mixer.out.rows, hidden, name)
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    x = torch.randn(1, _TOKENS, hidden, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
+    x, precise = (
+        torch.randn(1, _TOKENS, hidden, generator=torch.Generator().manual_seed(0), device="cpu"),
+        in_more_bits(module, _DTYPE),
+    )
     try:
-        found = module(x)
+        found = precise(x)
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
         raise DescriptionError(f"{name}, a {type(module).__name__}, cannot be evaluated: {error}") from error
     found = found[0] if isinstance(found, tuple) else found
-    expected = getattr(module, out)(mixed(x).to(dtype))
-    found, expected = found.float(), expected.float()
-    if found.shape != expected.shape or not (found - expected).norm() < _TOLERANCE.get(dtype, 0.0) * expected.norm():
+    expected = getattr(precise, out)(mixed(precise, x))
+    if found.shape != expected.shape or not (found - expected).norm() < _ROUNDING * expected.norm():
         raise DescriptionError(f"{name} is a {type(module).__name__} that computes something else")
 
 

@@ -18,6 +18,7 @@ from h2o_stream.native.abi import Activation, MatrixKind, NormKind
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.packing import gather
 from h2o_stream.native.pointers import dtype_name
+from h2o_stream.native.probing import ROUNDING, evaluate, in_more_bits, only_match, relative_error
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
 """Dense weights that need no conversion."""
@@ -32,6 +33,9 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 _EPSILONS = (1e-5, 1e-6)
 """For norms that have no such attribute."""
+
+_ROWS = 16
+"""Of an embedding, so many rows are compared."""
 
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
 """Hooks that do nothing unless hidden states are requested; transformers never removes them."""
@@ -152,20 +156,19 @@ def norm_of(module: Any, size: int, name: str) -> Norm:
         raise DescriptionError(f"{name} is a {type(module).__name__} that does not normalize {size} elements")
     attributes = (getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
     epsilons = [float(value) for value in attributes if value is not None][:1] or _EPSILONS
-    dtype = getattr(module, "weight", one).dtype if weight is not None else torch.float32
-    values = (torch.arange(size, dtype=torch.float32, device="cpu") * 1.7).cos() + 0.3
-    x = torch.stack((values, values * 1e-3)).to(dtype)
-    expected = evaluate(module, x, name)
-    best, smallest_error = Norm(), torch.inf
-    for kind, epsilon in itertools.product((NormKind.RMS, NormKind.LAYER), epsilons):
-        for factor in (one,) if weight is None else (weight, 1 + weight):
-            candidate = Norm(kind, factor.contiguous(), bias, epsilon)
-            error = relative_error(apply_norm(candidate, x.float()), expected)
-            if error < smallest_error:
-                best, smallest_error = candidate, error
-    if not smallest_error < (1e-4 if dtype == torch.float32 else 3e-2):
-        raise DescriptionError(f"{name} is a {type(module).__name__}, neither a layer norm nor an RMS norm")
-    return best
+    values = (torch.arange(size, dtype=torch.float64, device="cpu") * 1.7).cos() + 0.3
+    x = torch.stack((values, values * 1e-3))
+    factors = (one,) if weight is None else (weight, 1 + weight)
+    candidates = [
+        Norm(kind, factor.contiguous(), bias, epsilon)
+        for kind, epsilon, factor in itertools.product((NormKind.RMS, NormKind.LAYER), epsilons, factors)
+    ]
+    return only_match(
+        ((candidate, apply_norm(candidate, x)) for candidate in candidates),
+        evaluate(in_more_bits(module), x, name),
+        name,
+        f"is a {type(module).__name__}, neither a layer norm nor an RMS norm",
+    )
 
 
 def apply_norm(norm: Norm, x: Tensor) -> Tensor:
@@ -185,18 +188,14 @@ def activation_of(function: Any, name: str) -> tuple[Activation, tuple[float, ..
     Raises:
         DescriptionError: none of them.
     """
-    x = torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu")
-    y = evaluate(function, x, name)
-    for activation, known in ACTIVATIONS.items():
-        if relative_error(known(x), y) < 1e-6:
-            return activation, ()
+    x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
+    y, problem = evaluate(in_more_bits(function), x, name), f"is {type(function).__name__}, not a supported activation"
     if all(hasattr(function, key) for key in ("alpha_p", "alpha_n", "beta", "eps")):
         alphas = [functional.softplus(x.detach().float()) for x in (function.alpha_p, function.alpha_n)]
         beta, most = float(function.beta), float(function.eps)
         parameters = float(alphas[0]), float(alphas[1]) + beta, beta, most
-        if relative_error(xielu(parameters, x), y) < 1e-2:
-            return Activation.XIELU, parameters
-    raise DescriptionError(f"{name} is {type(function).__name__}, not a supported activation")
+        return Activation.XIELU, only_match([(parameters, xielu(parameters, x))], y, name, problem)
+    return only_match(((kind, known(x)) for kind, known in ACTIVATIONS.items()), y, name, problem), ()
 
 
 def xielu(parameters: Sequence[float], x: Tensor) -> Tensor:
@@ -233,7 +232,8 @@ def gated_activation_of(function: Any, module: Any, name: str) -> tuple[Activati
         limit = parameters[1]
         x = torch.linspace(-3 * limit, 3 * limit, 97, dtype=torch.float32, device="cpu")
         gate, up = (pair.flatten() for pair in torch.meshgrid(x, x, indexing="ij"))
-        if relative_error(gated(Activation.CLAMPED_SWIGLU, parameters, gate, up), function(gate, up)) < 1e-6:
+        y = gated(Activation.CLAMPED_SWIGLU, parameters, gate, up)
+        if relative_error(y, evaluate(lambda gate: function(gate, up), gate, name)) < ROUNDING:
             return Activation.CLAMPED_SWIGLU, parameters
     raise DescriptionError(f"{name} has gates of an unknown kind in its {type(module).__name__}")
 
@@ -247,14 +247,15 @@ def clamped_gates_of(module: Any, up: str, down: str, name: str) -> tuple[Activa
     parameters = _clamping(module)
     if parameters is None:
         return None
-    first, last = getattr(module, up), getattr(module, down)
-    x = torch.randn((8, first.in_features), generator=torch.Generator().manual_seed(0), device="cpu")
-    x = x.to(getattr(getattr(first, "weight", x), "dtype", torch.float32))
+    precise = in_more_bits(module)
+    first, last = getattr(precise, up), getattr(precise, down)
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn((8, first.in_features), generator=random, dtype=torch.float64, device="cpu")
     largest = evaluate(first, x, name).abs().max()
     x = x * float(2 * parameters[1] / largest)  # some are clamped
     gate, other = evaluate(first, x, name).chunk(2, -1)
-    expected = evaluate(last, gated(Activation.CLAMPED_SWIGLU, parameters, gate, other).to(x.dtype), name)
-    if not relative_error(expected, evaluate(module, x, name)) < (1e-4 if x.dtype == torch.float32 else 3e-2):
+    expected = evaluate(last, gated(Activation.CLAMPED_SWIGLU, parameters, gate, other), name)
+    if not relative_error(expected, evaluate(precise, x, name)) < ROUNDING:
         raise DescriptionError(f"{name} has gates of an unknown kind in its {type(module).__name__}")
     return Activation.CLAMPED_SWIGLU, parameters
 
@@ -278,30 +279,13 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
     if isinstance(scale, Tensor):
         scale = scale.to(module.dtype if hasattr(module, "tiles") else module.weight.dtype)
     scale = float(scale)
-    ids = torch.tensor([0, matrix.rows - 1], device="cpu")
+    ids = torch.linspace(0, matrix.rows - 1, _ROWS, device="cpu").long()
     if matrix.kind in DTYPES.values():
         rows = matrix.weights[ids].float()
     else:
         rows = gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
-    if not relative_error(evaluate(module, ids, name), rows * scale) < 1e-2:
+    # Each number is rounded for itself, whatever outliers there are.
+    found, expected = evaluate(module, ids, name), rows * scale
+    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=2**-7, atol=0):
         raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale
-
-
-@torch.no_grad()
-def evaluate(function: Any, x: Tensor, name: str) -> Tensor:
-    """Evaluate a module on a test input, in float32."""
-    try:
-        y = function(x)
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise DescriptionError(f"{name}, a {type(function).__name__}, cannot be evaluated: {error}") from error
-    if not isinstance(y, Tensor):
-        raise DescriptionError(f"{name}, a {type(function).__name__}, does not return one tensor")
-    return y.float()
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference relative to the largest expected magnitude."""
-    if actual.shape != expected.shape:
-        return torch.inf
-    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny))

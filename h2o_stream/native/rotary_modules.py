@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o_stream.cache.rope import dimension_orders, rotate_back
 from h2o_stream.native.attention import Rope
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.native.modules import relative_error
+from h2o_stream.native.probing import ROUNDING, relative_error
 
 _FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
 """RoPE types whose frequencies do not depend on the sequence length."""
@@ -65,7 +65,7 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name
     table = torch.outer(positions[0].float(), frequencies)
     rotations, given = torch.cat((table.cos(), table.sin()), -1) * scale, torch.cat((cos, sin), -1)[0]
     forms = (rotations, _as_halves(rotations), _as_neighbours(rotations))
-    if not any(relative_error(form, given) < 1e-5 for form in forms):
+    if not any(relative_error(form, given) < ROUNDING for form in forms):
         raise DescriptionError(f"{type(rotary).__name__} computes angles that differ from its frequencies")
     order = _rotated_order(attention, found, rotations, applied)
     if order is None:
@@ -103,7 +103,7 @@ def _rotated_order(attention: Any, found: Any, rotations: Tensor, size: int) -> 
         ordered = x.unflatten(-1, (-1, 2)).mT.flatten(-2) if takes_pairs else x
         for rotated in _applied(filter(None, functions), x, found):
             for order in dimension_orders(count, rotations.shape[-1]):
-                if relative_error(rotated[..., order], rotate_back(ordered[..., order], inverse)) < 1e-5:
+                if relative_error(rotated[..., order], rotate_back(ordered[..., order], inverse)) < ROUNDING:
                     return torch.cat((order, torch.arange(count, size)))
     return None
 

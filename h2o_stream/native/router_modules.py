@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from h2o_stream.native.abi import GroupWorth, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.experts import Router
 from h2o_stream.native.matrix import NO_NORM, Norm
-from h2o_stream.native.modules import apply_norm, as_float32, dense_matrix, relative_error
+from h2o_stream.native.modules import apply_norm, as_float32, dense_matrix
+from h2o_stream.native.probing import in_more_bits, only_match
 
 _ROUTERS = ("gate", "router")
 _CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
@@ -26,6 +28,9 @@ _GROUPS, _CHOSEN_GROUPS = ("num_group", "n_group"), ("topk_group",)
 
 _SAMPLED, _ROUTED = 512, 64
 """Random inputs, and how many of them a router is evaluated on."""
+
+_LOGITS = (16.0, 1.0)
+"""Largest logits of these inputs."""
 
 
 class RouterModule:
@@ -65,27 +70,32 @@ class RouterModule:
         found = (getattr(place, key, None) for place in places for key in keys)
         return next((value for value in found if value is not None), None)
 
+    @cached_property
+    def _precise(self) -> tuple[Any, Tensor | None]:
+        """The module and its choice bias in float64."""
+        return in_more_bits(self.module), None if self.choice_bias is None else self.choice_bias.double()
+
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, experts] float32: the weights that it gives to the experts for inputs [n, hidden]."""
-        assert self.module is not None
+        """[n, experts] float64: the weights that it gives to the experts for inputs [n, hidden]."""
+        (module, choice_bias), x = self._precise, x.double()
         try:
-            outputs = self.module(x)
+            outputs = module(x)
         except (TypeError, ValueError, RuntimeError, IndexError):
             try:
-                outputs = self.module(x, self.choice_bias)
+                outputs = module(x, choice_bias)
             except (TypeError, ValueError, RuntimeError, IndexError):
-                outputs = evaluated(self.module, (x[None], self.choice_bias), self.name)
+                outputs = evaluated(module, (x[None], choice_bias), self.name)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         found = [y for y in outputs if isinstance(y, Tensor)]
         of_chosen = [y for y in found if y.shape == (len(x), self.chosen)]
         indices, weights = ([y for y in of_chosen if y.is_floating_point() == kind] for kind in (False, True))
         shape = len(x), len(self.weight)
         if len(indices) == 1 and len(weights) == 1:
-            none = torch.zeros(shape, dtype=torch.float32, device="cpu")
-            return none.scatter(-1, indices[0], weights[0].float())
+            none = torch.zeros(shape, dtype=torch.float64, device="cpu")
+            return none.scatter(-1, indices[0], weights[0].double())
         for y in found:
             if y.shape == shape and bool((y != 0).sum(-1).eq(self.chosen).all()):
-                return y.float()
+                return y.double()
         kind = type(self.module).__name__
         raise DescriptionError(f"{self.name} is a {kind} that does not return experts and their weights")
 
@@ -102,23 +112,32 @@ def router_of(module: RouterModule, dtype: torch.dtype, norm: Norm = NO_NORM) ->
         jitter=module.jitter,
         factors=as_float32(module.factors, module.name),
     )
+    problem = f"is a {type(module.module).__name__} that chooses in an unknown way"
+    inputs = {scoring: inputs_of(replace(described, scoring=scoring), dtype) for scoring in Scoring}
+    expected = torch.cat([module(x) for x in inputs.values()])
+    x = torch.cat([apply_norm(norm, x.double()) for x in inputs.values()])
+    candidates = ((candidate, expert_weights(candidate, x)) for candidate in _candidates(described, module))
+    found = only_match(candidates, expected, module.name, problem)
+    return found if found.scoring == Scoring.SPARSE_MIXER else replace(found, jitter=0.0)
+
+
+def _candidates(described: Router, module: RouterModule) -> Iterator[Router]:
+    """All ways in which a router may choose, no two of them the same."""
     grouped = [(0, 0, GroupWorth.BEST_ONE)]
     if module.groups > 1 and module.chosen_groups < module.groups:
-        grouped += [(module.groups, module.chosen_groups, worth) for worth in GroupWorth]
-    best, smallest_error = described, torch.inf
-    for scoring in Scoring:
-        x = inputs_of(replace(described, scoring=scoring), dtype)
-        expected = module(x)
-        for normalized, scale, groups in itertools.product((True, False), module.scales, grouped):
-            candidate = replace(described, scoring=scoring, normalized=normalized, scale=scale)
-            candidate = replace(candidate, groups=groups[0], chosen_groups=groups[1], group_worth=groups[2])
-            error = relative_error(expert_weights(candidate, apply_norm(norm, x.float())), expected)
-            if error < smallest_error:
-                best, smallest_error = candidate, error
-    if not smallest_error < tolerance_of(dtype):
-        raise DescriptionError(f"{module.name} is a {type(module.module).__name__} that chooses in an unknown way")
-    mixed = best.scoring == Scoring.SPARSE_MIXER
-    return replace(best, normalized=best.normalized and not mixed, jitter=best.jitter if mixed else 0.0)
+        # By their best one, so many groups have all experts that would be chosen without groups.
+        worths = [x for x in GroupWorth if x != GroupWorth.BEST_ONE or module.chosen_groups < module.chosen]
+        grouped += [(module.groups, module.chosen_groups, worth) for worth in worths]
+    for scoring, scale in itertools.product(Scoring, module.scales):
+        if scoring == Scoring.SPARSE_MIXER:
+            yield replace(described, scoring=scoring, normalized=False, scale=scale)
+            continue
+        sums_to_one = scoring == Scoring.SOFTMAX and module.chosen == described.matrix.rows
+        for normalized, (groups, chosen, worth) in itertools.product(
+            (True,) if sums_to_one else (True, False), grouped
+        ):
+            scaled = replace(described, scoring=scoring, scale=scale, normalized=normalized)
+            yield replace(scaled, groups=groups, chosen_groups=chosen, group_worth=worth)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -157,14 +176,15 @@ def _mixed_sparsely(router: Router, logits: Tensor) -> Tensor:
 
 
 def inputs_of(router: Router, dtype: torch.dtype) -> Tensor:
-    """[n, hidden] inputs for which rounding does not change the choice: of size 1, then small ones with logits up to 1.
+    """[n, hidden] inputs for which rounding does not change the choice: half have large logits, half up to 1.
 
     With large logits a few experts may have all the weight, which is 1 then whether it is normalized or not.
     """
     random = torch.Generator().manual_seed(0)
     x = torch.randn((_SAMPLED, router.matrix.columns), generator=random, device="cpu").to(dtype)
-    exponent = float(_logits(router, x).abs().max().clamp(1).log2().ceil())
-    return torch.cat((_clear(router, x), _clear(router, x * 2**-exponent)))  # a power of 2 rounds nothing
+    largest = _logits(router, x).abs().max()
+    scales = [2.0 ** -float((largest / limit).clamp(1).log2().ceil()) for limit in _LOGITS]
+    return torch.cat([_clear(router, x * scale) for scale in scales])  # a power of 2 rounds nothing
 
 
 def _clear(router: Router, x: Tensor) -> Tensor:
@@ -179,8 +199,9 @@ def _clear(router: Router, x: Tensor) -> Tensor:
 
 
 def _logits(router: Router, x: Tensor) -> Tensor:
-    """[n, experts] of inputs [n, hidden], in float32."""
-    return functional.linear(x.float(), router.matrix.weights.float(), router.matrix.bias)
+    """[n, experts] of inputs [n, hidden], in float64."""
+    bias = router.matrix.bias
+    return functional.linear(x.double(), router.matrix.weights.double(), None if bias is None else bias.double())
 
 
 def _scores(router: Router, x: Tensor) -> Tensor:
