@@ -21,14 +21,15 @@ from tests.fixtures import make_llama, refusal
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also not from verifications that a slow machine kept."""
     monkeypatch.setattr(verification, "_known", set())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """Lengths of the forwards of Llama models. Verifications that a slow machine kept are out of reach."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the forwards of Llama models."""
     lengths: list[int] = []
     forward = LlamaForCausalLM.forward
 

@@ -3,14 +3,18 @@
 A few random tokens go through the model's own forward, and through a cache that holds all of them: a prompt, then
 single tokens. Anything a model does with its queries, keys and values that the cache does not reproduce shows in the
 logits. Native code is verified with the same tokens, against the same logits.
+
+Logits in bfloat16 may differ by rounding alone as much as by a mistake: rounding grows with outliers and massive
+activations. Where they do differ, it is measured: logits must be about as near to those in float32 as the model's own
+are. Where they are not, the same model computes in float32 through the cache, too, and that decides.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -23,12 +27,14 @@ from h2o_stream.attachment.attention_interface import attention_names, using_att
 from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.probe import failing_as
+from h2o_stream.attachment.trial import logits_of, undisturbed, usual_tokens
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import has_additions, model_digest
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
+from h2o_stream.cache.rounding import EXACT_STEP, PRECISE, ROUNDED_STEP, ROUNDINGS, in_float32, rounded_embedding
 from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
@@ -38,15 +44,18 @@ PROMPT, STEPS, CHUNK = 24, 3, 16
 """Tokens of a prompt longer than a chunk, tokens that follow one by one, and tokens per chunk."""
 
 
-_ROUNDINGS = 3
-"""Logits may be off by this many times the effect of a rounded embedding."""
-
 _SAMPLES = 4
 """Ways in which an embedding is rounded, if need be: few change the expert of a token whose router nearly ties."""
 
-_EXACT, _ROUNDED = (2.0**-22, 0.01), (2.0**-8, 0.5)
-"""By how much the embedding is rounded, relative to its numbers, and the limit of the tolerance, whatever rounding
-does: in float32, where every layer adds some rounding of its own, and in fewer bits."""
+_EXACT, _ROUNDED = (EXACT_STEP, 0.01), (ROUNDED_STEP, 0.5)
+"""By how much the embedding is rounded, and the limit of the tolerance, whatever rounding does: in float32, where every
+layer adds some rounding of its own, and in fewer bits."""
+
+_OWN = 2
+"""In fewer bits, logits may be this many times as far from those in float32 as the model's own."""
+
+_CANNOT = (UnsupportedModelError, MemoryError, RuntimeError)
+"""What a model raises that cannot compute in float32, or not in this memory."""
 
 _known: set[str] = set()
 """Keys of everything verified in this process."""
@@ -93,6 +102,7 @@ class Verification:
         self._config = CacheConfig(
             "recent", self._count, sinks=0, span=0, positions=positions, chunk=chunk, device=device
         )
+        self._tokens = usual_tokens(model, self._count)
         self._key = self._identify()
 
     def _identify(self) -> str | None:
@@ -132,7 +142,7 @@ class Verification:
         Raises:
             UnsupportedModelError: the model cannot compute these tokens, by itself or through the cache.
         """
-        with _undisturbed(self._model):
+        with undisturbed(self._model):
             if self._expected is None:
                 self._expected = self._logits()
             cache = as_class_for(self._model, self._new_cache())
@@ -141,7 +151,40 @@ class Verification:
             ours = self._through(cache, steps)
             if ours is None:
                 return steps.why_not if steps else ""
-            return self._difference(ours)
+            reason = self._difference(ours)
+            precise = self._precise_difference(kernels) if reason and steps is None else None
+            return reason if precise is None else precise
+
+    def _precise_difference(self, kernels: Kernels | None) -> str | None:
+        """The same in float32, for a model in fewer bits; None if it cannot compute in it."""
+        exact = self._exact
+        if exact is None:
+            return None
+        cache = as_class_for(self._model, self._new_cache(PRECISE))
+        cache.kernels = kernels
+        try:
+            with in_float32(self._model):
+                ours = self._through(cache, None)
+        except _CANNOT:
+            return None
+        assert ours is not None, "no native steps"
+        error, limit = error_of(ours, exact), _EXACT[1]
+        return (
+            ""
+            if error < limit
+            else f"in float32 its logits are off by {error:.1e} of their rms, {limit:.0e} is rounding"
+        )
+
+    @functools.cached_property
+    def _exact(self) -> Tensor | None:
+        """[1, n, V], the model's own logits in float32; None if it computes in that already, or cannot."""
+        if tolerance_of(self._model) != ROUNDED_TOLERANCE or input_device(self._model).type == "meta":
+            return None
+        try:
+            with in_float32(self._model):
+                return self._logits().float()
+        except _CANNOT:
+            return None
 
     def why_not_served(self, make: Callable[[CacheConfig], Callable[[list[int]], NDArray[numpy.float32]]]) -> str:
         """Why the logits of a model of the runtime differ from the model's own, or nothing.
@@ -152,9 +195,9 @@ class Verification:
         Raises:
             UnsupportedModelError: the model cannot compute these tokens.
         """
-        with _undisturbed(self._model):
+        with undisturbed(self._model):
             self._expected = self._logits()
-            forward, tokens = make(self._config), self._tokens()[0].tolist()
+            forward, tokens = make(self._config), self._tokens[0].tolist()
             parts = tokens[: self._prompt], *([token] for token in tokens[self._prompt :])
             found = numpy.stack([forward(list(part)) for part in parts])
             return self._difference(torch.from_numpy(found)[None])
@@ -164,16 +207,20 @@ class Verification:
         assert self._expected is not None, "the model's own logits come first"
         # Native code is compared by the last ones only, so that no others are kept.
         expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
-        count = min(expected.shape[1], ours.shape[1])
-        error, tolerance = error_of(ours[:, -count:], expected[:, -count:]), tolerance_of(self._model)
+        error, tolerance = _last_error(ours, expected), tolerance_of(self._model)
         step, limit = _ROUNDED if tolerance == ROUNDED_TOLERANCE else _EXACT
+        if error < tolerance:
+            return ""
+        if (exact := self._exact) is not None:
+            error = _last_error(ours, exact)
+            tolerance = min(max(tolerance, _OWN * _last_error(expected, exact)), limit)
         for seed in range(_SAMPLES):
             if error < tolerance:
                 break
-            with _rounded(self._model.get_input_embeddings(), step, seed):
+            with rounded_embedding(self._model, step, seed):
                 rounded = self._logits()
-            rounding = error_of(rounded[:, -count:], expected[:, -count:])
-            tolerance = min(max(tolerance, _ROUNDINGS * rounding), limit)
+            rounding = _last_error(rounded, expected)
+            tolerance = min(max(tolerance, ROUNDINGS * rounding), limit)
         return (
             "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
         )
@@ -184,32 +231,51 @@ class Verification:
             return True
 
         def why_not() -> str:
-            with _undisturbed(self._model):
-                cache = as_class_for(self._model, self._new_cache())
-                both = [self._fed(cache, part) for part in self._tokens().tensor_split(2, 1)]
-                error = error_of(both[1], self._logits()[:, -both[1].shape[1] :])
-            return "" if error < tolerance_of(self._model) else "it begins anew"
+            return "" if self._agree(halves) else "it begins anew"
+
+        def halves(dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+            cache = as_class_for(self._model, self._new_cache(dtype))
+            both = [self._fed(cache, part) for part in self._tokens.tensor_split(2, 1)]
+            return both[1], self._logits()[:, -both[1].shape[1] :]
 
         return not self.cached("continues", why_not)
 
     def sees_later(self) -> bool:
         """Whether the model's own logits of a token depend on later tokens."""
-        with _undisturbed(self._model):
-            whole, part = self._logits(), self._logits(self._prompt)
-            return not error_of(part, whole[:, : self._prompt]) < tolerance_of(self._model)
+        agree = self._agree(lambda dtype: (self._logits(self._prompt), self._logits()[:, : self._prompt]))
+        return agree is False
+
+    def _agree(self, compute: Callable[[torch.dtype | None], tuple[Tensor, Tensor]]) -> bool | None:
+        """Whether two ways to the same logits agree, None if that is not known.
+
+        A model in fewer bits computes both in float32 if they do not agree in those; not all can.
+
+        Args:
+            compute: gives both; gets the dtype of states if it is another one than usual.
+        """
+        with undisturbed(self._model):
+            if error_of(*compute(None)) < tolerance_of(self._model):
+                return True
+            if tolerance_of(self._model) != ROUNDED_TOLERANCE:
+                return False
+            try:
+                with in_float32(self._model):
+                    return error_of(*compute(PRECISE)) < _EXACT[1]
+            except _CANNOT:
+                return None
 
     def _logits(self, count: int | None = None) -> Tensor:
         """[1, n, V] from the model's own forward of the first n tokens, by default of all."""
         name = type(self._model).__name__
         with using_attention(self._model, self._attention), failing_as(f"the forward of {name}"):
-            logits = _logits_of(self._model(input_ids=self._tokens()[:, :count], use_cache=False))
+            logits = logits_of(self._model(input_ids=self._tokens[:, :count], use_cache=False))
         if logits.isnan().any():
             raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
         return logits
 
     def _through(self, cache: H2OCache, steps: TensorStepper | None) -> Tensor | None:
         """[1, n, V] through the cache; None if native steps cannot run."""
-        tokens, found = self._tokens(), []
+        tokens, found = self._tokens, []
         for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
             # The first token after the prompt goes through the model and the kernels of its layers.
             native = steps if number == 0 else None
@@ -227,61 +293,26 @@ class Verification:
             return logits
         cache.use_own_dtypes()
         with using_h2o_attention(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
-            logits = _logits_of(self._model(**kwargs))
+            logits = logits_of(self._model(**kwargs))
         cache.count_forward()
         return logits
 
-    def _new_cache(self) -> H2OCache:
-        return H2OCache(self._config, self._specs, self._max_distance, self._learned)
+    def _new_cache(self, dtype: torch.dtype | None = None) -> H2OCache:
+        """An empty cache; with states in this dtype, if it is not None."""
+        specs = self._specs
+        if dtype is not None:
+            specs = [
+                replace(x, state_like={name: like.to(dtype) for name, like in x.state_like.items()}) for x in specs
+            ]
+        return H2OCache(self._config, specs, self._max_distance, self._learned)
 
-    def _tokens(self) -> Tensor:
-        """[1, n] random tokens, none of them special."""
-        config = self._model.config
-        text = config.get_text_config()
-        settings = {**config.to_dict(), **text.to_dict()}
-        named = [value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))]
-        special = {token for value in named for token in (value if isinstance(value, list) else [value])}
-        usual = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or [0]
-        chosen = torch.randint(len(usual), (1, self._count), generator=torch.Generator().manual_seed(0), device="cpu")
-        return torch.tensor(usual, device="cpu")[chosen].to(input_device(self._model))
+
+def _last_error(ours: Tensor, theirs: Tensor) -> float:
+    """`error_of` of logits [1, n, V] and [1, m, V] of the last tokens of both."""
+    count = min(ours.shape[1], theirs.shape[1])
+    return error_of(ours[:, -count:], theirs[:, -count:])
 
 
 @functools.cache
 def _versions() -> list[str]:
     return [version(name) for name in ("h2o-stream", "transformers", "torch", "accelerate")]
-
-
-def _logits_of(output: Any) -> Tensor:
-    logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
-    return logits
-
-
-@contextmanager
-def _undisturbed(model: Any) -> Iterator[None]:
-    """No gradients and no dropout, and the state of random numbers is restored."""
-    training = [module for module in model.modules() if module.training]
-    home = input_device(model)
-    with torch.no_grad(), torch.random.fork_rng([home] if home.type == "cuda" else []):
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
-
-
-@contextmanager
-def _rounded(embedding: Any, step: float, seed: int) -> Iterator[None]:
-    """Let an embedding round its outputs randomly up or down, by `step` of each number."""
-    seeded = torch.Generator("cpu").manual_seed(seed)
-
-    def rounded(module: Any, inputs: Any, rows: Tensor) -> Tensor:
-        ups = (torch.randint(2, rows.shape, generator=seeded, device="cpu") * 2 - 1).to(rows.device)
-        return (rows.float() * (1 + ups * step)).to(rows.dtype)
-
-    handle = embedding.register_forward_hook(rounded)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.tolerance import error_of, tolerance_of
+from h2o_stream.cache.rounding import EXACT_STEP, ROUNDED_STEP, ROUNDINGS, rounded_embedding
+from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native.stepper import Stepper
 
@@ -83,26 +84,48 @@ class CheckedStepper:
             return None
         model = self._stepper.model
         number, before = cache.stream_number, cache.state_dict()
-        cache.use_own_dtypes()
-        eager = self._forward(**kwargs, output_hidden_states=True)
-        cache.load_state_dict(before)
-        cache.stream_number = number  # it is the same stream
+
+        def restored(result: Any) -> Any:
+            cache.load_state_dict(before)
+            cache.stream_number = number  # it is the same stream
+            return result
+
+        expected = restored(self._eager(kwargs))
         shape = len(model.layers) + 1, len(tokens), model.struct.hidden_size
         trace = torch.empty(shape, dtype=torch.float32, device="cpu")
         logits = self._stepper.run(tokens, trace)
         if logits is None:
             return None
-        tolerance = tolerance_of(self._model)
-        for number, (ours, theirs) in enumerate(zip(trace[:-1], eager.hidden_states, strict=False)):
-            if not error_of(ours, theirs[:, -1]) < tolerance:
-                where = f"layer {number - 1}" if number else "the embedding"
-                raise H2OStreamError(
-                    f"after {where} the native step is off by {error_of(ours, theirs[:, -1]):.1e} of the rms, "
-                    f"at most {tolerance:.0e} is rounding; use --engine eager"
-                )
-        if not error_of(logits, eager.logits) < tolerance:
-            raise H2OStreamError(
-                f"logits of the native step are off by {error_of(logits, eager.logits):.1e} of their rms, at most "
-                f"{tolerance:.0e} is rounding; use --engine eager"
-            )
+        found = [*trace[:-1], logits[:, -1]]
+        if self._off(found, expected, [0.0] * len(found)):
+            restored(None)
+            with rounded_embedding(self._model, EXACT_STEP if self._is_exact else ROUNDED_STEP):
+                rounded = restored(self._eager(kwargs))
+            own = [ROUNDINGS * error_of(*both) for both in zip(rounded, expected, strict=True)]
+            if reason := self._off(found, expected, own):
+                raise H2OStreamError(f"{reason}; use --engine eager")
+            self._stepper.run(tokens)
         return self._stepper.as_models_own(logits)
+
+    @property
+    def _is_exact(self) -> bool:
+        return tolerance_of(self._model) != ROUNDED_TOLERANCE
+
+    def _eager(self, kwargs: dict[str, Any]) -> list[Tensor]:
+        """[B, n] of the last token: the residual stream before every layer, then the logits."""
+        cast(H2OCache, self._stepper.cache).use_own_dtypes()
+        eager = self._forward(**kwargs, output_hidden_states=True)
+        streams = eager.hidden_states[: len(self._stepper.model.layers)]
+        return [*(stream[:, -1] for stream in streams), eager.logits[:, -1]]
+
+    def _off(self, found: list[Tensor], expected: list[Tensor], rounding: list[float]) -> str:
+        """The first of these that differ by more than rounding, or nothing."""
+        for number, (ours, theirs, own) in enumerate(zip(found, expected, rounding, strict=True)):
+            error, limit = error_of(ours, theirs), max(tolerance_of(self._model), own)
+            if not error < limit:
+                layer = f"layer {number - 1}" if number else "the embedding"
+                where = (
+                    "logits of the native step are" if number == len(found) - 1 else f"after {layer} the native step is"
+                )
+                return f"{where} off by {error:.1e} of the rms, at most {limit:.0e} is rounding"
+        return ""
