@@ -37,22 +37,31 @@ SMALL: dict[str, str] = {
     "--suite ruler": "--tasks niah_single --lengths 150 --items 2 --windows 64 --form one-turn",
     "--suite book": "--lengths 64 --policies sink --windows 64 --recall off",
     "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers=",
+    "divergence": "--tokens 8 --peers=",
     "throughput": "--shapes 20+5 --cache-budget 160KiB --policies h2o --ratio 0.4 --rounds 1",
     "heavy-hitters": "--tokens 100 --window 24 --chunk 8 --policies h2o",
     "soak": "--tokens 20000 --passes 4 --window 64", "report": "", "all": "",
 }  # fmt: skip
 """Options that make each command quick."""
 
-NEEDED = {"--requests": ["summarize"], "--text": ["nll", "recall", "speed", "throughput", "heavy-hitters"]}
+NEEDED = {
+    "--requests": ["summarize"],
+    "--text": ["nll", "recall", "speed", "divergence", "throughput", "heavy-hitters"],
+}
 """Options to add where the text only mentions a command."""
 
 SLOW = ("speed", "soak", "tasks", "--suite book")
 """Only one command of each of these is run; of the others just the options are checked, with a missing model."""
 
-COMPARISONS = ("nll", "--masked", "recall", "summarize", "--suite ruler", "--suite book", "throughput", "heavy-hitters")
+COMPARISONS = (
+    "nll", "--masked", "recall", "summarize", "--suite ruler", "--suite book", "throughput", "divergence",
+    "heavy-hitters",
+)  # fmt: skip
 """The same in `make test`; `make test-all` runs them all."""
 
-RUN_ELSEWHERE = ("speed", "soak", "tasks", "--suite ruler", "--suite book", "recall", "summarize", "heavy-hitters")
+RUN_ELSEWHERE = (
+    "speed", "soak", "tasks", "--suite ruler", "--suite book", "recall", "summarize", "divergence", "heavy-hitters"
+)  # fmt: skip
 """Those of which `make test` runs no command of the documentation, as other modules run the same comparison."""
 
 

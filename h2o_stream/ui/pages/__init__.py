@@ -13,7 +13,7 @@ from h2o_stream.registry import resolve
 
 Record = Mapping[str, Any]
 
-KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "soak", "heavy-hitters")
+KINDS = ("nll", "recall", "summarize", "tasks", "speed", "divergence", "throughput", "soak", "heavy-hitters")
 """Our comparisons in the order of a report; those of other packages follow."""
 
 MAX_CURVES = 8

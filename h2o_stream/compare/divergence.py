@@ -1,0 +1,161 @@
+"""How near an engine's decode steps are to the exact model: that in float32 on the numbers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from h2o_stream.cache.identity import model_digest
+from h2o_stream.compare.catalog import DivergenceOptions
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
+from h2o_stream.compare.folder import JobResult, machine
+from h2o_stream.compare.nll import digest_of, read_tokens
+from h2o_stream.compare.speed.peers import NO_LLAMA_CPP
+from h2o_stream.config import CacheConfig
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.models.find import gguf_file
+from h2o_stream.models.load import load
+from h2o_stream.progress import ignore
+from h2o_stream.runtime.loading import load_model
+from h2o_stream.runtime.model import RuntimeModel
+
+OURS = "h2o-stream"
+
+Step = Callable[[int], NDArray[numpy.float32]]
+"""From a token to the logits [V] after it."""
+
+
+class Divergence(Comparison[DivergenceOptions]):
+    """The KL divergence of every engine's steps from the exact model, on a text that all of them keep in whole."""
+
+    name = "divergence"
+
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Take the exact model's logits of the text."""
+        model, self._engines = self.options.model, [OURS]
+        for peer in self.options.peers:
+            if reason := _why_no_llama_cpp(model.model):
+                notify(f"{peer} is left out: {reason}")
+            else:
+                self._engines.append(peer)
+        loaded = load(replace(model, dtype="float32", quantize="none", device="cpu"), notify=notify)
+        self._tokens = read_tokens(self.options.text, loaded.tokenizer, self.options.tokens)
+        with torch.no_grad():
+            logits = loaded.model(torch.tensor([self._tokens[:-1]]), use_cache=False).logits[0]
+        self._exact, self._identity = logits.float().log_softmax(-1), model_digest(loaded.model)
+        return {"model": loaded.name, "identity": self._identity, "text": digest_of(self._tokens)}
+
+    def jobs(self) -> list[Job]:
+        """One for each engine."""
+        return [
+            Job(engine, self._key(engine), len(self._exact), partial(self._diverge, engine), engine)
+            for engine in self._engines
+        ]
+
+    def _key(self, engine: str) -> dict[str, Any]:
+        return {
+            "what": self.name,
+            "engine": engine,
+            "model": self._identity,
+            "dtype": self.options.model.dtype,
+            "tokens": digest_of(self._tokens),
+            "machine": machine(),
+            "version": _version("h2o-stream" if engine == OURS else "llama-cpp-python"),
+        }
+
+    def _diverge(self, engine: str) -> Iterator[JobProgress | JobResult]:
+        count = len(self._exact)
+        step, dtype = self._ours(count) if engine == OURS else _llama_cpp(self.options.model.model, count)
+        found = torch.empty(count, 2)
+        for number, (token, exact) in enumerate(zip(self._tokens, self._exact, strict=False)):
+            ours = torch.from_numpy(step(token)).float().log_softmax(-1)
+            found[number, 0] = divergence(exact, ours)
+            found[number, 1] = exact.argmax() == ours.argmax()
+            yield JobProgress(number + 1)
+        yield JobResult({"dtype": dtype}, found)
+
+    def _ours(self, count: int) -> tuple[Step, str]:
+        """Steps of the model without torch, whose cache keeps everything; and their dtype."""
+        cache = CacheConfig("recent", max(count, 8), sinks=0)
+        loaded = load_model(self.options.model, cache, "auto", ignore, ignore)
+        if not isinstance(loaded.model, RuntimeModel):
+            raise H2OStreamError(f"its steps are not native: {loaded.why_transformers}")
+        served = loaded.model.serve(cache)
+        return (lambda token: served.forward([token])), served.dtype
+
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
+        """One for each engine."""
+        for engine, result in zip(self._engines, results, strict=True):
+            divergences, same = result.values.double().unbind(1)
+            yield {
+                "type": self.name,
+                "engine": engine,
+                "dtype": result.figures["dtype"],
+                "tokens": len(divergences),
+                "kl": float(divergences.mean()),
+                "kl_p99": float(divergences.quantile(0.99)),
+                "kl_first": float(divergences[0]),
+                "same_first_choice": float(same.mean()),
+            }
+
+    def leave_out(self, subject: Any) -> None:
+        """Drop an engine."""
+        self._engines = [engine for engine in self._engines if engine != subject]
+
+    def close(self) -> None:
+        """Release the exact logits."""
+        self._exact = torch.empty(0, 0)
+
+
+def divergence(exact: Tensor, other: Tensor) -> float:
+    """The KL divergence in nats of log-likelihoods [V] from exact ones; tokens that never come add nothing."""
+    likely = exact > torch.finfo(torch.float32).min
+    exact, other = exact[likely].double(), other[likely].double()
+    return float((exact.exp() * (exact - other)).sum().clamp_min(0))
+
+
+def _version(package: str) -> str:
+    """The version of a package; nothing if it is not installed."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
+
+
+def _why_no_llama_cpp(model: str) -> str:
+    """Why llama.cpp cannot be asked, or nothing."""
+    if find_spec("llama_cpp") is None:
+        return NO_LLAMA_CPP
+    return "" if gguf_file(model) else f"{model} is not a GGUF file"
+
+
+def _llama_cpp(model: str, count: int) -> tuple[Step, str]:
+    """Steps of llama.cpp, of which `_why_no_llama_cpp` says nothing.
+
+    Raises:
+        H2OStreamError: it cannot load the file.
+    """
+    import llama_cpp
+
+    path = gguf_file(model)
+    try:
+        llama = llama_cpp.Llama(str(path), n_ctx=count + 1, verbose=False)
+    except ValueError as error:
+        raise H2OStreamError(f"llama.cpp cannot load {path}: {error}") from error
+
+    def step(token: int) -> NDArray[numpy.float32]:
+        llama.eval([token])
+        logits = llama_cpp.llama_get_logits(llama.ctx)
+        found: NDArray[numpy.float32] = numpy.ctypeslib.as_array(logits, (llama.n_vocab(),)).copy()
+        return found
+
+    return step, "as in the file"

@@ -1,0 +1,25 @@
+"""The page of ``h2o-compare divergence``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from h2o_stream.ui.pages import Page, Record, TableData
+
+_HEADER = ("engine", "dtype", "mean KL", "p99", "first token", "same first choice")
+
+
+def page(run: Record, records: Sequence[Record]) -> Page:
+    """A table of the engines."""
+    title = f"{run['model']}: divergence from the model in float32, {records[0]['tokens']:,} tokens one by one"
+    legend = "KL divergence in nats; first token: after one token; same first choice: of the likeliest token"
+    return Page(title, legend, [TableData("", _HEADER, [_row(record) for record in records])], [], _verdict(records))
+
+
+def _row(record: Record) -> list[str]:
+    figures = [f"{record[name]:.2g}" for name in ("kl", "kl_p99", "kl_first")]
+    return [record["engine"], record["dtype"], *figures, f"{record['same_first_choice']:.1%}"]
+
+
+def _verdict(records: Sequence[Record]) -> str:
+    return "Mean KL from float32: " + ", ".join(f"{record['engine']} {record['kl']:.2g}" for record in records) + "."

@@ -1,0 +1,56 @@
+"""How near decode steps are to the model in float32, by `h2o-compare divergence`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_stream.compare.divergence import divergence
+from tests.commands import invoke, records
+from tests.likely_text import likely_lines
+from tests.test_runtime import MODELS, written
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The file of a model, and a text that it knows."""
+    folder = tmp_path_factory.mktemp("divergence")
+    text = folder / "text.txt"
+    text.write_text("".join(likely_lines(MODELS["Qwen 2"][1]())), encoding="utf-8")
+    return written(folder, "Qwen 2"), text
+
+
+def compared(place: tuple[Path, Path], *options: str) -> dict[str, Any]:
+    file, text = place
+    arguments = ["divergence", "-m", file, "--text", text, "--tokens", 40, "--jsonl", "-"]
+    result = invoke("h2o-compare", *arguments, *options)
+    assert result.exit_code == 0, result.stderr
+    (record,) = (record for record in records(result.stdout) if record["type"] == "divergence")
+    return record
+
+
+@pytest.fixture(autouse=True)
+def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, it is left out."""
+    monkeypatch.setattr("h2o_stream.compare.divergence.find_spec", lambda name: None)
+
+
+def test_steps_in_float32_are_nearly_exact(place: tuple[Path, Path]) -> None:
+    record = compared(place, "--dtype", "float32")
+    assert (record["engine"], record["dtype"], record["tokens"]) == ("h2o-stream", "float32", 40)
+    assert record["kl"] < 1e-6
+    assert record["kl_first"] < 1e-6
+    assert record["same_first_choice"] == 1
+
+
+def test_in_bfloat16_they_are_less_so(place: tuple[Path, Path]) -> None:
+    record = compared(place, "--dtype", "bfloat16")
+    assert 1e-8 < record["kl"] <= record["kl_p99"] < 0.1
+
+
+def test_the_divergence_is_that_of_its_definition() -> None:
+    exact, other = (torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)).unbind()
+    expected = torch.nn.functional.kl_div(other, exact, log_target=True, reduction="sum")
+    assert divergence(exact, other) == pytest.approx(float(expected), rel=1e-5)
+    assert divergence(exact, exact) == 0
