@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.engine import check as checks
 from h2o_stream.engine.check import check
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import OutOfMemoryError
@@ -135,13 +136,15 @@ class TestServed:
         ):
             expected, found = (torch.from_numpy(each.served.forward(TEXT[:60])) for each in (other, engine))
         assert relative_error(found, expected) < 0.05
-        assert check(str(path), path, "bfloat16 none").difference == ""
+        known = check(str(path), path, "bfloat16 none")
+        assert [known.difference, known.doubt] == ["", ""]
 
     def test_a_wrong_parameter_is_found(self, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         path = saved("Qwen 3", tmp_path / "model", words)
         right = config_parameters.rope_frequencies
         monkeypatch.setattr(config_parameters, "rope_frequencies", lambda theta, size: right(2 * theta, size))
+        monkeypatch.setattr(checks, "clearly_better", lambda *both: "transformers")
         assert "frequencies of rope" in check(str(path), path, "float32 none").difference
         again = load_model(ModelConfig(str(path), dtype="float32"), CacheConfig(), "auto", print, print)
         assert not isinstance(again.model, RuntimeModel)
@@ -174,7 +177,8 @@ class TestServed:
         ):
             expected, found = (torch.from_numpy(each.served.forward(TEXT[:60])) for each in (other, engine))
         assert relative_error(found, expected) < 1e-2
-        assert check(str(path), path, f"float32 {quantize}").difference == ""
+        known = check(str(path), path, f"float32 {quantize}")
+        assert [known.difference, known.doubt] == ["", ""]
         assert read_known(path, f"float32 {quantize}") is not None
 
     @pytest.mark.parametrize(("quantize", "says"), [("int8", "--quantize int4"), ("auto", "take a smaller --model")])
@@ -189,7 +193,8 @@ class TestServed:
     def test_a_chat_imports_no_torch(self, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         path = saved("Llama 3", tmp_path / "model", words)
-        assert check(str(path), path, "float32 none").difference == ""
+        known = check(str(path), path, "float32 none")
+        assert [known.difference, known.doubt] == ["", ""]
         again = chat(path, "", "-v")
         assert (again.returncode, again.stdout.split()[-1]) == (0, "False"), again.stderr
         assert "for the first time" not in again.stderr

@@ -1,6 +1,7 @@
 """The first start of a GGUF file needs no torch; meanwhile it is compared with transformers' model."""
 
 import io
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,35 +11,50 @@ from typing import Any
 
 import numpy
 import pytest
+from tokenizers import Tokenizer
 
 from h2o_stream.attachment import retrieval_heads
 from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.attachment.support import layer_specs
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine import check as checks
-from h2o_stream.engine.check import check
+from h2o_stream.engine import referee
+from h2o_stream.engine.check import DamagedWeightsError, check
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.models.load import load
 from h2o_stream.models.packed_folder import COMPARED_FILE
+from h2o_stream.native import module_reader
+from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import checking, file_ropes, sources
 from h2o_stream.runtime.checking import BackgroundCheck
 from h2o_stream.runtime.heads import attention_to_copy, measured_windows
-from h2o_stream.runtime.known import read_known
+from h2o_stream.runtime.known import Known, read_known
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import ModelFile
 from h2o_stream.ui.start import finish_check
 from h2o_stream.ui.terminal import SafeConsole, Terminal
-from tests.test_runtime import TEXT, keep_all, written
+from tests.likely_text import likely_lines
+from tests.test_runtime import MODELS, TEXT, keep_all, written
 
 DTYPE = "float32"
 WRONG = """
 from h2o_stream.runtime import file_ropes
 right = file_ropes.rope_frequencies
-file_ropes.rope_frequencies = lambda theta, size: right(2 * theta, size)
+file_ropes.rope_frequencies = lambda theta, size: right(theta**0.25, size)
 """
 """Makes a process read files with another base of RoPE."""
+
+
+SAID = likely_lines(MODELS["Qwen 3"][1]())
+"""What the model of `file` says."""
+
+
+@pytest.fixture
+def text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two readings of `file` can be told apart."""
+    monkeypatch.setattr(referee, "LINES", SAID)
 
 
 @pytest.fixture
@@ -46,6 +62,18 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of which nothing is known."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return written(tmp_path, "Qwen 3")
+
+
+def swapped(load: Any) -> Any:
+    """A `load` that reads a matrix in place of another."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        mlp = found.model.model.layers[0].mlp
+        mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+        return found
+
+    return wrong
 
 
 def loaded(file: Path, **cache: Any) -> Any:
@@ -78,22 +106,81 @@ class TestCheck:
         assert read_known(file, DTYPE) is None
         assert loaded(file).check is not None
         known = check(str(file), file, DTYPE)
-        assert known.difference == ""
+        assert known == Known(known.digest)
         assert read_known(file, DTYPE) == known
         assert loaded(file).check is None
 
+    @pytest.mark.usefixtures("text")
     @pytest.mark.parametrize("trusted", [False, True])
     def test_a_wrong_base_of_rope_is_found(self, file: Path, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """By the description, and if that were not compared by the logits."""
         right = file_ropes.rope_frequencies
-        monkeypatch.setattr(file_ropes, "rope_frequencies", lambda theta, size: right(2 * theta, size))
+        monkeypatch.setattr(file_ropes, "rope_frequencies", lambda theta, size: right(theta**0.25, size))
         if trusted:
             monkeypatch.setattr(checks, "difference", lambda ours, theirs: "")
         known = check(str(file), file, DTYPE)
-        assert ("logits are off" if trusted else "frequencies of rope") in known.difference
+        assert "logits are off" in known.difference
+        assert ("frequencies of rope" in known.difference) != trusted
         again = loaded(file)
         assert not isinstance(again.model, RuntimeModel)
         assert known.difference in again.why_transformers
+
+    @pytest.mark.usefixtures("text")
+    def test_a_wrong_model_of_transformers_is_told_apart(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("h2o_stream.models.load.load", swapped(load))
+        known = check(str(file), file, DTYPE)
+        assert known.difference == ""
+        assert "logits are off" in known.doubt
+        assert "transformers reads it wrongly" in known.doubt
+        assert isinstance(loaded(file).model, RuntimeModel)
+
+    def test_what_no_text_decides_has_no_effect(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Random weights predict plain text as well as others."""
+        monkeypatch.setattr("h2o_stream.models.load.load", swapped(load))
+        known = check(str(file), file, DTYPE)
+        assert known.difference == ""
+        assert "a text does not tell which" in known.doubt
+        assert isinstance(loaded(file).model, RuntimeModel)
+
+    @pytest.mark.parametrize("refused", [False, True])
+    def test_what_is_only_described_otherwise_has_no_effect(
+        self, file: Path, refused: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The description of transformers' model is a reading of ours, too."""
+        norm_of = module_reader.norm_of
+
+        def wrong(*args: Any) -> Any:
+            if refused:
+                raise DescriptionError("a norm cannot be told apart")
+            norm = norm_of(*args)
+            return replace(norm, weight=1 + norm.weight)
+
+        monkeypatch.setattr(module_reader, "norm_of", wrong)
+        known = check(str(file), file, DTYPE)
+        assert known.difference == ""
+        assert ("told apart" if refused else "weight of ") in known.doubt
+        assert "logits" not in known.doubt
+
+    def test_which_tokens_are_called_special_is_no_difference(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def unmarked(*args: Any, **kwargs: Any) -> Any:
+            found = load(*args, **kwargs)
+            rules = json.loads(found.tokenizer.backend_tokenizer.to_str())
+            for token in rules["added_tokens"]:
+                token["special"] = not token["special"]
+            found.tokenizer._tokenizer = Tokenizer.from_str(json.dumps(rules))
+            return found
+
+        monkeypatch.setattr("h2o_stream.models.load.load", unmarked)
+        known = check(str(file), file, DTYPE)
+        assert known == Known(known.digest)
+
+    def test_without_torch_there_is_none(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checking.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+        found = loaded(file)
+        assert found.check is None
+        assert found.model.other_digest() == found.model.digest
 
     def test_a_lack_of_memory_is_no_difference(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A start without enough memory goes through transformers; nothing of it is kept."""
@@ -110,6 +197,7 @@ class TestCheck:
     def test_a_wrong_row_of_the_table_is_found(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = {**sources.ARCHITECTURES, "qwen3": replace(sources.ARCHITECTURES["qwen3"], interleaved=True)}
         monkeypatch.setattr(sources, "ARCHITECTURES", wrong)
+        monkeypatch.setattr(referee, "LINES", SAID)
         assert "other weights" in check(str(file), file, DTYPE).difference
 
     def test_damaged_packed_weights_are_found_and_removed(
@@ -122,9 +210,10 @@ class TestCheck:
         weights = source.folder / "model.safetensors"
         whole = weights.read_bytes()
         weights.write_bytes(whole[:-4000] + bytes([whole[-4000] ^ 1]) + whole[-3999:])
-        assert "other weights" in check(str(file), file, DTYPE).difference
+        with pytest.raises(DamagedWeightsError, match="other weights"):
+            check(str(file), file, DTYPE)
         assert not source.folder.exists()
-        source.describe(print, print)
+        assert isinstance(loaded(file).model, RuntimeModel), "they are packed anew"
         assert check(str(file), file, DTYPE).difference == ""
         assert (source.folder / COMPARED_FILE).exists()
 
@@ -151,7 +240,7 @@ class TestCheck:
 class Waiting:
     """A check that takes some frames."""
 
-    complaint = failure = stage = ""
+    complaint = failure = doubt = stage = ""
 
     def __init__(self, *stages: str) -> None:
         self._stages = list(stages)
@@ -250,7 +339,7 @@ class TestChat:
 
     @pytest.mark.exhaustive
     def test_a_difference_is_told_in_one_line_and_the_next_start_needs_torch(self, file: Path) -> None:
-        first = chat(file, WRONG, "-q")
+        first = chat(file, f"{WRONG}from h2o_stream.engine import referee; referee.LINES = {SAID!r}; ", "-q")
         assert first.returncode == 1
         assert "read wrongly from its file" in first.stderr
         assert "frequencies of rope" in first.stderr
@@ -269,6 +358,7 @@ class TestChat:
             list(engine.prefill(TEXT[:30]))
             reply = engine.decode()
             next(reply)
-            monkeypatch.setattr(checking, "_CODE", WRONG + checking._CODE)
+            judged = f"{WRONG}from h2o_stream.engine import referee; referee.LINES = {SAID!r}; "
+            monkeypatch.setattr(checking, "_CODE", judged + checking._CODE)
             assert found.check.wait(60)
             assert next(reply).reason == "interrupted"  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.config import ModelConfig
-from h2o_stream.engine.check import check
+from h2o_stream.engine.check import DamagedWeightsError, check
 from h2o_stream.models.gguf_hybrids import nemotron_config
 from h2o_stream.models.load import load
 from h2o_stream.models.packed_layers import PackedLinear
@@ -232,14 +232,16 @@ def test_kept_weights_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     keep_all(tmp_path, monkeypatch)
     path, folders = written("Qwen 3.5", tmp_path, GGMLQuantizationType.Q8_0), tmp_path / "cache" / "packed"
     ModelFile(str(path), path, "float32").describe(print, print)
-    assert check(str(path), path, "float32").difference == ""
+    known = check(str(path), path, "float32")
+    assert [known.difference, known.doubt] == ["", ""]
     (kept,) = folders.glob("*/model.safetensors")
     assert (kept.parent / "compared").exists()
     (kept.parent / "compared").unlink()
     data = bytearray(kept.read_bytes())
     data[-1] ^= 1
     kept.write_bytes(data)
-    assert "has other weights" in check(str(path), path, "float32").difference
+    with pytest.raises(DamagedWeightsError, match="has other weights"):
+        check(str(path), path, "float32")
     assert not [*folders.glob("*/model.safetensors")]
 
 

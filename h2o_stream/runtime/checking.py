@@ -1,10 +1,12 @@
 """The check of a file that was described without torch, in a process of its own beside the chat.
 
-The process loads the file through transformers and compares (`engine.check`). Its result is kept by digest.
+The process loads the file through transformers and compares (`engine.check`). Its result is kept by digest. Without
+torch there is no check.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import threading
 import time
@@ -18,10 +20,18 @@ from h2o_stream.runtime.known import Known, read_known
 _CODE = "from h2o_stream.engine.check import main; main()"
 """What the process runs."""
 
+DAMAGED = 3
+"""Exit code of the process if packed weights on disk were not those of the file."""
+
 _POLL_S = 0.05
 
 _BEGINNING = "starting"
 """The stage before the process says one."""
+
+
+def can_check() -> bool:
+    """Whether there is something to compare with."""
+    return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
 class BackgroundCheck:
@@ -42,7 +52,7 @@ class BackgroundCheck:
         self._process: subprocess.Popen[str] | None = None
         self._known: Known | None = None
         self._listener: threading.Thread | None = None
-        self.failure, self.stage = "", _BEGINNING
+        self.failure, self.stage, self._complaint = "", _BEGINNING, ""
 
     def begin(self) -> None:
         """Begin in the background, if that has not happened: after the first token, which has the machine to itself."""
@@ -66,11 +76,24 @@ class BackgroundCheck:
         if self._process is None or self._process.poll() is None:
             return False
         self._close()
+        if self._process.returncode == DAMAGED:
+            self.failure = self.stage
+            self._complaint = (
+                f"the packed weights of {self._name} on disk were damaged, and are removed: {self.stage}. What it has "
+                "said may be wrong. Start again: they are packed anew"
+            )
+            return True
         with suppress(OSError, H2OStreamError):  # the file may be gone
             self._known = read_known(self._path, self._variant)
         if self._known is None:
             said = self._process.returncode > 0 and self.stage != _BEGINNING
             self.failure = self.stage if said else "its process was ended"
+        elif self._known.difference:
+            self._complaint = (
+                f"{self._name} was read wrongly from its file: transformers' model differs ({self._known.difference}) "
+                "and predicts text better. What it has said may be wrong. Start again: it is loaded through "
+                "transformers now, as by --engine eager"
+            )
         return True
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
@@ -89,13 +112,13 @@ class BackgroundCheck:
 
     @property
     def complaint(self) -> str:
-        """A line for the user if the file differs from transformers' model, or nothing."""
-        if not self.ended or self._known is None or not self._known.difference:
-            return ""
-        return (
-            f"{self._name} was read wrongly from its file: transformers' model differs ({self._known.difference}). "
-            "What it has said may be wrong. Start again: it is loaded through transformers now, as by --engine eager"
-        )
+        """A line for the user if what the model has said may be wrong, or nothing."""
+        return self._complaint if self.ended else ""
+
+    @property
+    def doubt(self) -> str:
+        """Where both differ although the file was not found to be read wrongly, or nothing."""
+        return self._known.doubt if self.ended and self._known is not None else ""
 
     def wait(self, timeout_s: float = float("inf")) -> bool:
         """Wait for the result at most this long; whether it is there."""
@@ -113,14 +136,14 @@ class BackgroundCheck:
         return "" if self._known is None else self._known.digest
 
     def require(self) -> None:
-        """Wait until the model was compared.
+        """Wait until the model was compared, if it can be.
 
         Raises:
-            H2OStreamError: it differs from transformers' model, or could not be compared.
+            H2OStreamError: it was read wrongly.
         """
         self.wait()
-        if problem := self.complaint or self.failure:
-            raise H2OStreamError(problem)
+        if self.complaint:
+            raise H2OStreamError(self.complaint)
 
     def stop(self) -> None:
         """End the check without a result; the next start begins it again."""

@@ -11,7 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.description import Description, Matrix
+from h2o_stream.native.description import Description, Matrix, Norm
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.mixers import GatedDelta
 from h2o_stream.runtime.delta_comparison import as_array, layout_differences
@@ -19,6 +19,12 @@ from h2o_stream.runtime.weights import as_floats
 
 _ROUNDING = 1e-6
 """Of parameters and frequencies, which are computed in other orders."""
+
+_WIDE = {
+    MatrixKind.BFLOAT16: MatrixKind.FLOAT32,
+    MatrixKind.BFLOAT16_COLUMNS: MatrixKind.FLOAT32_COLUMNS,
+}
+"""Formats of dense matrices that may have the same numbers."""
 
 _SAMPLED_BYTES = 2**20
 """Of each matrix, so many bytes or numbers at its start and at its end are compared."""
@@ -47,6 +53,11 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
             yield found
         else:
             yield from layout_differences(name, ours, theirs)
+    elif isinstance(ours, Norm) and isinstance(theirs, Norm) and ours.weight is not None and theirs.weight is not None:
+        mine, other = as_array(ours.weight), as_array(theirs.weight)
+        if not numpy.allclose(mine, other, rtol=_ROUNDING, atol=_ROUNDING):  # 1 + w is rounded near 0, too
+            yield f"weight of {name}: other numbers"
+        yield from _differences(name, replace(ours, weight=None), replace(theirs, weight=None))
     elif is_dataclass(ours) and type(ours) is type(theirs):
         for field in fields(ours):
             mine, other = getattr(ours, field.name), getattr(theirs, field.name)
@@ -59,8 +70,8 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
     elif isinstance(ours, float) and isinstance(theirs, int | float):
         if not math.isclose(ours, theirs, rel_tol=_ROUNDING):
             yield f"{name}: {ours} and {theirs}"
-    elif isinstance(ours, numpy.ndarray) and theirs is not None:
-        if not numpy.allclose(ours, as_array(theirs), rtol=_ROUNDING, atol=0):
+    elif hasattr(ours, "shape") and hasattr(theirs, "shape"):
+        if not numpy.allclose(as_array(ours), as_array(theirs), rtol=_ROUNDING, atol=0):
             yield f"{name}: other numbers"
     elif ours != theirs:
         yield f"{name}: {ours} and {theirs}"
@@ -102,10 +113,10 @@ def _matrices(name: str, ours: Matrix, theirs: Matrix) -> Iterator[str]:
 
 def _kind(matrix: Matrix) -> MatrixKind:
     """The storage format; the two of dense matrices may have the same numbers."""
-    return MatrixKind.FLOAT32 if matrix.kind == MatrixKind.BFLOAT16 else matrix.kind
+    return _WIDE.get(matrix.kind, matrix.kind)
 
 
 def _numbers(matrix: Matrix, part: slice) -> NDArray[Any]:
     """Some numbers of a dense matrix in float32, or some bytes of a packed one."""
     weights = as_array(matrix.weights).reshape(-1)[part]
-    return as_floats(weights, "matrix") if matrix.kind == MatrixKind.BFLOAT16 else weights
+    return as_floats(weights, "matrix") if matrix.kind in _WIDE else weights

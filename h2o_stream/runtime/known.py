@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from h2o_stream.native import library
 Windows = Sequence[tuple[HeadWindow, ...]]
 """KV heads grouped by window size, for each layer."""
 
-_COMPARED, _HEADS, _ANSWERS = "described", "heads", "answers"
+_COMPARED, _HEADS, _ANSWERS = "compared", "heads", "answers"
 """Kinds of what is kept."""
 
 _SHIPPED = Path(__file__).with_name("known.json")
@@ -34,25 +34,26 @@ class Known:
 
     Attributes:
         digest: of that model, see `cache.identity.model_digest`.
-        difference: where both differ, or nothing.
+        difference: where both differ and the file is read wrongly, or nothing.
+        doubt: where both differ otherwise, or nothing.
     """
 
     digest: str
     difference: str = ""
+    doubt: str = ""
 
 
 def read_known(path: Path, variant: str) -> Known | None:
     """What is known of a variant of a file or folder, see `Source`; None if it has not been compared."""
     value = read_measurement(_COMPARED, comparison_key(path, variant)) or _shipped(path, variant)
     with suppress(KeyError, TypeError):
-        return Known(str(value["digest"]), str(value.get("difference", "")))
+        return Known(str(value["digest"]), str(value.get("difference", "")), str(value.get("doubt", "")))
     return None
 
 
 def save_known(path: Path, variant: str, known: Known) -> None:
     """Remember what is known of a file, see `read_known`."""
-    value = {"digest": known.digest, "difference": known.difference}
-    save_measurement(_COMPARED, comparison_key(path, variant), value)
+    save_measurement(_COMPARED, comparison_key(path, variant), asdict(known))
 
 
 def read_windows(path: Path, variant: str) -> Windows:

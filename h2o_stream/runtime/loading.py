@@ -21,7 +21,7 @@ from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.processes import Processes
 from h2o_stream.progress import ProgressCallback
-from h2o_stream.runtime.checking import BackgroundCheck
+from h2o_stream.runtime.checking import BackgroundCheck, can_check
 from h2o_stream.runtime.known import read_known
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, why_not_served
 from h2o_stream.runtime.slots import NUMBERS
@@ -80,7 +80,7 @@ def _load_without_torch(
         description = source.describe(progress, notify)
         windows = source.windows(description, progress) if measures_heads(cache, parameters.max_distance) else ()
         ready = tokenizer.result()
-    check = BackgroundCheck(config.model, path, source.variant) if known is None else None
+    check = BackgroundCheck(config.model, path, source.variant) if known is None and can_check() else None
     digest = file_digest(path, source.variant)
     model = source.model(
         description, windows, known.digest if known else digest, check.digest if check else lambda: digest

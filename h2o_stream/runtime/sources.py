@@ -23,6 +23,7 @@ from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
 from h2o_stream.runtime.checkpoint_packing import KINDS, PackedCheckpoint, packed_size
+from h2o_stream.runtime.comparison import difference, same_weights
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
 from h2o_stream.runtime.gguf_entries import gguf_entries
@@ -129,6 +130,10 @@ class Source(ABC):
         return measured
 
     @abstractmethod
+    def kept_difference(self) -> str:
+        """The first packed weight in the folder that is not, bit by bit, that of the file; or nothing."""
+
+    @abstractmethod
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """The tokenizer, with a chat template, and strings that end a reply.
 
@@ -173,7 +178,7 @@ class ModelFile(Source):
         return weights if folder is None or not folder.exists() else self._packed()
 
     def kept_difference(self) -> str:
-        """The first packed weight that was kept apart and is not, bit by bit, that of the file; or nothing."""
+        """See `Source`."""
         weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, ignore)
         return "" if self.folder is None else packed_difference(gguf_entries(weights), self.folder)
 
@@ -246,6 +251,12 @@ class Checkpoint(Source):
             if not folder.exists():
                 return packed
         return self._packed()
+
+    def kept_difference(self) -> str:
+        """See `Source`."""
+        weights = PackedCheckpoint(self._dense, self._quantize, ignore)
+        kept, fresh = self.describe(ignore), describe_file(self.architecture, self.parameters, weights, self.dtype)
+        return difference(kept, fresh) or ("" if same_weights(kept, fresh) else "a matrix")
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""

@@ -41,7 +41,7 @@ def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
 
     Raises:
         ConfigError: the runtime does not serve it.
-        H2OStreamError: it differs from transformers' model.
+        H2OStreamError: it was read wrongly.
     """
     loaded = load_model(config, cache, "auto", ignore, ignore)
     if not isinstance(loaded.model, RuntimeModel):

@@ -70,7 +70,7 @@ class LoadedConversation:
             self.model.check.begin()
 
     def check(self) -> None:
-        """Raises H2OStreamError if the model is known by now to differ from transformers'; see `runtime.checking`."""
+        """Raises H2OStreamError if the model is known by now to be read wrongly; see `runtime.checking`."""
         check = self.model.check
         if check is not None and check.complaint:
             raise H2OStreamError(check.complaint)
@@ -148,7 +148,7 @@ def finish_check(loaded: LoadedConversation, terminal: Terminal) -> None:
     """Wait until a model that was used for the first time has been compared, unless the user is in a hurry.
 
     Raises:
-        H2OStreamError: it differs from transformers' model.
+        H2OStreamError: it was read wrongly.
     """
     check = loaded.model.check
     if check is None or (loaded.interrupts.requested and not check.complaint):
@@ -162,6 +162,8 @@ def finish_check(loaded: LoadedConversation, terminal: Terminal) -> None:
     loaded.check()
     if check.failure:
         terminal.note(f"{loaded.name} could not be checked against transformers: {check.failure}", style="dim")
+    if check.doubt:
+        terminal.detail(f"{loaded.name} and transformers' model differ: {check.doubt}")
 
 
 def _wait(check: BackgroundCheck, name: str, terminal: Terminal) -> None:
