@@ -1,0 +1,215 @@
+"""Models with the statistics of real ones are neither refused nor read wrongly, and wrong ones are still found."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor, nn
+
+from h2o_stream import CacheConfig, attach
+from h2o_stream.attachment import native_steps, verification
+from h2o_stream.attachment.model_facts import max_distance_of
+from h2o_stream.attachment.support import layer_specs
+from h2o_stream.config import ModelConfig
+from h2o_stream.engine.check import check
+from h2o_stream.models.load import load
+from h2o_stream.native.abi import NormKind
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import Description, DescriptionError
+from h2o_stream.native.modules import norm_of
+from h2o_stream.native.probing import only_match
+from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.sources import ModelFile
+from tests.families import FAMILIES, GROUPED, tiny
+from tests.fixtures import refusal
+from tests.gguf_files import write_model
+from tests.real_statistics import with_real_statistics
+from tests.test_describe import OTHERS
+from tests.test_runtime import MODELS
+
+DTYPES = (torch.float32, torch.bfloat16)
+LEARNED = ("OPT", "OPT, without biases")
+MADE: dict[str, Callable[[], Any]] = {family.name: family.make for family in FAMILIES if family.native} | OTHERS
+SOME = ("Qwen 2", "Gemma 3", "Qwen 3 MoE")
+"""Families of the default suite; `make test-all` takes all, with more seeds."""
+
+LARGE = {
+    "152k": {"vocab_size": 151_936, "head_dim": 256},
+    "262k": {"vocab_size": 262_144, "tie_word_embeddings": True},
+}
+"""Vocabularies of real models, of which the last rows belong to no token."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(verification, "_known", set())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@functools.cache
+def made(name: str, seed: int, dtype: torch.dtype) -> Any:
+    return with_real_statistics(MADE[name](), seed).to(dtype)
+
+
+def cases(names: Iterable[str], *rest: Iterable[Any]) -> list[Any]:
+    """Every name with every further value and three seeds; the default suite takes some names with one seed."""
+    return [
+        pytest.param(name, seed, *values, marks=() if name in SOME and not seed else pytest.mark.exhaustive)
+        for name in names
+        for seed in range(3)
+        for values in ([(value,) for value in rest[0]] if rest else [()])
+    ]
+
+
+class TestThroughTorch:
+    @pytest.mark.parametrize(("name", "seed"), cases(MADE))
+    def test_descriptions_do_not_depend_on_rounding(self, name: str, seed: int) -> None:
+        """In bfloat16 modules are what they are in float32, with the same numbers."""
+        rounded = made(name, seed, torch.bfloat16)
+        expected = describe(with_real_statistics(MADE[name](), seed).bfloat16().float())
+        found = describe(rounded)
+        names = {"dtype": expected.dtype, "logits_dtype": expected.logits_dtype}
+        scales = {"embedding_scale": expected.embedding_scale, "layer_embeddings": expected.layer_embeddings}
+        assert found.embedding_scale == pytest.approx(expected.embedding_scale, rel=2**-7)
+        assert difference(replace(found, **names, **scales), expected) == ""
+
+    @pytest.mark.parametrize(("name", "seed", "dtype"), cases(MADE, DTYPES))
+    def test_are_attached_natively(self, name: str, seed: int, dtype: torch.dtype) -> None:
+        positions: Any = "absolute" if name in LEARNED else None
+        config = CacheConfig(window=32, budgets="equal", positions=positions)
+        with attach(made(name, seed, dtype), config) as cache:
+            assert cache.engine_note.startswith("native"), cache.engine_note
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_rope_is_seen_beside_large_biases(self, dtype: torch.dtype) -> None:
+        """Where it turns slowest: the rest of a key is smaller than their rounding."""
+        model = copy.deepcopy(tiny("Qwen2", **{**GROUPED, "head_dim": 64})()).to(dtype)
+        attentions = [layer.self_attn for layer in model.model.layers]
+        for projection in (part for attention in attentions for part in (attention.q_proj, attention.k_proj)):
+            projection.weight.data *= 0.2
+            projection.bias.data.view(-1, 64)[:, [31, 63]] = 211.0
+        plan = CacheConfig(window=32).plan(max_distance_of(model.config))
+        assert all(spec.table is not None for spec in layer_specs(model, plan))
+
+    @pytest.mark.parametrize("size", ["152k", pytest.param("262k", marks=pytest.mark.exhaustive)])
+    def test_large_vocabularies(self, size: str) -> None:
+        model = with_real_statistics(tiny("Qwen2", **{**GROUPED, **LARGE[size]})()).bfloat16()
+        with attach(model, CacheConfig(window=32, budgets="equal")) as cache:
+            assert cache.engine_note.startswith("native"), cache.engine_note
+
+
+def written(folder: Path, name: str, seed: int) -> Path:
+    """The file of a model with real statistics."""
+    architecture, make, keys = MODELS[name]
+    write_model(
+        folder / "model.gguf", with_real_statistics(make(), seed), architecture, GGMLQuantizationType.Q8_0, **keys
+    )
+    return folder / "model.gguf"
+
+
+class TestFiles:
+    @pytest.mark.parametrize(("name", "seed", "dtype"), cases(MODELS, ("float32", "bfloat16")))
+    def test_are_described_as_through_torch(self, name: str, seed: int, dtype: str, tmp_path: Path) -> None:
+        path = written(tmp_path, name, seed)
+        model = load(ModelConfig(str(path), dtype=dtype)).model
+        assert difference(ModelFile(str(path), path, dtype).describe(print), describe(model)) == ""
+
+    @pytest.mark.parametrize(("name", "seed", "dtype"), cases(MODELS, ("float32", "bfloat16")))
+    def test_are_found_right(self, name: str, seed: int, dtype: str, tmp_path: Path) -> None:
+        path = written(tmp_path, name, seed)
+        known = check(str(path), path, dtype)
+        assert [known.difference, known.doubt] == ["", ""]
+
+
+def _with_flipped_norms(description: Description) -> Description:
+    norm = description.norm
+    assert norm.weight is not None
+    return replace(description, norm=replace(norm, weight=1 + norm.weight))
+
+
+def _with_turned_halves(layer: Any) -> Any:
+    attention = layer.attention
+    order = torch.arange(attention.head_size).view(2, -1).flip(0).flatten().int()
+    return replace(layer, attention=replace(attention, rope=replace(attention.rope, order=order)))
+
+
+def _with_swapped_matrices(layer: Any) -> Any:
+    return replace(layer, mlp=replace(layer.mlp, gate=layer.mlp.up, up=layer.mlp.gate))
+
+
+def _everywhere(mistake: Callable[[Any], Any]) -> Callable[[Description], Description]:
+    return lambda description: replace(description, layers=[mistake(layer) for layer in description.layers])
+
+
+MISTAKES = {
+    "flipped norms": _with_flipped_norms,
+    "turned halves": _everywhere(_with_turned_halves),
+    "swapped matrices": _everywhere(_with_swapped_matrices),
+}
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(("name", "mistake", "dtype"), [
+        *((name, mistake, torch.float32) for name in ("Llama 3", "Qwen 2", "Gemma 3") for mistake in MISTAKES),
+        *((name, "flipped norms", torch.bfloat16) for name in ("Llama 3", "Qwen 2", "Gemma 3")),
+        *((name, "turned halves", torch.bfloat16) for name in ("Llama 3", "Qwen 2")),
+    ])  # fmt: skip
+    def test_of_descriptions_are_found(
+        self, name: str, mistake: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In bfloat16 those that change logits by more than rounding does, which others do not here."""
+        monkeypatch.setattr(native_steps, "describe", lambda model: MISTAKES[mistake](describe(model)))
+        with attach(made(name, 0, dtype), CacheConfig(window=32, budgets="equal")) as cache:
+            assert cache.engine_note.startswith("eager: its logits are off by"), cache.engine_note
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_of_the_cache_are_found(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = with_real_statistics(MADE["Qwen 2"]()).to(dtype)
+        for layer in model.model.layers:
+
+            def patched(*args: Any, forward: Any = layer.self_attn.forward, **kwargs: Any) -> Any:
+                output, probs = forward(*args, **kwargs)
+                return output * (1 if "h2o_cache" in kwargs else 2), probs
+
+            layer.self_attn.forward = patched
+        assert "computes something else through this cache" in refusal(model)
+
+    def test_what_cannot_be_told_apart_is_refused(self) -> None:
+        x = torch.linspace(-1, 1, 16).double()
+        with pytest.raises(DescriptionError, match="cannot be told apart"):
+            only_match([("one", x), ("other", x + 1e-13)], x, "it", "is unknown")
+        assert only_match([("one", x), ("other", x + 1e-6)], x, "it", "is unknown") == "one"
+        with pytest.raises(DescriptionError, match="it is unknown"):
+            only_match([("one", x + 1e-3)], x, "it", "is unknown")
+
+
+class Norm(nn.Module):
+    """An RMS norm in the way of several families."""
+
+    def __init__(self, weight: Tensor, offset: float) -> None:
+        super().__init__()
+        self.weight, self.offset, self.eps = nn.Parameter(weight, requires_grad=False), offset, 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return (y * (self.offset + self.weight.float())).type_as(x)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("largest", [1.0, 16.5, 1649.0, 1e5])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_offset_of_norms_is_told_in_bfloat16(offset: float, largest: float, seed: int) -> None:
+    """By its rounded outputs it cannot be: with Gemma 3's post_ffw_norm both candidates are off by rounding."""
+    weight = torch.randn(640, generator=torch.Generator().manual_seed(seed)).exp()
+    weight[[seed, 50]] = torch.tensor([largest, -0.2])
+    weight = weight.bfloat16()
+    found = norm_of(Norm(weight, offset), 640, "a norm")
+    assert found.kind == NormKind.RMS
+    assert found.weight is not None
+    assert torch.equal(found.weight, offset + weight.float())
