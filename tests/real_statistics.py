@@ -106,8 +106,3 @@ def _spread_bias(bias: Tensor, largest: float, model: Any, kind: str, random: to
     slow = [size // 2 - 1, size - 1] if kind == "k" else [int(torch.randint(size, (), generator=random))]
     if bias.numel() % size == 0 and largest:
         bias.view(-1, size)[:, slow] = largest * torch.rand(len(slow), generator=random) * math.copysign(1, bias[0])
-
-
-def in_bfloat16(model: Any) -> Any:
-    """A copy of a model in bfloat16."""
-    return copy.deepcopy(model).bfloat16()
