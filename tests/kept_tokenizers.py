@@ -14,6 +14,7 @@ import h2o_stream.models.load
 from h2o_stream.models import file_tokenizers, gguf_tokenizer
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.tokenizer import FileTokenizer
+from h2o_stream.models.turn_tokens import mark_controls
 from h2o_stream.recall import terms
 from h2o_stream.session import control_tokens
 
@@ -62,6 +63,8 @@ def keep_tokenizers() -> None:
 def _keep(key: object, read: Callable[[], Any]) -> Any:
     if key not in _kept:
         _kept[key] = read()
+        if _kept[key] is not None:
+            mark_controls(_kept[key])  # as whatever is loaded does, to what copies share
     return copy.copy(_kept[key])
 
 

@@ -141,7 +141,7 @@ class TestServed:
 
     def test_a_wrong_parameter_is_found(self, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        path = saved("Qwen 3", tmp_path / "model", words)
+        path = saved("Gemma 2", tmp_path / "model", words)
         right = config_parameters.rope_frequencies
         monkeypatch.setattr(config_parameters, "rope_frequencies", lambda theta, size: right(2 * theta, size))
         monkeypatch.setattr(checks, "clearly_better", lambda *both: "transformers")

@@ -65,8 +65,8 @@ class TestUsage:
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == offered
 
-    def test_tracebacks_only_with_debug(self, tiny_folder: Path) -> None:
-        wrong = ["-m", tiny_folder, "--window", "20", "-p", "x", "-q"]
+    def test_tracebacks_only_with_debug(self, tmp_path: Path) -> None:
+        wrong = ["-m", tmp_path / "nothing", "-p", "x", "-q"]
         assert "Traceback" not in invoke("h2o-chat", *wrong).stderr
         assert "Traceback" in invoke("h2o-chat", *wrong, "--debug").stderr
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy
 import pytest
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
@@ -152,6 +153,7 @@ def test_as_llama_cpp_splits(tmp_path: Path) -> None:
         writer.add_token_merges([" ".join(pair) for pair in pairs])
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
+        writer.add_tensor("output_norm.weight", numpy.ones(32, numpy.float32))  # else it is a vocabulary alone
         finish(writer)
         ours = byte_level_tokenizer(GgufFile(path))
         assert ours is not None

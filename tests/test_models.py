@@ -57,7 +57,7 @@ class TestFind:
         with pytest.raises(ModelNotFoundError, match="neither a config.json nor"):
             find(str(tmp_path), True, print)
         (tmp_path / "model.bin").write_text("")
-        with pytest.raises(ModelNotFoundError, match="takes a folder"):
+        with pytest.raises(ModelNotFoundError, match="is an empty file"):
             find(str(tmp_path / "model.bin"), True, print)
         (tmp_path / "one.gguf").write_text("")
         (tmp_path / "two.gguf").write_text("")

@@ -75,7 +75,7 @@ def test_which_slots_are_filled_is_known_after_any_change(served_embedded: Loade
     empty = [step() for _ in range(4)]
     assert max(empty[-1]) > 1, "the window has grown"
     state = served.state_dict()
-    for _ in range(120):
+    for _ in range(200):
         last = step()
     assert max(last) == 0
     served.load_state_dict(state)

@@ -427,11 +427,12 @@ def test_no_weights_are_copied_before_the_refusal(
     tiny: LlamaForCausalLM, act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A packed model of 135M parameters took 23 GB to refuse."""
-    for name in ("__deepcopy__", "__reduce_ex__"):
-        monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("a weight is copied"))
-        monkeypatch.setattr(nn.Parameter, name, lambda *_: pytest.fail("a weight is copied"))
-    with attach(tiny, CacheConfig(window=16)), pytest.raises(H2OStreamError, match="neither copied nor pickled"):
-        act(tiny)
+    with attach(tiny, CacheConfig(window=16)):
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("a weight is copied"))
+            monkeypatch.setattr(nn.Parameter, name, lambda *_: pytest.fail("a weight is copied"))
+        with pytest.raises(H2OStreamError, match="neither copied nor pickled"):
+            act(tiny)
 
 
 def test_a_model_that_shares_the_config(tiny: LlamaForCausalLM) -> None:
