@@ -177,13 +177,21 @@ def remove_half_installed(site_packages: Path) -> None:
             shutil.rmtree(metadata)
 
 
-def chat_requirements() -> list[str]:
-    """What pyproject.toml requires, without `LATER` but with what builds the package."""
+def requirements(goal: str) -> list[str]:
+    """What pyproject.toml requires for a goal; for chats without `LATER`, but with what builds the package."""
     import tomllib
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    required = [*settings["build-system"]["requires"], *settings["project"]["dependencies"]]
-    return [text for text in required if not text.startswith(LATER)]
+    required, extras = settings["project"]["dependencies"], settings["project"]["optional-dependencies"]
+    if goal == "chat":
+        return [text for text in (*settings["build-system"]["requires"], *required) if not text.startswith(LATER)]
+    found, waiting = list(required), ["dev"] if goal == "dev" else []
+    while waiting:
+        for text in extras[waiting.pop()]:
+            own = re.fullmatch(r"h2o-stream\[(.*)\]", text)
+            waiting += own[1].split(",") if own else []
+            found += [] if own else [text]
+    return sorted({*found})
 
 
 def pip(*arguments: str) -> tuple[str, ...]:
@@ -192,11 +200,9 @@ def pip(*arguments: str) -> tuple[str, ...]:
 
 
 def packages(goal: str) -> list[tuple[str, ...]]:
-    """How to install what a goal needs besides what the goals before it do."""
-    pinned, here = ("-c", "constraints.txt"), ("--no-build-isolation", "-e")
-    if goal == "chat":
-        return [pip(*pinned, *chat_requirements()), pip("--no-deps", *here, ".", *DATA)]
-    return [pip(*pinned, *here, ".[dev]" if goal == "dev" else ".")]
+    """How to install what a goal needs."""
+    needed = pip("-c", "constraints.txt", *requirements(goal))
+    return [needed, pip("--no-deps", "--no-build-isolation", "-e", ".", *DATA)] if goal == "chat" else [needed]
 
 
 def set_up(goal: str) -> str:

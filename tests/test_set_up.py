@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ def _ran(checkout: Path) -> list[str]:
     return ran
 
 
-_CHAT = ["compiler", set_up.DATA[-1], set_up.chat_requirements()[-1]]
+_CHAT = ["compiler", set_up.DATA[-1], set_up.requirements("chat")[-1]]
+_ALL, _DEV = set_up.requirements("all")[-1], set_up.requirements("dev")[-1]
 
 
 def test_what_is_done_is_not_done_again(checkout: Path) -> None:
@@ -57,16 +59,16 @@ def test_what_is_done_is_not_done_again(checkout: Path) -> None:
     set_up.set_up("chat")
     assert _ran(checkout) == []
     set_up.set_up("all")
-    assert _ran(checkout) == ["."]
+    assert _ran(checkout) == [_ALL]
     set_up.set_up("dev")
-    assert _ran(checkout) == [".[dev]"]
+    assert _ran(checkout) == [_DEV]
     set_up.set_up("all")
     assert _ran(checkout) == []
 
 
 def test_all_at_once(checkout: Path) -> None:
     set_up.set_up("dev")
-    assert _ran(checkout) == sorted([*_CHAT, ".[dev]"])
+    assert _ran(checkout) == sorted([*_CHAT, _DEV])
     for goal in ("chat", "all", "dev"):
         set_up.set_up(goal)
     assert _ran(checkout) == []
@@ -127,9 +129,10 @@ def test_the_compiler_ends_when_it_is_interrupted(checkout: Path, monkeypatch: p
 
 def test_chats_require_no_torch() -> None:
     assert set_up.LATER == INSTALLED_LATER
-    required = set_up.chat_requirements()
-    assert not [text for text in required if text.startswith(INSTALLED_LATER)]
-    assert any(text.startswith("numpy") for text in required)
+    required = {goal: {re.split(r"[^\w-]", text)[0] for text in set_up.requirements(goal)} for goal in set_up.GOALS}
+    assert {"numpy", "hatchling"} <= required["chat"]
+    assert required["all"] - required["chat"] == {*INSTALLED_LATER}
+    assert {"pytest", "rouge-score", "lm-eval", "starlette", "llguidance", *required["all"]} <= required["dev"]
 
 
 def test_torch_that_is_not_installed_is_one_line() -> None:
