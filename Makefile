@@ -11,7 +11,7 @@ SET_UP := $(PYTHON) set_up.py
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_experts.py tests/test_mixers.py tests/test_state_spaces.py \
 	tests/test_*_memory.py tests/test_memory_index.py tests/test_pack*.py tests/test_native_*.py)
 
-.PHONY: demo chat test test-all llama lint format audit soak sanitize real family-table gguf-table setup setup-dev clean
+.PHONY: demo chat test test-all lint format audit soak sanitize real family-table gguf-table setup setup-dev setup-all clean
 
 # The first of them talks before torch is there: only comparisons, the library and some models need that.
 demo:
@@ -32,15 +32,16 @@ test: setup-dev
 
 # Also the tests marked `exhaustive`: all combinations of which `make test` tries a part. Run it before a release.
 test-all: export H2O_SETS := all
-test-all: setup-dev
+test-all: setup-all
 	$(TESTS) -m "" $(ARGS)
 
-# llama.cpp, whose logits tests compare with ours; without it they ask a fork, which reads less. Compiled without what
-# only makes it fast, in some minutes; pip keeps it for the next environment.
-llama: export CMAKE_ARGS := -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_OPENSSL=OFF -DGGML_NATIVE=OFF \
+# What CI tests with, too: the lm-evaluation-harness, and llama.cpp, whose logits tests compare with ours; without it
+# they ask a fork, which reads less. It is compiled without what only makes it fast, in some minutes; pip keeps it for
+# the next environment.
+setup-all: export CMAKE_ARGS := -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_OPENSSL=OFF -DGGML_NATIVE=OFF \
 	-DGGML_LLAMAFILE=OFF -DGGML_OPENMP=OFF -DCMAKE_C_FLAGS_RELEASE=-O1 -DCMAKE_CXX_FLAGS_RELEASE=-O1
-llama: setup-dev
-	$(PIP) install -c constraints.txt llama-cpp-python
+setup-all: setup-dev
+	$(PIP) install -c constraints.txt "lm-eval[hf]" llama-cpp-python
 
 lint: setup-dev
 	$(BIN)/ruff check .

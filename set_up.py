@@ -201,8 +201,10 @@ def pip(*arguments: str) -> tuple[str, ...]:
 
 def packages(goal: str) -> list[tuple[str, ...]]:
     """How to install what a goal needs."""
-    needed = pip("-c", "constraints.txt", *requirements(goal))
-    return [needed, pip("--no-deps", "--no-build-isolation", "-e", ".", *DATA)] if goal == "chat" else [needed]
+    needed = ("-c", "constraints.txt", *requirements(goal))
+    if goal == "chat":
+        return [pip(*needed), pip("--no-deps", "--no-build-isolation", "-e", ".", *DATA)]
+    return [pip("--no-compile", *needed)]  # most of what torch and transformers have is never imported
 
 
 def set_up(goal: str) -> str:

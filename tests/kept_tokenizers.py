@@ -61,11 +61,19 @@ def keep_tokenizers() -> None:
 
 
 def _keep(key: object, read: Callable[[], Any]) -> Any:
-    if key not in _kept:
-        _kept[key] = read()
-        if _kept[key] is not None:
-            mark_controls(_kept[key])  # as whatever is loaded does, to what copies share
-    return copy.copy(_kept[key])
+    kept, before = _kept.get(key, (None, None))
+    if kept is None or _added(kept) != before:  # copies share their added tokens, and one was given more
+        kept = read()
+        if kept is None:
+            return None
+        mark_controls(kept)
+        _kept[key] = kept, _added(kept)
+    return copy.copy(kept)
+
+
+def _added(tokenizer: Any) -> list[tuple[int, str, bool]]:
+    tokens = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+    return [(number, token.content, token.special) for number, token in tokens]
 
 
 def _contents(folder: Path) -> object:

@@ -1,7 +1,7 @@
 """llama.cpp's logits: those of a reader of GGUF files that is not ours.
 
-From llama-cpp-python where it is installed (`make llama`), else from ik-llama-cpp-python, a fork that comes as a wheel
-and reads fewer architectures. It ends the process where it cannot go on, so this file is run in one of its own.
+From llama-cpp-python where it is installed (`make setup-all`), else from ik-llama-cpp-python, a fork that comes as a
+wheel and reads fewer architectures. It ends the process where it cannot go on, so this file is run in one of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def assert_reads(name: str, path: Path, tokens: Sequence[int], expected: NDArray
     share of the largest logit.
     """
     if not WHOLE and name in _FORK_DIFFERS:
-        pytest.skip("ik_llama.cpp computes something else, llama.cpp does not: make llama")
+        pytest.skip("ik_llama.cpp computes something else, llama.cpp does not: make setup-all")
     difference = numpy.abs(logits(path, tokens) - expected).max() / numpy.abs(expected).max()
     assert difference < max(limit, 0 if WHOLE else _FORK_ROUNDING)
 
@@ -57,7 +57,7 @@ def logits(path: Path, tokens: Sequence[int]) -> NDArray[numpy.float32]:
         llama.close()
         return scores
     if not find_spec("ik_llama_cpp"):
-        pytest.skip("no llama.cpp is installed: make llama, or pip install ik-llama-cpp-python")
+        pytest.skip("no llama.cpp is installed: make setup-all, or pip install ik-llama-cpp-python")
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "logits.npy"
         done = subprocess.run(

@@ -132,7 +132,7 @@ def test_chats_require_no_torch() -> None:
     required = {goal: {re.split(r"[^\w-]", text)[0] for text in set_up.requirements(goal)} for goal in set_up.GOALS}
     assert {"numpy", "hatchling"} <= required["chat"]
     assert required["all"] - required["chat"] == {*INSTALLED_LATER}
-    assert {"pytest", "rouge-score", "lm-eval", "starlette", "llguidance", *required["all"]} <= required["dev"]
+    assert {"pytest", "rouge-score", "starlette", "llguidance", *required["all"]} <= required["dev"]
 
 
 def test_torch_that_is_not_installed_is_one_line() -> None:

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 
 from h2o_stream.attachment.attach import attach
 from h2o_stream.config import CacheConfig
@@ -19,6 +16,12 @@ from tests.commands import invoke, records
 from tests.fixtures import written
 from tests.preloaded import run
 from tests.tolerance import LIKELIHOOD
+
+pytest.importorskip("lm_eval", reason="the harness is not installed: make setup-all")
+
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
