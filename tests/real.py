@@ -22,7 +22,7 @@ from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.progress import ignore
 from h2o_stream.resources import python_manual
 from h2o_stream.runtime.sources import ModelFile
-from tests import llama
+from tests import llama, real_model
 from tests.serve_load import post
 from tests.served import Running
 
@@ -95,15 +95,34 @@ def schema(model: Path, folder: Path) -> str:
     return str(person)
 
 
+def tools(model: Path, folder: Path) -> str:
+    """Ten requests with two tools: by `auto`, by `required` and by name."""
+    server = Running(folder, ModelConfig(str(model)), CacheConfig())
+    try:
+        assert not real_model.check(server, len(real_model.REQUESTS))
+    finally:
+        server.close()
+    return "all calls arrive"
+
+
 def comparisons(model: Path, folder: Path) -> str:
-    """Runs nll, speed and recall."""
-    text = folder / "text.txt"
-    text.write_text(python_manual()[:16000])
-    common = ("--policies", "full,h2o", "--windows", "256")
+    """Runs nll and speed."""
+    text, common = _text(folder), ("--policies", "full,h2o", "--windows", "256")
     _run("h2o-compare", model, *common, "--text", str(text), "--tokens", "1024", first="nll")
     _run("h2o-compare", model, *common, "--text", str(text), "--histories", "256", "--peers", "", first="speed")
-    _run("h2o-compare", model, *common, "--distances", "64", first="recall")
-    return "nll, speed, recall"
+    return "nll, speed"
+
+
+def recall(model: Path, folder: Path) -> str:
+    """Runs recall, which asks many questions."""
+    _run("h2o-compare", model, "--policies", "h2o", "--text", str(_text(folder)), "--distances", "64", first="recall")
+    return "recall"
+
+
+def _text(folder: Path) -> Path:
+    text = folder / "text.txt"
+    text.write_text(python_manual()[:16000])
+    return text
 
 
 def _run(command: str, model: Path, *arguments: str, first: str = "") -> str:
@@ -121,7 +140,9 @@ CHECKS: dict[str, Callable[[Path, Path], str]] = {
     "chat": chat(),
     "chat, eager": chat("--engine", "eager"),
     "schema": schema,
+    "tools": tools,
     "compare": comparisons,
+    "recall": recall,
 }
 
 
