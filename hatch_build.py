@@ -41,7 +41,7 @@ class NativeLibraries(BuildHookInterface):
 
     def dependencies(self) -> list[str]:
         """Require CMake and Ninja from the package index if they are missing and there is a compiler."""
-        return missing_tools() if has_compiler() else []
+        return missing_tools()
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and add the libraries to the wheel."""
@@ -74,15 +74,16 @@ class NativeLibraries(BuildHookInterface):
             )
 
 
-def has_compiler() -> bool:
-    """Whether there is a C++ compiler."""
+def compiler() -> str:
+    """The path of the C++ compiler, or ""."""
     cxx = os.environ.get("CXX")
-    return any(shutil.which(name) for name in ([cxx.split()[0]] if cxx else ["c++", "g++", "clang++"]))
+    found = map(shutil.which, [cxx.split()[0]] if cxx else ["c++", "g++", "clang++"])
+    return next(filter(None, found), "")
 
 
 def missing_tools() -> list[str]:
-    """What compiling needs besides a compiler and the package index has."""
-    return [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+    """What compiling needs besides the compiler, if there is one, and the package index has."""
+    return [tool for tool in ("cmake", "ninja") if compiler() and shutil.which(tool) is None]
 
 
 def compile_here(echo: bool = False) -> str:
@@ -99,7 +100,7 @@ def compile_here(echo: bool = False) -> str:
 
 def _compile(folder: Path, prefix: Path, sets: str, echo: bool = False) -> str:
     """Compile in a folder and install under `prefix`. Returns why it failed, or ""."""
-    if not has_compiler():
+    if not compiler():
         return "no C++ compiler was found"
     ninja = shutil.which("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []

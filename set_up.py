@@ -17,6 +17,8 @@ import threading
 import time
 from pathlib import Path
 
+from hatch_build import COMPILED, compiler, missing_tools
+
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -80,7 +82,7 @@ class Step(threading.Thread):
 
     def _run(self, command: tuple[str, ...]) -> None:
         path = f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"  # where CMake may have been installed
-        environment = {**os.environ, "H2O_COMPILED": "1", "PATH": path}
+        environment = {**os.environ, COMPILED: "1", "PATH": path}
         with subprocess.Popen(
             command, cwd=ROOT, env=environment, text=True, errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -213,12 +215,11 @@ def set_up(goal: str) -> str:
     Raises:
         SetUpError: that failed; the message is one line.
     """
-    compiler = shutil.which((os.environ.get("CXX") or "c++").split()[0]) or ""
     sources = [ROOT / "CMakeLists.txt", ROOT / "hatch_build.py", ROOT / "h2o_stream/native/abi.py"]
     sources += sorted((ROOT / "h2o_stream/native/src").iterdir())
     keys = {
         **dict.fromkeys(GOALS, digest(ROOT / "pyproject.toml", ROOT / "constraints.txt")),
-        "library": digest(*sources, os.environ.get("H2O_SETS", ""), compiler),
+        "library": digest(*sources, os.environ.get("H2O_SETS", ""), compiler()),
     }
     done = {name for name, key in keys.items() if read_mark(name)[0] == key}
     missing = [] if goal == "all" and "dev" in done else [name for name in ("chat", goal) if name not in done]
@@ -230,8 +231,7 @@ def set_up(goal: str) -> str:
         steps[goal] = Step(GOALS[goal], [*new_venv(), *commands])
     if "library" not in done:
         steps["library"] = Step("Compiling for this processor", [(sys.executable, "hatch_build.py")])
-        tools = [tool for tool in ("cmake", "ninja") if compiler and not shutil.which(tool)]
-        if tools:
+        if tools := missing_tools():
             run_beside([Step(f"Installing {' and '.join(tools)}", [*new_venv(), pip(*tools)])])
     if steps:
         run_beside([*steps.values()])

@@ -189,10 +189,15 @@ def _install_and_repeat(command: str, error: ModuleNotFoundError) -> None:
     script = Path(__file__).parents[2] / "set_up.py"
     with suppress(OSError):
         if script.exists() and stat.S_ISCHR(os.fstat(0).st_mode) and _REPEATED not in os.environ:
-            _complain(command, _reason(error, debug=True).replace("; run make setup", ": it is installed now"))
+            _complain(command, f"{_missing(error)}: it is installed now")
             if subprocess.run([sys.executable, script, "all"], check=False).returncode == 0:
                 os.environ[_REPEATED] = "1"
                 os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    reason = f" ({error.__context__})" if error.__context__ else ""  # why the model is not read without it
+    return f"{error.name} is needed{reason} but not installed yet"
 
 
 def _reason(error: Exception, debug: bool) -> str:
@@ -200,8 +205,7 @@ def _reason(error: Exception, debug: bool) -> str:
     if isinstance(error, H2OStreamError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in INSTALLED_LATER:
-        reason = f" ({error.__context__})" if error.__context__ else ""  # why the model is not read without it
-        return f"{error.name} is needed{reason} but not installed yet; run make setup"
+        return f"{_missing(error)}; run make setup"
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # says pathlib
         return "this user has no home folder; set HOME"
     if isinstance(error, OSError) and error.strerror:  # a disk that is full, say

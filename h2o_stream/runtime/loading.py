@@ -44,24 +44,15 @@ def load_model(
 
     Other arguments and errors as for `models.load.load`, which does it otherwise.
     """
-    return with_modelfile(_load(config, cache, engine, notify, progress), notify)
-
-
-def _load(
-    config: ModelConfig,
-    cache: CacheConfig,
-    engine: EngineChoice,
-    notify: Callable[[str], None],
-    progress: ProgressCallback,
-) -> LoadedModel:
     source = find(config.model, config.offline, progress)
     try:
         path = local_path(source, config.offline)
-        return _load_without_torch(config, cache, engine, path, notify, progress)
+        loaded = _load_without_torch(config, cache, engine, path, notify, progress)
     except (DescriptionError, OutOfMemoryError) as reason:
         from h2o_stream.models.load import load
 
-        return replace(load(config, cache, notify, progress, source), why_transformers=str(reason))
+        loaded = replace(load(config, cache, notify, progress, source), why_transformers=str(reason))
+    return with_modelfile(loaded, notify)
 
 
 def _load_without_torch(
