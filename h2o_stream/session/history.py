@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -26,6 +26,10 @@ _End = TypeVar("_End", Turn, Finished)
 
 class ResumeError(H2OStreamError):
     """A session's state cannot be resumed: it belongs to another model, dtype or policy, or is missing."""
+
+
+class NoStateError(ResumeError):
+    """There is no state to resume: the transcript has to be fed again."""
 
 
 class ConversationHistory:
@@ -52,6 +56,10 @@ class ConversationHistory:
     def entries(self) -> list[Entry]:
         """The turns so far, without those that were undone."""
         return self._transactions.checkpoint.entries
+
+    def keep(self, start_session: Callable[[str], Session]) -> None:
+        """Keep the conversation, once it has a turn, in the session that this makes of its first message."""
+        self._transactions.start_session = start_session
 
     def earlier_states(self) -> Iterator[tuple[int, State]]:
         """The states after the turns before the last one, by turn, newest first, as far back as they are readable."""
@@ -135,7 +143,7 @@ class ConversationHistory:
     # going back
 
     def reset(self, system: str | None = None) -> None:
-        """See `Conversation.reset`.
+        """See `Conversation.reset`. The next turn starts another automatic session; one that has a name goes on.
 
         Raises:
             DataError: the session cannot be written. Nothing has changed.
@@ -143,6 +151,9 @@ class ConversationHistory:
         self._transactions.prepare()
         with self._transactions.atomic():
             self.conversation.reset(system)
+            if self.session is not None and self.session.automatic:
+                self._transactions.commit_session(None)
+                return
             if self.session is not None:
                 self.session.begin(self.header())
             self._transactions.commit_up_to(0)
@@ -228,7 +239,8 @@ class ConversationHistory:
             try:
                 self._load(session)
             except H2OStreamError as error:
-                raise ResumeError(f"session {name} cannot be resumed: {error}") from error
+                kind = NoStateError if isinstance(error, NoStateError) else ResumeError
+                raise kind(f"session {name} cannot be resumed: {error}") from error
             self._transactions.commit_session(session)
         return existed
 
@@ -239,7 +251,7 @@ class ConversationHistory:
             return
         state = session.state(entries[-1].turn)
         if state is None:
-            raise H2OStreamError("the state after its last turn is missing")
+            raise NoStateError("the state after its last turn is missing")
         self.conversation.load_state_dict(state)
 
     def replay(self, name: str) -> FeedEvents:
@@ -301,9 +313,12 @@ class ConversationHistory:
         if old.session is None:
             new.checkpoint = checkpoint
         else:
-            old.session.add_all(new.header, checkpoint.entries, checkpoint.states.get)
+            in_memory = checkpoint.states if old.session.automatic else {}
+            on_disk = {} if in_memory else checkpoint.states
+            old.session.add_all(new.header, checkpoint.entries, on_disk.get)
             self.conversation.recall.use(None)
-            new.commit_session(old.session)
+            new.commit_session(old.session, in_memory)
+        new.start_session = self._transactions.start_session
         self.conversation, self._transactions = conversation, new
 
 

@@ -9,7 +9,7 @@ completes it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -38,7 +38,8 @@ class Checkpoint:
         rng_state: of the sampler when the next turn began.
         session: where the conversation is saved; None if it is not.
         unsaved: the turns of a conversation without a session.
-        states: after the last turns, by turn number. With a session, only those that could not be written.
+        states: after the last turns, by turn number. With a session that has a name, only those that could not be
+            written.
     """
 
     metadata: ConversationState
@@ -74,6 +75,13 @@ class Checkpoint:
             del states[next(iter(states))]
         return replace(self, metadata=metadata, unsaved=(*self.unsaved, entry), states=states)
 
+    def release(self) -> None:
+        """Close the session, for other processes."""
+        if self.session is not None:
+            if self.session.automatic:
+                self.session.save_states(self.states)
+            self.session.close()
+
 
 def _num_bytes(states: Mapping[int, State]) -> int:
     arrays = {id(array): array for state in states.values() for array in state.values()}  # some are shared
@@ -81,12 +89,18 @@ def _num_bytes(states: Mapping[int, State]) -> int:
 
 
 class Transactions:
-    """A conversation and its last committed version."""
+    """A conversation and its last committed version.
+
+    Attributes:
+        start_session: makes an automatic session of the first message, once there is a turn; None for no such session.
+    """
 
     def __init__(self, conversation: Conversation, header: Header) -> None:
         self.conversation = conversation
         self.checkpoint = Checkpoint(conversation.metadata, self.rng_state)
         self._header = header
+        self.start_session: Callable[[str], Session] | None = None
+        self._refused = False
         self._opened: Session | None = None  # keeps its lock only if it is committed
         conversation.recall.source = self._said
 
@@ -121,8 +135,7 @@ class Transactions:
             checkpoint, self._opened = self.checkpoint, None
             self.checkpoint = replace(checkpoint, session=None, unsaved=tuple(checkpoint.entries))
             self.conversation.recall.use(None)
-            if checkpoint.session is not None:
-                checkpoint.session.close()
+            checkpoint.release()
 
     # starting a change
 
@@ -154,14 +167,14 @@ class Transactions:
     @contextmanager
     def atomic(self) -> Iterator[None]:
         """A block that changes the conversation and commits. Whatever is uncommitted at its end is rolled back."""
-        session = self.checkpoint.session
+        before = self.checkpoint
         try:
             yield
         finally:
             self.discard_opened()
             self.roll_back()
-            if session is not None and session is not self.checkpoint.session:
-                session.close()
+            if before.session is not self.checkpoint.session:
+                before.release()
 
     def discard_opened(self) -> None:
         """Close the last opened session, and delete it if it is new, unless it was committed or kept."""
@@ -197,9 +210,12 @@ class Transactions:
         if opened is not None:
             opened.close()
 
-    def commit_session(self, session: Session) -> None:
-        """Commit the current conversation, with all its turns in this session."""
-        self.checkpoint = Checkpoint(self.conversation.metadata, self.rng_state, session)
+    def commit_session(self, session: Session | None, states: Mapping[int, State] | None = None) -> None:
+        """Commit the current conversation, with all its turns in this session; None for one without a turn."""
+        self.checkpoint = Checkpoint(self.conversation.metadata, self.rng_state, session, states=states or {})
+        if session is None:
+            self.conversation.recall.use(None)
+            return
         self.conversation.recall.use(session.index_path)
         self.conversation.recall.synchronize()
 
@@ -226,16 +242,44 @@ class Transactions:
         if kind == "pinned" and metadata.pins == checkpoint.metadata.pins:  # cut off before its end
             kind = "told"
         entry = Entry(metadata.turns, text, reply, kind, finish, thinking=thinking)
-        if checkpoint.session is None:
-            self.checkpoint = checkpoint.with_turn(metadata, entry, state)
+        longer, session = checkpoint.with_turn(metadata, entry, state), checkpoint.session
+        if session is None:
+            self.checkpoint = longer
+            self._start_session()
             return
         try:
-            checkpoint.session.add(entry, state, self.header)
+            session.add(entry, None if session.automatic else state, self.header)
         except DataError:
             states = {} if state is None else {entry.turn: state}
-            self.checkpoint = replace(checkpoint, metadata=metadata, states=states)
-            raise
-        self.checkpoint = replace(checkpoint, metadata=metadata, states={})
+            self.checkpoint = replace(longer, unsaved=(), states=longer.states if session.automatic else states)
+            if not (session.automatic and self._refused):
+                self._refused = session.automatic
+                raise
+            return
+        self.checkpoint = replace(longer, unsaved=(), states=longer.states if session.automatic else {})
+
+    def _start_session(self) -> None:
+        """Keep the conversation in an automatic session from now on, if there is to be one.
+
+        Raises:
+            DataError: that is impossible now, which is said once and tried again after every turn.
+        """
+        checkpoint = self.checkpoint
+        if self.start_session is None:
+            return
+        try:
+            session = self.start_session(checkpoint.unsaved[0].prompt)
+            try:
+                session.add_all(self.header, checkpoint.unsaved, lambda turn: None)
+            except BaseException:
+                session.discard()
+                raise
+        except DataError as error:
+            if not self._refused:
+                self._refused = True
+                raise DataError(f"this chat is not kept: {error}") from error
+            return
+        self.checkpoint = replace(checkpoint, session=session, unsaved=())
 
     def roll_back(self) -> None:
         """Return to the checkpoint. If its state is no longer available, the conversation is torn until a reset."""

@@ -58,8 +58,12 @@ def open_chat(
         context = ChatContext(loaded, history, config, terminal, jsonl, sources, settings.think)
         with Chat(context) as chat:
             context.open_session()
+            context.keep_options()
             if config.prompt is None:
-                terminal.note(f"{loaded.header}. /help lists the commands, Ctrl-D leaves.", style="dim")
+                if terminal.interactive and not config.private:
+                    history.keep(context.start_session)
+                private = "Nothing of this chat is kept. " * config.private
+                terminal.note(f"{loaded.header}. {private}/help lists the commands, Ctrl-D leaves.", style="dim")
             yield chat
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 
 _COMMAND = re.compile(r"/[a-z?]+(\s|$)")
@@ -61,10 +62,36 @@ COMMANDS = {
         "show what the model thought before its last reply, or in turn N; show, fold, hide: how thinking is shown; "
         "on, off: switch it, where the model's template can",
     ),
+    "/rename": Command("NAME", "call this session NAME, under which it is kept until you remove it"),
     "/fork": Command("NAME", "continue in a copy, a session called NAME"),
     "/save": Command("NAME", "save a copy as session NAME"),
     "/load": Command("NAME", "resume session NAME"),
     "/sessions": Command("", "list the sessions"),
+    "/search": Command("WORDS", "show where words were said, in all sessions"),
     "/export": Command("FILE", "write the transcript to FILE.md or FILE.json", takes_file=True),
     "/exit": Command("", "leave (so does Ctrl-D)"),
 }
+
+ALIASES = {
+    **dict.fromkeys(("/?", "/commands"), "/help"),
+    **dict.fromkeys(("/clear", "/new", "/restart"), "/reset"),
+    **dict.fromkeys(("/retry", "/redo", "/regenerate"), "/regen"),
+    **dict.fromkeys(("/quit", "/q", "/bye"), "/exit"),
+    **dict.fromkeys(("/read", "/attach", "/add"), "/file"),
+    **dict.fromkeys(("/open", "/resume"), "/load"),
+    **dict.fromkeys(("/prompt", "/persona"), "/system"),
+    **dict.fromkeys(("/settings", "/config"), "/show"),
+    **dict.fromkeys(("/find", "/grep"), "/search"),
+    **dict.fromkeys(("/context", "/usage"), "/stats"),
+    "/back": "/undo",
+    "/list": "/sessions",
+    "/name": "/rename",
+}
+"""Names that other programs have for these commands."""
+
+
+def unknown_command(name: str) -> str:
+    """The error about a name that is no command."""
+    nearest = difflib.get_close_matches(name, (*COMMANDS, *ALIASES), 1)
+    meant = f"; did you mean {nearest[0]}?" if nearest else ","
+    return f"{name} is not a command{meant} /help lists them; start with // to send it to the model"

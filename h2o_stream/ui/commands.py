@@ -14,44 +14,37 @@ from h2o_stream.config import RecallMode, SamplingConfig, ThinkMode
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
 from h2o_stream.resources import is_file, user_path
-from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.memory import report_memory
 from h2o_stream.session.retention import retention
-from h2o_stream.session.transcript import Entry, export
+from h2o_stream.session.transcript import Entry
 from h2o_stream.session.why import explain
 from h2o_stream.texts import read_text
-from h2o_stream.ui.chat_context import ChatContext
-from h2o_stream.ui.command_list import COMMANDS
+from h2o_stream.ui.command_list import ALIASES, COMMANDS, unknown_command
 from h2o_stream.ui.documents import read_file
 from h2o_stream.ui.format import SOURCES, format_bytes, legend
 from h2o_stream.ui.heatmap import explanation, heatmap
 from h2o_stream.ui.memory import memory_lines
 from h2o_stream.ui.recall import candidates_table
-from h2o_stream.ui.tables import print_report, sessions_table
+from h2o_stream.ui.session_commands import SessionCommands
+from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import one_line
 
-_ALIASES = {"temp": "temperature", "n": "max_tokens"}
+_SETTING_ALIASES = {"temp": "temperature", "n": "max_tokens"}
 
 _DRAWN = {"show": "shown", "fold": "folded", "hide": "hidden"}
 
 
-class Commands:
+class Commands(SessionCommands):
     """Executes commands in a chat. The command ``/name`` is the method ``_name``."""
-
-    def __init__(self, context: ChatContext) -> None:
-        self._context, self._terminal = context, context.terminal
-
-    @property
-    def _history(self) -> ConversationHistory:
-        return self._context.history
 
     def execute(self, line: str) -> str | None:
         """Execute a command line. Returns a message for the model, or None."""
         name, _, argument = line.partition(" ")
         name, argument = name.strip(), argument.strip()
+        name = ALIASES.get(name, name)
         command = COMMANDS.get(name)
         if command is None:
-            self._terminal.error(f"{name} is not a command, /help lists them; start with // to send it to the model")
+            self._terminal.error(unknown_command(name))
         elif command.requires_argument and not argument:
             self._terminal.error(f"{name} needs {command.argument}: {command.summary}")
         elif argument and not command.argument:
@@ -87,9 +80,10 @@ class Commands:
     def _set(self, argument: str) -> None:
         engine = self._history.conversation.engine
         name, _, value = argument.partition(" ")
-        name = _ALIASES.get(name, name).replace("-", "_")
+        name = _SETTING_ALIASES.get(name, name).replace("-", "_")
         sampling = dataclasses.replace(engine.sampling, **{name: _parse_setting(name, value.strip())})
         engine.set_sampling(sampling, reseed=name == "seed")
+        self._context.keep_options("/set", **{name: getattr(sampling, name)})
         self._terminal.note(f"{name} is now {value.strip()}")
 
     def _show(self, argument: str) -> None:
@@ -192,6 +186,7 @@ class Commands:
         recall = self._history.conversation.recall
         if argument in get_args(RecallMode):
             recall.mode = cast(RecallMode, argument)
+            self._context.keep_options("/recall", recall=argument)
             self._terminal.note(f"recall is {argument}")
         elif argument.isdecimal():
             self._read_again(int(argument))
@@ -211,9 +206,11 @@ class Commands:
     def _think(self, argument: str) -> None:
         if argument in ("on", "off"):
             self._history.conversation.switch_thinking(argument == "on")
+            self._context.keep_options("/think", think="off" if argument == "off" else self._context.think)
             self._terminal.note(f"thinking is {argument} from the next message on")
         elif argument in _DRAWN:
             self._context.think = cast(ThinkMode, argument)
+            self._context.keep_options("/think", think=argument)
             self._terminal.note(f"thinking is now {_DRAWN[argument]}")
         elif argument and not argument.isdecimal():
             raise ConfigError(f"/think takes show, fold, hide, on, off or the number of a turn, not {argument!r}")
@@ -240,25 +237,6 @@ class Commands:
         entry = self._entry(number)
         if self._context.feed(self._history.feed_turn(entry.prompt, entry.text)):
             self._terminal.note(f"turn {number} was read again: {' '.join(entry.prompt.split())[:60]}")
-
-    def _fork(self, argument: str) -> None:
-        self._history.fork(argument)
-        self._terminal.note(f"the conversation continues as session {argument}")
-
-    def _save(self, argument: str) -> None:
-        self._history.save(argument)
-        self._terminal.note(f"saved as session {argument}")
-
-    def _load(self, argument: str) -> None:
-        self._context.open_session(argument)
-
-    def _sessions(self, argument: str) -> None:
-        self._terminal.console.print(sessions_table())
-
-    def _export(self, argument: str) -> None:
-        path, thinking = user_path(argument, f"/export {argument}"), self._context.think == "show"
-        export(path, self._history.header(), self._history.entries, thinking)
-        self._terminal.note(f"written: {argument}")
 
     def _exit(self, argument: str) -> None:
         self._context.leaving = True
