@@ -6,13 +6,13 @@ import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from h2o_stream.cli import run
+from h2o_stream.cli import listings, run
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, list_prompts, settings_group
 from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, Settings
@@ -20,84 +20,13 @@ from h2o_stream.errors import ConfigError, DataError, file_errors
 from h2o_stream.options import Option, text_or_file
 from h2o_stream.texts import piped_text
 
+if TYPE_CHECKING:
+    from h2o_stream.ui.terminal import Terminal
+
 app = run.app("H2O")
 
 _PATIENCE_S = 2.0
 """Seconds without anything from a pipe after which the user is told what is waited for."""
-
-_UNWRAPPED_WIDTH = 10_000
-"""Columns of output that is not a terminal: one line for each row."""
-
-
-def _session_names() -> list[str]:
-    from h2o_stream.session.folders import session_names
-
-    return session_names()
-
-
-def _list_sessions(enabled: bool) -> None:
-    if enabled:
-        from h2o_stream.ui.sessions import show_sessions
-        from h2o_stream.ui.terminal import Terminal
-
-        terminal = Terminal()
-        show_sessions(terminal, terminal.stdout_console)
-        raise typer.Exit
-
-
-def _rename(names: tuple[str, str] | None) -> None:
-    if names is not None:
-        from h2o_stream.session.folders import rename_session
-
-        with run.reporting("h2o-chat", debug=False):
-            rename_session(*names)
-        raise typer.Exit
-
-
-def _remove(name: str | None) -> None:
-    if name is not None:
-        from h2o_stream.session.folders import remove_session
-
-        with run.reporting("h2o-chat", debug=False):
-            remove_session(name)
-        raise typer.Exit
-
-
-def _list_models(enabled: bool) -> None:
-    if enabled:
-        from h2o_stream.models.other_tools import stored_models
-        from h2o_stream.models.user_cache import cached_bytes, cached_folders, embedded_models
-        from h2o_stream.resources import cache_folder
-        from h2o_stream.ui.format import format_bytes
-        from h2o_stream.ui.tables import models_table
-        from h2o_stream.ui.terminal import Terminal
-
-        with run.reporting("h2o-chat", debug=False):
-            terminal = Terminal()
-            if not terminal.stdout_console.is_terminal:
-                terminal.stdout_console.width = _UNWRAPPED_WIDTH
-            terminal.stdout_console.print(models_table([*embedded_models(), *stored_models()], cached_folders()))
-            terminal.note(f"h2o_stream keeps {format_bytes(cached_bytes())} in {cache_folder()}", style="dim")
-        raise typer.Exit
-
-
-def _kept_names() -> list[str]:
-    from h2o_stream.models.user_cache import cached_folders
-
-    return [folder.names[0] for folder in cached_folders()]
-
-
-def _forget(name: str | None) -> None:
-    if name is not None:
-        from h2o_stream.models.user_cache import forget
-        from h2o_stream.ui.format import format_bytes
-        from h2o_stream.ui.terminal import Terminal
-
-        with run.reporting("h2o-chat", debug=False):
-            terminal = Terminal()
-            for folder in forget(name):
-                terminal.note(f"removed {folder.path} ({folder.content}), {format_bytes(folder.nbytes)}")
-        raise typer.Exit
 
 
 @dataclass(frozen=True)
@@ -110,6 +39,7 @@ class ChatOptions(ChatConfig):
     ] = None
     prompt_file: Path | None = None
     continued: bool = False
+    api_key: str | None = None
     search: str | None = None
     rename: tuple[str, str] | None = None
     remove: str | None = None
@@ -171,25 +101,31 @@ CHAT = Group(
     question=None,
     prompt=Option("Answer this and exit; - reads all of stdin.", "-p", "--prompt"),
     prompt_file=Option("Answer a file and exit; or a named one, see --list-prompts."),
+    server=Option("Chat with a running h2o-serve, as http://127.0.0.1:8000, in place of a model here.", metavar="URL"),
+    api_key=Option("The key that the --server wants."),
     single_turn=Option("Exit after the first reply."),
     session=Option(
         "Save the conversation under this name; resume it if it exists.",
         panel="Session",
-        autocompletion=completing(_session_names),
+        autocompletion=completing(listings.session_names),
     ),
     continued=Option("Continue the last conversation.", "-c", "--continue", panel="Session"),
     private=Option("Keep nothing of this chat.", panel="Session"),
-    sessions=Option("List the sessions and exit.", panel="Session", is_eager=True, callback=_list_sessions),
+    sessions=Option("List the sessions and exit.", panel="Session", is_eager=True, callback=listings.list_sessions),
     search=Option("Show where words were said, in all sessions, and exit.", panel="Session", metavar="WORDS"),
     rename=Option(
-        "Give a session another name and exit.", panel="Session", metavar="OLD NEW", is_eager=True, callback=_rename
+        "Give a session another name and exit.",
+        panel="Session",
+        metavar="OLD NEW",
+        is_eager=True,
+        callback=listings.rename,
     ),
     remove=Option(
         "Remove a session and exit.",
         panel="Session",
         is_eager=True,
-        callback=_remove,
-        autocompletion=completing(_session_names),
+        callback=listings.remove,
+        autocompletion=completing(listings.session_names),
     ),
     retell=Option("Replay a session's transcript if its state does not fit.", panel="Session"),
     export=Option("Write the transcript of --session: FILE.md or FILE.json.", panel="Session"),
@@ -198,13 +134,13 @@ CHAT = Group(
     vim=Option("Use vi key bindings.", panel="Output"),
     history=Option("Keep what is typed at the prompt for the next chats.", "--history/--no-history", panel="Session"),
     list_prompts=_listing("List the named prompts and exit.", list_prompts),
-    models=_listing("List the models on this machine and exit.", _list_models),
+    models=_listing("List the models on this machine and exit.", listings.list_models),
     forget=Option(
         "Remove what h2o_stream keeps of a model and exit; see --models.",
         panel="Output",
         is_eager=True,
-        callback=_forget,
-        autocompletion=completing(_kept_names),
+        callback=listings.forget,
+        autocompletion=completing(listings.kept_names),
     ),
 )
 
@@ -225,7 +161,7 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
     of it is a text that the prompt asks about.
     """
     if chat.search is not None:
-        _search(" ".join((chat.search, *(chat.question or ()))))
+        listings.search(" ".join((chat.search, *(chat.question or ()))))
         return
     chat = chat.checked()
     settings, sources = _resumed(chat.session, settings, sources)
@@ -237,9 +173,14 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
         raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
     if settings.sampling.temperature == BENCH:
         raise ConfigError(f"--temp {BENCH} is by the category of a question; h2o-stream has them, h2o-chat does not")
+    if chat.server is not None and output.jsonl is not None:
+        raise ConfigError("--jsonl has figures of a model in this process; leave out --server, or --jsonl")
     with run.outputs(output, chat.record) as (terminal, records):
         if chat.prompt is not None and not settings.model.tensor_parallel:
             chat = replace(chat, piped=_piped(terminal.note))
+        if chat.server is not None:
+            run.leave("interrupted" if _chat_with(chat.server, chat, settings, sources, terminal) else None)
+            return
         if terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-":
             from h2o_stream.ui.loading_chat import LoadingChat
 
@@ -251,13 +192,6 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
             with open_chat(settings, chat, terminal, records, sources) as ready:
                 finish = ready.run()
         run.leave(finish)
-
-
-def _search(words: str) -> None:
-    from h2o_stream.ui.sessions import show_matches
-    from h2o_stream.ui.terminal import Terminal
-
-    show_matches(Terminal().stdout_console, words)
 
 
 def _resumed(
@@ -272,6 +206,21 @@ def _resumed(
         return settings, sources
     sources = {**sources, **{name: (value, "session") for name, value in kept.items()}}
     return SETTINGS.build({name: value for name, (value, _) in sources.items()}), sources
+
+
+def _chat_with(
+    url: str, chat: ChatOptions, settings: Settings, sources: dict[str, tuple[Any, str]], terminal: Terminal
+) -> bool:
+    """Chat with a server. Returns whether Ctrl-C ended it. What is given here goes before the server's own options."""
+    from h2o_stream.session.server import Server
+    from h2o_stream.ui.server_chat import ServerChat
+
+    values = {**asdict(settings.sampling), "window": settings.cache.window, "policy": settings.cache.policy}
+    given = {name for name, (_, source) in sources.items() if source not in ("default", "session")}
+    model = settings.model.model if "model" in given else None
+    options = {name: value for name, value in values.items() if name in given}
+    with ServerChat(Server(url, chat.api_key, model), options, settings.system, chat, terminal) as ready:
+        return ready.run()
 
 
 def _piped(note: Callable[[str], None]) -> str:

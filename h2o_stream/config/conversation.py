@@ -104,6 +104,7 @@ class ChatConfig:
     single_turn: bool = False
     session: str | None = None
     private: bool = False
+    server: str | None = None
     kept_options: frozenset[str] = frozenset()
     retell: bool = False
     plain: bool = False

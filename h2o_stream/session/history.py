@@ -17,7 +17,7 @@ from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents
 from h2o_stream.session.messages import encodable
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transactions import Transactions
+from h2o_stream.session.transactions import NoStateError, Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
 from h2o_stream.session.turn import Turn
 
@@ -25,11 +25,7 @@ _End = TypeVar("_End", Turn, Finished)
 
 
 class ResumeError(H2OStreamError):
-    """A session's state cannot be resumed: it belongs to another model, dtype or policy, or is missing."""
-
-
-class NoStateError(ResumeError):
-    """There is no state to resume: the transcript has to be fed again."""
+    """A session's state cannot be resumed: it belongs to another model, dtype or policy."""
 
 
 class ConversationHistory:
@@ -177,6 +173,31 @@ class ConversationHistory:
             self._transactions.commit_up_to(turn)
         return entries[-count:]
 
+    def rewind(self, turn: int) -> FeedEvents:
+        """Return to an earlier turn whose state is no longer available: the turns up to it are fed again.
+
+        Yields their events. If a turn ends early, or the iterator is closed, nothing has changed.
+
+        Raises:
+            DataError: the session cannot be written. Nothing has changed.
+        """
+        return self._transactions.start(self._rewind(turn))
+
+    def _rewind(self, turn: int) -> FeedEvents:
+        transactions, session = self._transactions, self.session
+        entries = [entry for entry in self.entries if entry.turn <= turn]
+        with transactions.atomic():
+            self.conversation.restart(self.conversation.system)
+            replayed = yield from transactions.replay(map(_told, entries))
+            if replayed is None:
+                return
+            if session is None:
+                transactions.checkpoint = replayed
+                return
+            in_memory = replayed.states if session.automatic else {}
+            session.add_all(self.header(), replayed.entries, ({} if in_memory else replayed.states).get)
+            transactions.checkpoint = replace(replayed, session=session, unsaved=(), states=in_memory)
+
     def regenerate(self) -> str:
         """Undo the last turn so that its message, which is returned, can be said again.
 
@@ -230,7 +251,7 @@ class ConversationHistory:
 
         Raises:
             ConfigError, DataError: see `Session`. Nothing has changed.
-            ResumeError: its state cannot be loaded, but `replay` may work. Nothing has changed.
+            ResumeError, NoStateError: its state cannot be loaded, but `replay` may work. Nothing has changed.
         """
         self._transactions.prepare()
         with self._transactions.atomic():
@@ -238,9 +259,10 @@ class ConversationHistory:
             existed = bool(session.transcript.line_count)
             try:
                 self._load(session)
+            except NoStateError:
+                raise
             except H2OStreamError as error:
-                kind = NoStateError if isinstance(error, NoStateError) else ResumeError
-                raise kind(f"session {name} cannot be resumed: {error}") from error
+                raise ResumeError(f"session {name} cannot be resumed: {error}") from error
             self._transactions.commit_session(session)
         return existed
 

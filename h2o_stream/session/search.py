@@ -65,13 +65,18 @@ def search(words: str, limit: int) -> list[Match]:
             with closing(_open(place)) as connection:
                 _follow(connection)
                 rows = connection.execute(_QUERY, (*MARKS, query, limit)).fetchall()
-            return [Match(*row[:3], " ".join(_UNSPACED.sub(r"\1", row[3]).split())) for row in rows]
+            return [Match(name, turn, time, _readable(text)) for name, turn, time, text in rows]
         except (*ERRORS, OSError):
             if place is None:
                 raise
             with suppress(OSError):
                 delete(place)
     raise AssertionError("the last place is memory")
+
+
+def _readable(text: str) -> str:
+    """An excerpt in one line, without the spaces of `spaced`."""
+    return " ".join(_UNSPACED.sub(r"\1", text).split())
 
 
 def _open(path: Path | None) -> sqlite3.Connection:

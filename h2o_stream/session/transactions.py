@@ -88,6 +88,10 @@ def _num_bytes(states: Mapping[int, State]) -> int:
     return sum(array.nbytes for array in arrays.values())
 
 
+class NoStateError(H2OStreamError):
+    """There is no state to return to or to resume: turns have to be fed again."""
+
+
 class Transactions:
     """A conversation and its last committed version.
 
@@ -277,7 +281,7 @@ class Transactions:
         except DataError as error:
             if not self._refused:
                 self._refused = True
-                raise DataError(f"this chat is not kept: {error}") from error
+                raise DataError(f"this chat is not kept, which is tried again after every turn: {error}") from error
             return
         self.checkpoint = replace(checkpoint, session=session, unsaved=())
 
@@ -309,7 +313,7 @@ class Transactions:
             return
         state = checkpoint.state(turn)
         if state is None:
-            raise H2OStreamError(f"cannot return to turn {turn}: its state is too old or was not saved")
+            raise NoStateError(f"cannot return to turn {turn}: its state is too old or was not saved")
         self.conversation.load_state_dict(state)
 
     def copy_state(self) -> State | None:

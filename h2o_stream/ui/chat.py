@@ -19,6 +19,7 @@ from h2o_stream.session.conversation import ReplyEvents
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.memory import memory_of, report_memory
+from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Turn
 from h2o_stream.texts import piped_lines
 from h2o_stream.ui.chat_context import ChatContext, header
@@ -74,6 +75,7 @@ class Chat:
         self._context, self._jsonl = context, context.jsonl
         self._terminal, self._report = context.terminal, context.report
         self._process = psutil.Process()
+        self._offered: Entry | None = None
 
     @property
     def _history(self) -> ConversationHistory:
@@ -201,8 +203,21 @@ class Chat:
             if self._context.leaving:
                 return
 
+    def draft(self) -> str:
+        """The text that the prompt begins with: the message to edit. Who leaves the prompt without it edits nothing."""
+        entry = self._context.edited
+        if entry is None or entry is not self._offered:
+            self._offered = entry
+            return "" if entry is None else entry.prompt
+        self._context.edited = self._offered = None
+        self._terminal.note("nothing was edited")
+        return ""
+
     def _read_ahead(self, message: str) -> str | None:
         try:
+            if (edited := self._context.edited) is not None:
+                self._context.edited = self._offered = None
+                self._context.go_back(sum(entry.turn >= edited.turn for entry in self._history.entries))
             return read_ahead(self._context, message)
         except H2OStreamError as error:
             self._terminal.error(str(error))
@@ -213,7 +228,7 @@ class Chat:
 
         config = self._context.config
         history = input_history(config.history, self._terminal.note)
-        yield from MessagePrompt(self.toolbar, config.vim, history).messages()
+        yield from MessagePrompt(self.toolbar, config.vim, history, self.draft).messages()
 
 
 def _piped() -> Iterator[str]:

@@ -14,11 +14,12 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.folders import similar_session, write_settings
-from h2o_stream.session.history import ConversationHistory, NoStateError, ResumeError
+from h2o_stream.session.history import ConversationHistory, ResumeError
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transcript import Header
+from h2o_stream.session.transactions import NoStateError
+from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.ui.loading import show_loading
 from h2o_stream.ui.sessions import show_resumed
 from h2o_stream.ui.start import LoadedConversation, converse
@@ -44,6 +45,7 @@ class ChatContext:
     think: ThinkMode
     report: RunReport = field(default_factory=RunReport)
     leaving: bool = False
+    edited: Entry | None = None
 
     def feed(self, events: Iterator[PrefillProgress | Finished]) -> bool:
         """Show the progress of feeding without a reply, which Ctrl-C ends. Returns whether it was completed.
@@ -64,6 +66,20 @@ class ChatContext:
             raise KeyboardInterrupt
         return complete
 
+    def go_back(self, count: int) -> None:
+        """Undo so many turns. Those before them are fed again if the state after them is no longer available.
+
+        Raises:
+            H2OStreamError: there are fewer turns, or Ctrl-C ended the feeding. The conversation goes on as before.
+        """
+        entries = self.history.entries
+        try:
+            self.history.undo(count)
+        except NoStateError as error:
+            self.terminal.note("the turns before are fed again", style="dim")
+            if not self.feed(self.history.rewind(entries[-count - 1].turn)):
+                raise H2OStreamError("stopped; the conversation goes on as before") from error
+
     def open_session(self, name: str | None = None) -> None:
         """Resume the session of this name, which exists, or that of the configuration, which may be new.
 
@@ -78,7 +94,7 @@ class ChatContext:
         similar = similar_session(name) if create else None
         try:
             existed = self.history.open(name, create)
-        except ResumeError as error:
+        except (ResumeError, NoStateError) as error:
             question = "Feed its transcript to this model again? The cache will differ from what it was."
             if isinstance(error, NoStateError):
                 self.terminal.note(f"session {name} was not closed; its transcript is fed again", style="dim")

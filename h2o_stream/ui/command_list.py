@@ -31,7 +31,7 @@ class Command:
 COMMANDS = {
     "/help": Command("", "list the commands"),
     "/reset": Command("", "forget the conversation, keep the system prompt"),
-    "/system": Command("[TEXT]", "show the system prompt, or start a new conversation with another one"),
+    "/system": Command("[TEXT]", "show the system prompt, or start a new conversation with another or a named one"),
     "/set": Command("NAME VALUE", "change a sampling setting: temperature, top_p, top_k, min_p, seed, max_tokens, ..."),
     "/show": Command("[config]", "show the sampling settings; config: every option and where its value comes from"),
     "/window": Command("N", "keep N tokens from now on; the conversation is fed again"),
@@ -47,11 +47,13 @@ COMMANDS = {
     "/pins": Command("", "show what is never evicted"),
     "/file": Command(
         "PATH [QUESTION]",
-        "send a file, followed by a question; put a PATH with spaces in quotes",
+        "send a file, a folder or *.txt, followed by a question; put a PATH with spaces in quotes",
         takes_file=True,
     ),
     "/regen": Command("", "undo the last reply and generate another"),
     "/undo": Command("[N]", "undo the last turn, or the last N"),
+    "/edit": Command("[N]", "change your last message, or that of turn N, and go on from there"),
+    "/copy": Command("[N]", "copy the last reply, or that of turn N, to the clipboard"),
     "/recall": Command(
         "[TEXT|auto|wide|off|N]",
         "show what was recalled for the last message, or would be for TEXT, and why; auto, wide, off: switch it; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -18,13 +18,13 @@ from h2o_stream.session.transcript import Entry
 from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.terminal import Terminal, one_line
 
-_UNWRAPPED_WIDTH = 10_000
-"""Columns of output that is not a terminal: one line for each row."""
-
 _MAX_MATCHES = 20
 
-_SHOWN_TURNS, _SHOWN_LINES, _SHOWN_LETTERS = 2, 12, 1200
+_SHOWN_TURNS, _SHOWN_LETTERS = 2, 1200
 """How many exchanges of a resumed session are shown, and how much of each text."""
+
+_SHOWN_LINES, _SHOWN_PROMPT_LINES = 12, 3
+"""Lines of a reply and of a message."""
 
 
 def show_sessions(terminal: Terminal, console: Console) -> None:
@@ -33,14 +33,18 @@ def show_sessions(terminal: Terminal, console: Console) -> None:
     automatic = {folder.name for folder, _ in folders}
     saved = [(name, transcript) for name, transcript in saved_sessions() if transcript.header]
     saved.sort(key=lambda item: item[1].entries[-1].time if item[1].entries else "", reverse=True)
-    table = _table("session", "turns", "last used", "model", "first words")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    widths = {"session": max([7, *(len(name) for name, _ in saved)]), "turns": 5, "last used": 16}
+    for column in ("session", "turns", "last used", "model", "first words"):
+        justify: JustifyMethod = "right" if column == "turns" else "left"
+        table.add_column(column, justify=justify, min_width=widths.get(column), no_wrap=True)
     for name, transcript in saved:
         entries, header = transcript.entries, transcript.header
         last, first = (entries[-1].time, one_line(entries[0].prompt)) if entries else ("", "")
         model = one_line(f"{Path(header.model).name} {header.policy}") if header else ""
         style = "dim" if name in automatic else ""
         table.add_row(one_line(name), str(len(entries)), _minute(last), model, first[:40], style=style)
-    _print(console, table)
+    console.print(table)
     if folders:
         size = format_bytes(sum(nbytes for _, nbytes in folders))
         terminal.note(
@@ -58,10 +62,10 @@ def show_matches(console: Console, words: str) -> None:
     """
     if not (matches := search(words, _MAX_MATCHES)):
         raise DataError(f"nothing was said about {words!r} in any session")
-    table = _table("session", "turn", "when", "what was said")
+    table = Table("session", "turn", "when", "what was said", box=None, padding=(0, 2, 0, 0))
     for match in matches:
         table.add_row(one_line(match.session), str(match.turn), _minute(match.time), _excerpt(match))
-    _print(console, table)
+    console.print(table)
 
 
 def _excerpt(match: Match) -> Text:
@@ -69,20 +73,6 @@ def _excerpt(match: Match) -> Text:
     for number, part in enumerate(match.excerpt.replace(end, start).split(start)):
         text.append(part, "bold" if number % 2 else "")
     return text
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        right, last = column in ("turns", "turn"), column == columns[-1]
-        table.add_column(column, justify="right" if right else "left", no_wrap=column != "what was said")
-        if not last:
-            table.columns[-1].overflow = "fold"
-    return table
-
-
-def _print(console: Console, table: Table) -> None:
-    console.print(table, width=None if console.is_terminal else _UNWRAPPED_WIDTH)
 
 
 def _minute(time: str) -> str:
@@ -95,12 +85,12 @@ def show_resumed(terminal: Terminal, name: str, entries: Sequence[Entry]) -> Non
     terminal.note(f"session {name} resumed after turn {entries[-1].turn}: {last[:60]}", style="dim")
     if terminal.interactive and not terminal.quiet:
         for entry in entries[-_SHOWN_TURNS:]:
-            terminal.console.print(f"> {_beginning(entry.prompt)}", style="dim")
+            terminal.console.print(f"> {_beginning(entry.prompt, _SHOWN_PROMPT_LINES)}", style="dim")
             if entry.text:
-                terminal.console.print(_beginning(entry.text))
+                terminal.console.print(_beginning(entry.text, _SHOWN_LINES))
 
 
-def _beginning(text: str) -> str:
+def _beginning(text: str, max_lines: int) -> str:
     lines = text.strip().split("\n")
-    shown = "\n".join(lines[:_SHOWN_LINES])[:_SHOWN_LETTERS]
+    shown = "\n".join(lines[:max_lines])[:_SHOWN_LETTERS]
     return shown if len(shown) == len(text.strip()) else f"{shown.rstrip()} …"
