@@ -104,7 +104,7 @@ class TestKeys:
         pressed_at = iter([0.0, 0.0, 3.0, 3.0, 4.0])  # each press asks, and asks again if the chat goes on
         monkeypatch.setattr(message_prompt, "time", SimpleNamespace(monotonic=lambda: next(pressed_at)))
         with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-            prompt = MessagePrompt(lambda: FormattedText([]), False, InMemoryHistory())
+            prompt = MessagePrompt(lambda: FormattedText([]), False, InMemoryHistory(), lambda: "")
             keys.send_text("half a line\x03\x03\x03")
             with pytest.raises(KeyboardInterrupt):
                 list(prompt.messages())

@@ -39,6 +39,7 @@ class ChatOptions(ChatConfig):
     ] = None
     prompt_file: Path | None = None
     continued: bool = False
+    private: bool = False
     api_key: str | None = None
     search: str | None = None
     rename: tuple[str, str] | None = None
@@ -68,12 +69,18 @@ class ChatOptions(ChatConfig):
             raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
         if self.private and (self.continued or self.session):
             raise ConfigError("--private keeps nothing, but --session and --continue do; leave one of them out")
-        session = self._meant_session(ask=prompt is None and sys.stdin.isatty() and sys.stdout.isatty())
+        session = self.meant_session(ask=prompt is None and sys.stdin.isatty() and sys.stdout.isatty())
         if session is None and self.export is not None:
             raise ConfigError(f"--export {self.export} needs the --session whose transcript is meant")
         return replace(self, prompt=prompt, session=session, history=self.history and not self.private)
 
-    def _meant_session(self, ask: bool) -> str | None:
+    def meant_session(self, ask: bool) -> str | None:
+        """The session of these options: the last one, or that of a name, or of a similar one if the user agrees.
+
+        Raises:
+            ConfigError: it was given twice, or cannot be a name.
+            DataError: there is none to continue.
+        """
         from h2o_stream.session.folders import check_name, session_names, similar_session
 
         if self.continued and self.session is not None:
@@ -110,7 +117,7 @@ CHAT = Group(
         autocompletion=completing(listings.session_names),
     ),
     continued=Option("Continue the last conversation.", "-c", "--continue", panel="Session"),
-    private=Option("Keep nothing of this chat.", panel="Session"),
+    private=Option("Keep nothing of this chat: --no-history, and no --session.", panel="Session"),
     sessions=Option("List the sessions and exit.", panel="Session", is_eager=True, callback=listings.list_sessions),
     search=Option("Show where words were said, in all sessions, and exit.", panel="Session", metavar="WORDS"),
     rename=Option(
@@ -132,7 +139,7 @@ CHAT = Group(
     record=Option("Record the terminal in asciinema's format.", panel="Session"),
     plain=Option("Print replies as plain text, not as Markdown.", panel="Output"),
     vim=Option("Use vi key bindings.", panel="Output"),
-    history=Option("Keep what is typed at the prompt for the next chats.", "--history/--no-history", panel="Session"),
+    history=Option("Keep what is typed, and every chat.", "--history/--no-history", panel="Session"),
     list_prompts=_listing("List the named prompts and exit.", list_prompts),
     models=_listing("List the models on this machine and exit.", listings.list_models),
     forget=Option(

@@ -96,14 +96,14 @@ AUTOMATIC_BYTES = 2**30
 class ChatConfig:
     """Settings of ``h2o-chat``, as its ``--help`` explains them. Without a prompt it reads messages.
 
-    The prompt asks about the text that was piped. A session keeps the options that are named `kept_options`.
+    The prompt asks about the text that was piped. A session keeps the options that are named `kept_options`. Without a
+    history nothing is kept but a session that was asked for.
     """
 
     prompt: str | None = None
     piped: str = ""
     single_turn: bool = False
     session: str | None = None
-    private: bool = False
     server: str | None = None
     kept_options: frozenset[str] = frozenset()
     retell: bool = False

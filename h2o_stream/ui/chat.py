@@ -29,6 +29,7 @@ from h2o_stream.ui.format import context_bar, slot_bar, status_line, turn_line
 from h2o_stream.ui.memory import memory_lines
 from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
+from h2o_stream.ui.sessions import NOT_KEPT
 from h2o_stream.ui.start import LoadedConversation, open_conversation
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
 
@@ -61,9 +62,9 @@ def open_chat(
             context.open_session()
             context.keep_options()
             if config.prompt is None:
-                if terminal.interactive and not config.private:
+                if terminal.interactive and config.history:
                     history.keep(context.start_session)
-                private = "Nothing of this chat is kept. " * config.private
+                private = NOT_KEPT * (not config.history and history.session is None)
                 terminal.note(f"{loaded.header}. {private}/help lists the commands, Ctrl-D leaves.", style="dim")
             yield chat
 

@@ -97,7 +97,7 @@ class ChatContext:
         except (ResumeError, NoStateError) as error:
             question = "Feed its transcript to this model again? The cache will differ from what it was."
             if isinstance(error, NoStateError):
-                self.terminal.note(f"session {name} was not closed; its transcript is fed again", style="dim")
+                self.terminal.note(f"session {name} has no saved cache; its transcript is fed again", style="dim")
             elif not self.config.retell and not self._confirm(f"{error}.", question):
                 raise ResumeError(f"{error}; --retell feeds its transcript again") from error
             if not self.feed(self.history.replay(name)):

@@ -25,7 +25,7 @@ from h2o_stream.ui.command_list import ALIASES, COMMANDS, is_command, unknown_co
 from h2o_stream.ui.files import find_files, read_all
 from h2o_stream.ui.message_prompt import MessagePrompt, input_history
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
-from h2o_stream.ui.sessions import show_matches, show_resumed, show_sessions
+from h2o_stream.ui.sessions import NOT_KEPT, show_matches, show_resumed, show_sessions
 from h2o_stream.ui.settings import parse_setting
 from h2o_stream.ui.terminal import Terminal
 
@@ -45,7 +45,7 @@ class ServerChat:
         self._config, self._terminal = config, terminal
         self._entries = list[Entry]()
         self._session: Session | None = None
-        self._automatic = terminal.interactive and config.prompt is None and not config.private
+        self._automatic = terminal.interactive and config.prompt is None and config.history
         self._draft, self._edited = "", 0
         self._status = server.model
         self._leaving = False
@@ -75,7 +75,7 @@ class ServerChat:
         config = self._config
         if config.prompt is not None:
             return self._say(f"{config.piped}\n\n{config.prompt}".strip())
-        private = "Nothing of this chat is kept here. " * config.private
+        private = NOT_KEPT * (not config.history and self._session is None)
         title = f"{self._server.model} at {self._server.url}. {private}/help lists the commands, Ctrl-D leaves."
         self._terminal.note(title, style="dim")
         for text in self._typed() if self._terminal.interactive else piped_lines(sys.stdin.buffer, "standard input"):

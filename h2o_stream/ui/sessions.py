@@ -18,6 +18,8 @@ from h2o_stream.session.transcript import Entry
 from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.terminal import Terminal, one_line
 
+NOT_KEPT = "Nothing of this chat is kept here. "
+
 _MAX_MATCHES = 20
 
 _SHOWN_TURNS, _SHOWN_LETTERS = 2, 1200
