@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from h2o_stream.cache.state import Array, State
+from h2o_stream.config import AUTOMATIC_BYTES
 from h2o_stream.errors import DataError
 from h2o_stream.resources import private_data_folder
 from h2o_stream.session.folders import AUTOMATIC, SESSIONS, open_elsewhere, session_folder, unknown_session
@@ -101,13 +102,17 @@ class Session:
         self.close()
 
     def save_states(self, states: Mapping[int, State]) -> None:
-        """Save the last of these states, by turn, of an automatic session that is to be closed. A disk that is full
-        keeps the text alone.
+        """Save the last of these states, by turn, of an automatic session that is to be closed.
+
+        What is too large, or does not fit on the disk, is left out: the text can be fed again.
         """
         entries, lines = {entry.turn: entry for entry in self.transcript.entries}, self.transcript.line_numbers
+        room = AUTOMATIC_BYTES // 4
         with suppress(OSError):
-            for turn in sorted(set(states) & set(lines))[-_CLOSING_STATES:]:
-                self._states.write(lines[turn], states[turn], turn_record(entries[turn]))
+            for turn in sorted(set(states) & set(lines), reverse=True)[:_CLOSING_STATES]:
+                room -= sum(array.nbytes for array in states[turn].values())
+                if room >= 0:
+                    self._states.write(lines[turn], states[turn], turn_record(entries[turn]))
         self._prune()
 
     @property
