@@ -234,6 +234,8 @@ class TestCommands:
         third = invoke("h2o-chat", "-c", "-n", 2, "and", "now?")
         assert "+ 2 tokens" in third.stderr
         assert read_settings("t")["max_tokens"] == 2
+        loaded = invoke("h2o-chat", "-m", tiny_folder, "--window", 64, typed="/load t\nhi\n")
+        assert "+ 2 tokens" in loaded.stderr
         assert "t " in invoke("h2o-chat", "--sessions").stdout
         assert "and now?" in invoke("h2o-chat", "--search", "now").stdout.replace(MARKS[0], "")
         assert invoke("h2o-chat", "--search", "never", "said").exit_code == 1

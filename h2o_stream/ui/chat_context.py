@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from h2o_stream.config import ChatConfig, Settings, ThinkMode
+from h2o_stream.config import ChatConfig, SamplingConfig, Settings, ThinkMode
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.runtime.loading import load_model, serves
@@ -22,6 +22,7 @@ from h2o_stream.session.transactions import NoStateError
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.ui.loading import show_loading
 from h2o_stream.ui.sessions import show_resumed
+from h2o_stream.ui.settings import parse_setting
 from h2o_stream.ui.start import LoadedConversation, converse
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
 
@@ -30,6 +31,11 @@ def header(loaded: LoadedConversation) -> Header:
     """Describes a conversation in its session."""
     plan = loaded.conversation.engine.cache.plan
     return Header(loaded.name, plan.policy, plan.window, None)
+
+
+def _typed(value: Any) -> str:
+    """A kept value as it is typed after ``/set``."""
+    return " ".join(value) if isinstance(value, list) else str(value)
 
 
 @dataclass
@@ -123,6 +129,21 @@ class ChatContext:
         self.sources = {**self.sources, **{name: (value, command) for name, value in changed.items()}}
         if self.history.session is not None:
             write_settings(self.history.session.name, self.kept_options())
+
+    def take_options(self, kept: Mapping[str, Any]) -> None:
+        """Sample, recall and draw thinking as the session did that was opened; its model and cache are in its state.
+
+        Raises:
+            ConfigError: the options are damaged.
+        """
+        engine, recall = self.loaded.conversation.engine, self.loaded.conversation.recall
+        names = {field.name for field in fields(SamplingConfig)} & kept.keys()
+        if names:
+            sampling = dict(parse_setting(f"{name} {_typed(kept[name])}") for name in names)
+            engine.set_sampling(replace(engine.sampling, **sampling))
+        recall.mode, self.think = kept.get("recall", recall.mode), kept.get("think", self.think)
+        taken = names | ({"recall", "think"} & kept.keys())
+        self.sources = {**self.sources, **{name: (kept[name], "session") for name in taken}}
 
     def kept_options(self) -> dict[str, Any]:
         """The options that a session keeps: those that are not the defaults, the model and the policy."""

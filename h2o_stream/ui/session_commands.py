@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from h2o_stream.resources import user_path
-from h2o_stream.session.folders import remove_session, write_settings
+from h2o_stream.session.folders import read_settings, remove_session, write_settings
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import export
 from h2o_stream.ui.chat_context import ChatContext
@@ -40,6 +40,7 @@ class SessionCommands:
 
     def _load(self, argument: str) -> None:
         self._context.open_session(argument)
+        self._context.take_options(read_settings(argument))
 
     def _sessions(self, argument: str) -> None:
         show_sessions(self._terminal, self._terminal.console)
