@@ -14,7 +14,7 @@ from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import DataError
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transactions import NoStateError
+from h2o_stream.session.transactions import ResumeError
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
 from tests.disturbances import full_disk, interrupted
@@ -219,7 +219,7 @@ class TestSessions:
             session.add(Entry(1, "w3", "w4"), None, Header("small", "h2o", 99, TOO_LONG))
         history = self.two(make)
         before = whole(history)
-        with pytest.raises(NoStateError):
+        with pytest.raises(ResumeError):
             history.open("big")
         with pytest.raises(ConfigError, match="pinned tokens"):
             list(history.replay("big"))

@@ -97,7 +97,7 @@ def read_settings(name: str) -> dict[str, Any]:
 def write_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Keep the options of a session. A disk that is full keeps the text alone."""
     with suppress(OSError):
-        write_atomically(session_folder(name) / _SETTINGS, json.dumps(settings).encode(), PRIVATE)
+        write_atomically(session_folder(name) / _SETTINGS, json.dumps(settings, default=str).encode(), PRIVATE)
 
 
 def remove_session(name: str) -> None:

@@ -17,15 +17,11 @@ from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents
 from h2o_stream.session.messages import encodable
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transactions import NoStateError, Transactions
+from h2o_stream.session.transactions import NoStateError, ResumeError, Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
 from h2o_stream.session.turn import Turn
 
 _End = TypeVar("_End", Turn, Finished)
-
-
-class ResumeError(H2OStreamError):
-    """A session's state cannot be resumed: it belongs to another model, dtype or policy."""
 
 
 class ConversationHistory:
@@ -251,7 +247,7 @@ class ConversationHistory:
 
         Raises:
             ConfigError, DataError: see `Session`. Nothing has changed.
-            ResumeError, NoStateError: its state cannot be loaded, but `replay` may work. Nothing has changed.
+            ResumeError: its state cannot be loaded, but `replay` may work. Nothing has changed.
         """
         self._transactions.prepare()
         with self._transactions.atomic():

@@ -88,8 +88,12 @@ def _num_bytes(states: Mapping[int, State]) -> int:
     return sum(array.nbytes for array in arrays.values())
 
 
-class NoStateError(H2OStreamError):
-    """There is no state to return to or to resume: turns have to be fed again."""
+class ResumeError(H2OStreamError):
+    """A state cannot be resumed, but turns can be fed again: it belongs to another model, dtype or policy."""
+
+
+class NoStateError(ResumeError):
+    """There is no state: it is too old, or was not saved."""
 
 
 class Transactions:
@@ -260,6 +264,7 @@ class Transactions:
                 self._refused = session.automatic
                 raise
             return
+        self._refused = False
         self.checkpoint = replace(longer, unsaved=(), states=longer.states if session.automatic else {})
 
     def _start_session(self) -> None:
@@ -283,6 +288,7 @@ class Transactions:
                 self._refused = True
                 raise DataError(f"this chat is not kept, which is tried again after every turn: {error}") from error
             return
+        self._refused = False
         self.checkpoint = replace(checkpoint, session=session, unsaved=())
 
     def roll_back(self) -> None:

@@ -14,11 +14,11 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.folders import similar_session, write_settings
-from h2o_stream.session.history import ConversationHistory, ResumeError
+from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transactions import NoStateError
+from h2o_stream.session.transactions import NoStateError, ResumeError
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.ui.loading import show_loading
 from h2o_stream.ui.sessions import show_resumed
@@ -100,7 +100,7 @@ class ChatContext:
         similar = similar_session(name) if create else None
         try:
             existed = self.history.open(name, create)
-        except (ResumeError, NoStateError) as error:
+        except ResumeError as error:
             question = "Feed its transcript to this model again? The cache will differ from what it was."
             if isinstance(error, NoStateError):
                 self.terminal.note(f"session {name} has no saved cache; its transcript is fed again", style="dim")

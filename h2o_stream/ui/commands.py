@@ -14,6 +14,7 @@ from h2o_stream.recall.passage import Candidate
 from h2o_stream.resources import named_prompts
 from h2o_stream.session.memory import report_memory
 from h2o_stream.session.retention import retention
+from h2o_stream.session.transactions import NoStateError
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.why import explain
 from h2o_stream.ui.command_list import ALIASES, COMMANDS, unknown_command
@@ -168,7 +169,12 @@ class Commands(SessionCommands):
         return read_files(self._context, read_all(files, self._terminal.note), question)
 
     def _regen(self, argument: str) -> str:
-        return self._history.regenerate()
+        try:
+            return self._history.regenerate()
+        except NoStateError:
+            prompt = self._history.entries[-1].prompt
+            self._context.go_back(1)
+            return prompt
 
     def _undo(self, argument: str) -> None:
         count, entries = _parse_number("/undo", argument) if argument else 1, self._history.entries
