@@ -219,14 +219,14 @@ def test_a_quoted_question_is_no_question(chat: Chat) -> None:
 
 
 def test_what_the_user_said_goes_before_what_the_model_said(chat: Chat) -> None:
-    chat.say("Who set the ship on fire at the harbour?", "The ship at the harbour was set on fire by pirates.")
-    assert chat.recalled("Who set the ship on fire at the harbour?") == [
-        "The ship at the harbour was set on fire by pirates."
-    ]
+    question = "Who set the wooden ship on fire at the harbour?"
+    reply = "Pirates set the wooden ship on fire at the harbour."
+    chat.say(question, reply)
+    assert chat.recalled(question) == [reply]
     chat.say("Late at night the old captain set the ship on fire at the harbour.")
-    found = chat.ask("Who set the ship on fire at the harbour?")
-    assert [item.passage.role for item in found if item.verdict == "recalled"] == ["user"]
-    assert "said by the model" in {item.verdict for item in found}
+    candidates = chat.ask(question)
+    assert [item.passage.role for item in candidates if item.verdict == "recalled"] == ["user"]
+    assert "said by the model" in {item.verdict for item in candidates}
 
 
 def test_all_that_is_recalled_keeps_to_the_budget(chat: Chat) -> None:
