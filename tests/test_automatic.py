@@ -29,6 +29,7 @@ from h2o_stream.session.transactions import NoStateError
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
 from tests.commands import invoke, piped
+from tests.fixtures import with_exhaustive
 from tests.terminal import Pty
 from tests.test_history import make, said  # noqa: F401
 
@@ -127,7 +128,7 @@ class TestHistories:
         assert [entry.prompt for entry in history.session.transcript.entries] == ["one", "two", "three"]
         history.close()
 
-    @pytest.mark.parametrize("keep", [True, False])
+    @pytest.mark.parametrize("keep", with_exhaustive([True], [False]))
     def test_back_beyond_the_states(self, make: Callable[..., ConversationHistory], keep: bool) -> None:  # noqa: F811
         history = make()
         if keep:
