@@ -81,16 +81,16 @@ class ChatOptions(ChatConfig):
             ConfigError: it was given twice, or cannot be a name.
             DataError: there is none to continue.
         """
-        from h2o_stream.session.folders import check_name, session_names, similar_session
-
         if self.continued and self.session is not None:
             raise ConfigError("--continue is the last session, --session another one; leave one of them out")
-        if self.continued:
+        if not self.continued and self.session is None:
+            return None
+        from h2o_stream.session.folders import check_name, session_names, similar_session
+
+        if self.session is None:
             if not (names := session_names()):
                 raise DataError("there is no conversation to continue yet")
             return names[0]
-        if self.session is None:
-            return None
         check_name(self.session)
         similar = None if not ask or self.session in session_names() else similar_session(self.session)
         question = f"There is no session {self.session}; did you mean {similar}?"
@@ -205,9 +205,11 @@ def _resumed(
     session: str | None, settings: Settings, sources: dict[str, tuple[Any, str]]
 ) -> tuple[Settings, dict[str, tuple[Any, str]]]:
     """The settings that a session was left with, unless flags say otherwise; and where each option comes from."""
+    if session is None:
+        return settings, sources
     from h2o_stream.session.folders import read_settings
 
-    kept = {} if session is None else read_settings(session)
+    kept = read_settings(session)
     kept = {name: value for name, value in kept.items() if name in KEPT_OPTIONS and sources[name][1] != "flag"}
     if not kept:
         return settings, sources
