@@ -29,7 +29,7 @@ def named_prompts() -> dict[str, str]:
     folders = [project_file("prompts")]
     with suppress(NoHomeError):
         folders.append(prompts_folder())
-    paths = {path.stem: path for folder in folders for path in sorted(folder.glob("*.txt"))}
+    paths = {path.stem: path for folder in folders for path in sorted((*folder.glob("*.md"), *folder.glob("*.txt")))}
     return {name: path.read_text(encoding="utf-8-sig", errors="replace").strip() for name, path in paths.items()}
 
 

@@ -20,7 +20,7 @@ from h2o_stream.resources import private_data_folder
 from h2o_stream.session.folders import AUTOMATIC, SESSIONS, sessions_folder
 from h2o_stream.session.sessions import Session
 
-_NAME_LETTERS = 40
+_NAME_LETTERS = 32
 """Most letters of a name that is made of first words."""
 
 

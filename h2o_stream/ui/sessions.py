@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, JustifyMethod
+from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +23,9 @@ NOT_KEPT = "Nothing of this chat is kept here. "
 
 _MAX_MATCHES = 20
 
+_TIME_LETTERS, _MAX_LETTERS = len("2026-01-01 12:00"), 40
+"""Of a time, and of first words."""
+
 _SHOWN_TURNS, _SHOWN_LETTERS = 2, 1200
 """How many exchanges of a resumed session are shown, and how much of each text."""
 
@@ -36,16 +40,19 @@ def show_sessions(terminal: Terminal, console: Console) -> None:
     saved = [(name, transcript) for name, transcript in saved_sessions() if transcript.header]
     saved.sort(key=lambda item: item[1].entries[-1].time if item[1].entries else "", reverse=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    widths = {"session": max([7, *(len(name) for name, _ in saved)]), "turns": 5, "last used": 16}
-    for column in ("session", "turns", "last used", "model", "first words"):
-        justify: JustifyMethod = "right" if column == "turns" else "left"
-        table.add_column(column, justify=justify, min_width=widths.get(column), no_wrap=True)
+    table.add_column("session", overflow="fold")
+    table.add_column("turns", justify="right", no_wrap=True)
+    for column in ("last used", "model", "first words"):
+        table.add_column(column, no_wrap=True)
+    names = max([len("session"), *(cell_len(name) for name, _ in saved)])
+    room = max(console.width - names - len("turns") - _TIME_LETTERS - 2 * len(table.columns), 2 * len("first words"))
     for name, transcript in saved:
         entries, header = transcript.entries, transcript.header
         last, first = (entries[-1].time, one_line(entries[0].prompt)) if entries else ("", "")
         model = one_line(f"{Path(header.model).name} {header.policy}") if header else ""
         style = "dim" if name in automatic else ""
-        table.add_row(one_line(name), str(len(entries)), _minute(last), model, first[:40], style=style)
+        cells = one_line(name), str(len(entries)), _minute(last), _cut(model, room // 2), _cut(first, room // 2)
+        table.add_row(*cells, style=style)
     console.print(table)
     if folders:
         size = format_bytes(sum(nbytes for _, nbytes in folders))
@@ -78,7 +85,13 @@ def _excerpt(match: Match) -> Text:
 
 
 def _minute(time: str) -> str:
-    return one_line(time)[:16].replace("T", " ")
+    return one_line(time)[:_TIME_LETTERS].replace("T", " ")
+
+
+def _cut(text: str, width: int) -> Text:
+    cut = Text(text)
+    cut.truncate(min(width, _MAX_LETTERS), overflow="ellipsis")
+    return cut
 
 
 def show_resumed(terminal: Terminal, name: str, entries: Sequence[Entry]) -> None:
