@@ -71,3 +71,12 @@ class TestSettings:
         assert re.search(r"^storyteller +You are a storyteller", listed.stdout, re.M)
         done = piped(tiny_folder, ["/system"], "--system", "storyteller")
         assert "You are a storyteller. You answer with vivid" in done.stderr
+
+    def test_prompts_of_the_user(self, tiny_folder: Path, file: Path) -> None:
+        (folder := file.parent / "prompts").mkdir()
+        (folder / "pirate.md").write_text("You are a pirate.")
+        (folder / "storyteller.txt").write_text("You are brief.")
+        assert re.search(r"^pirate +You are a pirate", invoke("h2o-chat", "--list-prompts").stdout, re.M)
+        done = piped(tiny_folder, ["/system", "/system pirate", "/system"], "--system", "storyteller")
+        assert "You are brief.\n" in done.stderr
+        assert "You are a pirate.\n" in done.stderr
