@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
 from h2o_stream.compare.speed import peers
@@ -25,7 +26,6 @@ from h2o_stream.compare.speed.engines import (
     EngineInfo,
     EngineSpec,
     MemoryUse,
-    weight_bytes,
 )
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig

@@ -126,7 +126,7 @@ class ChatContext:
         """The settings of the conversation as it is now, with another model or cache."""
         settings, conversation = self.loaded.settings, self.loaded.conversation
         if "window" in cache:  # in place of what chose the window before
-            cache = {"heavy_ratio": None, "recent_ratio": None, "cache_size": None, **cache}
+            cache = {"heavy_ratio": None, "recent_ratio": None, "cache_size": None, "auto_window": 0, **cache}
         return replace(
             settings,
             model=settings.model if model is None else replace(settings.model, model=model),
