@@ -25,10 +25,17 @@ def project_file(name: str) -> Path:
 
 
 def named_prompts() -> dict[str, str]:
-    """The texts in prompts/, by name."""
-    return {
-        path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(project_file("prompts").glob("*.txt"))
-    }
+    """The texts in prompts/ and in the user's folder of that name, which go first, by name."""
+    folders = [project_file("prompts")]
+    with suppress(NoHomeError):
+        folders.append(prompts_folder())
+    paths = {path.stem: path for folder in folders for path in sorted(folder.glob("*.txt"))}
+    return {name: path.read_text(encoding="utf-8-sig", errors="replace").strip() for name, path in paths.items()}
+
+
+def prompts_folder() -> Path:
+    """The user's folder of named prompts."""
+    return _folder("config") / "prompts"
 
 
 def is_file(path: Path) -> bool:

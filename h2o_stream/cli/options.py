@@ -166,7 +166,7 @@ CACHE = Group(
 
 def _sampling_config(stop: list[str] | None = None, temperature: str | None = None, **values: Any) -> SamplingConfig:
     if temperature is not None:
-        temperature = temperature.lower()
+        temperature = str(temperature).lower()  # a session keeps the number
         with suppress(ValueError):
             values["temperature"] = float(temperature)
         values.setdefault("temperature", temperature)
@@ -213,7 +213,7 @@ def settings_group(default_recall: RecallMode) -> Group[Settings]:
     ) -> Settings:
         text = system if system is None else named_prompts().get(system, system)
         system = text_or_file(text, "--system", system_file, "--system-file")
-        schema = None if json_schema is None else json_object(json_schema, "--json-schema")
+        schema = None if json_schema is None else json_object(Path(json_schema), "--json-schema")
         return Settings(system=system, recall=RecallConfig(recall), json_schema=schema, **values)
 
     return Group(

@@ -35,6 +35,7 @@ from h2o_stream.config.cache import (
     prefill_step,
 )
 from h2o_stream.config.conversation import (
+    AUTOMATIC_BYTES,
     CHAT_RECALL,
     RECALL_NAMES,
     THINKING_VARIABLES,
