@@ -126,8 +126,6 @@ class Service:
                 return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
         except TimeoutError as error:
             raise ApiError(400, f"it was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
-        except ConfigError as error:
-            raise ApiError(501, str(error), place) from error
         except H2OStreamError as error:
             raise ApiError(400, str(error), place) from error
 
