@@ -56,8 +56,7 @@ def test_it_costs_what_its_tokens_cost(grouped: LlamaForCausalLM, kv_bits: int) 
         first = going_on(grouped, cache)
         full = cache.state_dict()
         assert sum(x.nbytes for x in short.values()) < 0.7 * sum(x.nbytes for x in full.values())
-        assert short["1.index"].shape[-1] == 20
-        assert full["1.index"].shape[-1] == 60
+        assert short["1.index"].shape[-1] < 25 < 60 <= full["1.index"].shape[-1]
         cache.load_state_dict(short)
         assert going_on(grouped, cache).equal(first)
 

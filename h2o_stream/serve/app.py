@@ -26,6 +26,7 @@ from h2o_stream.serve.fields import ELSEWHERE, Endpoint, read_fields
 from h2o_stream.serve.requests import is_kept
 from h2o_stream.serve.responses import answer_response, parse_response, stream_response
 from h2o_stream.serve.service import Service
+from h2o_stream.serve.wording import renamed
 
 _log = logging.getLogger(__name__)
 
@@ -89,15 +90,16 @@ async def _answer_post(
     endpoint: Endpoint,
     request: Request,
 ) -> Response:
+    names: Mapping[str, str] = {}
     try:
         _authorize(service, request)
-        fields, unknown = read_fields(await _body(service, request), endpoint)
+        fields, unknown, names = read_fields(await _body(service, request), endpoint)
         _check_names(service, fields.get("model"), unknown)
         response = await handler(service, request, fields)
         if unknown:
             response.headers[_UNKNOWN] = _shown(unknown)
     except ApiError as error:
-        response = _refusal(error)
+        response = _refusal(renamed(error, names))
     except ClientDisconnect:
         response = Response(status_code=499)
     service.metrics.answered(request.url.path, response.status_code)

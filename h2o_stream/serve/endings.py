@@ -19,6 +19,7 @@ from h2o_stream.serve.messages import Exchange, as_fed
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
 from h2o_stream.serve.stream import LogprobSampler
+from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.messages import text_of
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Turn
@@ -178,13 +179,3 @@ class Endings:
         live.engine.end_reply()
         if live.kept is not None:
             self._conversations.busy.discard(live.kept.id)
-
-
-def as_api_error(error: BaseException) -> ApiError:
-    """An error as a client gets it."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, H2OStreamError):
-        return ApiError(400, str(error))
-    _log.error("a reply failed", exc_info=error)
-    return ApiError(500, f"unexpected {type(error).__name__}")

@@ -27,6 +27,7 @@ from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Message
 from h2o_stream.serve.requests import Options, Sampled
 from h2o_stream.serve.store import Store
+from h2o_stream.serve.wording import as_api_error
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session.calls import CallFormat, find_format
 from h2o_stream.session.template import ChatTemplate
@@ -127,7 +128,7 @@ class Service:
         except TimeoutError as error:
             raise ApiError(400, f"it was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
         except H2OStreamError as error:
-            raise ApiError(400, str(error), place) from error
+            raise as_api_error(error, place) from error
 
     @asynccontextmanager
     async def replies(

@@ -20,10 +20,11 @@ from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
 from h2o_stream.native.stepper import PromptPlan
 from h2o_stream.serve.conversations import Conversations, Opened, raw_events, turn_events
-from h2o_stream.serve.endings import Endings, Job, as_api_error
+from h2o_stream.serve.endings import Endings, Job
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Failed, Piece, Started
+from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.turn import Turn
 
 _log = logging.getLogger(__name__)
