@@ -49,6 +49,7 @@ class Job:
     event: Event | None = None
     prompt_tokens: int = 0
     seen_before: int = 0
+    evicted_before: int = 0
     pieces: list[str] = field(default_factory=list)
     thinking: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -155,7 +156,7 @@ class Endings:
             len(kept.hashes) - 1 + len(live.hashes) if kept else 0,
             job.opened.origin, job.opened.known, len(job.opened.unread),
         )  # fmt: skip
-        self._metrics.replied(seen)
+        self._metrics.replied(seen, counts.evicted - job.evicted_before, job.ask.seconds)
         if kept is None:
             self.discard(live)
             job.ask.try_send(done)
