@@ -4,7 +4,7 @@
 
 const PREFIX = "h2o-chat-";
 let chats = stored();
-let chat = chats.find(each => each.id === sessionStorage.getItem("h2o-current")) || chats[0] || begin();
+let chat = chats.find(each => each.id === sessionStorage.getItem("h2o-current")) || chats[0] || begun();
 
 /** The chats in the browser, the one used last first. */
 function stored() {
@@ -52,11 +52,11 @@ function titleOf({ messages }) {
   return words.length > 60 ? `${words.slice(0, 59)}…` : words;
 }
 
-/** Begin a chat with these messages, and make it the current one. */
-function begin(messages = []) {
-  chat = { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, changed: Date.now(), messages, slots: null };
-  chats.unshift(chat);
-  return chat;
+/** A new chat with these messages. */
+function begun(messages = []) {
+  const made = { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, changed: Date.now(), messages, slots: null };
+  chats.unshift(made);
+  return made;
 }
 
 /** Keep a chat. Returns why that was not possible, or "". */
@@ -75,5 +75,5 @@ function remove(removed) {
   localStorage.removeItem(PREFIX + removed.id);
   if (removed.id === "first") localStorage.removeItem("h2o");
   chats = chats.filter(each => each !== removed);
-  if (removed === chat) chat = chats[0] || begin();
+  if (removed === chat) chat = chats[0] || begun();
 }

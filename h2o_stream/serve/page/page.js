@@ -127,9 +127,7 @@ function edit(turn, index) {
     const text = area.value.trim();
     if (!text) return;
     const before = structuredClone(chat.messages.slice(0, index));
-    stop();
-    begin([...before, userMessage(text)]);
-    show(chat);
+    show(begun([...before, userMessage(text)]));
     reply();
   };
   tools.append(button("Cancel", "quiet", draw), button("Send", "quiet", send));
@@ -243,7 +241,7 @@ $("log").onclick = event => {
   if (code) copy(code.closest(".code").querySelector("code").textContent, code);
   if (all) copy(contentOf(chat.messages[[...$("log").children].indexOf(all.closest(".turn"))]), all);
 };
-$("new").onclick = () => show(chats.find(each => !each.messages.length) || begin());
+$("new").onclick = () => show(chats.find(each => !each.messages.length) || begun());
 $("menu").onclick = () => openList(!document.body.classList.contains("opened"));
 $("veil").onclick = () => openList(false);
 addEventListener("pagehide", () => { if (chat.messages.length) save(); });
