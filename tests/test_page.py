@@ -50,7 +50,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def page(server: Running, browser: Page) -> Iterator[Page]:
-    browser.open(f"{server.url}/#key=secret")
+    browser.command("Page.navigate", url=f"{server.url}/health")
+    browser.wait("location.pathname == '/health'")
     browser.run("localStorage.clear(), sessionStorage.clear()")
     browser.open(f"{server.url}/#key=secret")
     yield browser

@@ -9,7 +9,7 @@ let model = null, running = null;
 
 // the slots of the cache
 
-function showSlots(slots, speed = 0) {
+function showSlots(slots) {
   if (!slots) return;
   $("slots").replaceChildren(...Object.keys(USES).map((name, index) => {
     const part = $("slots").children[index] || element("div");
@@ -27,7 +27,7 @@ function showSlots(slots, speed = 0) {
   }));
   $("numbers").textContent = slots.seen
     ? `${number(slots.seen)} seen · ${number(slots.evicted)} evicted · ${(slots.nbytes / 2 ** 20).toFixed(1)} MiB`
-      + (speed ? ` · ${number(speed)} tok/s` : "")
+      + (slots.speed ? ` · ${number(slots.speed)} tok/s` : "")
     : `${number(slots.window)} slots`;
 }
 
@@ -176,13 +176,13 @@ async function reply(again = null) {
   turn.classList.add("busy");
   $("log").setAttribute("aria-busy", "true");
   $("send").textContent = "Stop";
-  let tokens = 0, start = 0, due = false, failed = null, slots = null;
+  let tokens = 0, start = 0, due = false, failed = null;
   const update = () => {
     due = false;
     if (!turn.isConnected) return;
     const near = innerHeight + scrollY > document.body.scrollHeight - 80;
     fill(turn, now);
-    showSlots(slots, tokens > 8 && 1000 * (tokens - 1) / (performance.now() - start));
+    showSlots(asking.slots);
     if (near) scrollTo(0, document.body.scrollHeight);
   };
   try {
@@ -192,8 +192,9 @@ async function reply(again = null) {
       now.thinking += delta.reasoning_content || "";
       now.content += delta.content || "";
       if (chunk.h2o?.slots) {
-        slots = asking.slots = chunk.h2o.slots;
-        tokens ? tokens += 1 : (tokens = 1, start = performance.now());
+        const taken = performance.now() - (start ||= performance.now());
+        asking.slots = { ...chunk.h2o.slots, speed: tokens > 8 ? 1000 * tokens / taken : 0 };
+        tokens += 1;
       }
       if (!due) due = requestAnimationFrame(update);
     }
@@ -244,11 +245,12 @@ $("log").onclick = event => {
 $("new").onclick = () => show(chats.find(each => !each.messages.length) || begun());
 $("menu").onclick = () => openList(!document.body.classList.contains("opened"));
 $("veil").onclick = () => openList(false);
-addEventListener("pagehide", () => { if (chat.messages.length) save(); });
+addEventListener("pagehide", () => { if (running) save(); });
 addEventListener("storage", () => {  // another tab has said something
-  const own = chat;
-  chats = [own, ...stored().filter(each => each.id !== own.id)];
-  drawList();
+  const found = stored(), same = found.find(each => each.id === chat.id);
+  chats = [...(running || !same ? [chat] : []), ...found.filter(each => !running || each !== same)];
+  if (same && !running) chat = same;
+  running ? drawList() : draw();
 });
 
 fetch("/v1/models", { headers }).then(async answer => {
