@@ -73,7 +73,8 @@ def serve(
             from h2o_stream.serve.requests import Options
             from h2o_stream.serve.service import Service, load_served
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
-        terminal.note(f"Serving {service.name} on http://{config.host}:{config.port}/v1", style="dim")
+        address = f"http://{config.host}:{config.port}"
+        terminal.note(f"Serving {service.name} on {address}/v1, and a page at {address}", style="dim")
         uvicorn.Server(uvicorn_config(make_app(service), config)).run()
 
 
