@@ -14,6 +14,7 @@ import typer
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.config import (
     DEFAULT_CHUNK,
+    DEFAULT_DRY_MULTIPLIER,
     DEFAULT_TEMPERATURE,
     DEFAULT_TOP_P,
     DTYPES,
@@ -167,10 +168,16 @@ SAMPLING = Group(
     top_p=Option(f"Nucleus mass. (default: the model's, or {DEFAULT_TOP_P})"),
     top_k=Option("0 keeps all. (default: the model's, or 0)"),
     min_p=Option("Drop tokens below this fraction of the best one's probability. (default: the model's, or 0)"),
-    repetition_penalty=Option("Above 1, tokens of this turn are repeated less often. (default: the model's, or 1)"),
+    repetition_penalty=Option("Above 1, tokens of the reply are repeated less often. (default: the model's, or 1)"),
+    dry_multiplier=Option(
+        "How much less likely a token is that lengthens a sequence of the reply; 0 is none. "
+        f"(default: {DEFAULT_DRY_MULTIPLIER}; with a repetition penalty or --temp 0, 0)"
+    ),
+    dry_base=Option("By how much more for each further token of the sequence."),
+    dry_allowed_length=Option("Tokens of the shortest such sequence; 0: loops only. (default: the model's, or 0)"),
     frequency_penalty=Option("Subtracted from a token's logit for each time that the reply has it."),
     presence_penalty=Option("Subtracted if the reply has the token at all."),
-    repeat_last_n=Option("How many of the last tokens penalties look at; -1 is the turn."),
+    repeat_last_n=Option("How many of the reply's last tokens penalties look at; -1 is all of them."),
     seed=Option("Random seed. (default: a new one)"),
     max_tokens=Option("Maximum tokens of a reply.", "-n", "--max-tokens"),
     stop=Option("A string that ends the reply; may be given more than once."),

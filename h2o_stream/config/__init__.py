@@ -57,9 +57,11 @@ from h2o_stream.config.policies import (
 from h2o_stream.config.sampling import (
     BENCH,
     BENCH_TEMPERATURES,
+    DEFAULT_DRY_MULTIPLIER,
     DEFAULT_TEMPERATURE,
     DEFAULT_TOP_K,
     DEFAULT_TOP_P,
+    FOCUSED_TEMPERATURE,
     MODEL_SAMPLING,
     SamplingConfig,
     model_sampling,
