@@ -8,7 +8,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from h2o_stream.errors import H2OStreamError
 from h2o_stream.ui.format import shade
 from h2o_stream.ui.pages import Chart, Heatmap
 
@@ -44,15 +43,8 @@ NARROW_DARK = ChartStyle((4.1, 4.1), "#e8e8e8", "none", _DARK, title=False)
 
 
 def require_matplotlib() -> None:
-    """Check that charts can be drawn.
-
-    Raises:
-        H2OStreamError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise H2OStreamError("plots need matplotlib; pip install 'h2o-stream[plots]'") from error
+    """Check that charts can be drawn: commands install matplotlib if it is missing, and run again."""
+    import matplotlib  # noqa: F401
 
 
 def draw(chart: Chart | Heatmap, path: Path) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.compare.speed.engines import IK_LLAMA_CPP, LLAMA_CPP, OPENVINO, EngineInfo, EngineSpec, Runner
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError, install_command
 from h2o_stream.models.find import gguf_file
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.runtime.architectures import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT
 
-NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
-NO_IK_LLAMA_CPP = "the peer ik_llama.cpp needs ik-llama-cpp-python; pip install 'h2o-stream[bench]'"
-NO_OPENVINO = "the peer openvino needs openvino-genai; pip install 'h2o-stream[bench]'"
+NO_LLAMA_CPP = f"the peer llama.cpp is not installed: {install_command('llama-cpp-python')}"
+NO_IK_LLAMA_CPP = f"the peer ik_llama.cpp is not installed: {install_command('ik-llama-cpp-python')}"
+NO_OPENVINO = f"the peer openvino is not installed: {install_command('openvino-genai')}"
 
 _OPENVINO_BLOCK = 32
 """Slots that OpenVINO evicts at a time."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from h2o_stream.errors import DataError, H2OStreamError
+from h2o_stream.errors import DataError, H2OStreamError, install_command
 from h2o_stream.session.jsonl import read_objects
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -23,7 +23,7 @@ class RougeScorer:
         try:
             from rouge_score.rouge_scorer import RougeScorer as Scorer
         except ImportError as error:
-            raise H2OStreamError("ROUGE needs rouge-score; pip install 'h2o-stream[rouge]'") from error
+            raise H2OStreamError(f"ROUGE needs rouge-score: {install_command('rouge-score')}") from error
         self._scorer = Scorer(list(ROUGE), use_stemmer=True)
 
     def score(self, text: str, reference: str | None) -> list[float] | None:

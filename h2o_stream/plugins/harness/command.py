@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError, install_command
 
 
 def main() -> None:
@@ -32,7 +32,8 @@ def require_harness() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
-        raise H2OStreamError("tasks need the lm-evaluation-harness; pip install 'h2o-stream[eval]'") from error
+        command = install_command("'lm-eval[hf]'")
+        raise H2OStreamError(f"tasks need the lm-evaluation-harness: {command}") from error
 
 
 def _require_model(arguments: Sequence[str]) -> None:
