@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,8 +26,20 @@ from h2o_stream.registry import Registry
 from h2o_stream.resources import python_manual, write_text
 from h2o_stream.session.requests import read_requests
 
-PEERS = ("transformers", "llama.cpp", "ik_llama.cpp", "openvino")
-"""Other engines that ``speed`` can time."""
+PEERS = {
+    "transformers": "transformers",
+    "llama.cpp": "llama-cpp-python",
+    "ik_llama.cpp": "ik-llama-cpp-python",
+    "openvino": "openvino-genai",
+}
+"""Other engines that ``speed`` can time, and the packages that have them."""
+
+
+def missing_peer(peer: str) -> str:
+    """Why a peer cannot be asked, or nothing."""
+    package = PEERS[peer]
+    module = package.removesuffix("-python").replace("-", "_")
+    return "" if find_spec(module) else f"the peer {peer} needs {package}; pip install 'h2o-stream[bench]'"
 
 
 @dataclass(frozen=True)
@@ -223,7 +236,10 @@ class DivergenceOptions(ComparisonOptions):
     tokens: Annotated[int, Option("Tokens fed.", min=1)] = 496
     peers: Annotated[
         Sequence[str],
-        Option("Other engines: llama.cpp (extra bench).", parse=some_of("peer", ("llama.cpp",), may_be_none=True)),
+        Option(
+            "Other engines: llama.cpp, ik_llama.cpp (extra bench).",
+            parse=some_of("peer", ("llama.cpp", "ik_llama.cpp"), may_be_none=True),
+        ),
     ] = ("llama.cpp",)
 
 
