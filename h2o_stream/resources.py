@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from h2o_stream.errors import DataError, file_errors
+from h2o_stream.errors import DataError, H2OStreamError, file_errors
 
 APP = "h2o-stream"
 
@@ -37,6 +38,25 @@ def is_file(path: Path) -> bool:
         return path.expanduser().is_file()
     except (OSError, RuntimeError, ValueError):
         return False
+
+
+def require_package(module: str, extra: str, what: str) -> None:
+    """Check that a package of one of our extras is installed, without importing it. `what` needs it: a sentence.
+
+    Raises:
+        H2OStreamError: it is not installed.
+    """
+    if find_spec(module) is None:
+        raise H2OStreamError(f"{what}; pip install 'h2o-stream[{extra}]'")
+
+
+def require_matplotlib() -> None:
+    """Check that charts can be drawn.
+
+    Raises:
+        H2OStreamError: matplotlib is not installed.
+    """
+    require_package("matplotlib", "plots", "plots need matplotlib")
 
 
 def write_text(path: Path, text: str, label: str) -> None:

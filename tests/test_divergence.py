@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_stream.compare.catalog import missing_peer
+from h2o_stream.compare.catalog import PEERS
 from h2o_stream.compare.divergence import divergence
 from tests.commands import invoke, records
 from tests.likely_text import likely_lines
@@ -33,7 +33,7 @@ def compared(place: tuple[Path, Path], *options: str) -> list[dict[str, Any]]:
 
 def test_steps_in_float32_are_nearly_exact(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is not installed is left out."""
-    monkeypatch.setattr("h2o_stream.compare.divergence.missing_peer", lambda peer: "it is not installed")
+    monkeypatch.setattr("h2o_stream.resources.find_spec", lambda name: None)
     (record,) = compared(place, "--dtype", "float32")
     assert (record["engine"], record["dtype"], record["tokens"]) == ("h2o-stream", "float32", 40)
     assert record["kl"] < 1e-6
@@ -48,8 +48,7 @@ def test_in_bfloat16_they_are_less_so(place: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("peer", ["llama.cpp", "ik_llama.cpp"])
 def test_other_engines_stand_beside_ours(peer: str, place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    if missing := missing_peer(peer):
-        pytest.skip(missing)
+    pytest.importorskip(PEERS[peer].removesuffix("-python").replace("-", "_"))
     monkeypatch.setattr("h2o_stream.compare.speed.worker.get_context", lambda _: Forks)
     ours, theirs = compared(place, "--dtype", "float32", "--peers", peer)
     assert (ours["engine"], theirs["engine"], theirs["tokens"]) == ("h2o-stream", peer, 40)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.compare.catalog import PEERS, DivergenceOptions, missing_peer
+from h2o_stream.compare.catalog import PEERS, DivergenceOptions, require_peer
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
@@ -23,7 +23,6 @@ from h2o_stream.compare.speed.engines import OURS, EngineSpec
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.models.find import gguf_file
 from h2o_stream.models.load import load
 from h2o_stream.progress import ignore
 from h2o_stream.runtime.loading import load_model
@@ -42,10 +41,11 @@ class Divergence(Comparison[DivergenceOptions]):
         """Take the exact model's logits of the text."""
         model, self._engines = self.options.model, [OURS]
         for peer in self.options.peers:
-            if reason := missing_peer(peer) or ("" if gguf_file(model.model) else f"{model.model} is not a GGUF file"):
-                notify(f"{peer} is left out: {reason}")
-            else:
+            try:
+                require_peer(peer, model.model)
                 self._engines.append(peer)
+            except H2OStreamError as error:
+                notify(f"left out: {error}")
         loaded = load(replace(model, dtype="float32", quantize="none", device="cpu"), notify=notify)
         self._tokens = read_tokens(self.options.text, loaded.tokenizer, self.options.tokens)
         with torch.no_grad():

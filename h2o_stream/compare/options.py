@@ -11,6 +11,8 @@ from h2o_stream.config import DEFAULT_WINDOW, MEMORY_SUFFIX, POLICIES, CacheConf
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, numbers, sizes, some_of
 from h2o_stream.registry import resolve
+from h2o_stream.resources import require_matplotlib
+from h2o_stream.texts import read_text
 
 
 def _policies(text: str, flag: str) -> tuple[str, ...]:
@@ -117,6 +119,18 @@ class ComparisonOptions:
     def configs(self) -> list[CacheConfig]:
         """What is compared: every policy with every window and seed."""
         return configs_of(self.policies, self.windows, self.seeds, self.cache)
+
+    def check(self) -> None:
+        """Check what can be checked before a model is loaded: that files are there and packages of extras installed.
+
+        Raises:
+            H2OStreamError: something is missing.
+        """
+        if self.out is not None:
+            require_matplotlib()
+        texts = getattr(self, "text", None) or ()
+        for path in [texts] if isinstance(texts, Path) else texts:
+            read_text(path, f"--text {path}")
 
     def make(self) -> Any:
         """Import the comparison and make it."""

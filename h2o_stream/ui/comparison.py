@@ -36,7 +36,7 @@ from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
 from h2o_stream.ui.format import format_duration
 from h2o_stream.ui.pages import Page, page_of
-from h2o_stream.ui.plots import draw, require_matplotlib
+from h2o_stream.ui.plots import draw
 from h2o_stream.ui.report import read_comparisons, write_report
 from h2o_stream.ui.tables import data_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
@@ -63,10 +63,8 @@ def run_comparison(
 
     Raises:
         DataError: the folder cannot be written, or holds another run.
-        H2OStreamError: the comparison failed, or matplotlib is missing, which the plots of a folder need.
+        H2OStreamError: the comparison failed.
     """
-    if out is not None:
-        require_matplotlib()
     with closing(comparison):
         folder = Folder(out)
         invocation = {
@@ -220,13 +218,13 @@ def run_everything(options: AllOptions, terminal: Terminal, jsonl: JsonlWriter, 
     Raises:
         H2OStreamError: the first comparison could not begin, or nothing could be measured.
     """
-    require_matplotlib()
     comparisons, left_out = options.comparisons(), _Collector(options, terminal, jsonl, processes)
     measured = 0
     for number, (name, chosen) in enumerate(comparisons.items(), 1):
         terminal.note(f"{number} of {len(comparisons)}: {name}", style="bold")
         known = len(left_out.items)
         try:
+            chosen.check()
             run_comparison(chosen.make(), chosen.out, terminal, jsonl, processes, partial(left_out.add, name))
             measured += 1
         except KeyboardInterrupt:

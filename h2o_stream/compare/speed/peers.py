@@ -12,7 +12,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.compare.speed.engines import IK_LLAMA_CPP, LLAMA_CPP, OPENVINO, EngineInfo, EngineSpec, Runner
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.find import gguf_file
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.runtime.architectures import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT
@@ -40,11 +40,7 @@ class _FileRunner(Runner):
 
     def _file(self) -> Path:
         path = gguf_file(self.spec.model.model)
-        if path is None:
-            raise ConfigError(
-                f"{self.spec.model.model} is not a GGUF file, which the peer {self.spec.engine} needs; "
-                "leave it out of --peers"
-            )
+        assert path is not None, "the options were checked"
         return path
 
     def _describe(self, path: Path, context: int | None) -> None:

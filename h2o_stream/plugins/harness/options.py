@@ -11,6 +11,7 @@ from h2o_stream.compare.options import Policies, configs_of
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed_if_any, numbers_if_any
+from h2o_stream.plugins.harness.command import require_harness
 from h2o_stream.plugins.ruler.items import TASKS
 from h2o_stream.plugins.ruler.options import RulerOptions
 from h2o_stream.registry import resolve
@@ -93,6 +94,12 @@ class TasksOptions(RulerOptions):
         """Every policy and window; contexts of the harness are one chunk unless --chunk is given."""
         whole = {"chunk": self.cache.get("chunk") or 0} if self.suite == "harness" else {}
         return configs_of(self.policies, self.windows or (DEFAULT_WINDOW,), self.seeds, {**self.cache, **whole})
+
+    def check(self) -> None:
+        """Also check that the harness is installed."""
+        super().check()
+        if self.suite == "harness":
+            require_harness()
 
     def make(self) -> Any:
         """The comparison of the suite."""
