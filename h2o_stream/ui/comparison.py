@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from h2o_stream.compare.comparison import (
 )
 from h2o_stream.compare.everything import AllOptions, LeftOut, lines_of, write_left_out
 from h2o_stream.compare.folder import Folder, JobResult
+from h2o_stream.compare.pause import Pause
 from h2o_stream.errors import H2OStreamError, file_errors
 from h2o_stream.memory import release_memory
 from h2o_stream.processes import Processes
@@ -35,7 +36,7 @@ from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
 from h2o_stream.ui.format import format_duration
-from h2o_stream.ui.pages import Page, page_of
+from h2o_stream.ui.pages import Page, Record, page_of
 from h2o_stream.ui.plots import draw
 from h2o_stream.ui.report import read_comparisons, write_report
 from h2o_stream.ui.tables import data_table, markdown_page
@@ -78,11 +79,12 @@ def run_comparison(
             folder.claim(run)
         jsonl.write(run)
         found: list[dict[str, Any]] = []
-        with progress_bars(terminal) as progress:
+        with progress_bars(terminal) as progress, _pause(comparison.name, out, run, found, terminal) as pause:
             if on_failure is not None:
                 leave_out_unsupported(comparison, on_failure)
             jobs = comparison.jobs()
-            run_one = partial(run_job, folder, _display(comparison, jobs, folder, processes, progress, terminal))
+            on_progress = _display(comparison, jobs, folder, processes, progress, terminal)
+            run_one = partial(run_job, folder, on_progress, pause)
             results: Iterable[JobResult]
             if on_failure is None:
                 results = run_jobs(jobs, comparison.exclusive, processes, run_one)
@@ -104,6 +106,22 @@ def run_comparison(
                     draw(chart, out / f"{chart.name}.png")
             terminal.note(f"tables, plots and records are in {out}")
     print_page(page, terminal)
+
+
+@contextmanager
+def _pause(kind: str, out: Path | None, run: Record, found: Sequence[Record], terminal: Terminal) -> Iterator[Pause]:
+    """A block that an interrupted comparison leaves by saying how to go on; without a folder it shows `found`."""
+    try:
+        with Pause(lambda: terminal.note("keeping what is finished; once more ends at once", style="dim")) as pause:
+            yield pause
+    except (KeyboardInterrupt, SystemExit):
+        if out is not None:
+            terminal.note(f"interrupted; what is finished is in {out}, and the same command goes on from there")
+        else:
+            terminal.note("interrupted; only with --out FOLDER is anything kept, to go on from there")
+            with suppress(LookupError, ValueError):  # too few records for a page
+                print_page(page_of(kind, run, found), terminal)
+        raise
 
 
 def print_page(page: Page, terminal: Terminal) -> None:
@@ -227,9 +245,6 @@ def run_everything(options: AllOptions, terminal: Terminal, jsonl: JsonlWriter, 
             chosen.check()
             run_comparison(chosen.make(), chosen.out, terminal, jsonl, processes, partial(left_out.add, name))
             measured += 1
-        except KeyboardInterrupt:
-            terminal.note("interrupted; the same command resumes, finished jobs are not run again")
-            raise
         except Exception as error:  # the others are measured all the same
             if number == 1 and len(left_out.items) == known:
                 raise

@@ -14,7 +14,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     title = f"{run['model']}: nats per token, lower is better"
     title += "; evicted tokens are masked, and stay in memory" if run.get("masked") else ""
     tables, charts = [], []
-    for text in run["texts"]:
+    for text in dict.fromkeys(record["text"] for record in records):
         of_text = [record for record in records if record["text"] == text]
         heading = f"{stem(text)}, {max(record['tokens'] for record in of_text):,} tokens"
         tables.append(TableData(heading, _HEADER, [_row(record, of_text) for record in of_text]))
