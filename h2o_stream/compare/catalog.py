@@ -12,6 +12,7 @@ from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
     Policies,
+    Ray,
     RecallModes,
     Seeds,
     Window,
@@ -97,6 +98,7 @@ class NllOptions(ComparisonOptions):
         bool, Option("Mask tokens instead of evicting them, as h2o_hf simulates it: memory grows.", "--masked")
     ] = False
     seeds: Seeds = (0,)
+    ray: Ray = None
 
     @property
     def configs(self) -> list[CacheConfig]:
@@ -128,6 +130,7 @@ class RecallOptions(ComparisonOptions):
         int | None, Option("Also ask at the end of a chat of this many tokens: MT-Bench's questions.", min=1)
     ] = None
     seeds: Seeds = (0,)
+    ray: Ray = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,6 +168,7 @@ class SummarizeOptions(ComparisonOptions):
     ] = False
     seed: Annotated[int, Option("Random seed.", min=0)] = 0
     batch: Annotated[int, Option("Requests answered at once.", min=1)] = 8
+    ray: Ray = None
     output_path: Annotated[Path | None, Option("The answers of one policy in HELM's form, requests echoed.")] = None
 
     def __post_init__(self) -> None:

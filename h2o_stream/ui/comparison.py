@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from h2o_stream.compare.cluster import run_on_cluster
 from h2o_stream.compare.comparison import (
     Comparison,
     Job,
@@ -86,7 +87,9 @@ def run_comparison(
             on_progress = _display(comparison, jobs, folder, processes, progress, terminal)
             run_one = partial(run_job, folder, on_progress, pause)
             results: Iterable[JobResult]
-            if on_failure is None:
+            if comparison.options.ray:
+                results = run_on_cluster(comparison.options, jobs, folder, on_progress)
+            elif on_failure is None:
                 results = run_jobs(jobs, comparison.exclusive, processes, run_one)
             else:
                 results = run_possible_jobs(comparison, jobs, processes, run_one, on_failure)

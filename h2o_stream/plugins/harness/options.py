@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from h2o_stream.compare.options import Policies, configs_of
+from h2o_stream.compare.options import Policies, Ray, configs_of
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed_if_any, numbers_if_any
@@ -65,6 +65,7 @@ class TasksOptions(RulerOptions):
     task_folder: Annotated[Path | None, Option("harness: folder with more tasks, in its format.")] = None
     shots: Annotated[int | None, Option("harness: examples before each question. (default: the task's)", min=0)] = None
     limit: Annotated[int | None, Option("harness: documents; default is all.", min=1)] = None
+    ray: Ray = None
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
