@@ -71,7 +71,7 @@ sanitize: setup-dev
 	H2O_LIBRARY_FOLDER=$(CHECKED)/h2o_stream/native ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
-# Everything once with a real model, in some minutes: make real MODEL=FILE.gguf
+# Everything once with a real model, a 0.5B in eight minutes: make real MODEL=FILE.gguf
 real: setup-dev
 	$(BIN)/python -m tests.real $(MODEL) $(ARGS)
 

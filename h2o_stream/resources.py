@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from h2o_stream.errors import DataError, file_errors
+from h2o_stream.errors import DataError, H2OStreamError, file_errors, install_command
 
 APP = "h2o-stream"
 
@@ -44,6 +45,22 @@ def is_file(path: Path) -> bool:
         return path.expanduser().is_file()
     except (OSError, RuntimeError, ValueError):
         return False
+
+
+def require_package(module: str, packages: str, what: str) -> None:
+    """Check that a package is installed, without importing it. `what` needs it: a sentence.
+
+    Raises:
+        H2OStreamError: it is not installed; the message has the command that installs `packages`.
+    """
+    if find_spec(module) is None:
+        raise H2OStreamError(f"{what}: {install_command(packages)}")
+
+
+def require_matplotlib() -> None:
+    """Check that charts can be drawn: commands install matplotlib if it is missing, and run again."""
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 
 def write_text(path: Path, text: str, label: str) -> None:
