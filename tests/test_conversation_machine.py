@@ -311,7 +311,7 @@ class ConversationMachine(RuleBasedStateMachine):
 
 class TestConversations(ConversationMachine.TestCase):  # type: ignore[name-defined]
     settings = settings(
-        max_examples=22, stateful_step_count=9, deadline=None, derandomize="H2O_EXAMPLES" not in os.environ,
+        max_examples=10, stateful_step_count=9, deadline=None, derandomize="H2O_EXAMPLES" not in os.environ,
         database=None, print_blob=True, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 

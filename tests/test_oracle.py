@@ -135,6 +135,7 @@ def test_h2o_in_chunks_and_in_every_position_mode(
     assume(compare(model, config, rules, tokens_of(seed, prompt + steps), prompt))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("policy", "sinks"), [("recent", 0), ("sink", 4)])
 @pytest.mark.parametrize(("positions", "chunk"), thinned(
     product(("gap", "rolling", "absolute"), (5, 0, 1)), lambda positions, chunk: chunk == 5 or positions == "gap"
@@ -145,6 +146,7 @@ def test_policies_without_heavy_hitters(policy: str, sinks: int, positions: str,
     assert compare(make_llama(groups=3), config, rules, tokens_of(1, 40), 25)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("positions", "chunk"), with_exhaustive(
     [("gap", 5), ("rolling", 1), ("absolute", 5)], [("gap", 1), ("rolling", 5), ("absolute", 1)]
 ))  # fmt: skip

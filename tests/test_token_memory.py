@@ -58,6 +58,7 @@ def remembering(**changes: Any) -> tuple[CacheConfig, Rules]:
     return made, replace(rules, matches=MATCHES, max_distance=DISTANCE)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("groups", "positions"), with_exhaustive([(3, "gap"), (1, "rolling")], [(1, "gap"), (3, "rolling")])
 )
@@ -230,6 +231,7 @@ def disk_for(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SegmentFile, "_extend", limited)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("full_disk", [False, True])
 def test_forwards_longer_than_what_is_dropped(full_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest segment has less in it than tokens are counted when it goes: heads never have more than there is."""
@@ -346,7 +348,7 @@ def test_codes_find_what_a_query_asks_for(engine: EngineChoice, monkeypatch: pyt
 
     Whoever has filled the memory.
     """
-    model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1612)
+    model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1608)
     made, _ = remembering()
     found: dict[int, list[torch.Tensor]] = {2048: [], 200: [], 1: []}
     with torch.no_grad(), attach(model, made, engine=engine) as cache:
@@ -384,6 +386,7 @@ def test_a_question_is_compared_with_more(monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(logits[1, 2048][1], logits[2048, 2048][1])
 
 
+@pytest.mark.exhaustive
 def test_threads_share_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found does not depend on their number."""
     monkeypatch.setattr(config, "MEMORY_CANDIDATES", 40)

@@ -28,6 +28,7 @@ from tests.tolerance import relative_error
 needs_library = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "policy"), with_exhaustive(
     [("GPT-NeoX", "tova"), ("gpt-oss", "h2o"), ("Kimi Linear", "h2o")],
     [("Gemma 2", "snapkv"), *((family.name, "h2o") for family in FAMILIES if not family.learned)],

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,6 +24,7 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.find import gguf_file
 from h2o_stream.models.load import load
 from h2o_stream.progress import ignore
+from h2o_stream.resources import version_of
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 
@@ -70,7 +69,7 @@ class Divergence(Comparison[DivergenceOptions]):
             "dtype": self.options.model.dtype,
             "tokens": digest_of(self._tokens),
             "machine": machine(),
-            "version": _version("h2o-stream" if engine == OURS else "llama-cpp-python"),
+            "version": version_of("h2o-stream" if engine == OURS else "llama-cpp-python"),
         }
 
     def _diverge(self, engine: str) -> Iterator[JobProgress | JobResult]:
@@ -122,13 +121,6 @@ def divergence(exact: Tensor, other: Tensor) -> float:
     likely = exact > torch.finfo(torch.float32).min
     exact, other = exact[likely].double(), other[likely].double()
     return float((exact.exp() * (exact - other)).sum().clamp_min(0))
-
-
-def _version(package: str) -> str:
-    """The version of a package; nothing if it is not installed."""
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return ""
 
 
 def _why_no_llama_cpp(model: str) -> str:
