@@ -32,7 +32,7 @@ torch.set_grad_enabled(False)
 keep_checks()
 fork_other_pythons()
 keep_tokenizers()
-settings.register_profile("some", deadline=None, max_examples=50)  # a busy machine is no failure
+settings.register_profile("some", deadline=None, max_examples=25)  # a busy machine is no failure
 settings.register_profile("exhaustive", settings.get_profile("some"), max_examples=100)
 
 

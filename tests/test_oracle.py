@@ -96,7 +96,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 @examples(
-    8, 20, heads=st.integers(1, 2), groups=st.sampled_from([1, 3]), heavy=st.integers(0, 6), recent=st.integers(1, 6),
+    5, 20, heads=st.integers(1, 2), groups=st.sampled_from([1, 3]), heavy=st.integers(0, 6), recent=st.integers(1, 6),
     prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_h2o_paper_is_the_cookbook_rule(
@@ -110,7 +110,7 @@ def test_h2o_paper_is_the_cookbook_rule(
 
 
 @examples(
-    10, 30, groups=st.sampled_from([1, 3]), positions=st.sampled_from(["gap", "rolling", "absolute"]),
+    6, 30, groups=st.sampled_from([1, 3]), positions=st.sampled_from(["gap", "rolling", "absolute"]),
     sinks=st.integers(0, 3), heavy=st.integers(1, 5), recent=st.integers(1, 5), span=st.integers(0, 20),
     decay=st.sampled_from([1.0, 0.99, 0.7]),
     chunk=st.integers(1, 9), prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
@@ -161,7 +161,7 @@ def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
 
 
 @examples(
-    6, 20, policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]), pinned=st.booleans(),
+    4, 20, policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]), pinned=st.booleans(),
     positions=st.sampled_from(["gap", "rolling", "absolute"]), heavy=st.integers(2, 6), chunk=st.integers(1, 9),
     starts=st.lists(st.integers(0, 35), min_size=1, max_size=4), prompt=st.integers(5, 24), late=st.integers(0, 9),
     seed=st.integers(0, 1000),

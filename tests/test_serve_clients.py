@@ -148,6 +148,7 @@ class TestServer:
         (line,) = [record.getMessage() for record in caplog.records if "gpt-4" in record.getMessage()]
         assert line == r"a request names the model gpt-4\n; smollm2-135m answers"
 
+    @pytest.mark.every(3)
     @pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
     @pytest.mark.parametrize("streamed", [False, True])
     def test_what_is_not_stored_is_not_on_disk(self, server: Running, endpoint: str, streamed: bool) -> None:

@@ -23,7 +23,7 @@ from tests.fixtures import make_llama, with_exhaustive
 from tests.in_turn import in_turn
 from tests.oracle import Rules
 from tests.test_oracle import compare, tokens_of
-from tests.tolerance import relative_error
+from tests.tolerance import assert_close, relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
@@ -310,7 +310,7 @@ def test_copies_of_rows_are_in_ram_if_the_disk_is_full(monkeypatch: pytest.Monke
         disk_for(0, monkeypatch)
         cache.reorder_cache(torch.tensor([0, 1, 0]))
         copied = model(batch[[0, 1, 0], :3], past_key_values=cache).logits
-        assert torch.equal(copied, wanted[[0, 1, 0]])
+        assert_close(copied, wanted[[0, 1, 0]])  # products of other sizes are rounded otherwise
 
 
 def test_a_chat_goes_on_though_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
                 cache.load_state_dict(state)
 
 
+@pytest.mark.exhaustive
 @needs_library
 @pytest.mark.parametrize("bits", with_exhaustive([4], [8]))
 def test_few_bits(bits: Any) -> None:
@@ -118,6 +119,7 @@ def test_few_bits(bits: Any) -> None:
     assert relative_error(*logits) < ONE_CODE
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", BOTH if library.loaded() else ["eager"])
 def test_padded_rows_are_as_alone(engine: EngineChoice) -> None:
     made, _ = remembering()
