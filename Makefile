@@ -34,7 +34,7 @@ TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 test: setup-dev
 	$(TESTS) $(ARGS)
 
-# Also the tests marked `exhaustive`: all combinations of which `make test` tries a part. Run it before a release.
+# Also the tests marked `exhaustive`: all combinations of which `make test` tries a part. CI runs these after the others.
 test-all: export H2O_SETS := all
 test-all: setup-all
 	$(TESTS) -m "" $(ARGS)

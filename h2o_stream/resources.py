@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -85,6 +86,16 @@ def python_manual() -> str:
     except ImportError as error:
         raise DataError("this Python has no help() texts; give a --text") from error
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+@cache
+def version_of(package: str) -> str:
+    """The version of an installed package, whose metadata take milliseconds to read; nothing if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
 
 
 def wheel_file(project: str, suffix: str) -> Path | None:

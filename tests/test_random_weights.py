@@ -41,6 +41,7 @@ def llama(kind: type = LlamaConfig, **settings: Any) -> Any:
 class TestRandomWeights:
     """Models built from a config alone."""
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("quantize", ["int8", "int4"])
     @pytest.mark.parametrize("tied", [False, True])
     def test_packed_models_are_native(self, tmp_path: Path, quantize: str, tied: bool) -> None:
