@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from h2o_stream.errors import DataError, file_errors
+from h2o_stream.errors import DataError, H2OStreamError, file_errors, install_command
 
 APP = "h2o-stream"
 
@@ -46,6 +48,22 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def require_package(module: str, packages: str, what: str) -> None:
+    """Check that a package is installed, without importing it. `what` needs it: a sentence.
+
+    Raises:
+        H2OStreamError: it is not installed; the message has the command that installs `packages`.
+    """
+    if find_spec(module) is None:
+        raise H2OStreamError(f"{what}: {install_command(packages)}")
+
+
+def require_matplotlib() -> None:
+    """Check that charts can be drawn: commands install matplotlib if it is missing, and run again."""
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+
 def write_text(path: Path, text: str, label: str) -> None:
     """Write a text file, and create its folder.
 
@@ -68,6 +86,16 @@ def python_manual() -> str:
     except ImportError as error:
         raise DataError("this Python has no help() texts; give a --text") from error
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+@cache
+def version_of(package: str) -> str:
+    """The version of an installed package, whose metadata take milliseconds to read; nothing if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
 
 
 def wheel_file(project: str, suffix: str) -> Path | None:

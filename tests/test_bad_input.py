@@ -232,6 +232,7 @@ def test_requests(line: str, words: str, tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "prompt"), [
     pytest.param(*entry, id=entry[0], marks=pytest.mark.exhaustive if len(entry[1]) > 200_000 else ())
     for entry in PROMPTS

@@ -334,7 +334,7 @@ class AutomaticMachine(ConversationMachine):
 
 class TestConversations(ConversationMachine.TestCase):  # type: ignore[name-defined]
     settings = settings(
-        max_examples=22, stateful_step_count=9, deadline=None, derandomize="H2O_EXAMPLES" not in os.environ,
+        max_examples=10, stateful_step_count=9, deadline=None, derandomize="H2O_EXAMPLES" not in os.environ,
         database=None, print_blob=True, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 

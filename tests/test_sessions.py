@@ -266,6 +266,7 @@ def killed_after(count: int) -> Callable[..., Any]:
     return File
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 1150])
 def test_killed_while_a_memory_grows(tmp_path: Path, count: int) -> None:
     """At whatever byte: what was saved before stays, what was half written goes, and the turn can be said again."""

@@ -4,6 +4,9 @@
 """
 
 from h2o_stream.config.cache import (
+    AUTO_MEMORY_SHARE,
+    AUTO_STEP_SHARE,
+    AUTO_WINDOWS,
     DEFAULT_CHUNK,
     DEFAULT_SPAN,
     DEFAULT_WINDOW,

@@ -165,7 +165,7 @@ class ChatContext:
         """
         old, loaded = self.loaded.conversation, self.loaded
         if "window" in cache:  # in place of what chose the window before
-            cache = {**cache, "heavy_ratio": None, "recent_ratio": None, "cache_size": None}
+            cache = {**cache, "heavy_ratio": None, "recent_ratio": None, "cache_size": None, "auto_window": 0}
         settings = self._settings(model, cache)
         self.history.suspend()
         try:
