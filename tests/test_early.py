@@ -61,7 +61,7 @@ class Early:
         def run(messages: Iterator[str]) -> None:
             self.said = list(messages)
 
-        yield SimpleNamespace(toolbar=lambda: "ready", run=run)
+        yield SimpleNamespace(toolbar=lambda: "ready", starting_text=str, run=run)
 
     def later(self, *steps: Callable[[], object]) -> None:
         """Run steps one after another while the chat runs; one that returns False is repeated."""

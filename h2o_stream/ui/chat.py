@@ -204,7 +204,7 @@ class Chat:
             if self._context.leaving:
                 return
 
-    def draft(self) -> str:
+    def starting_text(self) -> str:
         """The text that the prompt begins with: the message to edit. Who leaves the prompt without it edits nothing."""
         entry = self._context.edited
         if entry is None or entry is not self._offered:
@@ -229,7 +229,7 @@ class Chat:
 
         config = self._context.config
         history = input_history(config.history, self._terminal.note)
-        yield from MessagePrompt(self.toolbar, config.vim, history, self.draft).messages()
+        yield from MessagePrompt(self.toolbar, config.vim, history, self.starting_text).messages()
 
 
 def _piped() -> Iterator[str]:

@@ -36,9 +36,9 @@ _MAX_PASTED_LINES, _MAX_PASTED_LETTERS = 9, 2000
 class MessagePrompt:
     """Reads messages from a terminal. Enter sends; Meta-Enter, or Enter inside triple quotes, starts a new line.
 
-    The toolbar is below the prompt, which begins with the draft. A long text that is pasted is shown as a line and not
-    kept in the history. `background` runs in this thread while the first message is typed, which waits
-    until it is done; if it raises, so does `messages`.
+    The toolbar is below the prompt, which begins with the starting text. A long text that is pasted is shown as a line,
+    and not kept in the history. `background` runs in this thread while the first message is typed, which waits until it
+    is done; if it raises, so does `messages`.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class MessagePrompt:
         toolbar: Callable[[], FormattedText],
         vim: bool,
         history: History,
-        draft: Callable[[], str],
+        starting_text: Callable[[], str],
         background: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._background, self._draft = background, draft
+        self._background, self._starting_text = background, starting_text
         self._pasted = dict[str, str]()
         self.waiting = False
         self._session: PromptSession[str] = PromptSession(
@@ -71,7 +71,7 @@ class MessagePrompt:
         self._send, buffer.accept_handler = buffer.accept_handler, self._accept
 
     @property
-    def unsent(self) -> str:
+    def draft(self) -> str:
         """What was typed but not sent."""
         return self._with_pasted(self._session.default_buffer.text)
 
@@ -102,7 +102,7 @@ class MessagePrompt:
         last = float("-inf")
         while True:
             try:
-                text = self._session.prompt(PROMPT, default=self._draft(), pre_run=self._begin)
+                text = self._session.prompt(PROMPT, default=self._starting_text(), pre_run=self._begin)
             except KeyboardInterrupt:
                 if self._background is not None or time.monotonic() - last < DOUBLE_PRESS_S:
                     raise

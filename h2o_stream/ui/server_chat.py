@@ -91,12 +91,12 @@ class ServerChat:
 
     def _typed(self) -> Iterator[str]:
         history = input_history(self._config.history, self._terminal.note)
-        return MessagePrompt(self._toolbar, self._config.vim, history, self._take_draft).messages()
+        return MessagePrompt(self._toolbar, self._config.vim, history, self._starting_text).messages()
 
     def _toolbar(self) -> FormattedText:
         return FormattedText([("noreverse", self._status)])
 
-    def _take_draft(self) -> str:
+    def _starting_text(self) -> str:
         draft, self._draft = self._draft, ""
         if not draft:
             self._edited = 0
