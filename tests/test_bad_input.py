@@ -250,6 +250,7 @@ def test_strange_prompts_are_answered(name: str, prompt: str, tiny_folder: Path,
     assert turn["prompt_tokens"] > 0
 
 
+@pytest.mark.usefixtures("own_home")
 @pytest.mark.parametrize("options", [(), ("-p", "-"), ("--session", "talk")])
 def test_random_bytes_are_refused(options: tuple[str, ...], tiny_folder: Path) -> None:
     """300 kB piped into the chat: a line each, or all of them as the prompt."""

@@ -93,6 +93,7 @@ class TestOutput:
         wait_for(lambda: said(home))
         assert said(home)[0]["finish"] == "interrupted"
 
+    @pytest.mark.usefixtures("home")
     def test_a_terminal_that_changes_its_size_in_a_reply(self, tiny_folder: Path) -> None:
         base = ["-m", str(tiny_folder), "-n", "200", "--temp", "0"]
         with Pty("h2o-chat", *base) as terminal:
