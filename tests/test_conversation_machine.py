@@ -182,9 +182,9 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @rule(system=st.none() | st.sampled_from(SYSTEMS) | st.just(TOO_LONG), disturbance=disturbances)
     def reset(self, system: str | None, disturbance: Any) -> None:
+        name = None if self.automatic else self.name
         error = self.disturbed(disturbance, lambda: self.history.reset(system))
         assert system != TOO_LONG or isinstance(error, ConfigError | KeyboardInterrupt)
-        name = None if self.automatic else self.name
         self.before_or(ExpectedConversation(self.expected.system if system is None else system), error, name)
 
     @rule(name=names, disturbance=disturbances)
