@@ -231,11 +231,13 @@ class TestCommands:
         assert "session t resumed after turn 1: hi" in second.stderr
         assert re.search(r"^window +64 +session", second.stderr, re.M)
         assert re.search(r"^max_tokens +3 +session", second.stderr, re.M)
-        assert read_settings("t") == {"model": str(tiny_folder), "policy": "h2o", "window": 64, "max_tokens": 3}
+        assert read_settings("t") == {"model": str(tiny_folder), "policy": "h2o", "window": "64", "max_tokens": 3}
         third = invoke("h2o-chat", "-c", "-n", 2, "and", "now?")
         assert "+ 2 tokens" in third.stderr
         assert read_settings("t")["max_tokens"] == 2
-        loaded = invoke("h2o-chat", "-m", tiny_folder, "--window", 64, typed="/load t\nhi\n")
+        assert "now " in invoke("h2o-chat", "-c", typed="/window 48\n").stderr
+        assert "window 48" in invoke("h2o-chat", "-c", typed="").stderr
+        loaded = invoke("h2o-chat", "-m", tiny_folder, "--window", 48, typed="/load t\nhi\n")
         assert "+ 2 tokens" in loaded.stderr
         assert "t " in invoke("h2o-chat", "--sessions").stdout
         assert "and now?" in invoke("h2o-chat", "--search", "now").stdout.replace(MARKS[0], "")

@@ -213,7 +213,9 @@ def _resumed(
     kept = {name: value for name, value in kept.items() if name in KEPT_OPTIONS and sources[name][1] != "flag"}
     if not kept:
         return settings, sources
-    sources = {**sources, **{name: (value, "session") for name, value in kept.items()}}
+    texts = {name for name, (value, _) in sources.items() if isinstance(value, str)}  # whose values are typed as texts
+    typed = {name: str(value) if name in texts else value for name, value in kept.items()}
+    sources = {**sources, **{name: (value, "session") for name, value in typed.items()}}
     return SETTINGS.build({name: value for name, (value, _) in sources.items()}), sources
 
 

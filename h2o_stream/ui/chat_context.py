@@ -191,7 +191,8 @@ class ChatContext:
         loaded.conversation, loaded.model, loaded.settings = new.conversation, new.model, settings
         loaded.interrupts.check = new.model.check
         changed = cache if model is None else {"model": model}
-        self.keep_options(f"/{next(iter(changed))}", **changed)
+        options = {name: value for name, value in changed.items() if name in self.sources}
+        self.keep_options(f"/{next(iter(changed))}", **options)
         self.jsonl.write({"type": "change", "turn": new.conversation.metadata.turns, **new.describe()})
 
     def _settings(self, model: str | None, cache: Mapping[str, Any]) -> Settings:
