@@ -100,6 +100,7 @@ def test_related_words(related: TermWeights) -> None:
     assert not similarity[1].any()
 
 
+@pytest.mark.exhaustive
 def test_wide_embeddings_are_projected(tokenizer: PreTrainedTokenizerBase) -> None:
     wide = torch.nn.Embedding(len(tokenizer), 1100)
     terms = TermWeights(tokenizer, reader(wide))

@@ -297,6 +297,7 @@ def test_equal_scores_and_forbidden_tokens() -> None:
         assert {sampler.sample(scores, []) for _ in range(50)} == {1, 3}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "settings", [{}, {"top_k": 30}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 0.5, "repetition_penalty": 1.3}]
 )

@@ -98,9 +98,9 @@ class TestConversations:
 
     def test_together_as_alone(self, server: Running) -> None:
         alone = [texts(converse(server.url, number, 2, 10)) for number in range(2)]
-        answers, _ = together(server.url, range(6), 2, 10)
+        answers, _ = together(server.url, range(4), 2, 10)
         assert [texts(talk) for talk in answers[:2]] == alone
-        assert len({json.dumps(texts(talk)) for talk in answers}) == 6
+        assert len({json.dumps(texts(talk)) for talk in answers}) == 4
 
     def test_prompts_of_any_lengths_are_read_together(self, server: Running) -> None:
         """Also one of a single token, which has no stream yet to be stepped."""
@@ -264,7 +264,7 @@ class TestLimits:
         assert post(server.url, "/v1/chat/completions", body)[0] == status
 
     def test_a_long_paste_is_read(self, server: Running) -> None:
-        assert server.say("word " * 600)["h2o"]["seen_tokens"] > 600
+        assert server.say("word " * 200)["h2o"]["seen_tokens"] > 200
 
     def test_sleep_keys_sizes_and_metrics(self, tmp_path: Path) -> None:
         running = Running(tmp_path, awake=2, running=2, waiting=0, api_key="secret", max_body=2000)

@@ -81,6 +81,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("owner", "name"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
 def test_one_reply_fails(server: Running, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     failed = fail_once(monkeypatch, owner, name, ZeroDivisionError())

@@ -144,6 +144,7 @@ def plain(server: Running) -> dict[str, tuple[int, str]]:
     return answers
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("endpoint", "name", "rule"), cases(Served))
 def test_served(server: Running, plain: Any, endpoint: str, name: str, rule: Served) -> None:
     if name in CHANGES:
@@ -180,6 +181,7 @@ def test_refused(server: Running, plain: Any, endpoint: str, name: str, rule: Re
                 is_left_out(endpoint, name, bool(neutral))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("endpoint", "name", "rule"), cases(Ignored))
 def test_without_influence(server: Running, plain: Any, endpoint: str, name: str, rule: Ignored) -> None:
     assert ask(server, endpoint, name, "low") == plain[endpoint]

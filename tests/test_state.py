@@ -29,6 +29,7 @@ def going_on(model: Any, cache: Any) -> torch.Tensor:
     return torch.cat([model(part, past_key_values=cache).logits for part in chunks], 1)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("policy", "kv_bits"), thinned(
     product(POLICIES, [16, 4]), lambda policy, kv_bits: (kv_bits == 4) == (policy in ("h2o", "tova"))
 ))  # fmt: skip
@@ -185,6 +186,7 @@ HARMS: list[Callable[[torch.Tensor, random.Random], Any]] = [
 """Possible corruptions of a state's tensor."""
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("resealed", [False, True], ids=["damaged", "with checksums that fit"])
 @pytest.mark.parametrize(
     "settings",

@@ -91,6 +91,9 @@ ENGINE = Group(
 )
 
 
+_AUTO = "auto"
+
+
 def _cache_arguments(
     rolling: bool | None = None,
     cache_size: str | None = None,
@@ -112,7 +115,16 @@ def _cache_arguments(
     return {**values, "cache_size": size, "device": cache_device, "memory": limit}
 
 
-def _cache_config(cache: Mapping[str, Any], policy: str = CacheConfig.policy, **values: Any) -> CacheConfig:
+def _cache_config(
+    cache: Mapping[str, Any], policy: str = CacheConfig.policy, window: str = _AUTO, **values: Any
+) -> CacheConfig:
+    if window.lower() != _AUTO:
+        try:
+            values["window"] = int(window)
+        except ValueError as error:
+            raise ConfigError(f"window is {window!r}; --window takes a number of tokens, or {_AUTO}") from error
+    elif not any(cache[name] is not None for name in ("heavy", "heavy_ratio", "recent_ratio", "cache_size")):
+        values["auto_window"] = 1
     return CacheConfig(policy if policy in POLICIES else policy.lower(), **values, **cache)
 
 
@@ -142,14 +154,19 @@ CACHE = Group(
     "Cache",
     like=CacheConfig,
     policy=Option("", "--policy", "--mode", autocompletion=completing(lambda: POLICIES)),
-    window=Option("Tokens kept per layer and KV head.", "--window", "--num-window-length", "--max-kv-size"),
+    window=Option(
+        "Tokens kept per layer and KV head; auto: by the model's size.",
+        "--window",
+        "--num-window-length",
+        "--max-kv-size",
+    ),
     cache=CACHE_ARGUMENTS,
 )
 
 
 def _sampling_config(stop: list[str] | None = None, temperature: str | None = None, **values: Any) -> SamplingConfig:
     if temperature is not None:
-        temperature = temperature.lower()
+        temperature = str(temperature).lower()  # a session keeps the number
         with suppress(ValueError):
             values["temperature"] = float(temperature)
         values.setdefault("temperature", temperature)
@@ -196,7 +213,7 @@ def settings_group(default_recall: RecallMode) -> Group[Settings]:
     ) -> Settings:
         text = system if system is None else named_prompts().get(system, system)
         system = text_or_file(text, "--system", system_file, "--system-file")
-        schema = None if json_schema is None else json_object(json_schema, "--json-schema")
+        schema = None if json_schema is None else json_object(Path(json_schema), "--json-schema")
         return Settings(system=system, recall=RecallConfig(recall), json_schema=schema, **values)
 
     return Group(

@@ -4,6 +4,9 @@
 """
 
 from h2o_stream.config.cache import (
+    AUTO_MEMORY_SHARE,
+    AUTO_STEP_SHARE,
+    AUTO_WINDOWS,
     DEFAULT_CHUNK,
     DEFAULT_SPAN,
     DEFAULT_WINDOW,
@@ -32,6 +35,7 @@ from h2o_stream.config.cache import (
     prefill_step,
 )
 from h2o_stream.config.conversation import (
+    AUTOMATIC_BYTES,
     CHAT_RECALL,
     RECALL_NAMES,
     THINKING_VARIABLES,

@@ -85,7 +85,7 @@ class Options:
                     raise wrong("policy", policy, ", ".join(name for name in POLICIES if name != "full"))
                 found = replace(found, cache=replace(found.cache, policy=policy))
             if (window := field(body, "window", int)) is not None:
-                found = replace(found, cache=replace(found.cache, window=window, cache_size=None))
+                found = replace(found, cache=replace(found.cache, window=window, auto_window=0, cache_size=None))
             found.cache.plan()
         except ConfigError as error:
             raise as_api_error(error, "window") from error

@@ -58,6 +58,15 @@ def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
     return loaded
 
 
+def _with_window(model: LoadedModel, cache: CacheConfig, streams: int) -> CacheConfig:
+    """The same with the window that ``auto`` chooses for so many streams: all conversations have the same."""
+    if not cache.auto_window:
+        return cache
+    served: RuntimeModel = model.model
+    plan = served.serve(replace(cache, auto_window=streams)).cache.plan
+    return replace(cache, auto_window=0, window=plan.window)
+
+
 class Service:
     """A model that is served.
 
@@ -74,6 +83,7 @@ class Service:
     """
 
     def __init__(self, model: LoadedModel, config: ServeConfig, options: Options) -> None:
+        options = replace(options, cache=_with_window(model, options.cache, config.awake))
         self.model, self.config, self.options, self.started = model, config, options, int(time.time())
         try:
             folder = config.folder or private_data_folder("served")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from h2o_stream.recall.passages import sentences
 from h2o_stream.recall.terms import is_question
@@ -20,16 +21,20 @@ _REPLY = "Thank you. What would you like to know about it?"
 its answer to what is asked next."""
 
 
-def read_file(context: ChatContext, name: str, text: str, question: str) -> str | None:
-    """What to say about a file: its text with the question. A long one is read first, if recall is on, so that only the
-    question remains.
+def read_files(context: ChatContext, files: Sequence[tuple[str, str]], question: str) -> str | None:
+    """What to say about files, given by names and texts: the texts with the question. Long ones are read first, each as
+    a turn, if recall is on, so that only the question remains.
 
     None if there is none, or if Ctrl-C ended the reading. What was read stays in the conversation.
     """
-    if not _exceeds(context, text, _MAX_SHARE):
-        return f"{name}:\n\n{text}\n\n{question}".strip()
-    ask = "" if question else f" of {name}; ask about it"
-    return question or None if _read(context, f"{name}:\n\n{text}", ask) else None
+    texts = [f"{name}:\n\n{text}" for name, text in files]
+    if not _exceeds(context, (together := "\n\n".join(texts)), _MAX_SHARE):
+        return f"{together}\n\n{question}".strip()
+    for number, ((name, _), text) in enumerate(zip(files, texts, strict=True), 1):
+        ask = "" if question or number < len(files) else "; ask about it"
+        if not _read(context, text, f" of {name}{ask}" if ask or len(files) > 1 else ""):
+            return None
+    return question or None
 
 
 def read_ahead(context: ChatContext, message: str, text: str = "") -> str | None:

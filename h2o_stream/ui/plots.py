@@ -42,11 +42,6 @@ NARROW = ChartStyle((4.1, 4.1), title=False, background="none")
 NARROW_DARK = ChartStyle((4.1, 4.1), "#e8e8e8", "none", _DARK, title=False)
 
 
-def require_matplotlib() -> None:
-    """Check that charts can be drawn: commands install matplotlib if it is missing, and run again."""
-    import matplotlib  # noqa: F401
-
-
 def draw(chart: Chart | Heatmap, path: Path) -> None:
     """Draw a chart into a PNG file.
 

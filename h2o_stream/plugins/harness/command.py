@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from h2o_stream.errors import ConfigError, H2OStreamError, install_command
+from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.resources import require_package
 
 
 def main() -> None:
@@ -29,11 +30,7 @@ def require_harness() -> None:
     Raises:
         H2OStreamError: it is not installed.
     """
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        command = install_command("'lm-eval[hf]'")
-        raise H2OStreamError(f"tasks need the lm-evaluation-harness: {command}") from error
+    require_package("lm_eval", "'lm-eval[hf]'", "tasks need the lm-evaluation-harness")
 
 
 def _require_model(arguments: Sequence[str]) -> None:
