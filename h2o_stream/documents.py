@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from io import BytesIO
 
-from h2o_stream.errors import DataError
+from h2o_stream.errors import DataError, install_command
 
 _PDF, _ZIP = DOCUMENT_STARTS = (b"%PDF-", b"PK\3\4")
 """The first bytes of documents."""
@@ -37,7 +36,7 @@ def _read(read: Callable[[bytes], str], data: bytes, what: str, package: str) ->
     try:
         text = read(data)
     except ImportError as error:
-        raise DataError(f"{what}, and {package} reads it: {sys.executable} -m pip install {package}") from error
+        raise DataError(f"{what}, and {package} reads it: {install_command(package)}") from error
     except Exception as error:
         raise DataError(f"{what} that cannot be read: {str(error) or type(error).__name__}") from error
     if not text.strip():
