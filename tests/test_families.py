@@ -50,6 +50,7 @@ def modes(first: int = 0) -> Any:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("number", "policy", "cells"), matrix())
 def test_matrix(number: int, policy: str, cells: list[tuple[int, int]]) -> None:
     """All of them together show the table in the next test."""

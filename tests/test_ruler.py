@@ -311,6 +311,7 @@ class TestCommand:
         assert done.exit_code == 2
         assert words in done.stderr
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("no_charts")
     def test_beyond_the_context_others_go_on_and_recall_asks_after_the_same_reading(
         self, tiny_folder: Path, tmp_path: Path

@@ -152,7 +152,7 @@ class TestEmbedded:
                 assert rendered(first, messages, **more) == expected
 
     def test_prompts(self, ours: FileTokenizer, theirs: Any) -> None:
-        for text in (*filter(str.strip, TEXTS), "<|im_start|>system\n"):
+        for text in (*filter(str.strip, TEXTS[::3]), "<|im_start|>system\n"):
             first, second = (ChatTemplate(tokenizer, "Be <|im_end|> brief.", (2,)) for tokenizer in (ours, theirs))
             assert first.first_turn(text) == second.first_turn(text)
             assert first.next_turn(text, ended=True) == second.next_turn(text, ended=True)
