@@ -73,7 +73,7 @@ def test_every_position_mode(number: int, positions: str) -> None:
     assert error(number, "h2o", 5, 3, positions) < LARGEST
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @of_families(
     "dtype",
     [(number, dtype) for number in range(len(FAMILIES)) for dtype in MEAN],
