@@ -129,6 +129,7 @@ class TestChanged:
             CHANGES[name](model)
             assert_close(logits_of(model), expected)
 
+    @pytest.mark.exhaustive
     @in_turn("name", [*CHANGES][::2])
     def test_in_bfloat16(self, name: str) -> None:
         """The native step copies bfloat16 norms."""

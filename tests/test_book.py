@@ -82,6 +82,7 @@ class TestCommand:
         monkeypatch.setattr("h2o_stream.plugins.book.questions.project_file", lambda name: file)
         monkeypatch.setattr("h2o_stream.plugins.book.suite.python_manual", lambda: BOOK)
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("small_book", "no_charts")
     def test_policies_and_modes_on_parts_and_on_all_of_it(self, tiny_folder: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"

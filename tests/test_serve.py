@@ -265,8 +265,9 @@ class TestLimits:
     def test_a_long_paste_is_read(self, server: Running) -> None:
         assert server.say("word " * 200)["h2o"]["seen_tokens"] > 200
 
-    def test_sleep_keys_sizes_and_metrics(self, tmp_path: Path) -> None:
-        running = Running(tmp_path, awake=2, running=2, waiting=0, api_key="secret", max_body=2000)
+    def test_sleep_keys_sizes_and_metrics(self, tmp_path: Path, long_folder: Path) -> None:
+        model = ModelConfig(str(long_folder), dtype="float32")
+        running = Running(tmp_path, model, awake=2, running=2, waiting=0, api_key="secret", max_body=2000)
         try:
 
             def ask(body: Any, key: str = "secret") -> tuple[int, Any]:

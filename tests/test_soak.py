@@ -83,6 +83,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_stream_continues_exactly(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h2o_stream.compare.soak._READ", 128)
     monkeypatch.setattr("h2o_stream.compare.soak._REPLY", 16)
