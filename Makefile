@@ -11,7 +11,7 @@ SET_UP := $(PYTHON) set_up.py
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_experts.py tests/test_mixers.py tests/test_state_spaces.py \
 	tests/test_*_memory.py tests/test_memory_index.py tests/test_pack*.py tests/test_native_*.py)
 
-.PHONY: demo chat test test-all lint format audit soak sanitize real family-table gguf-table setup setup-dev setup-all clean
+.PHONY: demo chat serve test test-all lint format audit soak sanitize real family-table gguf-table setup setup-dev setup-all clean
 
 # The first of them talks before torch is there: only comparisons, the library and some models need that.
 demo:
@@ -23,6 +23,10 @@ chat:
 	@$(SET_UP) chat
 	@$(BIN)/h2o-chat $(ARGS)
 	@$(SET_UP) all
+
+serve:
+	@$(SET_UP) chat
+	@$(BIN)/h2o-serve $(ARGS)
 
 # Tests start many processes; with bytecode on disk, only the first of them compiles the sources.
 TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -67,7 +71,7 @@ sanitize: setup-dev
 	H2O_LIBRARY_FOLDER=$(CHECKED)/h2o_stream/native ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
-# Everything once with a real model, in some minutes: make real MODEL=FILE.gguf
+# Everything once with a real model, a 0.5B in eight minutes: make real MODEL=FILE.gguf
 real: setup-dev
 	$(BIN)/python -m tests.real $(MODEL) $(ARGS)
 

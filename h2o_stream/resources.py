@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from h2o_stream.errors import DataError, file_errors
+from h2o_stream.errors import DataError, H2OStreamError, file_errors, install_command
 
 APP = "h2o-stream"
 
@@ -26,10 +27,17 @@ def project_file(name: str) -> Path:
 
 
 def named_prompts() -> dict[str, str]:
-    """The texts in prompts/, by name."""
-    return {
-        path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(project_file("prompts").glob("*.txt"))
-    }
+    """The texts in prompts/ and in the user's folder of that name, which go first, by name."""
+    folders = [project_file("prompts")]
+    with suppress(NoHomeError):
+        folders.append(prompts_folder())
+    paths = {path.stem: path for folder in folders for path in sorted(folder.glob("*.txt"))}
+    return {name: path.read_text(encoding="utf-8-sig", errors="replace").strip() for name, path in paths.items()}
+
+
+def prompts_folder() -> Path:
+    """The user's folder of named prompts."""
+    return _folder("config") / "prompts"
 
 
 def is_file(path: Path) -> bool:
@@ -38,6 +46,22 @@ def is_file(path: Path) -> bool:
         return path.expanduser().is_file()
     except (OSError, RuntimeError, ValueError):
         return False
+
+
+def require_package(module: str, packages: str, what: str) -> None:
+    """Check that a package is installed, without importing it. `what` needs it: a sentence.
+
+    Raises:
+        H2OStreamError: it is not installed; the message has the command that installs `packages`.
+    """
+    if find_spec(module) is None:
+        raise H2OStreamError(f"{what}: {install_command(packages)}")
+
+
+def require_matplotlib() -> None:
+    """Check that charts can be drawn: commands install matplotlib if it is missing, and run again."""
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 
 def write_text(path: Path, text: str, label: str) -> None:

@@ -1,5 +1,6 @@
 """Wheels: with compiled libraries if there is a compiler, without them otherwise."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -24,7 +25,8 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "h2o_stream", copy / "h2o_stream", ignore=ignored)
     for folder in ("data", "prompts"):
         shutil.copytree(ROOT / folder, copy / folder)
-    for name in ("pyproject.toml", "hatch_build.py", "CMakeLists.txt", "README.md", "LICENSE", ".gitignore"):
+    needed = "pyproject.toml hatch_build.py CMakeLists.txt README.md LICENSE .gitignore constraints.txt"
+    for name in needed.split():
         shutil.copy(ROOT / name, copy)
     sources = copy / "h2o_stream" / "native" / "src"
     sources.mkdir()
@@ -50,6 +52,17 @@ def test_without_a_compiler(checkout):
     assert not [file for file in files if file.endswith(".so")]
     assert {"h2o_stream/native/library.py", "h2o_stream/prompts/assistant.txt"} <= files
     assert "without its compiled library" in said
+    assert {"h2o_stream/py.typed", "h2o_stream/serve/page/vendor/purify.min.js"} <= files
+    (metadata,) = {file.partition("/")[0] for file in files if ".dist-info/" in file}
+    assert f"{metadata}/licenses/h2o_stream/serve/page/vendor/purify.LICENSE.txt" in files
+    with zipfile.ZipFile(checkout / "wheels" / name) as opened:
+        listed = json.loads(opened.read(f"{metadata}/sboms/h2o-stream.cdx.json"))["components"]
+    scopes = {component["name"]: component["scope"] for component in listed}
+    assert scopes["torch"] == scopes["dompurify"] == "required"
+    assert (scopes["pytest"], scopes["rouge_score"]) == ("excluded", "optional")
+    vendored, torch = (next(each for each in listed if each["name"] == name) for name in ("dompurify", "torch"))
+    assert vendored["purl"] == f"pkg:npm/dompurify@{vendored['version']}"
+    assert f"torch=={torch['version']}\n" in (ROOT / "constraints.txt").read_text()
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("c++", "cmake"))), reason="nothing to compile with")

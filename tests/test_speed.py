@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
 from h2o_stream.compare.speed import peers
@@ -25,7 +26,6 @@ from h2o_stream.compare.speed.engines import (
     EngineInfo,
     EngineSpec,
     MemoryUse,
-    weight_bytes,
 )
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
@@ -176,12 +176,12 @@ class TestWorkers:
     @pytest.mark.parametrize(
         ("engine", "module"), [(LLAMA_CPP, "llama_cpp"), (IK_LLAMA_CPP, "ik_llama_cpp"), (OPENVINO, "openvino")]
     )
-    def test_a_missing_engine_is_one_line(self, engine: str, module: str, monkeypatch: Any, tmp_path: Path) -> None:
+    def test_a_broken_engine_is_one_line(self, engine: str, module: str, monkeypatch: Any, tmp_path: Path) -> None:
         (tmp_path / f"{module}.py").write_text("raise ImportError('not here')")
         monkeypatch.syspath_prepend(tmp_path)
         with (
             Worker(EngineSpec(engine, ModelConfig(), CacheConfig("full"))) as worker,
-            pytest.raises(H2OStreamError, match=r"h2o-stream\[bench\]"),
+            pytest.raises(H2OStreamError, match=rf"{engine}: not here"),
         ):
             worker.call("info")
 
@@ -242,6 +242,8 @@ def test_wrong_peers_and_short_texts(tiny_folder: Path, tmp_path: Path) -> None:
     wrong = invoke("h2o-compare", *base, "--peers", "vllm")
     assert wrong.exit_code == 2
     assert "transformers, llama.cpp" in wrong.stderr
+    file = invoke("h2o-compare", *base, "--peers", "llama.cpp")
+    assert ("llama.cpp" in file.stderr and "GGUF" in file.stderr) or "h2o-stream[bench]" in file.stderr
     short = invoke("h2o-compare", *base, "--peers", "")
     assert short.exit_code == 1
     assert "lower --histories" in short.stderr

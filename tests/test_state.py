@@ -49,6 +49,19 @@ def test_it_continues_bit_for_bit(tmp_path: Path, grouped: LlamaForCausalLM, pol
             assert cache.pins == (range(6, 9),)
 
 
+@pytest.mark.parametrize("kv_bits", [16, 4])
+def test_it_costs_what_its_tokens_cost(grouped: LlamaForCausalLM, kv_bits: int) -> None:
+    with attach(grouped, CacheConfig(window=60, chunk=8, kv_bits=kv_bits)) as cache:
+        grouped(TOKENS[:, :20], past_key_values=cache)
+        short = cache.state_dict()
+        first = going_on(grouped, cache)
+        full = cache.state_dict()
+        assert sum(x.nbytes for x in short.values()) < 0.7 * sum(x.nbytes for x in full.values())
+        assert short["1.index"].shape[-1] < 25 < 60 <= full["1.index"].shape[-1]
+        cache.load_state_dict(short)
+        assert going_on(grouped, cache).equal(first)
+
+
 def test_a_state_is_a_copy(tiny: LlamaForCausalLM) -> None:
     with attach(tiny, CacheConfig(window=24)) as cache:
         tiny(TOKENS[:, :40], past_key_values=cache)

@@ -12,8 +12,9 @@ from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStream
 from h2o_stream.cache.state import State
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import DataError
-from h2o_stream.session.history import ConversationHistory, ResumeError
+from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.sessions import Session
+from h2o_stream.session.transactions import ResumeError
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
 from tests.disturbances import full_disk, interrupted

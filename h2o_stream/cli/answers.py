@@ -41,7 +41,7 @@ class ScoreOptions:
     """
 
     files: Annotated[list[Path], typer.Argument(help="Files of answers.", show_default=False)]
-    to: Annotated[Path | None, Option("The table as .tex for LaTeX, else as Markdown.")] = None
+    to: Annotated[Path | None, Option("File for the table: .md, .csv or .tex.")] = None
 
 
 def add_to(app: typer.Typer) -> None:

@@ -18,6 +18,7 @@ from h2o_stream.compare.everything import AllOptions
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.options import Option
 from h2o_stream.processes import Processes
+from h2o_stream.resources import require_matplotlib
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -74,6 +75,7 @@ def compare(version: Annotated[bool, typer_option("version", VERSION, "Output")]
 def _add_comparison(app: typer.Typer, name: str, options: type[ComparisonOptions]) -> None:
     @run.command(app, _NAME, group_of(options), OUTPUT, name=name, help=inspect.getdoc(options))
     def comparison(chosen: ComparisonOptions, output: OutputOptions) -> None:
+        chosen.check()
         with run.outputs(output, bars=True) as (terminal, records):
             with run.loading(chosen.model, terminal):
                 from h2o_stream.ui.comparison import run_comparison
@@ -89,6 +91,7 @@ for _name in COMPARISONS.registered:
 @run.command(app, _NAME, group_of(AllOptions), OUTPUT, name="all", help=inspect.getdoc(AllOptions))
 def everything(options: AllOptions, output: OutputOptions) -> None:
     """Run several comparisons, and write a report of them."""
+    require_matplotlib()
     with run.outputs(output, bars=True) as (terminal, records):
         with run.loading(options.model, terminal):
             from h2o_stream.ui.comparison import run_everything
@@ -97,26 +100,25 @@ def everything(options: AllOptions, output: OutputOptions) -> None:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """One page of finished comparisons: tables and charts, settings, commands and machine (extra "plots").
+    """One page of finished comparisons: tables and charts, settings, commands and machine.
 
-    HTML that needs nothing from outside, light or dark as the reader likes it; Markdown if the name ends in .md.
+    HTML that needs nothing from outside, light or dark as the reader likes it (extra "plots"), Markdown, or the tables
+    alone as CSV or LaTeX, as the name of the file says.
     """
 
     folders: Annotated[
         list[Path], typer.Argument(help="Folders of --out, or folders of such folders.", show_default=False)
     ]
-    to: Annotated[Path, Option("The file: .html, or .md for Markdown.")] = Path("report.html")
+    to: Annotated[Path, Option("The file: .html, .md, .csv or .tex.")] = Path("report.html")
 
 
 @run.command(app, _NAME, group_of(ReportOptions), OUTPUT, name="report", help=inspect.getdoc(ReportOptions))
 def report(options: ReportOptions, output: OutputOptions) -> None:
     """Write a report."""
     from h2o_stream.compare.everything import read_left_out
-    from h2o_stream.ui.plots import require_matplotlib
     from h2o_stream.ui.report import read_comparisons, write_report
     from h2o_stream.ui.terminal import Terminal
 
-    require_matplotlib()
     left_out = [item for folder in options.folders for item in read_left_out(folder)]
     write_report(read_comparisons(options.folders), options.to, left_out)
     Terminal(output.color, output.quiet).note(f"the report is {options.to}")

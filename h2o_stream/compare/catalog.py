@@ -12,21 +12,42 @@ from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
     Policies,
+    Ray,
     RecallModes,
     Seeds,
     Window,
     Windows,
     configs_of,
 )
+from h2o_stream.compare.summarize.rouge import require_rouge
 from h2o_stream.config import DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
+from h2o_stream.models.find import gguf_file
 from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths, some_of
 from h2o_stream.registry import Registry
-from h2o_stream.resources import python_manual, write_text
+from h2o_stream.resources import project_file, python_manual, require_package, write_text
 from h2o_stream.session.requests import read_requests
 
-PEERS = ("transformers", "llama.cpp", "ik_llama.cpp", "openvino")
-"""Other engines that ``speed`` can time."""
+PEERS = {
+    "transformers": "transformers",
+    "llama.cpp": "llama-cpp-python",
+    "ik_llama.cpp": "ik-llama-cpp-python",
+    "openvino": "openvino-genai",
+}
+"""Other engines that ``speed`` can time, and the packages that have them."""
+
+
+def require_peer(peer: str, model: str | None) -> None:
+    """Check that a peer can run a model, or is installed.
+
+    Raises:
+        H2OStreamError: it is not installed, or needs a GGUF file.
+    """
+    package = PEERS[peer]
+    module = package.removesuffix("-python").replace("-", "_")
+    require_package(module, package, f"the peer {peer} needs {package}")
+    if peer != "transformers" and model and gguf_file(model) is None:
+        raise ConfigError(f"{model} is not a GGUF file, which the peer {peer} needs; leave it out of --peers")
 
 
 @dataclass(frozen=True)
@@ -77,6 +98,7 @@ class NllOptions(ComparisonOptions):
         bool, Option("Mask tokens instead of evicting them, as h2o_hf simulates it: memory grows.", "--masked")
     ] = False
     seeds: Seeds = (0,)
+    ray: Ray = None
 
     @property
     def configs(self) -> list[CacheConfig]:
@@ -108,6 +130,7 @@ class RecallOptions(ComparisonOptions):
         int | None, Option("Also ask at the end of a chat of this many tokens: MT-Bench's questions.", min=1)
     ] = None
     seeds: Seeds = (0,)
+    ray: Ray = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +149,14 @@ class SummarizeOptions(ComparisonOptions):
     comparison = "h2o_stream.compare.summarize.comparison:Summarize"
     page = "h2o_stream.ui.pages.summarize:page"
 
-    requests: Annotated[Path, Option("Requests in JSON Lines: the cookbook's or HELM's.", "--requests", "--input-path")]
+    requests: Annotated[
+        Path | None,
+        Option(
+            "Requests in JSON Lines: the cookbook's or HELM's. (default: eight of our own)",
+            "--requests",
+            "--input-path",
+        ),
+    ] = None
     policies: Policies = ("full", "sink", "h2o-paper", "h2o")
     windows: Windows = (64, 128, 256, 512, 1024)
     limit: Annotated[int | None, Option("Requests; default is all.", min=1)] = None
@@ -138,6 +168,7 @@ class SummarizeOptions(ComparisonOptions):
     ] = False
     seed: Annotated[int, Option("Random seed.", min=0)] = 0
     batch: Annotated[int, Option("Requests answered at once.", min=1)] = 8
+    ray: Ray = None
     output_path: Annotated[Path | None, Option("The answers of one policy in HELM's form, requests echoed.")] = None
 
     def __post_init__(self) -> None:
@@ -147,7 +178,19 @@ class SummarizeOptions(ComparisonOptions):
                 f"output_path is {self.output_path}, for {len(self.configs)} policies and windows; --output-path takes "
                 "one of --policies and of --windows; --out FOLDER keeps all"
             )
-        read_requests(self.requests, self.limit)  # so that a wrong file is reported before the model is loaded
+
+    @property
+    def request_file(self) -> Path:
+        """The file of the requests."""
+        return self.requests or project_file("data/articles/requests.jsonl")
+
+    def check(self) -> None:
+        """Also check the requests, the place for the answers, and that ROUGE is installed."""
+        super().check()
+        require_rouge()
+        read_requests(self.request_file, self.limit)
+        if self.output_path is not None and self.output_path.is_dir():
+            raise ConfigError(f"--output-path {self.output_path} is a folder, it takes a file")
 
     @property
     def configs(self) -> list[CacheConfig]:
@@ -198,6 +241,12 @@ class SpeedOptions(ComparisonOptions):
         super().__post_init__()
         _ = self.models
 
+    def check(self) -> None:
+        """Also check the peers."""
+        super().check()
+        for peer in self.peers:
+            require_peer(peer, None if self.random_weights else self.model.model)
+
     @property
     def models(self) -> list[ModelConfig]:
         """The model in every precision."""
@@ -223,7 +272,10 @@ class DivergenceOptions(ComparisonOptions):
     tokens: Annotated[int, Option("Tokens fed.", min=1)] = 496
     peers: Annotated[
         Sequence[str],
-        Option("Other engines: llama.cpp (extra bench).", parse=some_of("peer", ("llama.cpp",), may_be_none=True)),
+        Option(
+            "Other engines: llama.cpp, ik_llama.cpp (extra bench).",
+            parse=some_of("peer", ("llama.cpp", "ik_llama.cpp"), may_be_none=True),
+        ),
     ] = ("llama.cpp",)
 
 

@@ -13,6 +13,7 @@ from h2o_stream.cache.rope import ABSOLUTE_TAKEN
 from h2o_stream.cache.source import policy_source
 from h2o_stream.compare.folder import Folder, JobResult, digest_of_key, identity
 from h2o_stream.compare.options import ComparisonOptions
+from h2o_stream.compare.pause import Pause
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
 from h2o_stream.models.load import load
@@ -26,10 +27,14 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True)
 class JobProgress:
-    """Units of `Job.total` that are done, and what the job is doing now."""
+    """Units of `Job.total` that are done, and what the job is doing now.
+
+    `keep`, if there is one, returns what an interrupted job has found; `Job.run` goes on when it is given that.
+    """
 
     done: int
     text: str = ""
+    keep: Callable[[], JobResult] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,15 @@ class Job:
         label: for people.
         key: everything that the result depends on; a result stored under the same key is reused.
         total: final value of `JobProgress.done`.
-        run: runs the job. Yields `JobProgress`, and last the result.
+        run: runs the job, from what an earlier run has kept if it is given that. Yields `JobProgress`, and last the
+            result.
         subject: what `Comparison.leave_out` drops if the job fails: the policy, unless the comparison says otherwise.
     """
 
     label: str
     key: Mapping[str, Any]
     total: int
-    run: Callable[[], Iterable[JobProgress | JobResult]]
+    run: Callable[..., Iterable[JobProgress | JobResult]]
     subject: Any = None
 
 
@@ -201,16 +207,22 @@ def _digest(job: Job) -> str:
     return digest_of_key(job.key)
 
 
-def run_job(folder: Folder, on_progress: OnProgress, job: Job) -> JobResult:
-    """Run a job, or load its result from the folder."""
+def run_job(folder: Folder, on_progress: OnProgress, pause: Pause, job: Job) -> JobResult:
+    """Run a job, or load its result from the folder. An interrupted one keeps there what it can go on from."""
     on_progress(job, JobProgress(0))
     result = folder.load(job.key)
     if result is None:
-        for event in job.run():
+        kept = folder.load(job.key, kept=True)
+        for event in job.run() if kept is None else job.run(kept):
             if isinstance(event, JobResult):
                 result = event
-            else:
-                on_progress(job, event)
+                continue
+            on_progress(job, event)
+            pause.keeps = event.keep is not None and folder.path is not None
+            if event.keep and pause.requested:
+                folder.store(job.key, event.keep(), kept=True)
+                pause.end()
+        pause.keeps = False
         assert result is not None, "a job ends with its result"
         folder.store(job.key, result)
     on_progress(job, JobProgress(job.total))

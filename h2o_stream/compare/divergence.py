@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy
@@ -14,21 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.compare.catalog import DivergenceOptions
+from h2o_stream.compare.catalog import PEERS, DivergenceOptions, require_peer
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.compare.speed.peers import NO_LLAMA_CPP
+from h2o_stream.compare.speed.engines import OURS, EngineSpec
+from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.models.find import gguf_file
 from h2o_stream.models.load import load
 from h2o_stream.progress import ignore
 from h2o_stream.resources import version_of
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
-
-OURS = "h2o-stream"
 
 Step = Callable[[int], NDArray[numpy.float32]]
 """From a token to the logits [V] after it."""
@@ -43,10 +41,11 @@ class Divergence(Comparison[DivergenceOptions]):
         """Take the exact model's logits of the text."""
         model, self._engines = self.options.model, [OURS]
         for peer in self.options.peers:
-            if reason := _why_no_llama_cpp(model.model):
-                notify(f"{peer} is left out: {reason}")
-            else:
+            try:
+                require_peer(peer, model.model)
                 self._engines.append(peer)
+            except H2OStreamError as error:
+                notify(f"left out: {error}")
         loaded = load(replace(model, dtype="float32", quantize="none", device="cpu"), notify=notify)
         self._tokens = read_tokens(self.options.text, loaded.tokenizer, self.options.tokens)
         with torch.no_grad():
@@ -69,18 +68,19 @@ class Divergence(Comparison[DivergenceOptions]):
             "dtype": self.options.model.dtype,
             "tokens": digest_of(self._tokens),
             "machine": machine(),
-            "version": version_of("h2o-stream" if engine == OURS else "llama-cpp-python"),
+            "version": version_of(PEERS.get(engine, engine)),
         }
 
     def _diverge(self, engine: str) -> Iterator[JobProgress | JobResult]:
         count = len(self._exact)
-        step, dtype = self._ours(count) if engine == OURS else _llama_cpp(self.options.model.model, count)
         found = torch.empty(count, 2)
-        for number, (token, exact) in enumerate(zip(self._tokens, self._exact, strict=False)):
-            ours = torch.from_numpy(step(token)).float().log_softmax(-1)
-            found[number, 0] = divergence(exact, ours)
-            found[number, 1] = exact.argmax() == ours.argmax()
-            yield JobProgress(number + 1)
+        with ExitStack() as stack:
+            step, dtype = self._ours(count) if engine == OURS else self._peer(engine, count, stack)
+            for number, (token, exact) in enumerate(zip(self._tokens, self._exact, strict=False)):
+                logits = torch.from_numpy(step(token)).float().log_softmax(-1)
+                found[number, 0] = divergence(exact, logits)
+                found[number, 1] = exact.argmax() == logits.argmax()
+                yield JobProgress(number + 1)
         yield JobResult({"dtype": dtype}, found)
 
     def _ours(self, count: int) -> tuple[Step, str]:
@@ -91,6 +91,13 @@ class Divergence(Comparison[DivergenceOptions]):
             raise H2OStreamError(f"its steps are not native: {loaded.why_transformers}")
         served = loaded.model.serve(cache)
         return (lambda token: served.forward([token])), served.dtype
+
+    def _peer(self, engine: str, count: int, stack: ExitStack) -> tuple[Step, str]:
+        """Steps of another engine in its own process, which ends with `stack`; and their dtype."""
+        spec = EngineSpec(engine, self.options.model, CacheConfig("full"), length=count + 1)
+        worker = stack.enter_context(Worker(spec))
+        dtype: str = worker.call("info").dtype
+        return partial(worker.call, "next_logits"), dtype
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each engine."""
@@ -121,33 +128,3 @@ def divergence(exact: Tensor, other: Tensor) -> float:
     likely = exact > torch.finfo(torch.float32).min
     exact, other = exact[likely].double(), other[likely].double()
     return float((exact.exp() * (exact - other)).sum().clamp_min(0))
-
-
-def _why_no_llama_cpp(model: str) -> str:
-    """Why llama.cpp cannot be asked, or nothing."""
-    if find_spec("llama_cpp") is None:
-        return NO_LLAMA_CPP
-    return "" if gguf_file(model) else f"{model} is not a GGUF file"
-
-
-def _llama_cpp(model: str, count: int) -> tuple[Step, str]:
-    """Steps of llama.cpp, of which `_why_no_llama_cpp` says nothing.
-
-    Raises:
-        H2OStreamError: it cannot load the file.
-    """
-    import llama_cpp
-
-    path = gguf_file(model)
-    try:
-        llama = llama_cpp.Llama(str(path), n_ctx=count + 1, verbose=False)
-    except ValueError as error:
-        raise H2OStreamError(f"llama.cpp cannot load {path}: {error}") from error
-
-    def step(token: int) -> NDArray[numpy.float32]:
-        llama.eval([token])
-        logits = llama_cpp.llama_get_logits(llama.ctx)
-        found: NDArray[numpy.float32] = numpy.ctypeslib.as_array(logits, (llama.n_vocab(),)).copy()
-        return found
-
-    return step, "as in the file"

@@ -12,7 +12,7 @@ from h2o_stream.compare.options import ComparisonOptions, sets_window
 from h2o_stream.config import POLICIES, EngineChoice, ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.options import Option
-from h2o_stream.resources import project_file, write_text
+from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import jsonl_text, read_objects
 from h2o_stream.texts import read_text
 
@@ -57,11 +57,10 @@ class AllOptions:
         """
         text = self.text or manual_file(self.out)
         read_text(text, f"--text {text}")  # so that a missing file is reported before the model is loaded
-        requests = self.requests or project_file("data/articles/requests.jsonl")
         inputs: dict[str, dict[str, Any]] = {
             "nll": {"text": (text,), "policies": tuple(POLICIES)},
             "recall": {"text": text},
-            "summarize": {"requests": requests},
+            "summarize": {"requests": self.requests},
             "speed": {"text": text, "engine": self.engine},
             "throughput": {"text": text, "engine": self.engine},
         }

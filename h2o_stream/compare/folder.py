@@ -32,6 +32,9 @@ _MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
 _MAY_GROW = ("cache", "policy", "window", "seed")
 """Fields with an item for each policy, to which a resumed comparison may add."""
 
+_VALUES, _KEPT = "values", ".kept"
+"""The tensor of values in a file, and the suffix of a file of what is kept of an interrupted job."""
+
 
 def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
     """What a result depends on: model, dtype, and the policy as configured and as this version resolves it."""
@@ -54,10 +57,11 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JobResult:
-    """The result of a job: JSON values, and a tensor of many numbers."""
+    """The result of a job: JSON values, and a tensor of many numbers. What is kept of one also has a `state`."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     values: Tensor = field(default_factory=lambda: torch.empty(0))
+    state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Folder:
@@ -97,14 +101,15 @@ class Folder:
                 return
         self.write(RUN, json.dumps(run, indent=1, ensure_ascii=False) + "\n")
 
-    def load(self, key: Mapping[str, Any]) -> JobResult | None:
-        """The result stored under `key`; None if there is none that can be read."""
-        path = self._path_of(key)
+    def load(self, key: Mapping[str, Any], kept: bool = False) -> JobResult | None:
+        """The result stored under `key`, or what is kept of it; None if there is none that can be read."""
+        path = self._path_of(key, kept)
         if path is None or not path.exists():
             return None
         try:
             with safe_open(path, "pt") as file:
-                return JobResult(json.loads(file.metadata()["figures"]), file.get_tensor("values"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
+                return JobResult(json.loads(file.metadata()["figures"]), tensors.pop(_VALUES), tensors)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
             return None
 
@@ -113,18 +118,21 @@ class Folder:
         path = self._path_of(key)
         return path is not None and path.exists()
 
-    def store(self, key: Mapping[str, Any], result: JobResult) -> None:
-        """Store a result atomically.
+    def store(self, key: Mapping[str, Any], result: JobResult, kept: bool = False) -> None:
+        """Store a result atomically, in place of what is kept of it, or store that.
 
         Raises:
             DataError: it cannot be written.
         """
-        path = self._path_of(key)
+        path = self._path_of(key, kept)
         if path is None:
             return
         metadata = {"figures": json.dumps(result.figures), "key": json.dumps(key, default=str)}
         with file_errors(f"--out {path}"):
-            write_atomically(path, save({"values": result.values.contiguous()}, metadata))
+            tensors = {name: tensor.contiguous() for name, tensor in result.state.items()}
+            write_atomically(path, save({_VALUES: result.values.contiguous(), **tensors}, metadata))
+            if not kept:
+                path.with_suffix(_KEPT).unlink(missing_ok=True)
 
     def keep_records(self, run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
         """Write all records, the run record first."""
@@ -144,8 +152,8 @@ class Folder:
             path.parent.mkdir(exist_ok=True)
             write_atomically(path, text.encode())
 
-    def _path_of(self, key: Mapping[str, Any]) -> Path | None:
-        return self.path and self.path / "parts" / f"{digest_of_key(key)}.safetensors"
+    def _path_of(self, key: Mapping[str, Any], kept: bool = False) -> Path | None:
+        return self.path and self.path / "parts" / f"{digest_of_key(key)}{_KEPT if kept else '.safetensors'}"
 
 
 def digest_of_key(key: Mapping[str, Any]) -> str:

@@ -167,21 +167,30 @@ def within_context(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Se
 
 
 @torch.no_grad()
-def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[JobProgress | JobResult]:
-    """Feed two tokens or more through a cache and take the loss of every token.
+def stream_nll(
+    model: Any, config: CacheConfig, tokens: Sequence[int], kept: JobResult | None = None
+) -> Iterator[JobProgress | JobResult]:
+    """Feed two tokens or more through a cache and take the loss of every token, or go on from what was kept.
 
     The config's chunk is the number of tokens between two evictions; 1 is exactly what decoding does. Yields
     `JobProgress` after each forward, and last the losses, [n] float32 in nats, with ``tok_s``, tokens per second.
     """
-    start_time, ids = time.perf_counter(), torch.tensor([list(tokens)], device=input_device(model))
+    before = kept.figures["seconds"] if kept else 0.0
+    start_time, ids = time.perf_counter() - before, torch.tensor([list(tokens)], device=input_device(model))
     with attach(model, config) as cache:
+        if kept:
+            cache.load_state_dict(kept.state)
 
         def feed(start: int, end: int) -> Tensor:
             logits: Tensor = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0]
             return logits
 
         chunk = _chunk_of(cache.plan)
-        losses = yield from _losses(tokens, math.ceil(STEP / chunk) * chunk, feed)
+
+        def keep(losses: Tensor) -> JobResult:
+            return JobResult({"seconds": time.perf_counter() - start_time}, losses, cache.state_dict())
+
+        losses = yield from _losses(tokens, math.ceil(STEP / chunk) * chunk, feed, keep, kept)
         figures = {"window": cache.plan.window, "cache_bytes": cache.nbytes}
     yield JobResult({**figures, "tok_s": len(losses) / (time.perf_counter() - start_time)}, losses)
 
@@ -193,16 +202,23 @@ def _chunk_of(plan: CachePlan) -> int:
 
 
 def _losses(
-    tokens: Sequence[int], step: int, feed: Callable[[int, int], Tensor]
+    tokens: Sequence[int],
+    step: int,
+    feed: Callable[[int, int], Tensor],
+    keep: Callable[[Tensor], JobResult] | None = None,
+    kept: JobResult | None = None,
 ) -> Generator[JobProgress, None, Tensor]:
-    """The loss of every token but the first, [n] float32; `feed` returns the logits [m, V] of the tokens from .. to."""
-    losses, total = list[Tensor](), len(tokens) - 1
-    for start in range(0, total, step):
+    """The loss of every token but the first, [n] float32; `feed` returns the logits [m, V] of the tokens from .. to.
+
+    `keep` is given the losses so far, and `kept` has those of an earlier run.
+    """
+    losses, total = [kept.values] if kept else [], len(tokens) - 1
+    for start in range(len(losses[0]) if losses else 0, total, step):
         end = min(start + step, total)
         logits = feed(start, end).float()
         targets = torch.tensor(tokens[start + 1 : end + 1], device=logits.device)
         losses.append(cross_entropy(logits, targets, reduction="none").cpu())
-        yield JobProgress(end)
+        yield JobProgress(end, keep=keep and (lambda: keep(torch.cat(losses))))
     return torch.cat(losses)
 
 

@@ -11,6 +11,8 @@ from h2o_stream.config import DEFAULT_WINDOW, MEMORY_SUFFIX, POLICIES, CacheConf
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, numbers, sizes, some_of
 from h2o_stream.registry import resolve
+from h2o_stream.resources import require_matplotlib, require_package
+from h2o_stream.texts import read_text
 
 
 def _policies(text: str, flag: str) -> tuple[str, ...]:
@@ -35,6 +37,7 @@ MODES = some_of("recall", get_args(RecallMode))
 """A parser of modes of recall."""
 
 RecallModes = Annotated[Sequence[RecallMode], Option("off, auto or wide, or several with commas.", parse=MODES)]
+Ray = Annotated[str | None, Option("Run the jobs on a Ray cluster: auto, or its address as host:port (extra cluster).")]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
 
 
@@ -102,6 +105,7 @@ class ComparisonOptions:
         Path | None,
         Option("Folder for settings, records, tables and plots; an interrupted comparison resumes there."),
     ] = None
+    ray: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: Mapping[str, Any] = field(default_factory=dict)
 
@@ -117,6 +121,20 @@ class ComparisonOptions:
     def configs(self) -> list[CacheConfig]:
         """What is compared: every policy with every window and seed."""
         return configs_of(self.policies, self.windows, self.seeds, self.cache)
+
+    def check(self) -> None:
+        """Check what can be checked before a model is loaded: that files are there and packages of extras installed.
+
+        Raises:
+            H2OStreamError: something is missing.
+        """
+        if self.out is not None:
+            require_matplotlib()
+        if self.ray:
+            require_package("ray", "ray", "--ray needs Ray")
+        texts = getattr(self, "text", None) or ()
+        for path in [texts] if isinstance(texts, Path) else texts:
+            read_text(path, f"--text {path}")
 
     def make(self) -> Any:
         """Import the comparison and make it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from h2o_stream.compare.cluster import run_on_cluster
 from h2o_stream.compare.comparison import (
     Comparison,
     Job,
@@ -28,6 +29,7 @@ from h2o_stream.compare.comparison import (
 )
 from h2o_stream.compare.everything import AllOptions, LeftOut, lines_of, write_left_out
 from h2o_stream.compare.folder import Folder, JobResult
+from h2o_stream.compare.pause import Pause
 from h2o_stream.errors import H2OStreamError, file_errors
 from h2o_stream.memory import release_memory
 from h2o_stream.processes import Processes
@@ -35,8 +37,8 @@ from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
 from h2o_stream.ui.format import format_duration
-from h2o_stream.ui.pages import Page, page_of
-from h2o_stream.ui.plots import draw, require_matplotlib
+from h2o_stream.ui.pages import Page, Record, page_of
+from h2o_stream.ui.plots import draw
 from h2o_stream.ui.report import read_comparisons, write_report
 from h2o_stream.ui.tables import data_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
@@ -63,10 +65,8 @@ def run_comparison(
 
     Raises:
         DataError: the folder cannot be written, or holds another run.
-        H2OStreamError: the comparison failed, or matplotlib is missing, which the plots of a folder need.
+        H2OStreamError: the comparison failed.
     """
-    if out is not None:
-        require_matplotlib()
     with closing(comparison):
         folder = Folder(out)
         invocation = {
@@ -80,13 +80,16 @@ def run_comparison(
             folder.claim(run)
         jsonl.write(run)
         found: list[dict[str, Any]] = []
-        with progress_bars(terminal) as progress:
+        with progress_bars(terminal) as progress, _pause(comparison.name, out, run, found, terminal) as pause:
             if on_failure is not None:
                 leave_out_unsupported(comparison, on_failure)
             jobs = comparison.jobs()
-            run_one = partial(run_job, folder, _display(comparison, jobs, folder, processes, progress, terminal))
+            on_progress = _display(comparison, jobs, folder, processes, progress, terminal)
+            run_one = partial(run_job, folder, on_progress, pause)
             results: Iterable[JobResult]
-            if on_failure is None:
+            if comparison.options.ray:
+                results = run_on_cluster(comparison.options, jobs, folder, on_progress)
+            elif on_failure is None:
                 results = run_jobs(jobs, comparison.exclusive, processes, run_one)
             else:
                 results = run_possible_jobs(comparison, jobs, processes, run_one, on_failure)
@@ -106,6 +109,22 @@ def run_comparison(
                     draw(chart, out / f"{chart.name}.png")
             terminal.note(f"tables, plots and records are in {out}")
     print_page(page, terminal)
+
+
+@contextmanager
+def _pause(kind: str, out: Path | None, run: Record, found: Sequence[Record], terminal: Terminal) -> Iterator[Pause]:
+    """A block that an interrupted comparison leaves by saying how to go on; without a folder it shows `found`."""
+    try:
+        with Pause(lambda: terminal.note("keeping what is finished; once more ends at once", style="dim")) as pause:
+            yield pause
+    except (KeyboardInterrupt, SystemExit):
+        if out is not None:
+            terminal.note(f"interrupted; what is finished is in {out}, and the same command goes on from there")
+        else:
+            terminal.note("interrupted; only with --out FOLDER is anything kept, to go on from there")
+            with suppress(LookupError, ValueError):  # too few records for a page
+                print_page(page_of(kind, run, found), terminal)
+        raise
 
 
 def print_page(page: Page, terminal: Terminal) -> None:
@@ -220,18 +239,15 @@ def run_everything(options: AllOptions, terminal: Terminal, jsonl: JsonlWriter, 
     Raises:
         H2OStreamError: the first comparison could not begin, or nothing could be measured.
     """
-    require_matplotlib()
     comparisons, left_out = options.comparisons(), _Collector(options, terminal, jsonl, processes)
     measured = 0
     for number, (name, chosen) in enumerate(comparisons.items(), 1):
         terminal.note(f"{number} of {len(comparisons)}: {name}", style="bold")
         known = len(left_out.items)
         try:
+            chosen.check()
             run_comparison(chosen.make(), chosen.out, terminal, jsonl, processes, partial(left_out.add, name))
             measured += 1
-        except KeyboardInterrupt:
-            terminal.note("interrupted; the same command resumes, finished jobs are not run again")
-            raise
         except Exception as error:  # the others are measured all the same
             if number == 1 and len(left_out.items) == known:
                 raise

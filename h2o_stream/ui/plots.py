@@ -8,7 +8,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from h2o_stream.errors import H2OStreamError
 from h2o_stream.ui.format import shade
 from h2o_stream.ui.pages import Chart, Heatmap
 
@@ -41,18 +40,6 @@ WIDE = ChartStyle(title=False, background="none")
 WIDE_DARK = ChartStyle(foreground="#e8e8e8", background="none", colors=_DARK, title=False)
 NARROW = ChartStyle((4.1, 4.1), title=False, background="none")
 NARROW_DARK = ChartStyle((4.1, 4.1), "#e8e8e8", "none", _DARK, title=False)
-
-
-def require_matplotlib() -> None:
-    """Check that charts can be drawn.
-
-    Raises:
-        H2OStreamError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise H2OStreamError("plots need matplotlib; pip install 'h2o-stream[plots]'") from error
 
 
 def draw(chart: Chart | Heatmap, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reports of finished comparisons: one self-contained HTML page, or Markdown."""
+"""Reports of finished comparisons: one self-contained HTML page, Markdown, or their tables as CSV or LaTeX."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from h2o_stream import __version__
 from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out
 from h2o_stream.errors import DataError, file_errors
-from h2o_stream.resources import write_text
+from h2o_stream.resources import require_matplotlib, write_text
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.run_record import RECORDS, RUN, read_run_record
 from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.pages import KINDS, Chart, Heatmap, Page, page_of
 from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, svg
-from h2o_stream.ui.tables import markdown_page
+from h2o_stream.ui.tables import CSV_BEGINS, csv_tables, format_of, latex_page, markdown_page
 
 _MADE_BY = "h2o_stream report"
 """Marks a file that a later report may overwrite."""
@@ -84,16 +84,30 @@ def _read(folder: Path) -> FinishedComparison:
 
 
 def write_report(finished: Sequence[FinishedComparison], path: Path, left_out: Sequence[LeftOut] = ()) -> None:
-    """Write a report: Markdown if the file name ends in ``.md``, otherwise HTML.
+    """Write a report in the format of its file's name: .html, .md, or .csv and .tex for the tables alone.
 
     Raises:
+        ConfigError: the name has another format.
         DataError: the file exists and is not a report, or cannot be written.
+        H2OStreamError: matplotlib is missing, which HTML needs.
     """
-    markdown = path.suffix.lower() in (".md", ".markdown")
+    form = format_of(path, ".html", ".md", ".csv", ".tex")
+    if form == ".html":
+        require_matplotlib()
     with file_errors(f"--to {path}"):
-        if path.exists() and _MADE_BY not in path.read_text(encoding="utf-8", errors="replace"):
+        if path.exists() and not _is_report(path.read_text(encoding="utf-8", errors="replace")):
             raise DataError(f"--to {path} exists and is not a report; choose another name")
-    write_text(path, _markdown(finished, left_out, path.parent) if markdown else _html(finished, left_out), "--to")
+    if form in (".html", ".md"):
+        text = _html(finished, left_out) if form == ".html" else _markdown(finished, left_out, path.parent)
+    elif form == ".csv":
+        text = csv_tables({item.folder.name: item.page for item in finished})
+    else:
+        text = "\n".join([f"% made by {_MADE_BY} {__version__}\n", *(latex_page(item.page) for item in finished)])
+    write_text(path, text, "--to")
+
+
+def _is_report(text: str) -> bool:
+    return _MADE_BY in text or text.startswith(",".join(CSV_BEGINS))
 
 
 def _html(finished: Sequence[FinishedComparison], left_out: Sequence[LeftOut]) -> str:

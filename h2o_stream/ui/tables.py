@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,11 +14,11 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer, score_file
+from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer, require_rouge, score_file
+from h2o_stream.errors import ConfigError
 from h2o_stream.memory import peak_bytes
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.session.sessions import saved_sessions
 from h2o_stream.ui.format import format_bytes, format_speed, shade
 from h2o_stream.ui.pages import Page, TableData
 from h2o_stream.ui.terminal import Terminal, one_line
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from h2o_stream.models.user_cache import CachedFolder
     from h2o_stream.session.report import RunReport
 
+
+CSV_BEGINS = ("comparison", "table")
+"""The first columns of tables in CSV."""
 
 _ENDS = {
     "stop": "ended",
@@ -126,26 +131,41 @@ def latex_table(table: TableData) -> str:
     return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}", ""])
 
 
+def latex_page(page: Page) -> str:
+    """A page's tables for a paper, each after a comment that names it."""
+    titles = [" ".join(f"% {page.title} {table.title}".split()) for table in page.tables]
+    return "\n".join(f"{title}\n{latex_table(table)}" for title, table in zip(titles, page.tables, strict=True))
+
+
+def csv_tables(pages: Mapping[str, Page]) -> str:
+    """The tables of pages as one: the page and the title of its table in front of each row, all columns after."""
+    found = [(name, table) for name, page in pages.items() for table in page.tables]
+    columns = dict.fromkeys(column for _, table in found for column in table.header)
+    text = StringIO()
+    writer = csv.DictWriter(text, [*CSV_BEGINS, *columns], restval="", lineterminator="\n")
+    writer.writeheader()
+    for name, table in found:
+        for row in table.rows:
+            writer.writerow(dict(zip((*CSV_BEGINS, *table.header), (name, table.title, *row), strict=True)))
+    return text.getvalue()
+
+
 def _latex(text: str) -> str:
     return re.sub(r"([&%$#_{}])", r"\\\1", text)
 
 
-def sessions_table() -> Table:
-    """All sessions, the most recently used first."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    saved = [(one_line(name), transcript) for name, transcript in saved_sessions()]
-    saved.sort(key=lambda item: item[1].entries[-1].time if item[1].entries else "", reverse=True)
-    widths = {"session": max([7, *(len(name) for name, _ in saved)]), "turns": 5, "last used": 16}
-    for column in ("session", "turns", "last used", "model", "first words"):
-        table.add_column(
-            column, justify="right" if column == "turns" else "left", min_width=widths.get(column), no_wrap=True
+def format_of(path: Path, *formats: str) -> str:
+    """The format of a file by the end of its name, one of `formats`.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in formats:
+        raise ConfigError(
+            f"--to {path} names no format that there is; it takes a name that ends in {', '.join(formats)}"
         )
-    for name, transcript in saved:
-        entries, header = transcript.entries, transcript.header
-        last, first = (one_line(entries[-1].time), one_line(entries[0].prompt)) if entries else ("", "")
-        model = one_line(f"{Path(header.model).name} {header.policy}") if header else ""
-        table.add_row(name, str(len(entries)), last[:16].replace("T", " "), model, first[:40])
-    return table
+    return suffix
 
 
 def models_table(models: Sequence[StoredModel], kept: Sequence[CachedFolder]) -> Table:
@@ -161,9 +181,9 @@ def models_table(models: Sequence[StoredModel], kept: Sequence[CachedFolder]) ->
 
 
 def show_scores(files: Sequence[Path], to: Path | None, terminal: Terminal, jsonl: JsonlWriter) -> None:
-    """Score files of answers and show a row for each. To a file, too: as LaTeX if its name ends in .tex, else as
-    Markdown.
-    """
+    """Score files of answers and show a row for each. To a file, too, in the format of its name."""
+    require_rouge()
+    form = format_of(to, ".md", ".csv", ".tex") if to else ""
     scorer = RougeScorer()
     records = [score_file(file, scorer) for file in files]
     for record in records:
@@ -175,6 +195,11 @@ def show_scores(files: Sequence[Path], to: Path | None, terminal: Terminal, json
     table = TableData("", ("answers", "n", "ROUGE-1", "ROUGE-2", "ROUGE-L"), rows)
     if to is not None:
         page = Page("ROUGE F-measures in %", "", [table])
-        write_text(to, latex_table(table) if to.suffix == ".tex" else markdown_page(page), "--to")
+        texts: dict[str, Callable[[Page], str]] = {
+            ".md": markdown_page,
+            ".csv": lambda page: csv_tables({"score": page}),
+            ".tex": latex_page,
+        }
+        write_text(to, texts[form](page), "--to")
     if not terminal.quiet:
         terminal.console.print(data_table(table, terminal.console.width))

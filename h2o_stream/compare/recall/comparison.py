@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -97,19 +98,20 @@ class Recall(Comparison[RecallOptions]):
         total = 2 * (SPACING * len(self._facts) + max(distances))
         return Job(run.label, key, total, partial(self._measure_stream, run), run.config)
 
-    def _measure_stream(self, run: _Run) -> Iterator[JobProgress | JobResult]:
+    def _measure_stream(self, run: _Run, kept: JobResult | None = None) -> Iterator[JobProgress | JobResult]:
         answers, before = list[dict[str, Any]](), 0
+        known = deque[dict[str, Any]](kept.figures["answers"] if kept else ())
         limit = context_of(self.model.config) if run.config.policy == "full" else None
         for tellings in (facts_told_once(self._facts), facts_with_updates(self._facts)):
             filler, seen = Filler(self.tokenizer, self._tokens), 0
             with Engine(self.model, self.tokenizer, run.config, GREEDY) as engine:
                 conversation = Conversation(engine, recall=run.recall)
-                for event in FactStream(conversation, tellings, self.options.distances, filler, limit).run():
+                for event in FactStream(conversation, tellings, self.options.distances, filler, limit, known).run():
                     if isinstance(event, int):
                         seen = event
                     else:
                         answers.append({"distance": event[0], **asdict(event[1])})
-                    yield JobProgress(before + seen, f"{len(answers)} asked")
+                    yield JobProgress(before + seen, f"{len(answers)} asked", lambda: JobResult({"answers": answers}))
             before += seen
         yield JobResult({"answers": answers})
 

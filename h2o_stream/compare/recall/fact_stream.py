@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from h2o_stream.compare.asking import MAX_ANSWER, Answer, ask, length_of_turn, tell
@@ -109,7 +109,8 @@ class _Due:
 class FactStream:
     """A new conversation in which facts are told, and asked for at each distance from the end of their turn.
 
-    What would end beyond `limit` tokens is left out; None sets no limit.
+    What would end beyond `limit` tokens is left out; None sets no limit. `known` has the fields of the first answers,
+    which are not asked for again.
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class FactStream:
         distances: Sequence[int],
         filler: Filler,
         limit: int | None = None,
+        known: deque[dict[str, Any]] | None = None,
     ) -> None:
+        self._known = known if known is not None else deque()
         self._conversation, self._distances, self._filler, self._limit = conversation, distances, filler, limit
         self._tellings, self._due = deque(tellings), list[_Due]()
         self._numbers, self._origin = count(), 0
@@ -174,5 +177,11 @@ class FactStream:
         due = list[_Due]()
         while self._due and self._due[0].at <= self._seen:
             due.append(heappop(self._due))
-        answers = ask(self._conversation, [(item.question, self._seen - item.end) for item in due])
+        known = [_answer_of(self._known.popleft()) for _ in due[: len(self._known)]]
+        unknown = due[len(known) :]
+        answers = chain(known, ask(self._conversation, [(item.question, self._seen - item.end) for item in unknown]))
         yield from ((item.distance, answer) for item, answer in zip(due, answers, strict=True))
+
+
+def _answer_of(fields: dict[str, Any]) -> Answer:
+    return Answer(**{name: value for name, value in fields.items() if name != "distance"})

@@ -7,7 +7,6 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,10 +19,9 @@ from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.random_models.gguf import check_architecture, write_random_gguf
 from h2o_stream.compare.random_models.weights import precision_of, read_settings
 from h2o_stream.compare.speed.engines import LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, EngineInfo, EngineSpec
-from h2o_stream.compare.speed.peers import NO_LLAMA_CPP
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
-from h2o_stream.errors import DataError, H2OStreamError
+from h2o_stream.errors import DataError
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.load import load_tokenizer
@@ -189,8 +187,6 @@ class Speed(Comparison[SpeedOptions]):
         config = read_settings(settings)
         if LLAMA_CPP in {spec.engine for spec in self._specs}:
             check_architecture(config)
-            if find_spec("llama_cpp") is None:
-                raise H2OStreamError(NO_LLAMA_CPP)
         self._tokens = [token % config.get_text_config().vocab_size for token in self._tokens]
 
     def jobs(self) -> list[Job]:

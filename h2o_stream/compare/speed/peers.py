@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
+from numpy.typing import NDArray
+
 from h2o_stream.compare.speed.engines import IK_LLAMA_CPP, LLAMA_CPP, OPENVINO, EngineInfo, EngineSpec, Runner
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.find import gguf_file
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.runtime.architectures import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT
 
-NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
-NO_IK_LLAMA_CPP = "the peer ik_llama.cpp needs ik-llama-cpp-python; pip install 'h2o-stream[bench]'"
-NO_OPENVINO = "the peer openvino needs openvino-genai; pip install 'h2o-stream[bench]'"
+_LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
 _OPENVINO_BLOCK = 32
 """Slots that OpenVINO evicts at a time."""
@@ -32,13 +34,13 @@ class _FileRunner(Runner):
     def cache_bytes(self) -> None:
         return None
 
+    def next_logits(self, token: int) -> NDArray[numpy.float32]:
+        """Decode a token. Returns the logits [V] after it."""
+        raise NotImplementedError
+
     def _file(self) -> Path:
         path = gguf_file(self.spec.model.model)
-        if path is None:
-            raise ConfigError(
-                f"{self.spec.model.model} is not a GGUF file, which the peer {self.spec.engine} needs; "
-                "leave it out of --peers"
-            )
+        assert path is not None, "the options were checked"
         return path
 
     def _describe(self, path: Path, context: int | None) -> None:
@@ -46,7 +48,7 @@ class _FileRunner(Runner):
 
 
 def step_bytes(file: GgufFile) -> int:
-    """Bytes of a file's weights that a step reads, see `engines.weight_bytes`."""
+    """Bytes of a file's weights that a step reads, see `attachment.sizing.weight_bytes`."""
     chosen, count = (file.metadata.get(f"{file.architecture}.expert_{name}count", 1) for name in ("used_", ""))
     untied = [EMBEDDING] if f"{OUTPUT}.weight" in file.tensors else []
     tables = [f"{name}.weight" for name in (*untied, LAYER_EMBEDDINGS)]
@@ -64,10 +66,8 @@ class _LlamaCppRunner(_FileRunner):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        try:
-            import llama_cpp
-        except ImportError as error:
-            raise H2OStreamError(NO_LLAMA_CPP) from error
+        import llama_cpp
+
         path = self._file()
         threads = spec.threads or os.cpu_count()
         try:
@@ -77,9 +77,14 @@ class _LlamaCppRunner(_FileRunner):
         except ValueError as error:
             raise H2OStreamError(f"llama.cpp cannot load {path}: {error}") from error
         self._describe(path, llama_cpp.llama_model_n_ctx_train(self._llama.model))
+        self._logits = llama_cpp.llama_get_logits
 
     def step(self, tokens: Sequence[int]) -> None:
         self._llama.eval(list(tokens))
+
+    def next_logits(self, token: int) -> NDArray[numpy.float32]:
+        self.step([token])
+        return numpy.ctypeslib.as_array(self._logits(self._llama.ctx), (self._llama.n_vocab(),))
 
 
 class _IkLlamaCppRunner(_FileRunner):
@@ -87,12 +92,12 @@ class _IkLlamaCppRunner(_FileRunner):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        try:
-            import ik_llama_cpp
-            from ik_llama_cpp import _ctypes_api, _internals
-        except ImportError as error:
-            raise H2OStreamError(NO_IK_LLAMA_CPP) from error
+        import ik_llama_cpp
+        from ik_llama_cpp import _ctypes_api, _internals
+
         path = self._file()
+        self._log = _LOG(lambda *message: None)  # which it does in spite of verbose=False
+        _ctypes_api._lib.llama_log_set(self._log, None)
         try:
             self._llama = ik_llama_cpp.IkLlama(
                 str(path), n_ctx=spec.length, n_threads=spec.threads or os.cpu_count() or 1, verbose=False
@@ -113,6 +118,12 @@ class _IkLlamaCppRunner(_FileRunner):
                 raise H2OStreamError(f"ik_llama.cpp cannot read token {self._fed}: {failed}")
             self._fed += len(chunk)
 
+    def next_logits(self, token: int) -> NDArray[numpy.float32]:
+        self.step([token])
+        context = self._llama._context
+        logits = ctypes.cast(context.get_logits(), ctypes.POINTER(ctypes.c_float))
+        return numpy.ctypeslib.as_array(logits, (context.model.n_vocab,))
+
 
 class _OpenVinoRunner(_FileRunner):
     """OpenVINO GenAI, which converts the file itself.
@@ -123,11 +134,9 @@ class _OpenVinoRunner(_FileRunner):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        try:
-            import openvino
-            import openvino_genai
-        except ImportError as error:
-            raise H2OStreamError(NO_OPENVINO) from error
+        import openvino
+        import openvino_genai
+
         path = self._file()
         self._openvino, self._genai, self._tokens = openvino, openvino_genai, list[int]()
         self._evicts = spec.cache.policy != "full"

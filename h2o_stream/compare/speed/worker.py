@@ -57,7 +57,7 @@ def _serve(pipe: Connection, spec: EngineSpec) -> None:
     try:
         runner = (engines.RUNNERS | peers.RUNNERS)[spec.engine](spec)
     except Exception as error:  # noqa: BLE001
-        failure = error
+        failure = _in_a_line(spec, error)
     while True:
         try:
             method, arguments = pipe.recv()
@@ -66,4 +66,8 @@ def _serve(pipe: Connection, spec: EngineSpec) -> None:
         try:
             pipe.send(failure or getattr(runner, method)(*arguments))
         except Exception as error:  # noqa: BLE001
-            pipe.send(error if isinstance(error, H2OStreamError) else H2OStreamError(f"{spec.name}: {error}"))
+            pipe.send(_in_a_line(spec, error))
+
+
+def _in_a_line(spec: EngineSpec, error: Exception) -> H2OStreamError:
+    return error if isinstance(error, H2OStreamError) else H2OStreamError(f"{spec.name}: {error}")

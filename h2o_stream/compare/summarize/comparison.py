@@ -28,17 +28,13 @@ from h2o_stream.session.requests import read_requests
 
 
 class Summarize(Comparison[SummarizeOptions]):
-    """Every policy and window on the same requests.
-
-    Raises:
-        H2OStreamError: rouge-score is not installed.
-    """
+    """Every policy and window on the same requests."""
 
     name = "summarize"
 
     def __init__(self, options: SummarizeOptions) -> None:
         super().__init__(options)
-        self._requests, self._scorer = read_requests(options.requests, options.limit), RougeScorer()
+        self._requests, self._scorer = read_requests(options.request_file, options.limit), RougeScorer()
         self._settings = {name: getattr(options, name) for name in ("prefill", "sample", "seed", "batch")}
         self._prompts: list[list[int]] = []
         self._context: int | None = None
@@ -52,7 +48,7 @@ class Summarize(Comparison[SummarizeOptions]):
         self._leave_out_long(notify)
         return {
             **settings,
-            "source": str(self.options.requests),
+            "source": str(self.options.request_file),
             "requests": len(self._requests),
             "prompt_tokens": fmean(map(len, self._prompts)),
             **self._settings,
@@ -153,6 +149,9 @@ class Summarize(Comparison[SummarizeOptions]):
             means = [fmean(column) for column in zip(*scored, strict=True)] if scored else [None] * len(ROUGE)
             tokens = sum(prediction["new_tokens"] for prediction in predictions)
             windows = [prediction["window"] for prediction in predictions if prediction.get("window")]
+            evicting = sum(
+                bool(prediction["window"]) and self._exceeds_window(prediction) for prediction in predictions
+            )
             window = round(fmean(windows)) if windows else window_of(config)
             yield {
                 "type": self.name,
@@ -160,6 +159,7 @@ class Summarize(Comparison[SummarizeOptions]):
                 "window": window,
                 "windows": [min(windows), max(windows)] if windows else None,
                 "n": len(predictions),
+                "evicting": evicting,
                 "left_out": len(self._requests) - len(predictions),
                 **dict(zip(ROUGE, means, strict=True)),
                 "new_tokens": tokens,
@@ -168,6 +168,11 @@ class Summarize(Comparison[SummarizeOptions]):
             if self.options.output_path is not None:
                 self._write_output(self.options.output_path, predictions)
             self._predictions[f"{config.name}-{window}" if window else config.name] = predictions
+
+    def _exceeds_window(self, prediction: Mapping[str, Any]) -> bool:
+        """Whether tokens were evicted before the end of a reply."""
+        seen = len(self._prompts[prediction["index"]]) + prediction["new_tokens"]
+        return bool(seen > prediction["window"])
 
     def _write_output(self, path: Path, predictions: Sequence[Mapping[str, Any]]) -> None:
         in_order = sorted(predictions, key=lambda prediction: int(prediction["index"]))

@@ -6,24 +6,28 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from h2o_stream.errors import DataError, H2OStreamError
+from h2o_stream.errors import DataError
+from h2o_stream.resources import require_package
 from h2o_stream.session.jsonl import read_objects
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-class RougeScorer:
-    """F-measures with stemming, as for the tables of the H2O cookbook and of HELM.
+def require_rouge() -> None:
+    """Check that answers can be scored.
 
     Raises:
         H2OStreamError: rouge-score is not installed.
     """
+    require_package("rouge_score", "rouge-score", "ROUGE needs rouge-score")
+
+
+class RougeScorer:
+    """F-measures with stemming, as for the tables of the H2O cookbook and of HELM."""
 
     def __init__(self) -> None:
-        try:
-            from rouge_score.rouge_scorer import RougeScorer as Scorer
-        except ImportError as error:
-            raise H2OStreamError("ROUGE needs rouge-score; pip install 'h2o-stream[rouge]'") from error
+        from rouge_score.rouge_scorer import RougeScorer as Scorer
+
         self._scorer = Scorer(list(ROUGE), use_stemmer=True)
 
     def score(self, text: str, reference: str | None) -> list[float] | None:

@@ -25,7 +25,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         "right replies, F1 of their words, and what the answer's log-probability gains over no book in nats, after the "
         "part of so many tokens that has the answer was read once",
         [TableData("", ["policy", "window", *header], cells)],
-        verdict=share(shares, f"right replies after {'' if longest else 'the '}{header[-1]}"),
+        verdict=share(shares, f"After {'' if longest else 'the '}{header[-1]}", "gives", "right replies"),
     )
 
 

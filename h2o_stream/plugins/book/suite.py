@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -146,12 +147,17 @@ class Book(Comparison[TasksOptions]):
                 yield JobProgress(len(answers))
         yield JobResult({"answers": answers})
 
-    def _measure(self, run: _Run) -> Iterator[JobProgress | JobResult]:
+    def _measure(self, run: _Run, kept: JobResult | None = None) -> Iterator[JobProgress | JobResult]:
         assert run.length is not None
         answers, before = list[dict[str, Any]](), 0
+        known = deque[dict[str, Any]](kept.figures["answers"] if kept else ())
         with Engine(self.model, self.tokenizer, run.config, GREEDY) as engine:
             conversation = Conversation(engine)
             for part, tokens in zip(self._parts[run.length], self._tokens[run.length], strict=True):
+                if len(known) >= (asked := len(part.questions) * len(self._modes(run))):
+                    answers.extend(known.popleft() for _ in range(asked))
+                    before += tokens
+                    continue
                 conversation.restart(conversation.system)
                 conversation.recall.mode = widest(self._modes(run))
                 for done in read(conversation, f"{_INTRODUCTION}\n\n{part.text}", _READ):
@@ -161,9 +167,12 @@ class Book(Comparison[TasksOptions]):
                 for mode in self._modes(run):
                     conversation.recall.mode = mode
                     for question in part.questions:
+                        if known:
+                            answers.append(known.popleft())
+                            continue
                         answer = _answer(conversation, question, partial(conversation.load_state_dict, state))
                         answers.append(answer | {"distance": self._distance(part, question)})
-                        yield JobProgress(before, f"{len(answers)} asked")
+                        yield JobProgress(before, f"{len(answers)} asked", lambda: JobResult({"answers": answers}))
         yield JobResult({"answers": answers})
 
     def _distance(self, part: Part, question: BookQuestion) -> int:

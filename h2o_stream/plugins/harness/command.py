@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.resources import require_package
 
 
 def main() -> None:
@@ -29,10 +30,7 @@ def require_harness() -> None:
     Raises:
         H2OStreamError: it is not installed.
     """
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise H2OStreamError("tasks need the lm-evaluation-harness; pip install 'h2o-stream[eval]'") from error
+    require_package("lm_eval", "'lm-eval[hf]'", "tasks need the lm-evaluation-harness")
 
 
 def _require_model(arguments: Sequence[str]) -> None:

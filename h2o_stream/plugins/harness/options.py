@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from h2o_stream.compare.options import Policies, configs_of
+from h2o_stream.compare.options import Policies, Ray, configs_of
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed_if_any, numbers_if_any
+from h2o_stream.plugins.harness.command import require_harness
 from h2o_stream.plugins.ruler.items import TASKS
 from h2o_stream.plugins.ruler.options import RulerOptions
 from h2o_stream.registry import resolve
@@ -64,6 +65,7 @@ class TasksOptions(RulerOptions):
     task_folder: Annotated[Path | None, Option("harness: folder with more tasks, in its format.")] = None
     shots: Annotated[int | None, Option("harness: examples before each question. (default: the task's)", min=0)] = None
     limit: Annotated[int | None, Option("harness: documents; default is all.", min=1)] = None
+    ray: Ray = None
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -93,6 +95,12 @@ class TasksOptions(RulerOptions):
         """Every policy and window; contexts of the harness are one chunk unless --chunk is given."""
         whole = {"chunk": self.cache.get("chunk") or 0} if self.suite == "harness" else {}
         return configs_of(self.policies, self.windows or (DEFAULT_WINDOW,), self.seeds, {**self.cache, **whole})
+
+    def check(self) -> None:
+        """Also check that the harness is installed."""
+        super().check()
+        if self.suite == "harness":
+            require_harness()
 
     def make(self) -> Any:
         """The comparison of the suite."""

@@ -36,5 +36,5 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         f"{run['model']}, {run['dtype']}: accuracy on tasks of the lm-evaluation-harness, %",
         "kept: tokens of each context that answers can attend to; in brackets: documents",
         [TableData("", header, rows)],
-        verdict=share(means, "right answers, the mean of the tasks"),
+        verdict=share(means, "In the mean of the tasks", "gives", "right answers"),
     )

@@ -14,22 +14,16 @@ from h2o_stream.compare.folder import JobResult
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.fitting import dtype_name
-from h2o_stream.plugins.harness.command import require_harness
 from h2o_stream.plugins.harness.options import TasksOptions
 from h2o_stream.resources import project_file, version_of
 
 
 class Tasks(Comparison[TasksOptions]):
-    """Every policy on every task.
-
-    Raises:
-        H2OStreamError: the harness is not installed.
-    """
+    """Every policy on every task."""
 
     name = "tasks"
 
     def __init__(self, options: TasksOptions) -> None:
-        require_harness()
         super().__init__(options)
         self._ratio = None if options.windows else options.ratio
         self._settings: dict[str, Any] = {"ratio": self._ratio, "shots": options.shots, "limit": options.limit}

@@ -30,4 +30,10 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     picture = Heatmap(
         "needles", f"Right answers by length and depth\n{title}", ("tokens", "depth"), columns, rows, cells
     )
-    return Page(title, "right answers; depth: 0% is the beginning", tables, [picture], share(means, "of the needles"))
+    return Page(
+        title,
+        "right answers; depth: 0% is the beginning",
+        tables,
+        [picture],
+        share(means, "In the mean", "finds", "of the needles"),
+    )

@@ -35,8 +35,8 @@ def _verdict(records: Sequence[Record]) -> str:
     for record in records:
         if record[field] is not None and (field == "accuracy" or record["policy"] != "full"):
             values.setdefault(with_recall(curve_name(record), record), []).append(record[field])
-    what = "of the full cache's gain from the context" if field == "recovery" else "of the answers"
-    return share({name: fmean(found) for name, found in values.items()}, f"{what}, the mean of the tasks")
+    what = ("keeps", "of the full cache's gain from the context") if field == "recovery" else ("gives", "right answers")
+    return share({name: fmean(found) for name, found in values.items()}, "In the mean of the tasks", *what)
 
 
 def _table(form: str, length: int, records: Sequence[Record]) -> TableData:

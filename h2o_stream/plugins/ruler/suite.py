@@ -176,15 +176,17 @@ class Ruler(Comparison[RulerOptions]):
         run = partial(self._measure, cell, config, ask)
         return Job(f"{cell} {label}", self.key(config, **settings), self.options.items, run)
 
-    def _measure(self, cell: _Cell, config: CacheConfig, ask: _Ask) -> Iterator[JobProgress | JobResult]:
-        answers = list[dict[str, Any]]()
+    def _measure(
+        self, cell: _Cell, config: CacheConfig, ask: _Ask, kept: JobResult | None = None
+    ) -> Iterator[JobProgress | JobResult]:
+        answers: list[dict[str, Any]] = kept.figures["answers"] if kept else []
         with Engine(self.model, self.tokenizer, config, GREEDY, at_context="stop") as engine:
             conversation = Conversation(engine, recall="off")
-            for number in range(self.options.items):
+            for number in range(answers[-1]["item"] + 1 if answers else 0, self.options.items):
                 conversation.restart(conversation.system)
                 item = self._make_item(cell, number)
-                answers += [{"item": number, **asdict(answer)} for answer in ask(conversation, item)]
-                yield JobProgress(number + 1)
+                answers.extend({"item": number, **asdict(answer)} for answer in ask(conversation, item))
+                yield JobProgress(number + 1, keep=lambda: JobResult({"answers": answers}))
         yield JobResult({"answers": answers})
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:

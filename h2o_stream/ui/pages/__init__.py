@@ -102,7 +102,7 @@ def readable(chart: Chart | Heatmap) -> list[Chart | Heatmap]:
         return [chart]
     first, *others = chart.curves
     parts = [others[start : start + MAX_CURVES - 1] for start in range(0, len(others), MAX_CURVES - 1)]
-    names = [chart.name, *(f"{chart.name}-{number}" for number in range(2, len(parts) + 1))]
+    names = [chart.name, *(f"{chart.name}-part{number}" for number in range(2, len(parts) + 1))]
     return [replace(chart, name=name, curves=[first, *part]) for name, part in zip(names, parts, strict=True)]
 
 
@@ -146,21 +146,35 @@ def loss(records: Sequence[Record]) -> str:
             size = record["cache_size"]
             limit = (size, f"{size / 2**20:.3g} MiB") if size else (record["window"], f"window {record['window']}")
             added.setdefault(limit, {}).setdefault(record["policy"], []).append(record["to_full"]["mean"])
-    phrases = []
+    sentences = []
     for _, limit in _some(sorted(added)):
         means = {policy: fmean(found) for policy, found in added[_, limit].items()}
-        best, *others = _named(means, smallest=True)
-        verb = f"loses {means[best]:.2g}" if means[best] >= 0 else f"gains {-means[best]:.2g}"
-        phrases.append(f"at {limit} {best} {verb} nats" + "".join(f", {name} {means[name]:.2g}" for name in others))
-    return _sentence(phrases, " per token against the full cache")
+        best, *others = [_loss(name, means[name]) for name in _named(means, smallest=True)]
+        sentences.append(f"At {limit}, {listing([f'{best} nats per token against the full cache', *others])}.")
+    return " ".join(sentences)
 
 
-def share(values: Mapping[str, float], what: str) -> str:
-    """Shares by policy, the largest first: "h2o keeps 71%, sink 40% of ..."."""
+def _loss(name: str, mean: float) -> str:
+    return f"{name} {'loses' if mean >= 0 else 'gains'} {abs(mean):.2g}"
+
+
+def share(values: Mapping[str, float], where: str, verb: str, what: str) -> str:
+    """Shares by policy, the largest first: "At window 64, h2o keeps 71% of ... and sink 40%."."""
     if not values:
         return ""
-    names = _named(values, smallest=False)
-    return _sentence([", ".join(f"{name} {values[name]:.0%}" for name in names)], f" {what}")
+    first, *others = [f"{name} {{}}{values[name]:.0%}" for name in _named(values, smallest=False)]
+    phrases = [f"{first.format(f'{verb} ')} {what}", *(other.format("") for other in others)]
+    return f"{where}, {listing(phrases)}."
+
+
+def listing(phrases: Sequence[str]) -> str:
+    """Phrases with commas and "and"."""
+    return " and ".join(filter(None, (", ".join(phrases[:-1]), *phrases[-1:])))
+
+
+def counted(number: int, thing: str) -> str:
+    """A number and what it counts, in the plural unless it is one."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def decoding(records: Sequence[Record]) -> str:
@@ -176,13 +190,14 @@ def decoding(records: Sequence[Record]) -> str:
             fastest[record["name"]] = record
     name = ours[0]["name"]
     speeds, own = {other: record["decode_tok_s"] for other, record in fastest.items()}, weights(fastest[name])
-    others = [
-        f"{speeds[name] / speeds[other]:.2g}x {other}" + ("" if weights(record) == own else f" ({weights(record)})")
+    ratios = [
+        f"{speeds[name] / speeds[other]:.2g} times {other}'s"
+        + ("" if weights(record) == own else f" ({weights(record)})")
         for other, record in fastest.items()
         if other != name and speeds[other]
     ]
-    ratios = "".join(f", {other}" for other in others)
-    return f"After {history:,} tokens {name} decodes {speeds[name]:.3g} tokens/s{ratios}."
+    compared = f", {listing(ratios)}" if ratios else ""
+    return f"After {history:,} tokens, {name} decodes {speeds[name]:.3g} tokens/s{compared}."
 
 
 def weights(record: Record) -> str:
@@ -195,13 +210,15 @@ def times_full(records: Sequence[Record]) -> str:
     """Throughput of the largest batches in multiples of the full cache's, by shape."""
     largest = [record for record in records if record["largest"]]
     full = {shape_of(record): record["tok_s"] for record in largest if record["policy"] == "full"}
-    phrases = []
+    sentences = []
     for shape in _some(list(full)):
         speeds = {record["policy"]: record["tok_s"] for record in largest if shape_of(record) == shape}
         names = [name for name in _named(speeds, smallest=False) if name != "full"]
-        ratios = ", ".join(f"{name} {speeds[name] / full[shape]:.2g}x" for name in names)
-        phrases += [f"at {shape} {ratios}"] if ratios else []
-    return _sentence(phrases, " the tokens/s of a full cache in the same memory")
+        first, *others = [f"{name} {{}}{speeds[name] / full[shape]:.2g} times" for name in names] or [""]
+        if first:
+            phrases = [f"{first.format('generates ')} the tokens/s of a full cache in the same memory"]
+            sentences.append(f"At {shape}, {listing([*phrases, *(other.format('') for other in others)])}.")
+    return " ".join(sentences)
 
 
 def _histories(records: Sequence[Record], name: str) -> set[int]:
@@ -224,8 +241,3 @@ def _some(limits: list[Any]) -> list[Any]:
     """At most `_LIMITS` of a list, with the first and the last."""
     last = len(limits) - 1
     return [limits[round(n * last / (_LIMITS - 1))] for n in range(_LIMITS)] if len(limits) > _LIMITS else limits
-
-
-def _sentence(phrases: Sequence[str], end: str) -> str:
-    text = "; ".join(phrases)
-    return f"{text[0].upper()}{text[1:]}{end}." if text else ""

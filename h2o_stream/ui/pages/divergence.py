@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Page, Record, TableData
+from h2o_stream.ui.pages import Page, Record, TableData, listing
 
 _HEADER = ("engine", "dtype", "mean KL", "p99", "first token", "same first choice")
 
@@ -22,4 +22,5 @@ def _row(record: Record) -> list[str]:
 
 
 def _verdict(records: Sequence[Record]) -> str:
-    return "Mean KL from float32: " + ", ".join(f"{record['engine']} {record['kl']:.2g}" for record in records) + "."
+    means = listing([f"{record['kl']:.2g} with {record['engine']}" for record in records])
+    return f"The mean KL divergence from float32 in nats is {means}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, stem
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, listing, stem
 
 _REMOVAL = ("removed", "of the tokens", "nll", "to all", "95%")
 
@@ -60,13 +60,14 @@ def _verdict(layers: Sequence[Record], removals: Sequence[Record]) -> str:
     sparse = fmean(layer["sparsity"] for layer in layers)
     top = fmean(layer["top_share"] for layer in layers)
     verdict = (
-        f"{sparse:.0%} of the tokens get less than 1% of a query's largest attention, a tenth of them {top:.0%} of all"
+        f"{sparse:.0%} of the tokens get less than 1% of a query's largest attention, "
+        f"and a tenth of them gets {top:.0%} of all attention"
     )
     percent = max((record["percent"] for record in removals), default=0)
     added = {record["removed"]: record["to_full"]["mean"] for record in removals if record["percent"] == percent}
     if percent:
-        losses = ", ".join(f"{removed} {mean:+.2g}" for removed, mean in added.items())
-        verdict += f"; nats added by removing {percent}% of the tokens: {losses}"
+        losses = listing([f"{mean:+.2g} ({removed})" for removed, mean in added.items()])
+        verdict += f". Without {percent}% of the tokens, the loss in nats changes by {losses}"
     return f"{verdict}."
 
 

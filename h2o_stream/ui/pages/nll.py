@@ -14,7 +14,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     title = f"{run['model']}: nats per token, lower is better"
     title += "; evicted tokens are masked, and stay in memory" if run.get("masked") else ""
     tables, charts = [], []
-    for text in run["texts"]:
+    for text in dict.fromkeys(record["text"] for record in records):
         of_text = [record for record in records if record["text"] == text]
         heading = f"{stem(text)}, {max(record['tokens'] for record in of_text):,} tokens"
         tables.append(TableData(heading, _HEADER, [_row(record, of_text) for record in of_text]))
@@ -57,14 +57,38 @@ def _limit(record: Record) -> tuple[int | None, int | None]:
 
 
 def _charts(text: str, records: Sequence[Record], title: str) -> list[Chart]:
-    """A chart for each window or size, with the full cache in each."""
+    """The loss by window or size, if there are several, and a chart for each, with the full cache in it."""
     limits = list(dict.fromkeys(_limit(record) for record in records if record["policy"] != "full")) or [(None, None)]
-    charts = []
-    for number, limit in enumerate(limits, 1):
+    charts = _by_limit(text, records, title) if len(limits) > 1 else []
+    for limit in limits:
         shown = [record for record in records if record["policy"] == "full" or _limit(record) == limit]
         curves = [Curve(curve_name(record), record["rolling"]["seen"], record["rolling"]["nll"]) for record in shown]
         width = max(record["rolling"]["width"] for record in shown)
         heading = f"Loss as the text goes on\n{title}; {stem(text)}, mean of {width:,} tokens"
-        name = f"nll-{stem(text)}" + (f"-window{number}" if number > 1 else "")
+        name = f"nll-{stem(text)}" + (f"-{_limit_name(limit)}" if len(limits) > 1 else "")
         charts.append(Chart(name, heading, ("tokens seen", "nats per token"), curves))
     return charts
+
+
+def _limit_name(limit: tuple[int | None, int | None]) -> str:
+    size, window = limit
+    return f"{size / 2**20:.3g}MiB" if size else f"window{window}"
+
+
+def _by_limit(text: str, records: Sequence[Record], title: str) -> list[Chart]:
+    """The mean loss of each policy by window, or by size; a full cache is a level line."""
+    sized = any(record["cache_size"] for record in records)
+
+    def place(record: Record) -> float:
+        return float(record["cache_size"] / 2**20 if sized else record["window"])
+
+    places = sorted({place(record) for record in records if record["policy"] != "full"})
+    curves = []
+    for name in dict.fromkeys(map(label, records)):
+        found = [record for record in records if label(record) == name]
+        points = [(x, found[0]) for x in places] if found[0]["policy"] == "full" else [(place(r), r) for r in found]
+        points.sort(key=lambda point: point[0])
+        curves.append(Curve(name, [x for x, _ in points], [record["nll"] for _, record in points]))
+    heading = f"Loss by {'size' if sized else 'window'}\n{title}; {stem(text)}"
+    axes = ("cache, MiB" if sized else "window, tokens", "nats per token")
+    return [Chart(f"nll-{stem(text)}-by-{'size' if sized else 'window'}", heading, axes, curves, logarithmic="x")]

@@ -10,6 +10,7 @@ from h2o_stream.ui.pages import (
     Page,
     Record,
     TableData,
+    counted,
     curve_name,
     label,
     or_dash,
@@ -31,7 +32,8 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     streams = [record for record in records if record["type"] == "recall"]
     chats = [record for record in records if record["type"] == "recall-chat"]
     tables = [_table(heading, kind, streams) for kind, heading in _HEADINGS.items()] if streams else []
-    title = f"{run['model']}, {run['facts']} facts planted in a chat about {stem(run['text'])} and asked for later"
+    facts = counted(run["facts"], "fact")
+    title = f"{run['model']}, {facts} planted in a chat about {stem(run['text'])} and asked for later"
     return Page(
         title,
         "right replies, and the mean margin of the right value in nats; (n): fewer questions, because "
@@ -55,7 +57,7 @@ def _verdict(records: Sequence[Record]) -> str:
         for record in group
         if record["distance"] == distance
     }
-    return share(rates, f"right replies {distance:,} tokens after the fact")
+    return share(rates, f"{distance:,} tokens after the fact", "gives", "right replies")
 
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
@@ -86,7 +88,8 @@ def _chat_table(records: Sequence[Record]) -> TableData:
         rows.append([*_names(group[0]), *cells.values(), *turns])
     kinds = [record["kind"] for record in _runs(records)[0]]
     header = ["policy", "window", "recall", *kinds, "other turns that recall", "first turns"]
-    return TableData(f"at the end of a chat with {records[0]['turns']} turns about other things", header, rows)
+    length = counted(records[0]["turns"], "turn")
+    return TableData(f"at the end of a chat with {length} about other things", header, rows)
 
 
 def _names(record: Record) -> list[str]:

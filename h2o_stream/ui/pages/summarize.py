@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, or_dash, share
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, counted, listing, or_dash, share
 
 _HEADER = ("policy", "window", "n", "ROUGE-1", "ROUGE-2", "ROUGE-L", "to full", "tokens", "tok/s")
 _ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -12,7 +12,8 @@ _ROUGE = ("rouge1", "rouge2", "rougeL")
 
 def page(run: Record, records: Sequence[Record]) -> Page:
     """ROUGE by policy and window."""
-    title = f"{run['model']}, {run['requests']} requests, prompts of {run['prompt_tokens']:.0f} tokens in the mean"
+    requests = counted(run["requests"], "request")
+    title = f"{run['model']}, {requests}, prompts of {run['prompt_tokens']:.0f} tokens in the mean"
     return Page(
         title,
         "ROUGE F-measures in %; to full: ROUGE-2 as a fraction of the full cache's on the same n requests",
@@ -31,7 +32,10 @@ def _verdict(records: Sequence[Record]) -> str:
         for record in records
         if full and record["window"] == smallest and record["rouge2"] is not None
     }
-    return share(rates, f"of the full cache's ROUGE-2 at window {smallest}")
+    kept = share(rates, f"At window {smallest}", "keeps", "of the full cache's ROUGE-2")
+    unused = sorted({record["window"] for record in records if record["window"] and record.get("evicting") == 0})
+    windows = listing([f"{window:,}" for window in unused])
+    return f"{kept} At {windows} nothing was evicted: no request exceeds that.".strip() if unused else kept
 
 
 def _row(record: Record, records: Sequence[Record]) -> list[str]:
