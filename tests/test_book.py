@@ -113,6 +113,7 @@ class TestCommand:
         assert "| policy | window | 12 tokens | whole book |" in table
         assert "| h2o with recall | 64 |" in table
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("small_book")
     def test_a_full_cache_ends_at_the_context(self, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("h2o_stream.plugins.book.suite.python_manual", lambda: f"{BOOK}\n\n{'And so on. ' * 99}")

@@ -82,6 +82,7 @@ def test_another_system_prompt(talker: Talker, tokenizer: PreTrainedTokenizerBas
         assert "Be brief." not in tokenizer.decode(list(one.tokens))
 
 
+@pytest.mark.exhaustive
 def test_what_is_pinned_stays(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
     with engine(talker(), tokenizer) as one:
         talk = Conversation(one, "Be brief.")

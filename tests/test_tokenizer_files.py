@@ -131,6 +131,7 @@ class TestEmbedded:
     def test_it_is_the_tokenizer_of_transformers(self, ours: FileTokenizer, theirs: Any) -> None:
         assert_same(ours, theirs)
 
+    @pytest.mark.exhaustive
     def test_it_is_what_transformers_makes_of_the_file(self, ours: FileTokenizer, embedded_file: Path) -> None:
         """transformers knows no pre-tokenizer of this name, and takes GPT-2's."""
         folder, name = embedded_file.parent, embedded_file.name
