@@ -161,7 +161,7 @@ class TestCommands:
         out, file = tmp_path / "run.jsonl", tmp_path / "talk.json"
         lines = ["one", f"/model {tiny_folder}/", "two", f"/export {file}"]
         done = piped(tiny_folder, lines, "--jsonl", out, "--session", "talk")
-        assert f"{tiny_folder}/ · h2o · window 256 · gap; fed again: 1 turn," in done.stderr
+        assert f"{tiny_folder}/ · h2o · window 256 (auto) · gap; fed again: 1 turn," in done.stderr
         change = next(record for record in records(out.read_text()) if record["type"] == "change")
         assert (change["model"], change["turn"]) == (f"{tiny_folder}/", 1)
         exported = json.loads(file.read_text())
