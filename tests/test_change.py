@@ -43,6 +43,7 @@ def in_window(window: int) -> Header:
     return Header("tiny", "h2o", window, None)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("saved", [True, False])
 def test_the_transcript_is_fed_to_the_other_conversation(open_conversation: Any, saved: bool) -> None:
     history = ConversationHistory(open_conversation(64), in_window(64))

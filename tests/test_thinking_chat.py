@@ -17,9 +17,9 @@ from h2o_stream.config import CacheConfig, SamplingConfig, ThinkMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Token
 from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.folders import find_transcript
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.retention import retention
-from h2o_stream.session.sessions import find_transcript
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.reply import MarkdownReply, Thinking
