@@ -42,6 +42,7 @@ def logits_of(model: Any, steps: int = 4) -> Tensor:
 
 @pytest.mark.parametrize(("policy", "engine"), WAYS, ids=["h2o", "h2o eager", "full"])
 class TestAdapters:
+    @pytest.mark.every(2)
     def test_each_is_itself(self, policy: str, engine: Any) -> None:
         """LoRA's scaling is not a weight."""
         base = make_llama()
@@ -128,6 +129,7 @@ class TestChanged:
             CHANGES[name](model)
             assert_close(logits_of(model), expected)
 
+    @pytest.mark.exhaustive
     @in_turn("name", [*CHANGES][::2])
     def test_in_bfloat16(self, name: str) -> None:
         """The native step copies bfloat16 norms."""

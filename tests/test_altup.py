@@ -44,6 +44,7 @@ def test_blocks_of_prompts_and_steps_of_many_streams(model: Any, rows: int, coun
     assert kept == wanted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", with_exhaustive([2], [1]))
 def test_results_do_not_depend_on_the_number_of_threads(model: Any, rows: int) -> None:
     before, results = torch.get_num_threads(), []

@@ -82,6 +82,7 @@ class TestCommand:
         monkeypatch.setattr("h2o_stream.plugins.book.questions.project_file", lambda name: file)
         monkeypatch.setattr("h2o_stream.plugins.book.suite.python_manual", lambda: BOOK)
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("small_book", "no_charts")
     def test_policies_and_modes_on_parts_and_on_all_of_it(self, tiny_folder: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
@@ -112,6 +113,7 @@ class TestCommand:
         assert "| policy | window | 12 tokens | whole book |" in table
         assert "| h2o with recall | 64 |" in table
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("small_book")
     def test_a_full_cache_ends_at_the_context(self, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("h2o_stream.plugins.book.suite.python_manual", lambda: f"{BOOK}\n\n{'And so on. ' * 99}")

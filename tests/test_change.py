@@ -43,6 +43,7 @@ def in_window(window: int) -> Header:
     return Header("tiny", "h2o", window, None)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("saved", [True, False])
 def test_the_transcript_is_fed_to_the_other_conversation(open_conversation: Any, saved: bool) -> None:
     history = ConversationHistory(open_conversation(64), in_window(64))
@@ -160,7 +161,7 @@ class TestCommands:
         out, file = tmp_path / "run.jsonl", tmp_path / "talk.json"
         lines = ["one", f"/model {tiny_folder}/", "two", f"/export {file}"]
         done = piped(tiny_folder, lines, "--jsonl", out, "--session", "talk")
-        assert f"{tiny_folder}/ · h2o · window 256 · gap; fed again: 1 turn," in done.stderr
+        assert f"{tiny_folder}/ · h2o · window 256 (auto) · gap; fed again: 1 turn," in done.stderr
         change = next(record for record in records(out.read_text()) if record["type"] == "change")
         assert (change["model"], change["turn"]) == (f"{tiny_folder}/", 1)
         exported = json.loads(file.read_text())

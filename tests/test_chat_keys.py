@@ -140,13 +140,13 @@ class TestKeys:
 
     def test_what_is_typed_during_a_reply_waits_for_the_prompt(self, tiny_folder: Path) -> None:
         """Regression: the terminal echoed it into the reply, whose lines then stood there twice."""
-        with self.chat(tiny_folder, "-n", "3000", "--window", "64") as pty:
+        with self.chat(tiny_folder, "-n", "1000", "--window", "64") as pty:
             pty.until(lambda p: "seen 0" in p.text)
             pty.send("hello\r")
             pty.until(lambda p: "seen" in p.text and "seen 0" not in p.text)
             drawn = len(pty.output)
             os.write(pty.side, b"/set seed 77\r")
-            pty.until(lambda p: "3000 tokens, " in p.text)
+            pty.until(lambda p: "1000 tokens, " in p.text)
             assert "/set" not in pty.output[drawn:].partition("tokens, ")[0]
             pty.until(lambda p: "seed is now 77" in p.text)
             pty.send("/set seed 78")

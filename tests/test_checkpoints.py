@@ -193,6 +193,7 @@ class TestServed:
         with pytest.raises(OutOfMemoryError, match=f"are free; {says}"):
             Checkpoint(str(path), path, "float32", quantize)
 
+    @pytest.mark.exhaustive
     def test_a_chat_imports_no_torch(self, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         path = saved("Llama 3", tmp_path / "model", words)

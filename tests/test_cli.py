@@ -110,6 +110,7 @@ class TestChat:
         assert done.exit_code == 0
         assert records(done.stdout)[1]["prompt_tokens"] > 80
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("engine", ["auto", "eager"])
     def test_replies_follow_a_json_schema(self, engine: str, tiny_folder: Path, tmp_path: Path) -> None:
         talk = ["-m", tiny_folder, "--engine", engine, "-n", "60", "--temp", "2", "--seed", "5", "-q"]

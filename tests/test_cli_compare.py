@@ -108,6 +108,7 @@ class TestCompare:
         assert len({exact, *results}) == 4
         assert results[0] == pytest.approx(exact, abs=0.05)
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("no_charts")
     def test_recall(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
@@ -268,6 +269,7 @@ class TestCompare:
         assert texts("together") == alone
         assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != alone
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("no_charts")
     def test_heavy_hitters(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         out = tmp_path / "new" / "folder"

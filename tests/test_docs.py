@@ -139,6 +139,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize(("page", "line", "runs"), of_documentation())
 def test_commands(page: str, line: str, runs: bool, place: Path, long_folder: Path, request: Any) -> None:

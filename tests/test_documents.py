@@ -54,7 +54,7 @@ def test_documents(tmp_path: Path) -> None:
 
 def test_what_reads_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pypdf", None)
-    with pytest.raises(DataError, match=r"is a PDF, and pypdf reads it: .*pip install .*pypdf"):
+    with pytest.raises(DataError, match=r"is a PDF, and pypdf reads it: \S+ -m pip install .*pypdf"):
         piped_text(pdf("text"), "standard input")
 
 

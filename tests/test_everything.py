@@ -72,6 +72,7 @@ def test_what_the_model_cannot_do_is_left_out_and_the_rest_measured(
     assert "## Not measured" in (tmp_path / "later.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(everything, "_QUICK", FEW)
     stream = nll.stream_nll

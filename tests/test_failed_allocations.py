@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("every", "model", "rule", "what"), with_exhaustive(
     [(100, "experts", "h2o", "step")],
     product((1,), ("dense", "experts"), ("h2o", "absolute", "memory"), ("prompt", "batch", "step", "assisted step")),

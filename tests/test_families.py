@@ -50,6 +50,7 @@ def modes(first: int = 0) -> Any:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("number", "policy", "cells"), matrix())
 def test_matrix(number: int, policy: str, cells: list[tuple[int, int]]) -> None:
     """All of them together show the table in the next test."""
@@ -65,12 +66,14 @@ def test_the_docs_say_what_the_matrix_says() -> None:
     assert summary(lambda number, policy: len(CELLS)) in Path("docs/families.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.every(2)
 @modes(first=1)
 def test_every_position_mode(number: int, positions: str) -> None:
     """The matrix covers the default mode."""
     assert error(number, "h2o", 5, 3, positions) < LARGEST
 
 
+@pytest.mark.every(3)
 @of_families(
     "dtype",
     [(number, dtype) for number in range(len(FAMILIES)) for dtype in MEAN],
@@ -100,6 +103,7 @@ def test_before_any_eviction_it_equals_transformers_cache(number: int, dtype: to
         assert (ours - exact).norm() < 1.5 * (wanted - exact).norm() + MEAN[torch.float32] * exact.norm()
 
 
+@pytest.mark.every(2)
 @modes()
 def test_far_past_the_span_and_the_context(number: int, positions: str) -> None:
     """With absolute positions to the end of the context, and past every sliding window."""

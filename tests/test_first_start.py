@@ -48,14 +48,16 @@ file_ropes.rope_frequencies = lambda theta, size: right(theta**0.25, size)
 """Makes a process read files with another base of RoPE."""
 
 
-SAID = likely_lines(MODELS["Qwen 3"][1]())
-"""What the model of `file` says."""
+@pytest.fixture(scope="module")
+def said() -> Any:
+    """What the model of `file` says."""
+    return likely_lines(MODELS["Qwen 3"][1]())
 
 
 @pytest.fixture
-def text(monkeypatch: pytest.MonkeyPatch) -> None:
+def text(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two readings of `file` can be told apart."""
-    monkeypatch.setattr(referee, "LINES", SAID)
+    monkeypatch.setattr(referee, "LINES", said)
 
 
 @pytest.fixture
@@ -197,10 +199,10 @@ class TestCheck:
         assert read_known(path, DTYPE) is None
         assert isinstance(loaded(path).model, RuntimeModel)
 
-    def test_a_wrong_row_of_the_table_is_found(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_wrong_row_of_the_table_is_found(self, file: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = {**sources.ARCHITECTURES, "qwen3": replace(sources.ARCHITECTURES["qwen3"], interleaved=True)}
         monkeypatch.setattr(sources, "ARCHITECTURES", wrong)
-        monkeypatch.setattr(referee, "LINES", SAID)
+        monkeypatch.setattr(referee, "LINES", said)
         assert "other weights" in check(str(file), file, DTYPE).difference
 
     def test_damaged_packed_weights_are_found_and_removed(
@@ -341,8 +343,8 @@ class TestChat:
         assert "for the first time" not in second.stderr
 
     @pytest.mark.exhaustive
-    def test_a_difference_is_told_in_one_line_and_the_next_start_needs_torch(self, file: Path) -> None:
-        first = chat(file, f"{WRONG}from h2o_stream.engine import referee; referee.LINES = {SAID!r}; ", "-q")
+    def test_a_difference_is_told_in_one_line_and_the_next_start_needs_torch(self, file: Path, said: Any) -> None:
+        first = chat(file, f"{WRONG}from h2o_stream.engine import referee; referee.LINES = {said!r}; ", "-q")
         assert first.returncode == 1
         assert "read wrongly from its file" in first.stderr
         assert "frequencies of rope" in first.stderr
@@ -351,7 +353,7 @@ class TestChat:
         assert (second.returncode, second.stdout.split()[-1]) == (0, "True"), second.stderr
         assert "loaded by torch and transformers: its file was found to be read wrongly" in second.stderr
 
-    def test_a_difference_stops_the_reply(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_difference_stops_the_reply(self, file: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from h2o_stream.ui.interrupts import Interrupts
 
         found = loaded(file)
@@ -361,7 +363,7 @@ class TestChat:
             list(engine.prefill(TEXT[:30]))
             reply = engine.decode()
             next(reply)
-            judged = f"{WRONG}from h2o_stream.engine import referee; referee.LINES = {SAID!r}; "
+            judged = f"{WRONG}from h2o_stream.engine import referee; referee.LINES = {said!r}; "
             monkeypatch.setattr(checking, "_CODE", judged + checking._CODE)
             assert found.check.wait(60)
             assert next(reply).reason == "interrupted"  # type: ignore[union-attr]

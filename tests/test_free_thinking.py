@@ -69,6 +69,7 @@ def first_refused(tokenizer: Any, grammar: Grammar, text: str, thinking: bool = 
     return None
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
 @pytest.mark.parametrize("reply", WRITTEN)
 def test_form(reply: str, kind: str, letters: PreTrainedTokenizerBase) -> None:
@@ -115,6 +116,7 @@ def say_first(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, text: str) -> Non
     monkeypatch.setattr(Grammar, "matcher", scripted)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("template", "thinking", "said"), [
     (SWITCHED, None, f"<think>{THOUGHT}</think>\n"), (SWITCHED, False, f"<think>{THOUGHT}</think>\n"),
     (OPENED, None, f"{THOUGHT}</think>"), (OPENED, False, f"{THOUGHT}</think>"),
@@ -180,6 +182,7 @@ OFF: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("more", [{}, {"reasoning_effort": "high"}, {"enable_thinking": True}, *OFF])
 def test_server(more: dict[str, Any], server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """By chat completions and by responses."""

@@ -49,6 +49,7 @@ class TestDescribed:
         assert (config.vocab_size, config.num_hidden_layers, config.head_dim) == (64, 2, 8)
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [2]
 
+    @pytest.mark.exhaustive
     def test_the_embedded_model_takes_little_time_and_space(
         self, embedded_file: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -196,7 +196,7 @@ def test_as_transformers_has_them(name: str, tmp_path: Path) -> None:
     assert difference_of(logits_of(loaded.model), logits_of(CASES[name][1]())) < 1e-4
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "dtype"), thinned(
     product(CASES, ("float32", "bfloat16")), lambda name, dtype: (dtype == "float32") == [*CASES].index(name) % 2
 ))  # fmt: skip
@@ -289,6 +289,7 @@ def test_packed_and_native(name: str, tmp_path: Path) -> None:
     assert difference_of(torch.cat(found).numpy(), expected[39:].numpy()) < 2e-3
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 @pytest.mark.parametrize(
     "name", with_exhaustive(["Qwen 3.5 with more value heads", "Falcon-H1"], ["Granite 4", "LFM2 with experts"])

@@ -49,6 +49,7 @@ def pieces(pre_tokenizer: Any, text: str) -> list[str]:
     return [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
+@pytest.mark.exhaustive
 def test_digits_of_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2's own definition: every digit apart, then GPT-2's regex."""
     monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path)

@@ -90,6 +90,7 @@ def check_replays(model: Any, config: CacheConfig, ids: Tensor) -> None:
     assert Recording.replays > ids.shape[1] - 60
 
 
+@pytest.mark.exhaustive
 def test_many_tokens_are_those_of_eager_steps(recorded: type[Recording]) -> None:
     check_replays(make_llama(groups=2), CacheConfig(window=24), tokens(110))
 

@@ -202,6 +202,7 @@ def test_the_matrices_have_every_policy() -> None:
     assert set(families.POLICIES) == set(config.POLICIES)
 
 
+@pytest.mark.exhaustive
 class TestInTheShell:
     """The same weights in 8 and in 4 bits."""
 

@@ -387,6 +387,7 @@ class TestThreads:
         assert all(text.equal(expected[seed]) for seed in made for text in made[seed])
         assert all("another thread" in error or "newer one has replaced" in error for error in refused)
 
+    @pytest.mark.exhaustive
     def test_two_models_in_two_threads(self) -> None:
         models = [make_llama(seed=seed) for seed in range(2)]
         expected = [stream(model, "auto")[0] for model in models]

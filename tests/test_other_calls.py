@@ -49,6 +49,7 @@ def streamed(form: CallFormat, pieces: Any) -> tuple[str, tuple[Call, ...], str]
 
 
 class TestCalls:
+    @pytest.mark.every(3)
     @pytest.mark.parametrize("form", FORMS, ids=["tags", "bare", "listed"])
     @settings(max_examples=30, derandomize=True, deadline=None)
     @given(data=st.data(), before=st.sampled_from(["", "Let me look {it} up.\n", "Sure: "]),

@@ -84,6 +84,7 @@ def test_steps_and_prompts_are_native(name: str, rows: int, tmp_path: Path) -> N
     assert relative_error(ours, theirs) < 5e-3  # activations are rounded to 14 bits
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [*NAMES, "Qwen 3"])
 def test_later_starts_map_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without torch."""

@@ -35,6 +35,13 @@ def total(numbers: list[int]) -> int:
 """
 
 
+NEVER_DONE = """async (url, { signal }) => new Response(new ReadableStream({ start(stream) {
+    signal.addEventListener("abort", () => stream.error(signal.reason));
+    stream.enqueue(new TextEncoder().encode('data: {"choices": [{"delta": {"content": "Once upon"}}]}\\n\\n'));
+} }))"""
+"""A `fetch` whose reply never ends."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     running = Running(tmp_path_factory.mktemp("served"), max_reply=12, api_key="secret")
@@ -50,8 +57,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture
 def page(server: Running, browser: Page) -> Iterator[Page]:
-    browser.command("Page.navigate", url=f"{server.url}/health")
-    browser.wait("location.pathname == '/health'")
+    browser.open(f"{server.url}/#key=secret")
     browser.run("localStorage.clear(), sessionStorage.clear()")
     browser.open(f"{server.url}/#key=secret")
     yield browser
@@ -126,13 +132,18 @@ def test_markdown(page: Page, server: Running) -> None:
 
 @with_chromium
 def test_a_reply_is_stopped_and_errors_are_said(page: Page, server: Running) -> None:
-    page.run("""window.real = window.fetch; window.fetch = () => new Promise(done => setTimeout(() => done(new Response(
-        new ReadableStream({ start(c) { c.enqueue(new TextEncoder().encode(
-            'data: {"choices": [{"delta": {"content": "Once upon"}}]}\\n\\n')); } }))), 1)); 0""")
+    page.run(f"window.fetch = {NEVER_DONE}; 0")
     page.run("document.getElementById('text').focus()")
     page.type("Tell me.")
     page.wait("document.querySelector('.busy .text')?.innerText.includes('Once upon')")
     assert page.texts("#send") == ["Stop"]
+    page.type("Typed meanwhile")
+    page.run("document.querySelector('.user .tools button').click()")
+    page.run("document.querySelector('.edited textarea').value = 'Tell us.'")
+    page.click("#send")
+    page.wait("!document.querySelector('.busy')")
+    assert page.texts(".assistant .text") == ["Once upon"]
+    assert page.run("[...document.querySelectorAll('textarea')].map(x => x.value)") == ["Tell us.", "Typed meanwhile"]
     page.open(f"{server.url}/#key=secret")
     assert page.texts(".assistant .text") == ["Once upon"]
     page.open(f"{server.url}/#")

@@ -65,7 +65,6 @@ def forked(command: Any, *arguments: object, processes: int = 2) -> subprocess.C
     return subprocess.CompletedProcess(whole, code, "".join(out), "".join(errors))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("launcher", "command"), [
     (FORKS, "nll"),
     pytest.param(FORKS, "summarize", marks=pytest.mark.exhaustive),
@@ -96,6 +95,7 @@ def test_two_processes_find_what_one_finds(
 
 
 class TestTensorParallel:
+    @pytest.mark.exhaustive
     @launchers
     def test_the_same_tokens_and_windows(self, launcher: list[str], four_heads: Path) -> None:
         """Including windows by head, although each process has only its own heads."""

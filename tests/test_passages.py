@@ -117,6 +117,7 @@ def test_lines_are_sentences_unless_they_are_wrapped() -> None:
     assert texts(text, sentences(text)) == parts
 
 
+@pytest.mark.exhaustive
 @in_turn(
     "unit",
     [
@@ -219,6 +220,7 @@ def test_no_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     assert [(p.start, p.stop) for p in locate(tokenizer, [], 5, 1, FACTS[0], "")] == [(5, 5)]
 
 
+@pytest.mark.exhaustive
 def test_a_book_is_located_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """270 kB take 0.1 s; what is quadratic takes minutes."""
     book = "\n\n".join(f"{PROSE} Paragraph {n}." for n in range(60))

@@ -119,6 +119,7 @@ def shell(site: Path, command: str, *arguments: str) -> Any:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("target", "sinks", "positions"), [("Oldest", 0, "rolling"), ("TABLE", 2, "gap")])
 def test_a_policy(
     site: Path, text: Path, tiny: Any, tiny_folder: Path, target: str, sinks: int, positions: str

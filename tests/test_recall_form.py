@@ -1,10 +1,13 @@
 """The form in which excerpts are read again, in front of the user's message."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.recall.form import compose
+from h2o_stream.recall.form import compose, forbidden
 from h2o_stream.recall.passage import Candidate, Passage, Role
 
 
@@ -50,3 +53,11 @@ def test_every_excerpt_is_there_and_the_message_is_last(said: list[tuple[str, in
     assert text.endswith(message)
     before = text.removesuffix(message)
     assert all(excerpt.strip() in before for excerpt, _, _ in said)
+
+
+def test_the_label_never_comes_out_of_a_reply(tokenizer: PreTrainedTokenizerBase) -> None:
+    for said in ("Context from earlier: ...", "It says. Context from earlier"):
+        ids = tokenizer(said)["input_ids"]
+        assert any(forbidden(tokenizer).get(first) == second for first, second in pairwise(ids))
+    ids = tokenizer("The context of this is from 1990.")["input_ids"]
+    assert not any(forbidden(tokenizer).get(first) == second for first, second in pairwise(ids))

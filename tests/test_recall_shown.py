@@ -24,7 +24,7 @@ from h2o_stream.session.turn import Timings, Turn
 from h2o_stream.ui.chat import Chat, open_chat
 from h2o_stream.ui.documents import _REPLY, split_asking, split_question
 from h2o_stream.ui.heatmap import heatmap
-from h2o_stream.ui.recall import candidates_table, recalled_line
+from h2o_stream.ui.recall import candidates_table, gone_line, recalled_line
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import PrefillStatus, SafeConsole, Terminal
 from tests.commands import invoke, piped, records
@@ -57,6 +57,21 @@ class TestLines:
     def test_a_line(self) -> None:
         assert recalled_line(CLARA, 80) == "recalled from turn 3: My sister Clara works as a dentist."
         assert recalled_line(CLARA, 30) == "recalled from turn 3: My sist…"
+
+    @pytest.mark.parametrize(
+        ("message", "cached", "warned"),
+        [
+            ("Summarize chapter 13.", 256, True),
+            ("Please translate it into French.", 256, True),
+            ("Fasse das Kapitel zusammen.", 256, True),
+            ("What is the summit called?", 256, False),
+            ("Summarize chapter 13.", 8000, False),
+            ("Summarize this text: " + "It rained. " * 40, 256, False),
+        ],
+    )
+    def test_what_is_gone_as_a_whole(self, message: str, cached: int, warned: bool) -> None:
+        counts = CacheCounts(seen=12_000, cached=cached, sinks=4, pinned=0, heavy=2, recent=3, window=8192, nbytes=1)
+        assert gone_line(message, counts).startswith("256 of 12,000 tokens are still in the cache") is warned
 
     def test_on_the_screen(self) -> None:
         out, terminal = io.StringIO(), Terminal()

@@ -71,6 +71,7 @@ def in_turns(model: Any, lengths: list[tuple[int, ...]], rows: int, config: Cach
     return [(torch.cat(line), held) for line, held in zip(found, kept, strict=True)]
 
 
+@pytest.mark.every(2)
 @hybrids
 def test_rows_of_padded_turns_are_as_alone(name: str) -> None:
     """Padding before and after the tokens of a turn, and rows that wait."""
@@ -158,6 +159,7 @@ def test_pins_and_what_is_evicted_first(name: str) -> None:
                 assert not set(range(10, 20)) & set(head)
 
 
+@pytest.mark.every(3)
 @hybrids
 def test_memory_is_constant_and_the_states_are_counted(name: str) -> None:
     model = make(name)

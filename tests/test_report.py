@@ -211,6 +211,7 @@ def test_no_chart_has_more_curves_than_colours() -> None:
 
 
 class TestVerdicts:
+    @pytest.mark.exhaustive
     def test_a_report_opens_with_what_was_found(self, comparisons: Path, tmp_path: Path) -> None:
         for name in ("report.html", "report.md"):
             done = invoke("h2o-compare", "report", comparisons, "--to", tmp_path / name, "-q")

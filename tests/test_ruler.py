@@ -257,6 +257,7 @@ class TestCommand:
         """A random model whose context has room for four questions."""
         return saved(talker(context=2048), tokenizer, tmp_path / "model")
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("no_charts")
     def test_policies_on_tasks(self, model: Path, tmp_path: Path) -> None:
         base = ["tasks", "--suite", "ruler", "-m", model, "--tasks", "vt", "--lengths", "400"]
@@ -311,6 +312,7 @@ class TestCommand:
         assert done.exit_code == 2
         assert words in done.stderr
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("no_charts")
     def test_beyond_the_context_others_go_on_and_recall_asks_after_the_same_reading(
         self, tiny_folder: Path, tmp_path: Path

@@ -353,6 +353,7 @@ class TestLoading:
     def test_the_dtype_is_the_one_that_torch_would_take(self, name: str) -> None:
         assert loading._dtype(name) == dtype_name(allowed_dtypes(name)[0])
 
+    @pytest.mark.exhaustive
     @pytest.mark.parametrize("dtype", with_exhaustive(["float32"], ["bfloat16"]))
     def test_the_embedded_model_ships_as_it_is(self, embedded_file: Path, dtype: str) -> None:
         """What is known of it is what is found out about it here."""
@@ -375,7 +376,7 @@ def shares(windows: Sequence[HeadWindow]) -> list[float]:
     return [share for _, share in sorted((head, window.share) for window in windows for head in window.heads)]
 
 
-@pytest.mark.every(2)
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("own_home")
 @pytest.mark.parametrize(
     ("command", "arguments", "typed"),

@@ -48,7 +48,8 @@ CHANGES: dict[str, Any] = {
 """Values of served fields with which the answer differs."""
 
 WRONG: dict[str, Any] = {
-    "model": 3, "frequency_penalty": 3, "presence_penalty": 3, "repeat_last_n": -2, "stream_options": 3,
+    "model": 3, "frequency_penalty": 3, "presence_penalty": 3, "repeat_last_n": -2, "dry_multiplier": -1,
+    "dry_base": 0.5, "dry_allowed_length": -1, "stream_options": 3,
     "stream_options.include_usage": 3, "stream_options.include_slots": 3, "window": 0, "policy": "best",
     "recall": "all", "think": 3, "messages": [], "messages.role": "robot", "messages.tool_calls": [3],
     "top_logprobs": 2, "continue_final_message": True, "add_generation_prompt": False, "tool_choice": "required",
@@ -65,12 +66,12 @@ OTHERS: list[tuple[Any, str]] = [
            "reasoning_control add_special_tokens watermarking return_prompt_text _debug_render_only grammar_lazy"),
     (False, "skip_special_tokens penalize_nl penalize_newline include_reasoning"),
     (2, "best_of min_tokens truncate_prompt_tokens prompt_logprobs dynatemp_range typical_p tfs_z top_n_sigma min_keep "
-        "xtc_probability dry_multiplier mirostat adaptive_target n_indent t_max_predict_ms n_keep num_keep n_discard "
-        "n_probs top_logprobs n thinking_budget_tokens thinking_token_budget reasoning_budget_tokens "
+        "xtc_probability dry_penalty_last_n mirostat adaptive_target n_indent t_max_predict_ms n_keep num_keep "
+        "n_discard n_probs top_logprobs n thinking_budget_tokens thinking_token_budget reasoning_budget_tokens "
         "repetition_detection"),
     ([3], "stop_token_ids allowed_token_ids prompt_embeds images image_data context lora context_management "
           "messages.images documents functions tools logprob_token_ids"),
-    (["the"], "bad_words logits_processors samplers response_fields modalities include"),
+    (["the"], "dry_sequence_breakers bad_words logits_processors samplers response_fields modalities include"),
     ({"a": 1}, "logit_bias vllm_xargs moderation audio messages.audio function_call messages.function_call "
                "web_search_options access_programs image conversation prompt"),
     ("low", "guided_whitespace_pattern structural_tag template system verbosity text.verbosity chat_template suffix "

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from h2o_stream import CacheConfig, ConfigError, attach
+from h2o_stream.cache.sizing import sized
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.compare.catalog import NllOptions
-from h2o_stream.config import SIZED_KV_BITS
+from h2o_stream.config import AUTO_WINDOWS, SIZED_KV_BITS
 from tests.fixtures import make_llama, thinned
 from tests.test_oracle import tokens_of
 
@@ -32,7 +33,7 @@ def model() -> Any:
     return make_llama(heads=4, groups=2, layers=3, context=256)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("policy", "kv_bits"), thinned(
     product(["h2o", "sink", "random", "snapkv", "expected-attention"], [None, 16, 4]),
     lambda policy, kv_bits: (policy, kv_bits) in (("h2o", None), ("sink", 4), ("snapkv", 16)),
@@ -95,3 +96,41 @@ def test_sizes_replace_windows(tmp_path: Any) -> None:
     options = NllOptions(text=(tmp_path,), policies=("h2o", "full", "sink"), cache_sizes=(2**20, 2**21))
     found = [(config.policy, config.cache_size) for config in options.configs]
     assert found == [("full", None), ("h2o", 2**20), ("sink", 2**20), ("h2o", 2**21), ("sink", 2**21)]
+
+
+class TestByTheModel:
+    """A window as large as a small part of the bytes that a step reads anyway."""
+
+    @pytest.mark.parametrize(
+        ("step_bytes", "free", "context", "window"),
+        [
+            (96e6, 16e9, 8192, 256),  # the embedded model
+            (500e6, 16e9, 32768, 1536),
+            (4.6e9, 16e9, 8192, 3072),
+            (4.6e9, 16e9, 1024, 768),  # of which a chunk is not evicted yet
+            (4.6e9, 0.2e9, 8192, 768),  # little memory
+            (1e6, 16e9, 8192, 256),
+        ],
+    )
+    def test_window(
+        self, monkeypatch: pytest.MonkeyPatch, step_bytes: float, free: float, context: int, window: int
+    ) -> None:
+        monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda: free)
+        config = sized(
+            CacheConfig(auto_window=1), context, lambda config: config.window * 25_000, lambda: int(step_bytes)
+        )
+        assert (config.window, config.auto_window) == (window, 1)
+
+    def test_many_streams_share_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda: 16e9)
+        windows = [
+            sized(CacheConfig(auto_window=streams), None, lambda config: config.window * 25_000, lambda: 10**11).window
+            for streams in (1, 64, 1000)
+        ]
+        assert windows == [AUTO_WINDOWS[-1], 768, AUTO_WINDOWS[0]]
+
+    def test_of_an_attached_model(self) -> None:
+        with attach(make_llama(context=8192), CacheConfig(auto_window=1)) as cache:
+            assert cache.plan.window == AUTO_WINDOWS[0]
+        with attach(make_llama(context=8192, vocab=200_000), CacheConfig(auto_window=1)) as cache:
+            assert cache.plan.window > AUTO_WINDOWS[0]

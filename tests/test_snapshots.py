@@ -24,6 +24,7 @@ def said(conversation: Conversation, text: str) -> str:
     return next(event.text for event in conversation.say(text) if isinstance(event, Turn))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", with_exhaustive(["h2o"], ["full", "h2o-paper", "random", "sink"]))
 def test_a_resumed_conversation_continues_as_if_never_left(talker: Talker, tokenizer: Any, policy: str) -> None:
     model = talker()
@@ -81,6 +82,7 @@ def test_another_system_prompt(talker: Talker, tokenizer: PreTrainedTokenizerBas
         assert "Be brief." not in tokenizer.decode(list(one.tokens))
 
 
+@pytest.mark.exhaustive
 def test_what_is_pinned_stays(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
     with engine(talker(), tokenizer) as one:
         talk = Conversation(one, "Be brief.")

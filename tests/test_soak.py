@@ -83,6 +83,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_stream_continues_exactly(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h2o_stream.compare.soak._READ", 128)
     monkeypatch.setattr("h2o_stream.compare.soak._REPLY", 16)
@@ -100,6 +101,7 @@ def test_an_interrupted_stream_continues_exactly(text: Path, tmp_path: Path, mon
         run_jobs(soak(text, tmp_path / "two"), range(2, 3))
 
 
+@pytest.mark.exhaustive
 def test_in_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     base = ["soak", "--model", "tiny", "--tokens", "20000", "--passes", "4", "--window", "64"]

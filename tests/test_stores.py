@@ -230,6 +230,7 @@ class TestCommand:
         assert "removed" in done.stderr
         assert cached_folders() == []
 
+    @pytest.mark.exhaustive
     def test_no_torch(self, home: Path) -> None:
         code = (
             "import sys; sys.argv = ['h2o-chat', '--models']\n"

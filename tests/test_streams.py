@@ -158,6 +158,7 @@ class TestHangUps:
             pty.hang_up()
             assert pty.process.wait(20) == 128 + signal.SIGHUP
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("ignored", [True, False])
     def test_nohup(self, tmp_path: Path, ignored: bool) -> None:
         late = written(tmp_path / "late.rec", [*LINES, [0.5 if ignored else 60, "o", "late"]])

@@ -181,6 +181,7 @@ class TestTemplates:
         assert thinking.decode(prompt.tokens).endswith("<|im_start|>assistant\n" + ending)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("special", [False, True])
 def test_tags_of_the_user_are_text(tokenizer: PreTrainedTokenizerBase, special: bool) -> None:
     thinking = thinking_tokenizer(tokenizer, OPENED, special)

@@ -342,6 +342,7 @@ def test_a_state_that_has_no_room_on_disk_is_refused_in_one_line(monkeypatch: py
         cache.load_state_dict(state)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", with_exhaustive(["eager"], ["auto"]))
 def test_codes_find_what_a_query_asks_for(engine: EngineChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a few of the tokens as candidates, logits are nearer to those of an exact search; so are a prompt's.

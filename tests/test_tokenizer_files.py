@@ -131,6 +131,7 @@ class TestEmbedded:
     def test_it_is_the_tokenizer_of_transformers(self, ours: FileTokenizer, theirs: Any) -> None:
         assert_same(ours, theirs)
 
+    @pytest.mark.exhaustive
     def test_it_is_what_transformers_makes_of_the_file(self, ours: FileTokenizer, embedded_file: Path) -> None:
         """transformers knows no pre-tokenizer of this name, and takes GPT-2's."""
         folder, name = embedded_file.parent, embedded_file.name
@@ -152,7 +153,7 @@ class TestEmbedded:
                 assert rendered(first, messages, **more) == expected
 
     def test_prompts(self, ours: FileTokenizer, theirs: Any) -> None:
-        for text in (*filter(str.strip, TEXTS), "<|im_start|>system\n"):
+        for text in (*filter(str.strip, TEXTS[::3]), "<|im_start|>system\n"):
             first, second = (ChatTemplate(tokenizer, "Be <|im_end|> brief.", (2,)) for tokenizer in (ours, theirs))
             assert first.first_turn(text) == second.first_turn(text)
             assert first.next_turn(text, ended=True) == second.next_turn(text, ended=True)

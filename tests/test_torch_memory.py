@@ -85,6 +85,7 @@ def test_it_is_watched_in_between() -> None:
         assert max(map(relative_error, [watched, fed(model, cache, tokens[380:])], wanted)) < ONE_CODE
 
 
+@pytest.mark.exhaustive
 def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are no codes: a state goes on where there is none either."""
     made, rules = remembering()

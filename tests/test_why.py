@@ -40,6 +40,7 @@ def holders(cache: H2OCache, tokens: range) -> set[int]:
     return {number for number, row in enumerate(heads) if any(token in tokens for token in row)}
 
 
+@pytest.mark.every(2)
 def test_every_word_is_kept_or_gone_as_the_cache_and_its_states_say(history: ConversationHistory) -> None:
     cache = history.conversation.engine.cache
     states = {entry.turn: history._transactions.checkpoint.state(entry.turn) for entry in history.entries}

@@ -22,7 +22,6 @@ from h2o_stream.compare.options import (
 from h2o_stream.compare.summarize.rouge import require_rouge
 from h2o_stream.config import DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.find import gguf_file
 from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths, some_of
 from h2o_stream.registry import Registry
 from h2o_stream.resources import project_file, python_manual, require_package, write_text
@@ -43,6 +42,8 @@ def require_peer(peer: str, model: str | None) -> None:
     Raises:
         H2OStreamError: it is not installed, or needs a GGUF file.
     """
+    from h2o_stream.models.find import gguf_file
+
     package = PEERS[peer]
     module = package.removesuffix("-python").replace("-", "_")
     require_package(module, package, f"the peer {peer} needs {package}")

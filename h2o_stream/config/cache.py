@@ -164,7 +164,6 @@ class CacheConfig:
 
     policy: str = DEFAULT_POLICY
     window: int = DEFAULT_WINDOW
-    auto_window: int = 0
     heavy: int | None = None
     sinks: int | None = None
     decay: float | None = None
@@ -181,6 +180,7 @@ class CacheConfig:
     max_window: int | None = None
     device: CacheDevice = "auto"
     memory: int | Literal["off", "auto"] = "off"
+    auto_window: int = 0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

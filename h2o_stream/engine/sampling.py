@@ -78,6 +78,7 @@ class Sampler:
         sources: where each of them comes from.
         focused: whether the reply is to follow what was just read or a schema: then our own temperature is at most
             `FOCUSED_TEMPERATURE`.
+        forbidden: by token the one that does not follow it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Sampler:
     ) -> None:
         self.settings, self.sources = resolve(config, recommended, model_defaults)
         self._temperature, self._top_p = float(self.settings["temperature"]), float(self.settings["top_p"])
-        self.focused = False
+        self.focused, self.forbidden = False, dict[int, int]()
         self._top_k, self._min_p = int(self.settings["top_k"]), float(self.settings["min_p"])
         self.seed = broadcast(secrets.randbits(32)) if config.seed is None else config.seed
         self.greedy = self._temperature == 0
@@ -132,6 +133,9 @@ class Sampler:
                 "try --dtype float32"
             )
         scores = self._penalized(logits, reply)
+        if reply and (forbidden := self.forbidden.get(reply[-1])) is not None:
+            scores = scores.copy()
+            scores[forbidden] = _MIN_SCORE
         if scores is not logits:
             top = int(scores.argmax())
         if self.greedy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from h2o_stream.recall.passage import Candidate
 
@@ -16,6 +17,12 @@ these facts took part in the choice."""
 
 _OWN_WORDS = "You said:"
 """Before an excerpt of a reply, so that its "I" is not the user's. As good as no label: 13 and 12 of 16 told."""
+
+
+def forbidden(tokenizer: Any) -> dict[int, int]:
+    """The second token of the label by its first one: a reply never writes the label, as small models do."""
+    pairs = (tokenizer(space + _CONTEXT, add_special_tokens=False)["input_ids"] for space in ("", " "))
+    return {first: second for first, second, *_ in pairs}
 
 
 def compose(candidates: Sequence[Candidate], message: str) -> str:

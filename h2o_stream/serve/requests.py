@@ -32,7 +32,9 @@ _KINDS = {
 }
 """What types are called in JSON."""
 
-_PENALTIES = ("frequency_penalty", "presence_penalty", "repeat_last_n")
+_PENALTIES = (
+    "frequency_penalty", "presence_penalty", "repeat_last_n", "dry_multiplier", "dry_base", "dry_allowed_length",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from h2o_stream.cache.protection import merged, without
@@ -21,7 +21,7 @@ from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.recall.form import compose
+from h2o_stream.recall.form import compose, forbidden
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
 from h2o_stream.session.conversation_state import ConversationState, PendingPin, TurnSpan, load_conversation_state
@@ -212,7 +212,9 @@ class Conversation:
                     yield event
             start = len(self.engine.tokens) - (prompt.num_thinking or 0)
             thinking = prompt.num_thinking is not None
-            self.engine.sampler.focused = bool(recalled) or self.engine.grammar is not None
+            sampler = self.engine.sampler
+            sampler.focused = bool(recalled) or self.engine.grammar is not None
+            sampler.forbidden = self._labels if recalled else {}
             for generated in self.engine.decode(self._stops, template.marker_tokens, thinking):
                 if isinstance(generated, Finished):
                     yield reply.finish(self.metadata.turns, generated, self.engine)
@@ -291,6 +293,10 @@ class Conversation:
         asking = change_question(message, partial(compose, recalled))
         composed = self.metadata.template.next_turn(asking, ended)
         return replace(composed, recalled=inserted(prompt.tokens, composed.tokens))
+
+    @cached_property
+    def _labels(self) -> dict[int, int]:
+        return forbidden(self.engine.tokenizer)
 
     @contextmanager
     def _reading(self, recalled: Sequence[Candidate]) -> Iterator[None]:

@@ -8,8 +8,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.recall.lists import asks_for_whole
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.ui.terminal import Terminal, one_line
+
+_MAX_REQUEST = 200
+"""Characters of a message above which it may bring the text that it is about."""
 
 SPEAKERS = {"user": "you", "assistant": "model"}
 
@@ -24,6 +29,16 @@ def recalled_line(candidate: Candidate, width: int) -> str:
 def recalled_lines(event: Recalled, width: int) -> list[str]:
     """A line for each passage that is read again."""
     return [recalled_line(candidate, width) for candidate in event.candidates]
+
+
+def gone_line(message: str, counts: CacheCounts) -> str:
+    """A warning for a message that asks for all of a text, most of which is no longer there; empty if there is none."""
+    if len(message) > _MAX_REQUEST or counts.cached >= counts.seen / 2 or not asks_for_whole(message):
+        return ""
+    return (
+        f"{counts.cached:,} of {counts.seen:,} tokens are still in the cache, and recall reads passages, not whole "
+        "texts; give the part that this is about again (a paste, or /file)"
+    )
 
 
 def note_recalled(terminal: Terminal, event: Recalled) -> None:

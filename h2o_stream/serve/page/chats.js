@@ -13,6 +13,7 @@ function stored() {
     try {
       const kept = JSON.parse(localStorage.getItem(key));
       found.push(key === "h2o" ? imported(kept) : kept);  // "h2o": the one chat of earlier versions
+      if (contentOf(found.at(-1).messages.at(-1)) === "") found.at(-1).messages.pop();  // left before its first token
     } catch (error) {
       console.warn(`${key} cannot be read: ${error}`);
     }

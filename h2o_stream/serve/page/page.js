@@ -133,7 +133,7 @@ function edit(turn, index) {
   tools.append(button("Cancel", "quiet", draw), button("Send", "quiet", send));
   area.onkeydown = event => {
     if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
-    if (event.key === "Escape") draw();
+    if (event.key === "Escape") { event.stopPropagation(); draw(); }
   };
   area.setAttribute("aria-label", "Edited message");
   turn.classList.add("edited");
@@ -205,12 +205,14 @@ async function reply(again = null) {
     if (again) { message.versions.pop(); message.at = before; } else asking.messages.splice(asking.messages.indexOf(message), 1);
   }
   failed = save(asking) || failed?.message;
-  if (running === control) {
-    running = null;
-    $("send").textContent = "Send";
-    $("log").setAttribute("aria-busy", "false");
+  if (running === control) stop();
+  if (turn.isConnected && chat.messages.includes(message)) {  // a message that is being edited stays
+    turn.replaceWith(drawn(message, chat.messages.indexOf(message)));
+    showSlots(chat.slots);
+    drawList();
+  } else if (chat === asking && !running) {
+    draw();
   }
-  if (chat === asking && !running) draw();
   if (failed) $("log").append(element("div", "error", failed));
 }
 
@@ -218,6 +220,7 @@ function stop() {
   running?.abort();
   running = null;
   $("send").textContent = "Send";
+  $("log").setAttribute("aria-busy", "false");
 }
 
 // what is typed and clicked
@@ -234,7 +237,9 @@ $("form").onsubmit = event => {
   reply();
 };
 $("text").onkeydown = event => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  if (!running) $("form").requestSubmit();
 };
 document.onkeydown = event => { if (event.key === "Escape") { stop(); openList(false); } };
 $("log").onclick = event => {
@@ -246,11 +251,12 @@ $("new").onclick = () => show(chats.find(each => !each.messages.length) || begun
 $("menu").onclick = () => openList(!document.body.classList.contains("opened"));
 $("veil").onclick = () => openList(false);
 addEventListener("pagehide", () => { if (running) save(); });
-addEventListener("storage", () => {  // another tab has said something
+addEventListener("storage", ({ key: changed }) => {  // another tab has said something
   const found = stored(), same = found.find(each => each.id === chat.id);
-  chats = [...(running || !same ? [chat] : []), ...found.filter(each => !running || each !== same)];
-  if (same && !running) chat = same;
-  running ? drawList() : draw();
+  const again = same && changed === PREFIX + chat.id && !running && !document.querySelector(".edited");
+  if (again) chat = same;
+  chats = [...(same ? [] : [chat]), ...found.map(each => (each === same ? chat : each))];
+  again ? draw() : drawList();
 });
 
 fetch("/v1/models", { headers }).then(async answer => {
