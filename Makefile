@@ -11,7 +11,7 @@ SET_UP := $(PYTHON) set_up.py
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_experts.py tests/test_mixers.py tests/test_state_spaces.py \
 	tests/test_*_memory.py tests/test_memory_index.py tests/test_pack*.py tests/test_native_*.py)
 
-.PHONY: demo chat test test-all lint format audit soak sanitize real family-table gguf-table setup setup-dev setup-all clean
+.PHONY: demo chat serve test test-all lint format audit soak sanitize real family-table gguf-table setup setup-dev setup-all clean
 
 # The first of them talks before torch is there: only comparisons, the library and some models need that.
 demo:
@@ -24,13 +24,17 @@ chat:
 	@$(BIN)/h2o-chat $(ARGS)
 	@$(SET_UP) all
 
+serve:
+	@$(SET_UP) chat
+	@$(BIN)/h2o-serve $(ARGS)
+
 # Tests start many processes; with bytecode on disk, only the first of them compiles the sources.
 TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: setup-dev
 	$(TESTS) $(ARGS)
 
-# Also the tests marked `exhaustive`: all combinations of which `make test` tries a part. Run it before a release.
+# Also the tests marked `exhaustive`: all combinations of which `make test` tries a part. CI runs these after the others.
 test-all: export H2O_SETS := all
 test-all: setup-all
 	$(TESTS) -m "" $(ARGS)

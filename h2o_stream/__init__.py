@@ -50,9 +50,7 @@ let_idle_threads_sleep()
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
-
-        return version("h2o-stream")
+        return import_module("h2o_stream.resources").version_of("h2o-stream")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

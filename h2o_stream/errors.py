@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class H2OStreamError(Exception):
@@ -28,6 +31,16 @@ class DataError(H2OStreamError):
 
 class OutOfMemoryError(H2OStreamError):
     """Not enough memory for the model, the cache or the step."""
+
+
+def install_command(packages: str) -> str:
+    """The command that installs packages for this Python; in a checkout, in the versions that it is tested with."""
+    tested, here = Path(__file__).parents[1] / "constraints.txt", Path.cwd()
+    python, constraints = (
+        shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+        for path in (Path(sys.executable), tested)
+    )
+    return f"{python} -m pip install {f'-c {constraints} ' if tested.exists() else ''}{packages}"
 
 
 def means_out_of_memory(error: BaseException) -> bool:

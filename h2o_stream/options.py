@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import is_file, project_file, replace_surrogates
+from h2o_stream.resources import is_file, named_prompts, replace_surrogates
 from h2o_stream.texts import read_text
 
 
@@ -125,9 +125,8 @@ def text_or_file(text: str | None, text_option: str, file: Path | None, file_opt
         return text if text is None else replace_surrogates(text)
     if text is not None:
         raise ConfigError(f"{text_option} and {file_option} were both given; leave one of them out")
-    named = project_file("prompts") / f"{file}.txt"
-    path = named if not is_file(file) and is_file(named) else file
-    return read_text(path, f"{file_option} {file}").strip()
+    named = None if is_file(file) else named_prompts().get(str(file))
+    return read_text(file, f"{file_option} {file}").strip() if named is None else named
 
 
 def json_object(file: Path, option: str) -> dict[str, Any]:

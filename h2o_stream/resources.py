@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from h2o_stream.errors import DataError, H2OStreamError, file_errors
+from h2o_stream.errors import DataError, H2OStreamError, file_errors, install_command
 
 APP = "h2o-stream"
 
@@ -26,10 +27,17 @@ def project_file(name: str) -> Path:
 
 
 def named_prompts() -> dict[str, str]:
-    """The texts in prompts/, by name."""
-    return {
-        path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(project_file("prompts").glob("*.txt"))
-    }
+    """The texts in prompts/ and in the user's folder of that name, which go first, by name."""
+    folders = [project_file("prompts")]
+    with suppress(NoHomeError):
+        folders.append(prompts_folder())
+    paths = {path.stem: path for folder in folders for path in sorted(folder.glob("*.txt"))}
+    return {name: path.read_text(encoding="utf-8-sig", errors="replace").strip() for name, path in paths.items()}
+
+
+def prompts_folder() -> Path:
+    """The user's folder of named prompts."""
+    return _folder("config") / "prompts"
 
 
 def is_file(path: Path) -> bool:
@@ -40,23 +48,20 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def require_package(module: str, extra: str, what: str) -> None:
-    """Check that a package of one of our extras is installed, without importing it. `what` needs it: a sentence.
+def require_package(module: str, packages: str, what: str) -> None:
+    """Check that a package is installed, without importing it. `what` needs it: a sentence.
 
     Raises:
-        H2OStreamError: it is not installed.
+        H2OStreamError: it is not installed; the message has the command that installs `packages`.
     """
     if find_spec(module) is None:
-        raise H2OStreamError(f"{what}; pip install 'h2o-stream[{extra}]'")
+        raise H2OStreamError(f"{what}: {install_command(packages)}")
 
 
 def require_matplotlib() -> None:
-    """Check that charts can be drawn.
-
-    Raises:
-        H2OStreamError: matplotlib is not installed.
-    """
-    require_package("matplotlib", "plots", "plots need matplotlib")
+    """Check that charts can be drawn: commands install matplotlib if it is missing, and run again."""
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 
 def write_text(path: Path, text: str, label: str) -> None:
@@ -81,6 +86,16 @@ def python_manual() -> str:
     except ImportError as error:
         raise DataError("this Python has no help() texts; give a --text") from error
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+@cache
+def version_of(package: str) -> str:
+    """The version of an installed package, whose metadata take milliseconds to read; nothing if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
 
 
 def wheel_file(project: str, suffix: str) -> Path | None:

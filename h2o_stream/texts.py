@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from h2o_stream.documents import DOCUMENT_STARTS, document_text
 from h2o_stream.errors import DataError, file_errors
 
 _MAX_DAMAGED, _MAX_DAMAGED_SHARE = 8, 0.25
@@ -24,12 +25,11 @@ _CONTROLS = frozenset("\t\n\v\f\r\b\x1b\x1c\x1d\x1e\x1f\x85")
 _CONVERT = "save it as text, or convert it, with pandoc for example"
 _UNPACK = "unpack it first"
 _OFFICE: Mapping[bytes, str] = {
-    b"word/": "a document of Word", b"xl/": "a workbook of Excel", b"ppt/": "slides of PowerPoint",
+    b"xl/": "a workbook of Excel", b"ppt/": "slides of PowerPoint",
     b"opendocument": "a document of LibreOffice", b"epub": "a book in EPUB",
     b"[Content_Types].xml": "a document of Office",
 }  # fmt: skip
 _STARTS: Mapping[bytes, str] = {
-    b"%PDF-": "a PDF; convert it, with pdftotext for example",
     b"{\\rtf": f"a document in RTF; {_CONVERT}",
     b"\xd0\xcf\x11\xe0": f"an old document of Office; {_CONVERT}",
     b"\x1f\x8b": f"a gzip archive; {_UNPACK}",
@@ -51,7 +51,7 @@ _HEAD = 4096
 
 
 def read_text(path: Path, label: str) -> str:
-    """Read a text file of the user. Messages begin with the label: option or command, and name.
+    """Read a text file or a document of the user. Messages begin with the label: option or command, and name.
 
     Raises:
         DataError: the file cannot be read, or is no text.
@@ -61,7 +61,7 @@ def read_text(path: Path, label: str) -> str:
 
 
 def piped_text(data: bytes, label: str) -> str:
-    """Text from a pipe, in which single bytes that are not UTF-8 are replaced. Messages begin with the label.
+    """Text from a pipe, or of a document; single bytes that are not UTF-8 are replaced. Messages begin with the label.
 
     Raises:
         DataError: it is no text; a model would answer noise for hours.
@@ -76,6 +76,8 @@ def piped_lines(stream: BinaryIO, label: str) -> Iterator[str]:
         DataError: the pipe has no text.
     """
     first = stream.readline()
+    if first.startswith(DOCUMENT_STARTS) and document_text(first + stream.read(), label) is not None:
+        raise DataError(f"{label} is a document, not messages; --prompt asks about it")
     if b"\0" in first or first.startswith(tuple(_MARKS)):  # a line of UTF-16 does not end where its bytes have a \n
         yield from _decode(first + stream.read(), label, strict=False).splitlines()
         return
@@ -86,6 +88,8 @@ def piped_lines(stream: BinaryIO, label: str) -> Iterator[str]:
 
 
 def _decode(data: bytes, label: str, strict: bool) -> str:
+    if (text := document_text(data, label)) is not None:
+        return text
     if what := _describe(data[:_HEAD]):
         raise DataError(f"{label} is {what}, not text" if ";" not in what else f"{label} is {what}")
     encoding = _encoding(data)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -31,7 +32,7 @@ torch.set_grad_enabled(False)
 keep_checks()
 fork_other_pythons()
 keep_tokenizers()
-settings.register_profile("some", deadline=None, max_examples=50)  # a busy machine is no failure
+settings.register_profile("some", deadline=None, max_examples=25)  # a busy machine is no failure
 settings.register_profile("exhaustive", settings.get_profile("some"), max_examples=100)
 
 
@@ -223,8 +224,19 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("some" if "not exhaustive" in config.getoption("markexpr") else "exhaustive")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests of the unpacked embedded model side by side, so that only one process loads it."""
+    """Mark rows exhaustive that `every` leaves out. Put tests of the unpacked embedded model side by side, so that only
+    one process loads it.
+    """
+    rows = Counter[str]()
+    for item in items:
+        every, name = item.get_closest_marker("every"), item.nodeid.partition("[")[0]
+        if every is None or item.get_closest_marker("exhaustive"):
+            continue
+        if rows[name] % every.args[0]:
+            item.add_marker("exhaustive")
+        rows[name] += 1
     items.sort(key=lambda item: "embedded" not in getattr(item, "fixturenames", ()))
 
 

@@ -14,6 +14,7 @@ from h2o_stream.native import library, stepper
 from h2o_stream.native.altup import Versions
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
+from tests.fixtures import with_exhaustive
 from tests.more_families import MORE
 from tests.test_more_families import model_of
 from tests.test_native_prompt import streamed
@@ -43,7 +44,7 @@ def test_blocks_of_prompts_and_steps_of_many_streams(model: Any, rows: int, coun
     assert kept == wanted
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", with_exhaustive([2], [1]))
 def test_results_do_not_depend_on_the_number_of_threads(model: Any, rows: int) -> None:
     before, results = torch.get_num_threads(), []
     try:

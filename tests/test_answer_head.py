@@ -119,18 +119,19 @@ def test_keys_are_kept_with_their_passages(kept: bool, tmp_path: Path) -> None:
     index.close()
 
 
+@pytest.fixture(scope="module")
+def conversation(served_embedded: LoadedModel) -> Conversation:
+    engine = Engine(served_embedded.model, served_embedded.tokenizer, CacheConfig(window=64))
+    conversation = Conversation(engine, recall="wide")
+    for fact in FACTS:
+        list(conversation.feed_turn(fact, "Thank you, I will remember that."))
+    list(conversation.feed_turn("Here is some news: " + "The market was calm today. " * 40, "Interesting."))
+    return conversation
+
+
 @needs_library
 class TestEmbedded:
     """The embedded model, which has such a head."""
-
-    @pytest.fixture
-    def conversation(self, served_embedded: LoadedModel) -> Conversation:
-        engine = Engine(served_embedded.model, served_embedded.tokenizer, CacheConfig(window=64))
-        conversation = Conversation(engine, recall="wide")
-        for fact in FACTS:
-            list(conversation.feed_turn(fact, "Thank you, I will remember that."))
-        list(conversation.feed_turn("Here is some news: " + "The market was calm today. " * 40, "Interesting."))
-        return conversation
 
     def recalled(self, conversation: Conversation, message: str) -> Sequence[str]:
         return [item.excerpt for item in conversation.recall.find(message)]

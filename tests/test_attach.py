@@ -124,6 +124,7 @@ class TestGenerate:
 class TestBatches:
     ROWS = [ids(count, seed=count) for count in (40, 3, 17, 1, 29)]
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(("policy", "chunk"), thinned(
         itertools.product(("h2o", "h2o-paper", "random", "tova", "sink", "full"), (0, 6)),
         lambda policy, chunk: (chunk == 6) == (policy in ("random", "sink", "h2o")),

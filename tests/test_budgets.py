@@ -102,6 +102,7 @@ class TestArithmetic:
         assert before == sizes
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("positions", "chunk", "prompt"), thinned(
     [(positions, *sizes) for positions in ("gap", "rolling", "absolute") for sizes in SIZES],
     lambda positions, *sizes: (positions, *sizes) in (("gap", 0, 60), ("rolling", 7, 60), ("absolute", 70, 127)),

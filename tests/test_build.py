@@ -1,5 +1,6 @@
 """Wheels: with compiled libraries if there is a compiler, without them otherwise."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -24,11 +25,13 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "h2o_stream", copy / "h2o_stream", ignore=ignored)
     for folder in ("data", "prompts"):
         shutil.copytree(ROOT / folder, copy / folder)
-    for name in ("pyproject.toml", "hatch_build.py", "CMakeLists.txt", "README.md", "LICENSE", ".gitignore"):
+    needed = "pyproject.toml hatch_build.py CMakeLists.txt README.md LICENSE .gitignore constraints.txt"
+    for name in needed.split():
         shutil.copy(ROOT / name, copy)
     sources = copy / "h2o_stream" / "native" / "src"
     sources.mkdir()
-    for name in ("abi.cpp", "abi.h", "cpu.cpp", "simd.h", "compat.h"):
+    (sources / "simd.h").touch()  # compiled once for all sources, which takes seconds
+    for name in ("abi.cpp", "abi.h", "cpu.cpp", "compat.h"):
         shutil.copy(ROOT / "h2o_stream" / "native" / "src" / name, sources)
     return copy
 
@@ -49,10 +52,22 @@ def test_without_a_compiler(checkout):
     assert not [file for file in files if file.endswith(".so")]
     assert {"h2o_stream/native/library.py", "h2o_stream/prompts/assistant.txt"} <= files
     assert "without its compiled library" in said
+    assert {"h2o_stream/py.typed", "h2o_stream/serve/page/vendor/purify.min.js"} <= files
+    (metadata,) = {file.partition("/")[0] for file in files if ".dist-info/" in file}
+    assert f"{metadata}/licenses/h2o_stream/serve/page/vendor/purify.LICENSE.txt" in files
+    with zipfile.ZipFile(checkout / "wheels" / name) as opened:
+        listed = json.loads(opened.read(f"{metadata}/sboms/h2o-stream.cdx.json"))["components"]
+    scopes = {component["name"]: component["scope"] for component in listed}
+    assert scopes["torch"] == scopes["dompurify"] == "required"
+    assert (scopes["pytest"], scopes["rouge_score"]) == ("excluded", "optional")
+    vendored, torch = (next(each for each in listed if each["name"] == name) for name in ("dompurify", "torch"))
+    assert vendored["purl"] == f"pkg:npm/dompurify@{vendored['version']}"
+    assert f"torch=={torch['version']}\n" in (ROOT / "constraints.txt").read_text()
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("c++", "cmake"))), reason="nothing to compile with")
 class TestCompiled:
+    @pytest.mark.exhaustive
     def test_the_wheel_is_for_this_kind_of_machine(self, checkout):
         name, files, _ = _wheel(checkout, H2O_REQUIRE_LIBRARY="1")
         assert "-py3-none-" in name
@@ -69,7 +84,8 @@ class TestCompiled:
         assert compiled == {"_h2o_cpu.so", f"_h2o_{library.name()}.so"}
 
     def test_sources_that_do_not_compile(self, checkout):
-        (checkout / "h2o_stream" / "native" / "src" / "cpu.cpp").write_text("no C++")
+        (checkout / "source.cpp").write_text("no C++")
+        (checkout / "CMakeLists.txt").write_text("project(x LANGUAGES CXX)\nadd_library(x MODULE source.cpp)")
         name, files, said = _wheel(checkout)
         assert name.endswith("-py3-none-any.whl")
         assert not [file for file in files if file.endswith(".so")]

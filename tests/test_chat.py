@@ -40,7 +40,7 @@ class TestCommands:
         out = tmp_path / "run.jsonl"
         done = piped(tiny_folder, ["/hepl", "/undo x", "/pin", "/exit now", "/exit", "too late"], "--jsonl", out)
         assert done.exit_code == 0
-        assert "/hepl is not a command" in done.stderr
+        assert "/hepl is not a command; did you mean /help?" in done.stderr
         assert "/undo takes a number, not 'x'" in done.stderr
         assert "/pin needs TEXT" in done.stderr
         assert "/exit takes no argument" in done.stderr
@@ -53,7 +53,7 @@ class TestCommands:
 
     def test_undo_regen_recall_and_export(self, tiny_folder: Path, tmp_path: Path) -> None:
         file = tmp_path / "talk.json"
-        lines = ["one", "two", "/undo", "three", "/regen", "/recall 1", "/recall 9", f"/export {file}", "/undo 9"]
+        lines = ["one", "two", "/undo", "three", "/retry", "/recall 1", "/recall 9", f"/export {file}", "/undo 9"]
         done = piped(tiny_folder, lines)
         assert "undone: two" in done.stderr
         assert "turn 1 was read again: one" in done.stderr

@@ -14,7 +14,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from h2o_stream.ui import message_prompt
-from h2o_stream.ui.message_prompt import MessagePrompt
+from h2o_stream.ui.message_prompt import LimitedHistory, MessagePrompt
 from tests.fixtures import with_exhaustive
 from tests.terminal import Pty
 
@@ -104,11 +104,28 @@ class TestKeys:
         pressed_at = iter([0.0, 0.0, 3.0, 3.0, 4.0])  # each press asks, and asks again if the chat goes on
         monkeypatch.setattr(message_prompt, "time", SimpleNamespace(monotonic=lambda: next(pressed_at)))
         with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-            prompt = MessagePrompt(lambda: FormattedText([]), False, InMemoryHistory())
+            prompt = MessagePrompt(lambda: FormattedText([]), False, InMemoryHistory(), lambda: "")
             keys.send_text("half a line\x03\x03\x03")
             with pytest.raises(KeyboardInterrupt):
                 list(prompt.messages())
         assert list(pressed_at) == []
+
+    def test_a_long_paste_is_a_line_that_is_sent_whole(self, tmp_path: Path) -> None:
+        history = LimitedHistory(tmp_path / "history")
+        lines, letters = "a line\n" * 466, "x" * 3000
+        with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+            messages = MessagePrompt(lambda: FormattedText([]), False, history, lambda: "").messages()
+            keys.send_text(f"\x1b[200~{lines}\x1b[201~ and \x1b[200~{letters}\x1b[201~ say?\r")
+            assert next(messages) == f"{lines} and {letters} say?"
+            keys.send_text("[pasted 9 lines] is what I typed\r")
+            assert next(messages) == "[pasted 9 lines] is what I typed"
+            keys.send_text("\x1b[200~short\nlines\x1b[201~\r")
+            assert next(messages) == "short\nlines"
+        kept = (tmp_path / "history").read_text()
+        assert "a line" not in kept
+        assert "xxx" not in kept
+        assert "+and  say?" in kept
+        assert "+short\n+lines" in kept
 
     def test_ctrl_c_stops_a_reply_and_what_was_said_stays(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder, "-n", "100000", "--window", "64") as pty:

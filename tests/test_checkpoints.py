@@ -74,6 +74,7 @@ def saved(name: str, folder: Path, words: Any, dtype: str = "float32") -> Path:
 
 
 class TestDescription:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(("name", "stored", "dtype"), thinned(
         itertools.product(MODELS, DTYPES, DTYPES),
         lambda name, stored, dtype: 2 * DTYPES.index(stored) + DTYPES.index(dtype) == list(MODELS).index(name) % 4,
@@ -108,6 +109,7 @@ class TestDescription:
 
 
 class TestServed:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("name", with_exhaustive([*MODELS][::3], [*MODELS][1::3] + [*MODELS][2::3]))
     def test_the_same_numbers(self, name: str, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sources, "file_tokenizer", lambda path, notify: FileTokenizer.from_folder(path))
@@ -149,6 +151,7 @@ class TestServed:
         again = load_model(ModelConfig(str(path), dtype="float32"), CacheConfig(), "auto", print, print)
         assert not isinstance(again.model, RuntimeModel)
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(("name", "quantize", "min_bytes"), with_exhaustive(
         [("Gemma 2", "int4", 0), ("Gemma 2", "int8", 2**30), ("Llama, tied, linear, biases", "int8", 0)],
         [("Gemma 2", "int8", 0), ("Gemma 2", "int4", 2**30)],

@@ -23,6 +23,7 @@ TURN_FIELDS = {
 
 
 class TestUsage:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("command", list(APPS))
     def test_help_and_version_import_no_torch(self, command: str) -> None:
         code = (

@@ -100,6 +100,7 @@ class TestCompare:
         results = records(invoke("h2o-compare", *base, "--policies", "full,h2o", "--windows", "32").stdout)[1:]
         assert [result["tokens"] for result in results] == [400, 450]
 
+    @pytest.mark.exhaustive
     def test_kv_bits(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "-q", "--policies", "h2o"]
         results = [records(invoke("h2o-compare", *base, "--kv-bits", bits).stdout)[1]["nll"] for bits in "842"]

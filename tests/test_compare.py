@@ -172,6 +172,7 @@ class TestFactStream:
             after = conversation.state_dict()
             assert equal_states(before, after)
 
+    @pytest.mark.exhaustive
     def test_the_embedded_model_tells_what_it_holds(self, embedded: LoadedModel) -> None:
         fact, sampling = read_facts(2)[1], SamplingConfig(temperature=0.0, max_tokens=12)
         with Engine(embedded.model, embedded.tokenizer, CacheConfig("full"), sampling) as engine:

@@ -24,8 +24,10 @@ from h2o_stream import ConfigError, Conversation, H2OStreamError
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.errors import DataError
-from h2o_stream.session.history import ConversationHistory, ResumeError
+from h2o_stream.session.automatic import automatic_session
+from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.sessions import Session
+from h2o_stream.session.transactions import ResumeError
 from h2o_stream.session.transcript import Header
 from tests.conversation_model import MODEL, ExpectedConversation, ExpectedTurn, digest_of, make_engine, start_turn
 from tests.disturbances import full_disk, interrupted
@@ -120,6 +122,16 @@ class ConversationMachine(RuleBasedStateMachine):
         session = self.history.session
         return (None if session is None else session.name) == name
 
+    @property
+    def automatic(self) -> bool:
+        """Whether the conversation is in an automatic session."""
+        return self.history.session is not None and self.history.session.automatic
+
+    def find_automatic(self) -> None:
+        """Learn the name of a session that a turn has started."""
+        if self.name is None and self.history.session is not None and self.automatic:
+            self.name = self.history.session.name
+
     def on_disk(self, name: str) -> bool:
         path = self.folder / "h2o-stream" / "sessions" / name / "transcript.jsonl"
         return path.exists() and path.stat().st_size > 0  # a session without a line does not count
@@ -142,6 +154,7 @@ class ConversationMachine(RuleBasedStateMachine):
             assert self.seen(before), error
             assert error is not None or (self.engine.tokens or not before.turns)
             return
+        self.find_automatic()
         assert self.there(self.name)
         entry = self.history.entries[-1]
         assert entry.prompt == text
@@ -153,7 +166,8 @@ class ConversationMachine(RuleBasedStateMachine):
         assert self.seen(self.expected)
         if self.name is not None:
             self.saved[self.name] = self.expected
-            if any("not" in detail for detail in messages) or isinstance(error, DataError):
+            silent = disturbance is not None and self.automatic  # it is said once
+            if silent or any("not" in detail for detail in messages) or isinstance(error, DataError):
                 self.unsaved.add(self.name)
             elif error is None and disturbance is None:
                 self.unsaved.discard(self.name)
@@ -170,7 +184,8 @@ class ConversationMachine(RuleBasedStateMachine):
     def reset(self, system: str | None, disturbance: Any) -> None:
         error = self.disturbed(disturbance, lambda: self.history.reset(system))
         assert system != TOO_LONG or isinstance(error, ConfigError | KeyboardInterrupt)
-        self.before_or(ExpectedConversation(self.expected.system if system is None else system), error, self.name)
+        name = None if self.automatic else self.name
+        self.before_or(ExpectedConversation(self.expected.system if system is None else system), error, name)
 
     @rule(name=names, disturbance=disturbances)
     def save(self, name: str, disturbance: Any) -> None:
@@ -309,13 +324,26 @@ class ConversationMachine(RuleBasedStateMachine):
         self.held = self.engine.cache.kept(1)
 
 
+class AutomaticMachine(ConversationMachine):
+    """The same where every turn without a session starts an automatic one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history.keep(automatic_session)
+
+
 class TestConversations(ConversationMachine.TestCase):  # type: ignore[name-defined]
     settings = settings(
-        max_examples=22, stateful_step_count=9, deadline=None, derandomize="H2O_EXAMPLES" not in os.environ,
+        max_examples=10, stateful_step_count=9, deadline=None, derandomize="H2O_EXAMPLES" not in os.environ,
         database=None, print_blob=True, suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 
 
 @pytest.mark.exhaustive
 class TestManyConversations(ConversationMachine.TestCase):  # type: ignore[name-defined]
+    settings = settings(TestConversations.settings, max_examples=int(os.environ.get("H2O_EXAMPLES", "200")))
+
+
+@pytest.mark.exhaustive
+class TestAutomaticSessions(AutomaticMachine.TestCase):  # type: ignore[name-defined]
     settings = settings(TestConversations.settings, max_examples=int(os.environ.get("H2O_EXAMPLES", "200")))

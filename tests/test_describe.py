@@ -82,12 +82,14 @@ OTHERS: dict[str, Callable[[], Any]] = {
 NATIVE = [family for family in FAMILIES if family.native]
 
 
-@in_turn("family", NATIVE)
+@pytest.mark.every(5)
+@pytest.mark.parametrize("family", NATIVE, ids=lambda family: family.name)
 def test_families(family: Family) -> None:
     assert error(nudged(family.make())) < 2e-5
 
 
-@in_turn("name", OTHERS)
+@pytest.mark.every(3)
+@pytest.mark.parametrize("name", OTHERS)
 def test_others(name: str) -> None:
     assert error(nudged(OTHERS[name]())) < 2e-5
 

@@ -27,16 +27,9 @@ PAIR = re.compile(r"`([A-Za-z_][\w.]*)`\s+(?:\(|in\s+)`([\w./]+\.(?:py|cpp|h))`"
 MODULES = re.compile(r"^\| modules? of `([\w/]+)/`.*\n\| ---.*\n((?:\|.*\n)+)", re.M)
 
 ELSEWHERE = (
-    "torchrun",
-    "accelerate",
-    "h2o-lm-eval",
-    "h2o-serve",
-    "--ray",
-    "cuda",
-    "0=10GiB",
-    "--install-completion",
-    "..",
-)
+    "torchrun", "accelerate", "h2o-lm-eval", "h2o-serve", "--server", "--ray", "cuda", "0=10GiB",
+    "--install-completion", "..",
+)  # fmt: skip
 """Commands that other tests run (several processes or machines, the harness, the server), that need a GPU, or that are
 not literal."""
 
@@ -179,6 +172,9 @@ def test_commands(page: str, line: str, runs: bool, place: Path, long_folder: Pa
     if "--export" in arguments:
         talk = ["--session", arguments[arguments.index("--session") + 1]]
         assert invoke("h2o-chat", "-m", long_folder, "-n", "2", *talk, typed="hello\n").exit_code == 0
+    if {"-c", "--search"} & set(arguments):
+        talk = ["--session", "talk", "-p", arguments[-1]]
+        assert invoke("h2o-chat", "-m", long_folder, "-n", "2", *talk, typed="").exit_code == 0
     if kind == "report":
         base = ["-m", long_folder, "--text", "a.txt", "--out", "FOLDER", *SMALL["nll"].split()]
         assert invoke("h2o-compare", "nll", *base).exit_code == 0

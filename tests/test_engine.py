@@ -178,6 +178,7 @@ class TestEnds:
         engine.reset()
         assert list(engine.prefill([100]))
 
+    @pytest.mark.exhaustive
     @pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space")
     def test_real_out_of_memory(self) -> None:
         done = run_forked("-c", Path(__file__).with_name("run_out_of_memory.py").read_text())

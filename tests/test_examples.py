@@ -22,6 +22,7 @@ naive_h2o: Any = runpy.run_path(str(EXAMPLES / "naive_h2o.py"))
 SHAPES, WINDOWS, PROMPTS = [(2, 1), (1, 3), (2, 3)], [(0, 7), (5, 6), (6, 1)], [1, 9, 30]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("shape", "window", "prompt"), thinned(
     product(SHAPES, WINDOWS, PROMPTS),
     lambda *row: len({*map(list.index, (SHAPES, WINDOWS, PROMPTS), row)}) == 1,

@@ -96,6 +96,7 @@ SIZES = [(kind, inner, 64) for kind in (MatrixKind.INT8, MatrixKind.INT4) for in
 SIZES += [(kind, 256, 256) for kind in KINDS]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "kind", "inner", "hidden"), thinned(
     [(name, *size) for name in MODELS for size in SIZES],
     lambda name, *size: (2 * list(MODELS).index(name) + SIZES.index(size)) % 5 == 0,
@@ -106,6 +107,7 @@ def test_steps_and_prompts(name: str, kind: MatrixKind, inner: int, hidden: int)
     assert relative_error(torch.from_numpy(fed(served(description), parts)), expected) < 5e-3
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("inner", [32, 96])
 def test_results_do_not_depend_on_the_number_of_threads(name: str, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
 
 
 def of_families(name: str, rows: list[tuple[int, Any]], chosen: Callable[[int, Any], bool]) -> Any:
-    """Rows of a family's number and a named value, of which `make test` takes the chosen ones of an eighth of all."""
+    """Rows of a family's number and a named value, of which `make test` takes the chosen ones of some."""
     rows = thinned(rows, lambda number, value: is_sampled(number) and chosen(number, value))
     return pytest.mark.parametrize(
         ("number", name), rows, ids=lambda x: FAMILIES[x].name if isinstance(x, int) else str(x)
@@ -59,7 +59,7 @@ def test_matrix(number: int, policy: str, cells: list[tuple[int, int]]) -> None:
 def test_the_docs_say_what_the_matrix_says() -> None:
     """Written by ``make family-table``; `test_matrix` proves that nothing is missing.
 
-    `make test` proves the hardest cell of every policy with one of two families, and of `h2o` with an eighth of all;
+    `make test` proves the hardest cell of every policy with one of two families, and of `h2o` with some;
     `make test-all` proves the rest.
     """
     assert summary(lambda number, policy: len(CELLS)) in Path("docs/families.md").read_text(encoding="utf-8")

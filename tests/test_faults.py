@@ -54,6 +54,7 @@ def talking(model: Path, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class TestSignals:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
     def test_what_was_said_is_kept(self, tiny_folder: Path, home: Path, number: signal.Signals) -> None:
         with talking(tiny_folder, 3000) as child:

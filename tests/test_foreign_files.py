@@ -31,11 +31,11 @@ def zipped(*names: str) -> bytes:
 
 
 DOCUMENTS: dict[str, tuple[bytes, str]] = {
-    "docx": (zipped("[Content_Types].xml", "word/document.xml"), "a document of Word; save it as text"),
+    "docx": (zipped("[Content_Types].xml", "word/document.xml"), "a document of Word that cannot be read"),
     "xlsx": (zipped("[Content_Types].xml", "xl/workbook.xml"), "a workbook of Excel"),
     "zip": (zipped("a.txt"), "a zip archive; unpack it"),
     "tar": (b"a.txt".ljust(257, b"\0") + b"ustar\x0000" + b"words " * 500, "a tar archive"),
-    "pdf": (b"%PDF-1.7\n" + b"words " * 500, "a PDF; convert it"),
+    "pdf": (b"%PDF-1.7\n" + b"words " * 500, "a PDF that cannot be read"),
     "rtf": (b"{\\rtf1 words }", "a document in RTF"),
     "doc": (b"\xd0\xcf\x11\xe0\xa1\xb1" + b"words " * 500, "an old document of Office"),
     "gz": (b"\x1f\x8b\x08" + b"words " * 500, "a gzip archive"),

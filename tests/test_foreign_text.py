@@ -235,7 +235,7 @@ class TestCommands:
 
     @in_turn("arguments", [
         ["h2o-chat", "-m", NAME], ["h2o-chat", "-m", f"/none/{NAME}.gguf", "--debug"],
-        ["h2o-chat", "--prompt-file", NAME], ["h2o-chat", f"--{NAME}"], ["h2o-chat", NAME],
+        ["h2o-chat", "--prompt-file", NAME], ["h2o-chat", f"--{NAME}"], ["h2o-chat", NAME, "-p", "a"],
         ["h2o-chat", "--policy", NAME], ["h2o-chat", "--engine", NAME], ["h2o-chat", "--forget", NAME],
         ["h2o-chat", "--session", NAME, "--export", NAME], ["h2o-stream", "--questions", NAME],
         ["h2o-stream", "--compare", NAME], ["h2o-stream", "--replay", NAME],

@@ -238,6 +238,7 @@ def expected(name: str, rows: int) -> Any:
     return FORMS[name](model, DynamicCache(config=model.config), batch_of(rows))
 
 
+@pytest.mark.every(2)
 @in_turn("name", FORMS)
 @pytest.mark.parametrize(("policy", "engine", "rows"), thinned(
     [(*way, rows) for way in WAYS for rows in (1, 3)],

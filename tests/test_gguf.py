@@ -160,7 +160,7 @@ class TestHostile:
             with pytest.raises(ModelNotFoundError, match="damaged"):
                 GgufFile(cut)
 
-    @settings(max_examples=200, deadline=20_000)
+    @settings(max_examples=80, deadline=20_000)
     @given(st.data())
     def test_bytes_that_were_changed(self, small: Path, tmp_path_factory: Any, data: st.DataObject) -> None:
         content = bytearray(small.read_bytes())

@@ -162,7 +162,7 @@ class TestDescribed:
         with pytest.raises(ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 to"):
             export_config(GgufFile(tmp_path / "bad.gguf"), pytest.fail)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(st.data())
     def test_metadata_that_were_changed(self, small: Path, tmp_path_factory: Any, data: st.DataObject) -> None:
         content, folder = bytearray(small.read_bytes()), tmp_path_factory.mktemp("changed")

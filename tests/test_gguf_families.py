@@ -19,8 +19,8 @@ from gguf import GGMLQuantizationType
 from transformers import PreTrainedModel
 
 from h2o_stream.attachment import retrieval_heads
+from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.attachment.support import layer_specs
-from h2o_stream.compare.speed.engines import weight_bytes
 from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import CacheConfig, ModelConfig, Positions
 from h2o_stream.models import gguf_export
@@ -375,12 +375,14 @@ def served_logits(path: Path, positions: Positions | None = None) -> numpy.ndarr
     return numpy.stack([served.forward(TEXT[:PROMPT]), *(served.forward([token]) for token in TEXT[PROMPT:])])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", thinned(zip(CASES), lambda name: [*CASES].index(name) % 4 == 0))
 def test_as_transformers_reads_them(name: str, write: Callable[..., Path]) -> None:
     loaded = load(ModelConfig(str(write(name, None)), dtype="float32"))
     assert difference_of(logits_of(loaded.model), logits_of(CASES[name].make())) < 1e-4
 
 
+@pytest.mark.every(2)
 @each_family
 def test_described_from_the_file(name: str, write: Callable[..., Path]) -> None:
     """The same matrices and numbers as of the model, and the same logits: of a prompt, and of single tokens."""
@@ -400,6 +402,7 @@ def test_described_in_bfloat16(name: str, write: Callable[..., Path]) -> None:
     assert difference(ModelFile(str(path), path, "bfloat16").describe(print), describe(loaded)) == ""
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "name", [name if name in KEPT else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
 )
@@ -414,6 +417,7 @@ def test_described_from_a_file_that_is_not_quantized(name: str, write: Callable[
     assert difference(ModelFile(str(path), path, "bfloat16").describe(print), describe(loaded)) == ""
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "writes"), thinned(
     itertools.product(CASES, ("torch", "runtime")),
     lambda name, writes: name in KEPT and (writes == "torch") == (name == "LFM2"),
@@ -435,6 +439,7 @@ def test_described_from_weights_that_were_packed_before(
     assert before.st_ino == kept.stat().st_ino
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.in_llama])
 def test_as_llama_cpp_reads_them(name: str, write: Callable[..., Path]) -> None:
     expected = logits_of(CASES[name].make())
@@ -458,6 +463,7 @@ FILE_TYPES = {
 """llama.cpp's numbers of mixtures of block types."""
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", FILE_TYPES)
 def test_files_of_its_quantizer(kind: str, write: Callable[..., Path], tmp_path: Path) -> None:
     """All matrices stay packed, and the logits are those of the unpacked matrices."""

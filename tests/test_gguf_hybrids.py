@@ -189,12 +189,14 @@ def written(name: str, folder: Path, quantize: GGMLQuantizationType | None = Non
     return folder / "model.gguf"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", with_exhaustive([*CASES][1::2], [*CASES][::2]))
 def test_as_transformers_has_them(name: str, tmp_path: Path) -> None:
     loaded = load(ModelConfig(str(written(name, tmp_path)), dtype="float32"))
     assert difference_of(logits_of(loaded.model), logits_of(CASES[name][1]())) < 1e-4
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "dtype"), thinned(
     product(CASES, ("float32", "bfloat16")), lambda name, dtype: (dtype == "float32") == [*CASES].index(name) % 2
 ))  # fmt: skip
@@ -264,11 +266,13 @@ def test_what_differs_is_found(tmp_path: Path) -> None:
             assert "mixer of 0 of layers" in difference(replace(described, layers=layers), describe(loaded))
 
 
+@pytest.mark.every(3)
 @each_case
 def test_as_llama_cpp_reads_them(name: str, tmp_path: Path) -> None:
     llama.assert_reads(name, written(name, tmp_path), TEXT, logits_of(CASES[name][1]()), 1e-4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 @pytest.mark.parametrize("name", thinned(zip(CASES), lambda name: [*CASES].index(name) % 4 == 0))
 def test_packed_and_native(name: str, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def filled(skeleton: Any, weights: list[Weight]) -> Any:
     return model
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back(family: str, made: Callable[..., tuple[GgufFile, Any]]) -> None:
     arch, make, keys = FAMILIES[family]

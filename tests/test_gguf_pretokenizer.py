@@ -109,7 +109,8 @@ def test_the_regexes_that_transformers_has(name: str) -> None:
     assert _REGEXES[name] == (GGUF_PRE_TOKENIZER_SPLITS[name],)
 
 
-@in_turn("name", _REGEXES)
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", _REGEXES)
 def test_every_regex_loses_nothing(name: str, load: Callable[[str | None], Any]) -> None:
     pre_tokenizer = load(name).backend_tokenizer.pre_tokenizer
     for text in TEXTS:

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
-from h2o_stream.compare.speed.engines import weight_bytes
+from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig
 from h2o_stream.models.gguf import GgufFile
@@ -86,6 +86,7 @@ def test_the_config(tmp_path: Path) -> None:
     assert config.rope_parameters["rope_type"] == "default"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.MXFP4])
 def test_native_steps_and_prompts(kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The packed experts of the file, against the same in torch, whose rounding of activations differs."""

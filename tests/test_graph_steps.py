@@ -94,6 +94,7 @@ def test_many_tokens_are_those_of_eager_steps(recorded: type[Recording]) -> None
     check_replays(make_llama(groups=2), CacheConfig(window=24), tokens(110))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("policy", "positions"), thinned(
     product(["h2o", "h2o-paper", "tova", "sink", "recent", "random"], ["gap", "absolute"]),
     lambda policy, positions: positions == ("absolute" if policy in ("h2o", "sink") else "gap"),

@@ -30,7 +30,7 @@ def grown(window: int, pinned: int, minimum: int = 8) -> int:
 
 
 @examples(
-    10, 30, policy=st.sampled_from(["h2o", "h2o-paper", "sink", "random"]),
+    5, 30, policy=st.sampled_from(["h2o", "h2o-paper", "sink", "random"]),
     positions=st.sampled_from(["gap", "rolling", "absolute"]), window=st.integers(2, 24), pinned=st.integers(1, 40),
     first=st.integers(0, 3), prompt=st.integers(1, 60), steps=st.integers(0, 20), seed=st.integers(0, 1000),
 )  # fmt: skip
@@ -56,7 +56,7 @@ def test_a_window_that_grew_is_one_that_was_given(
 
 
 @examples(
-    8, 30, early=st.integers(0, 20), pinned=st.integers(9, 30), before=st.integers(1, 60), steps=st.integers(1, 40),
+    4, 30, early=st.integers(0, 20), pinned=st.integers(9, 30), before=st.integers(1, 60), steps=st.integers(1, 40),
     seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_in_the_middle_of_a_stream_nothing_is_evicted_until_it_is_full(
@@ -115,6 +115,7 @@ def test_schedules_hold_no_more_than_come() -> None:
             assert again.held(200) == schedule.window + 18
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kv_bits", [16, 4])
 @pytest.mark.parametrize("fed", [10, 26, 70])
 @pytest.mark.parametrize("measured", [True, False])

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.errors import DataError
-from h2o_stream.session.history import ConversationHistory, ResumeError
+from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.state_files import StateFiles
+from h2o_stream.session.transactions import ResumeError
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
 from tests.fixtures import with_exhaustive

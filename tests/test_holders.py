@@ -32,7 +32,7 @@ def of_layers(cache: Any, layers: list[int]) -> list[list[int]]:
     return [[token for token in head if token >= 0] for number in layers for head in cache.kept(number)[0].tolist()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     heads=st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=5),
     start=st.integers(0, 40),

@@ -77,6 +77,7 @@ class TestModel:
         layer.tiles.view(-1)[100] ^= 1
         assert model_digest(model) != model_digest(other)
 
+    @pytest.mark.every(2)
     @each_family
     def test_it_is_the_same_before_while_and_after_it_runs(self, family: Any) -> None:
         model = copy.deepcopy(family.make())

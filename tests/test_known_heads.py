@@ -18,7 +18,7 @@ def model() -> LlamaForCausalLM:
 
 @torch.no_grad()
 def loss_of_the_copy(model: LlamaForCausalLM, config: CacheConfig | None) -> float:
-    """Nats per token of a list of tokens that comes again after others, read one by one."""
+    """Nats per token of a list of tokens that comes again after others."""
     listed, others = torch.randperm(512, generator=torch.Generator().manual_seed(1))[: LIST + BETWEEN].split(
         (LIST, BETWEEN)
     )
@@ -27,7 +27,7 @@ def loss_of_the_copy(model: LlamaForCausalLM, config: CacheConfig | None) -> flo
         logits = model(ids).logits[0]
     else:
         with attach(model, config) as cache:
-            logits = torch.cat([model(token, past_key_values=cache).logits[0] for token in ids.split(1, 1)])
+            logits = torch.cat([model(token, past_key_values=cache).logits[0] for token in ids.split(4, 1)])
     return float(cross_entropy(logits[-LIST:-1], ids[0, 1 - LIST :]))
 
 

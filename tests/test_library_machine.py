@@ -29,7 +29,7 @@ from tests.test_packed import packed_model
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
-OPERATIONS = int(os.environ.get("H2O_OPERATIONS", "80"))
+OPERATIONS = int(os.environ.get("H2O_OPERATIONS", "40"))
 """For each seed."""
 
 EXACT, ROUNDED = 1e-3, 0.3

@@ -26,7 +26,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
-from tests.fixtures import make_llama, saved, with_exhaustive
+from tests.fixtures import make_llama, saved
 from tests.test_runtime import written as write_gguf
 from tests.tolerance import relative_error
 
@@ -216,6 +216,7 @@ class TestKept:
 
 
 class TestGguf:
+    @pytest.mark.exhaustive
     def test_the_embedded_model_is_as_in_its_file(self, embedded: LoadedModel) -> None:
         """Read without conversion: the packed format represents its Q4_1 matrices exactly."""
         model = load(ModelConfig(dtype="float32", device="cpu")).model
@@ -226,10 +227,8 @@ class TestGguf:
         # Activations are rounded to 14 bits.
         assert relative_error(model(ids).logits, embedded.model(ids).logits) < 5e-3
 
-    @pytest.mark.parametrize(
-        ("quantize", "max_loss"),
-        with_exhaustive([("auto", 0.03)], [("int8", 0.03), ("int4", 0.06)]),
-    )
+    @pytest.mark.exhaustive
+    @pytest.mark.parametrize(("quantize", "max_loss"), [("auto", 0.03), ("int8", 0.03), ("int4", 0.06)])
     def test_what_it_loses(self, embedded: LoadedModel, quantize: str, max_loss: float) -> None:
         text = "The city council met on Tuesday to discuss the new bridge over the river. " * 4
         ids = torch.tensor([embedded.tokenizer(text + "Nobody expected what the mayor said next.")["input_ids"]])

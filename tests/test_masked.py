@@ -18,6 +18,7 @@ def ids(count: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("policy", "chunk"), with_exhaustive(
     [("h2o-paper", 1), ("recent", 7), ("sink", 7), ("random", 7), ("tova", 7)],
     [("h2o-paper", 7), ("recent", 1), ("sink", 1), ("random", 1), ("tova", 1)],

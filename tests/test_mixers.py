@@ -58,6 +58,7 @@ def states(cache: Any) -> list[Tensor]:
     return [state for layer in cache.layers for state in states_of(layer).values()]
 
 
+@pytest.mark.every(2)
 @mixers
 @pytest.mark.usefixtures("dense_too")
 def test_blocks_of_a_prompt_and_threads(name: str, taken: list[tuple[int, int]]) -> None:  # noqa: F811
@@ -76,6 +77,7 @@ def test_blocks_of_a_prompt_and_threads(name: str, taken: list[tuple[int, int]])
     assert relative_error(results[0], theirs) < 2 * exact(family_of(name))
 
 
+@pytest.mark.every(2)
 @mixers
 def test_packed_weights_and_padding(name: str) -> None:
     """A padded prompt is eager, the turn after it native; both go on with the same states."""
@@ -92,6 +94,7 @@ def test_packed_weights_and_padding(name: str) -> None:
     assert (found[0] - found[1]).norm() < 0.1 * found[1].norm()  # packed products round their inputs otherwise
 
 
+@pytest.mark.every(2)
 @mixers
 @pytest.mark.usefixtures("dense_too")
 def test_rows_without_a_token_keep_their_states(name: str) -> None:
@@ -107,6 +110,7 @@ def test_rows_without_a_token_keep_their_states(name: str) -> None:
         assert not any(state[0].equal(state[1]) for state in states(cache))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["Qwen 3.5", "Granite 4"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.usefixtures("dense_too")
@@ -132,6 +136,7 @@ def test_states_decay_to_zero(name: str, count: int) -> None:
             assert (state == 0).any()
 
 
+@pytest.mark.every(3)
 @mixers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_undo_and_forks_are_exact(name: str, dtype: torch.dtype) -> None:
@@ -165,6 +170,7 @@ def test_undo_and_forks_are_exact(name: str, dtype: torch.dtype) -> None:
         assert not states(cache)
 
 
+@pytest.mark.every(2)
 @mixers
 @pytest.mark.usefixtures("dense_too")
 def test_memory_is_constant(name: str) -> None:
@@ -180,6 +186,7 @@ def test_memory_is_constant(name: str) -> None:
         assert sizes == {held + sum(group.nbytes for group in cache.head_groups)}
 
 
+@pytest.mark.every(2)
 @mixers
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str) -> None:
     exact_model, tokens, config = family_of(name).make(), tokens_of(2, 60), CacheConfig(window=64)
@@ -210,6 +217,7 @@ def runtime_of(description: Description, config: CacheConfig, digest: str) -> Se
     return RuntimeModel(description, windows, digest, lambda: "", CONTEXT, CONTEXT, sliding, None).serve(config)
 
 
+@pytest.mark.every(2)
 @mixers
 @pytest.mark.usefixtures("dense_too")
 def test_states_move_between_the_runtimes(name: str) -> None:
@@ -241,6 +249,7 @@ def test_states_move_between_the_runtimes(name: str) -> None:
         assert served.forward(tokens[:30]).shape == ours.shape
 
 
+@pytest.mark.every(2)
 @mixers
 @pytest.mark.usefixtures("dense_too")
 def test_a_damaged_state_is_refused(name: str) -> None:

@@ -25,12 +25,14 @@ def model_of(name: str) -> Any:
     return nudged(MORE[name]())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", MORE)
 def test_descriptions(name: str) -> None:
     """The description computes what the model does."""
     assert error(model_of(name)) < 2e-5
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "rows", "positions"), thinned(
     itertools.product(MORE, (1, 3), ("gap", "absolute")),
     lambda name, rows, positions: (list(MORE).index(name) + rows) % 10 == 1 and (rows == 1) == (positions == "gap"),

@@ -38,6 +38,7 @@ def opened(model: RuntimeModel, number: int, memory: Literal["off", "auto"] = "o
     return served
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("count", "memory"), [(2, "off"), (9, "off"), (3, "auto")])
 def test_together_as_alone(model: RuntimeModel, count: int, memory: Literal["off", "auto"]) -> None:
     alone, together = (
@@ -117,6 +118,7 @@ def test_a_prompt_shares_searches(model: RuntimeModel, monkeypatch: pytest.Monke
     assert 0 < shared < 0.85 * none
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("steps", "prompts"), [(0, (21, 1, 40)), (2, (30,)), (4, (9, 70, 3))])
 def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts: tuple[int, ...]) -> None:
     """Prompts of any lengths, also of streams that have begun."""

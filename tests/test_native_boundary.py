@@ -160,6 +160,7 @@ class TestPointer:
 class TestSettings:
     """Logits are those without the setting."""
 
+    @pytest.mark.every(3)
     @pytest.mark.parametrize("dtype", with_exhaustive([torch.float64], [torch.bfloat16, torch.float16]))
     @pytest.mark.parametrize("engine", ["auto", "eager"])
     def test_the_default_dtype(self, model: PreTrainedModel, dtype: torch.dtype, engine: str) -> None:
@@ -203,6 +204,7 @@ class TestSettings:
             other.join()
             torch.set_default_dtype(torch.float32)
 
+    @pytest.mark.every(2)
     def test_autocast(self, model: PreTrainedModel) -> None:
         """Around everything, and around a part of a stream: as exact as the eager route is under autocast."""
         exact, _ = stream(model, "eager")
@@ -294,6 +296,7 @@ CHANGES = (in_place, through_data, other_data, other_entry, by_accelerate, matri
 
 
 class TestChangedWeights:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(("change", "dtype"), thinned(
         product(CHANGES, (torch.float32, torch.bfloat16)),
         lambda change, dtype: (dtype == torch.float32) == CHANGES.index(change) % 2,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -327,7 +328,8 @@ CASES: dict[str, Case] = {
 }
 
 
-@in_turn("name", CASES)
+@pytest.mark.every(3)
+@pytest.mark.parametrize("name", CASES)
 def test_as_the_eager_layer(native: ctypes.CDLL, name: str) -> None:  # noqa: F811
     compare(native, CASES[name])
 

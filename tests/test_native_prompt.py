@@ -91,6 +91,7 @@ def assert_same(
     assert kept == wanted
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", NATIVE)
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "positions"])
@@ -120,6 +121,7 @@ def test_attention_is_native(taken: list[tuple[int, int]], monkeypatch: pytest.M
     assert taken[-2:] == [(1, 17), (1, 42)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("policy", "positions"), thinned(
     itertools.product(NATIVE_POLICIES, ("gap", "rolling", "absolute")),
     lambda policy, positions: policy == "h2o" or positions == ("gap", "absolute")[len(policy) % 2],
@@ -145,6 +147,7 @@ def test_more_tokens_than_a_block(taken: list[tuple[int, int]]) -> None:
     assert_same(make_llama(), CacheConfig(window=64, chunk=32), tokens_of(2, 600), taken)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("budgets", "parts"), thinned(
     itertools.product(("equal", "measured"), ((), (1,), (1, 1), (24,), (25, 40))),
     lambda budgets, parts: len(parts) % 2 == (budgets == "equal"),
@@ -203,6 +206,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(dense_too: None, take
     assert ours.norm() < 1.2 * theirs.norm() < 0.5 * wanted.norm()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", with_exhaustive(KINDS[::3], [*KINDS[1::3], *KINDS[2::3]]))
 def test_packed_weights(kind: MatrixKind, taken: list[tuple[int, int]]) -> None:
     model, tokens = packed_model(kind), tokens_of(2, 60)

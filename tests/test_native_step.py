@@ -80,6 +80,7 @@ def assert_same(
         assert kept == wanted
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "positions"])
 @pytest.mark.parametrize(("number", "policy"), thinned(
     [pair.values for pair in pairs(NATIVE) if FAMILIES[pair.values[0]].native],
@@ -110,6 +111,7 @@ def test_padded_batches(side: str, kv_bits: int) -> None:
     assert_same(make_llama(), config, tokens_of(4, PROMPT + 40), mask=mask, largest=rounding)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("kv_bits", "positions"), thinned(
     product((8, 6, 4, 2), ("gap", "rolling", "absolute")),
     lambda bits, positions: positions == {8: "rolling", 2: "absolute"}.get(bits, "gap"),
@@ -119,6 +121,7 @@ def test_few_bits(kv_bits: int, positions: Any) -> None:
     assert_same(make_llama(), config, *(tokens_of(rows, PROMPT + 20) for rows in (1, 2)), largest=2e-2)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("size", "kv_bits"), thinned(
     product((32, 64, 128, 256), (16, 6)), lambda size, kv_bits: (size in (64, 256)) == (kv_bits == 16)
 ))  # fmt: skip
@@ -136,6 +139,7 @@ def test_keys_rotated_in_registers(size: int, kv_bits: int) -> None:
     assert_same(scaled, CacheConfig(window=48, kv_bits=kv_bits), tokens_of(2, PROMPT + 50), largest=rounding)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("inner", [32, 36])
 def test_gelu_far_from_zero(inner: int) -> None:
     """Of whole vectors, and of a part of one."""

@@ -13,7 +13,6 @@ from h2o_stream.cache.protection import Protection
 from h2o_stream.config import CachePlan
 from h2o_stream.native import library
 from h2o_stream.native.kernels import NativeKernels
-from tests.in_turn import in_turn
 from tests.slots import attend
 from tests.test_native_prefill import Table, plan
 
@@ -34,9 +33,10 @@ def outputs(native: bool, plan: CachePlan, poisoned: int) -> Iterator[tuple[Tens
 
 
 @pytest.mark.skipif(bool(library.why_not()), reason="there is no compiled library")
-@in_turn("policy", ["h2o", "h2o-paper", "tova", "random", "sink"])
-@in_turn("poisoned", [0, 1, 3])
-@in_turn("positions", ["gap", "absolute"])
+@pytest.mark.every(4)
+@pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "random", "sink"])
+@pytest.mark.parametrize("poisoned", [0, 1, 3])
+@pytest.mark.parametrize("positions", ["gap", "absolute"])
 def test_as_in_torch(policy: str, poisoned: int, positions: str) -> None:
     case = plan(policy, positions=positions)
     both = zip(outputs(True, case, poisoned), outputs(False, case, poisoned), strict=True)

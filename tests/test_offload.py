@@ -43,6 +43,7 @@ def test_weights_on_disk_give_the_same_output_as_in_memory(tiny_folder: Path, po
     assert held > 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("policy", ["h2o", "recent", "tova"])
 def test_a_cache_in_host_memory_of_a_model_elsewhere(policy: str) -> None:
     """Fake tensors have no data but track devices, and refuse to be mixed across devices like real ones."""
@@ -66,6 +67,7 @@ def test_host_memory_changes_nothing_where_layers_compute_there(tiny_folder: Pat
     assert generated[0] == generated[1]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "settings", with_exhaustive([{"kv_bits": 4}, {"policy": "h2o-paper"}], [{}, {"budgets": "equal"}])
 )

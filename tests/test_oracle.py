@@ -96,7 +96,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 @examples(
-    8, 20, heads=st.integers(1, 2), groups=st.sampled_from([1, 3]), heavy=st.integers(0, 6), recent=st.integers(1, 6),
+    5, 20, heads=st.integers(1, 2), groups=st.sampled_from([1, 3]), heavy=st.integers(0, 6), recent=st.integers(1, 6),
     prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_h2o_paper_is_the_cookbook_rule(
@@ -110,7 +110,7 @@ def test_h2o_paper_is_the_cookbook_rule(
 
 
 @examples(
-    10, 30, groups=st.sampled_from([1, 3]), positions=st.sampled_from(["gap", "rolling", "absolute"]),
+    6, 30, groups=st.sampled_from([1, 3]), positions=st.sampled_from(["gap", "rolling", "absolute"]),
     sinks=st.integers(0, 3), heavy=st.integers(1, 5), recent=st.integers(1, 5), span=st.integers(0, 20),
     decay=st.sampled_from([1.0, 0.99, 0.7]),
     chunk=st.integers(1, 9), prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
@@ -135,6 +135,7 @@ def test_h2o_in_chunks_and_in_every_position_mode(
     assume(compare(model, config, rules, tokens_of(seed, prompt + steps), prompt))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("policy", "sinks"), [("recent", 0), ("sink", 4)])
 @pytest.mark.parametrize(("positions", "chunk"), thinned(
     product(("gap", "rolling", "absolute"), (5, 0, 1)), lambda positions, chunk: chunk == 5 or positions == "gap"
@@ -145,6 +146,7 @@ def test_policies_without_heavy_hitters(policy: str, sinks: int, positions: str,
     assert compare(make_llama(groups=3), config, rules, tokens_of(1, 40), 25)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("positions", "chunk"), with_exhaustive(
     [("gap", 5), ("rolling", 1), ("absolute", 5)], [("gap", 1), ("rolling", 5), ("absolute", 1)]
 ))  # fmt: skip
@@ -159,7 +161,7 @@ def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
 
 
 @examples(
-    6, 20, policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]), pinned=st.booleans(),
+    4, 20, policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]), pinned=st.booleans(),
     positions=st.sampled_from(["gap", "rolling", "absolute"]), heavy=st.integers(2, 6), chunk=st.integers(1, 9),
     starts=st.lists(st.integers(0, 35), min_size=1, max_size=4), prompt=st.integers(5, 24), late=st.integers(0, 9),
     seed=st.integers(0, 1000),

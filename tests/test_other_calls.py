@@ -50,7 +50,7 @@ def streamed(form: CallFormat, pieces: Any) -> tuple[str, tuple[Call, ...], str]
 
 class TestCalls:
     @pytest.mark.parametrize("form", FORMS, ids=["tags", "bare", "listed"])
-    @settings(max_examples=60, derandomize=True, deadline=None)
+    @settings(max_examples=30, derandomize=True, deadline=None)
     @given(data=st.data(), before=st.sampled_from(["", "Let me look {it} up.\n", "Sure: "]),
            after=st.sampled_from(["", "\n", "\nI hope that helps."]))  # fmt: skip
     def test_in_any_clothes_it_arrives_as_one(self, form: CallFormat, data: Any, before: str, after: str) -> None:

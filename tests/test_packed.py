@@ -89,7 +89,8 @@ def packed_model(kind: MatrixKind) -> PreTrainedModel:
     return model.eval()
 
 
-@in_turn("kind, rows", [(kind, 1 + 2 * (number % 2)) for number, kind in enumerate(KINDS)])
+@pytest.mark.every(3)
+@pytest.mark.parametrize(("kind", "rows"), [(kind, 1 + 2 * (number % 2)) for number, kind in enumerate(KINDS)])
 def test_native_steps(kind: MatrixKind, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares every step with the layers' own forward."""
     monkeypatch.setenv(library.CHECK_VARIABLE, "1")

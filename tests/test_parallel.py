@@ -65,6 +65,7 @@ def forked(command: Any, *arguments: object, processes: int = 2) -> subprocess.C
     return subprocess.CompletedProcess(whole, code, "".join(out), "".join(errors))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("launcher", "command"), [
     (FORKS, "nll"),
     pytest.param(FORKS, "summarize", marks=pytest.mark.exhaustive),

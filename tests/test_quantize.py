@@ -70,7 +70,7 @@ class TestLayer:
             q, k, v = (numbers(1, heads, length, 8, seed=seed + number + 100 * heads) for heads in (4, 2, 2))
             attend(layer, q, k, v, LogitTransform(0.3))
 
-    @settings(max_examples=40, deadline=None, derandomize=True)
+    @settings(max_examples=20, deadline=None, derandomize=True)
     @given(
         policy=st.sampled_from(["h2o", "h2o-paper", "sink", "recent", "random", "tova"]),
         window=st.integers(2, 40),
@@ -197,6 +197,7 @@ class TestCache:
         with attach(model, CacheConfig(window=16, kv_bits=2)), pytest.raises(ConfigError, match="heads of size 6"):
             model(torch.randint(3, 64, (1, 8)))
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("bits", with_exhaustive([4, 2], [8, 6]))
     def test_the_real_model_still_knows_its_text(self, served_embedded: LoadedModel, bits: int) -> None:
         text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is Madrid. " * 3

@@ -12,9 +12,10 @@ from gguf.quants import dequantize
 from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from h2o_stream import attach
+from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.random_models.gguf import write_random_gguf
 from h2o_stream.compare.random_models.weights import DEVIATION, random_model, read_settings
-from h2o_stream.compare.speed.engines import LLAMA_CPP, OURS, EngineSpec, weight_bytes
+from h2o_stream.compare.speed.engines import LLAMA_CPP, OURS, EngineSpec
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, DataError
@@ -40,6 +41,7 @@ def llama(kind: type = LlamaConfig, **settings: Any) -> Any:
 class TestRandomWeights:
     """Models built from a config alone."""
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("quantize", ["int8", "int4"])
     @pytest.mark.parametrize("tied", [False, True])
     def test_packed_models_are_native(self, tmp_path: Path, quantize: str, tied: bool) -> None:

@@ -115,12 +115,14 @@ def written(folder: Path, name: str, seed: int) -> Path:
 
 
 class TestFiles:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(("name", "seed", "dtype"), cases(MODELS, ("float32", "bfloat16")))
     def test_are_described_as_through_torch(self, name: str, seed: int, dtype: str, tmp_path: Path) -> None:
         path = written(tmp_path, name, seed)
         model = load(ModelConfig(str(path), dtype=dtype)).model
         assert difference(ModelFile(str(path), path, dtype).describe(print), describe(model)) == ""
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(("name", "seed", "dtype"), cases(MODELS, ("float32", "bfloat16")))
     def test_are_found_right(self, name: str, seed: int, dtype: str, tmp_path: Path) -> None:
         path = written(tmp_path, name, seed)
@@ -156,6 +158,7 @@ MISTAKES = {
 
 
 class TestMistakes:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(("name", "mistake", "dtype"), [
         *((name, mistake, torch.float32) for name in ("Llama 3", "Qwen 2", "Gemma 3") for mistake in MISTAKES),
         *((name, "flipped norms", torch.bfloat16) for name in ("Llama 3", "Qwen 2", "Gemma 3")),

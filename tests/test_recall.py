@@ -323,6 +323,7 @@ def test_a_fact_is_told_after_it_was_evicted(served_embedded: LoadedModel, repea
     assert replies["off"].recalled == ()
 
 
+@pytest.mark.exhaustive
 def test_a_list_is_told_after_it_was_evicted(served_embedded: LoadedModel) -> None:
     codes = {"garage": "3201", "boathouse": "2033", "wine cellar": "5179", "attic": "2931", "workshop": "8364"}
     filler = "The weather in the north stays cold and windy, and trains run late on many lines. " * 10

@@ -100,6 +100,7 @@ def test_related_words(related: TermWeights) -> None:
     assert not similarity[1].any()
 
 
+@pytest.mark.exhaustive
 def test_wide_embeddings_are_projected(tokenizer: PreTrainedTokenizerBase) -> None:
     wide = torch.nn.Embedding(len(tokenizer), 1100)
     terms = TermWeights(tokenizer, reader(wide))
@@ -195,11 +196,38 @@ def test_excerpts_keep_to_the_budget(chat: Chat) -> None:
     )
     question = "What is my boss called?"
     excerpts = {budget: chat.ask(question, budget)[0] for budget in (20, 40, 140, 1000)}
-    assert excerpts[20].verdict == "no room"
+    assert excerpts[20].verdict == "recalled", "the best one is, even beyond the budget"
     assert excerpts[40].excerpt == "My boss is called Margarethe Lindqvist."
     assert excerpts[140].excerpt == "My boss is called Margarethe Lindqvist. She likes short reports."
     assert excerpts[1000].excerpt == excerpts[1000].passage.text
     assert all(item.tokens == len(item.excerpt) for item in excerpts.values())
+
+
+def test_a_sentence_longer_than_what_may_be_read_is_cut_around_what_was_asked_for(chat: Chat) -> None:
+    chat.say(
+        "All these days we had so much to do that I forgot to say that my boss is called Margarethe Lindqvist now."
+    )
+    best = chat.ask("What is my boss called?", budget=30)[0]
+    assert best.verdict == "recalled"
+    assert "boss is called" in best.excerpt
+    assert len(best.excerpt) <= 60
+
+
+def test_a_quoted_question_is_no_question(chat: Chat) -> None:
+    said = 'The judge, who denied them bail, was Maria Ciesil, and she asked: "Where was your sense of decency?"'
+    chat.say(said)
+    assert chat.recalled("Which judge denied them bail?") == [said]
+
+
+def test_what_the_user_said_goes_before_what_the_model_said(chat: Chat) -> None:
+    question = "Who set the wooden ship on fire at the harbour?"
+    reply = "Pirates set the wooden ship on fire at the harbour."
+    chat.say(question, reply)
+    assert chat.recalled(question) == [reply]
+    chat.say("Late at night the old captain set the ship on fire at the harbour.")
+    candidates = chat.ask(question)
+    assert [item.passage.role for item in candidates if item.verdict == "recalled"] == ["user"]
+    assert "said by the model" in {item.verdict for item in candidates}
 
 
 def test_all_that_is_recalled_keeps_to_the_budget(chat: Chat) -> None:

@@ -100,7 +100,7 @@ def test_any_text_is_a_term(filled: PassageIndex, term: str) -> None:
 
 
 @given(st.lists(st.text(max_size=20), max_size=5), st.text(max_size=50))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_any_text_is_found_again(terms: list[str], text: str) -> None:
     held = PassageIndex(None)
     passage = Passage(1, "user", f"{text} Biscuit", 0, 5)
@@ -160,7 +160,7 @@ step = st.one_of(
 
 
 @given(st.lists(step, max_size=12), st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_changes(tmp_path: Path, steps: list[tuple[str, object]], data: st.DataObject) -> None:
     """The index has the passages of exactly the turns that it should, and finds each by its own word."""
     path = tmp_path / "index.sqlite"

@@ -22,9 +22,9 @@ from h2o_stream.session.retention import RetainedText, RetainedTurn
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Timings, Turn
 from h2o_stream.ui.chat import Chat, open_chat
-from h2o_stream.ui.documents import split_asking, split_question
+from h2o_stream.ui.documents import _REPLY, split_asking, split_question
 from h2o_stream.ui.heatmap import heatmap
-from h2o_stream.ui.recall import candidates_table, recalled_line, recalled_lines
+from h2o_stream.ui.recall import candidates_table, recalled_line
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import PrefillStatus, SafeConsole, Terminal
 from tests.commands import invoke, piped, records
@@ -57,10 +57,6 @@ class TestLines:
     def test_a_line(self) -> None:
         assert recalled_line(CLARA, 80) == "recalled from turn 3: My sister Clara works as a dentist."
         assert recalled_line(CLARA, 30) == "recalled from turn 3: My sist…"
-
-    def test_no_room_is_said(self) -> None:
-        event = Recalled((), (replace(CLARA, verdict="no room"),))
-        assert recalled_lines(event, 80) == ["no room to recall turn 3: My sister Clara works as a dentist."]
 
     def test_on_the_screen(self) -> None:
         out, terminal = io.StringIO(), Terminal()
@@ -250,7 +246,7 @@ class TestLongTexts:
             chat.run(iter([f"/file {book}", f"/file {short} Why?", f"/file {book} {QUESTION}"]))
             first, second, third, last = chat._context.history.entries
         content = f"book.txt:\n\n{book.read_text().strip()}"
-        assert (first.kind, first.prompt, first.text) == ("told", content, "I have read book.txt.")
+        assert (first.kind, first.prompt, first.text) == ("told", content, _REPLY)
         assert (second.kind, second.prompt) == ("said", f"short.txt:\n\n{'word ' * 20}\n\nWhy?".replace(" \n", "\n"))
         assert (third.kind, third.prompt) == ("told", content)
         assert (last.kind, last.prompt) == ("said", QUESTION)

@@ -227,6 +227,7 @@ class TestSideBySide:
         Panes(sides, terminal).end_turn()
         terminal.note.assert_called_once_with(f"the replies differ after {place}", style="dim")
 
+    @pytest.mark.exhaustive
     def test_three(self, tiny_folder: Path, questions: Path) -> None:
         base = ("-m", str(tiny_folder), "--questions", str(questions), "-n", "4", "--window", "64")
         with Pty("h2o-stream", *base, "--compare", "full,h2o,sink", columns=120) as pty:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from h2o_stream.ui.reply import MarkdownBlocks, MarkdownReply, close_marks
+from tests.fixtures import with_exhaustive
 
 TEXT = """# A title
 
@@ -69,8 +70,7 @@ def test_open_marks_are_closed(block: str, shown: str) -> None:
     assert close_marks(block) == shown
 
 
-@pytest.mark.parametrize("refreshed", [1, 7])
-@pytest.mark.parametrize("columns", [30, 80])
+@pytest.mark.parametrize(("columns", "refreshed"), with_exhaustive([(30, 1), (80, 7)], [(30, 7), (80, 1)]))
 def test_finished_lines_stay(columns: int, refreshed: int) -> None:
     """On a real terminal, frame by frame: a line with another below it never changes again."""
     screen = pyte.HistoryScreen(columns, 20, history=500)

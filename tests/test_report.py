@@ -268,6 +268,7 @@ def test_cells_are_colored_and_still_say_their_value() -> None:
     assert "100%" in plain.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("style", [WIDE, NARROW])
 def test_a_heatmap_has_a_panel_for_each_policy(style: ChartStyle) -> None:
     cells = [[0.5, 1.0], [0.0, 0.25]]

@@ -159,6 +159,7 @@ def item(count: Callable[[str], int]) -> Item:
 
 
 class TestAnswers:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(
         ("policy", "ask"), [("full", ask_in_turns), ("h2o", ask_in_turns), ("full", ask_without_context)]
     )

@@ -137,13 +137,15 @@ def test_caches_share_a_table_of_rotations() -> None:
 
 
 class TestDescription:
-    @in_turn("name", MODELS)
+    @pytest.mark.every(3)
+    @pytest.mark.parametrize("name", MODELS)
     def test_equals_that_of_the_model(self, name: str, tmp_path: Path) -> None:
         path = written(tmp_path, name)
         for dtype in ("float32", "bfloat16"):
             model = load(ModelConfig(str(path), dtype=dtype)).model
             assert difference(ModelFile(str(path), path, dtype).describe(print), describe(model)) == ""
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(
         "name", [name if name in DENSE else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS]
     )
@@ -156,6 +158,7 @@ class TestDescription:
         kept = stored == "BF16" or dtype == "bfloat16"
         assert description.output.kind == (MatrixKind.BFLOAT16 if kept else MatrixKind.FLOAT32)
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize(("name", "dtype", "writes"), thinned(
         product(PACKED, ("float32", "bfloat16"), ("torch", "runtime")),
         lambda name, dtype, writes: (dtype == "float32") == (writes == "torch") == PACKED.index(name) % 2,
@@ -228,6 +231,7 @@ CONFIGS = {
 
 
 class TestStream:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
     def test_the_same_numbers(self, file: Path, config: CacheConfig) -> None:
         theirs, ours = through_both(file, config)
@@ -255,6 +259,7 @@ class TestStream:
             if name.endswith("index"):
                 numpy.testing.assert_array_equal(numpy.sort(array), numpy.sort(states[1][name]))
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("name", ["Qwen 2 MoE", "Qwen 3 MoE"])
     def test_experts(self, name: str, tmp_path: Path) -> None:
         theirs, ours = through_both(written(tmp_path, name), CacheConfig(window=40, chunk=16))
@@ -264,6 +269,7 @@ class TestStream:
                 numpy.testing.assert_allclose(found, expected, rtol=0, atol=1e-2)
             assert ours.counts == theirs.counts
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("name", DENSE)
     def test_a_file_that_is_not_quantized(self, name: str, tmp_path: Path) -> None:
         theirs, ours = through_both(written(tmp_path, name, "F16"), CacheConfig(window=40, chunk=16))
@@ -369,6 +375,7 @@ def shares(windows: Sequence[HeadWindow]) -> list[float]:
     return [share for _, share in sorted((head, window.share) for window in windows for head in window.heads)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("own_home")
 @pytest.mark.parametrize(
     ("command", "arguments", "typed"),

@@ -92,7 +92,7 @@ NOISE = st.one_of(
     ).map(lambda value: json.dumps(value).encode()),
 )
 FUZZ = settings(
-    max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -137,7 +137,7 @@ class TestFuzzing:
                 assert session.state(3) is None
             assert session.state(2) is not None, "the others are unchanged"
 
-    @settings(FUZZ, max_examples=25)
+    @settings(FUZZ, max_examples=10)
     @given(
         commands=st.lists(
             st.builds(

@@ -1,10 +1,13 @@
 """Sampling: seeds, limits on the candidates, and the same candidates as transformers' warpers leave."""
 
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -15,9 +18,9 @@ from transformers.generation.logits_process import (
 )
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, SamplingConfig
-from h2o_stream.config import BENCH_TEMPERATURES, DEFAULT_TEMPERATURE, model_sampling
+from h2o_stream.config import BENCH_TEMPERATURES, DEFAULT_TEMPERATURE, FOCUSED_TEMPERATURE, model_sampling
 from h2o_stream.engine.engine import Engine
-from h2o_stream.engine.sampling import Sampler, check_rng_state, nucleus, penalized, resolve
+from h2o_stream.engine.sampling import LOOP_LENGTH, Sampler, check_rng_state, nucleus, penalized, repeating, resolve
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.session.questions import Question, set_temperature
 from tests.in_turn import in_turn
@@ -64,14 +67,15 @@ class TestSampling:
             ({"presence_penalty": -2.0}, 1, 0),
             ({"frequency_penalty": 2.0, "repeat_last_n": 1}, 3, 1),
             ({"frequency_penalty": 2.0, "repeat_last_n": 0}, 3, 0),
-            ({"repetition_penalty": 2.0, "repeat_last_n": 0}, 0, 0),
-            ({"repetition_penalty": 2.0, "repeat_last_n": 1}, 0, 1),
+            ({"repetition_penalty": 2.0}, 0, 0),
+            ({"repetition_penalty": 2.0}, 1, 1),
+            ({"repetition_penalty": 2.0, "repeat_last_n": 0}, 1, 0),
         ],
     )
     def test_penalties_of_replies(self, settings: dict[str, Any], replied: int, token: int) -> None:
         logits = scores_of(3.0, 2.6, 1.0)
         sampler = Sampler(SamplingConfig(temperature=0, **settings), None)
-        assert sampler.sample(logits, [2, 0, 0, 2, 0][5 - max(replied, 2) :], replied) == token
+        assert sampler.sample(logits, [0, 2, 0][3 - replied :]) == token
         assert logits.tolist() == scores_of(3.0, 2.6, 1.0).tolist()
 
     @pytest.mark.parametrize("penalty", [0.9, 1.1, 2.0])
@@ -108,12 +112,20 @@ class Recommended:
 
 class TestSources:
     def test_first_the_user_then_the_model_then_our_table_then_our_defaults(self) -> None:
-        settings, sources = resolve(SamplingConfig(top_k=5), Recommended, {"repetition_penalty": 1.1, "temperature": 9})
-        assert settings == {"temperature": 0.6, "top_p": 0.95, "top_k": 5, "min_p": 0, "repetition_penalty": 1.1}
+        settings, sources = resolve(SamplingConfig(top_k=5), Recommended, {"dry_allowed_length": 4, "temperature": 9})
+        assert settings == {
+            "temperature": 0.6, "top_p": 0.95, "top_k": 5, "min_p": 0, "repetition_penalty": 1, "dry_multiplier": 0.8,
+            "dry_allowed_length": 4,
+        }  # fmt: skip
         assert sources == {
             "temperature": "generation_config", "top_p": "default", "top_k": "given", "min_p": "default",
-            "repetition_penalty": "model",
+            "repetition_penalty": "default", "dry_multiplier": "default", "dry_allowed_length": "model",
         }  # fmt: skip
+
+    @pytest.mark.parametrize("penalized", [{"temperature": 0.0}, {"repetition_penalty": 1.1}])
+    def test_one_rule_against_repetition_at_a_time(self, penalized: dict[str, float]) -> None:
+        assert resolve(SamplingConfig(**penalized), None, {})[0]["dry_multiplier"] == 0
+        assert resolve(SamplingConfig(dry_multiplier=0.5, **penalized), None, {})[0]["dry_multiplier"] == 0.5
 
     def test_a_generation_config_goes_before_our_table(self) -> None:
         class Penalized:
@@ -127,9 +139,9 @@ class TestSources:
         assert Sampler(SamplingConfig(temperature=0.0, repetition_penalty=1.1), None).sample(logits, [0]) == 1
         assert Sampler(SamplingConfig(temperature=1e-3, seed=0), None, penalized).sample(logits, [0]) == 1
 
-    def test_the_embedded_model_has_a_penalty_under_all_its_names(self) -> None:
+    def test_the_embedded_model_has_its_own_under_all_its_names(self) -> None:
         for name in ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"):
-            assert model_sampling(name)["repetition_penalty"] > 1
+            assert model_sampling(name)["dry_allowed_length"] > 0
         assert model_sampling("HuggingFaceTB/SmolLM2-1.7B-Instruct") == {}
 
     def test_new_settings_keep_the_model_s_defaults(self, served_embedded: LoadedModel) -> None:
@@ -156,6 +168,74 @@ class TestSources:
             sampler = engine.sampler
             set_temperature(engine, engine.sampling, Question(1, "math", ("Hi",)))
             assert engine.sampler is sampler
+
+
+class TestSequences:
+    """DRY: a token loses that would lengthen a sequence of the reply."""
+
+    def loss(self, reply: list[int], token: int, **settings: float) -> float:
+        """What a token loses after a reply."""
+        config = SamplingConfig(temperature=0, **({"dry_multiplier": 0.5, "dry_base": 2.0} | settings))  # type: ignore[arg-type]
+        return -float(Sampler(config, None)._penalized(np.zeros(64, np.float32), reply)[token])
+
+    @pytest.mark.parametrize(("allowed", "loss"), [(1, 2.0), (2, 1.0), (3, 0.5), (4, 0.0)])
+    def test_by_its_length(self, allowed: int, loss: float) -> None:
+        reply = [9, 1, 2, 3, 4, 8, 1, 2, 3]
+        assert self.loss(reply, 4, dry_allowed_length=allowed) == loss
+        assert self.loss(reply, 8, dry_allowed_length=allowed) == 0
+
+    def test_the_longest_counts(self) -> None:
+        assert self.loss([2, 3, 4, 7, 1, 2, 3, 4, 8, 1, 2, 3], 4, dry_allowed_length=1) == 2.0
+
+    @given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
+    def test_lengths_and_distances(self, reply: list[int]) -> None:
+        found = set(zip(*(array.tolist() for array in repeating(np.array(reply))), strict=True))
+        naive = set()
+        for end in range(len(reply) - 1):
+            length = 0
+            while length <= end and reply[end - length] == reply[-1 - length]:
+                length += 1
+            if length:
+                naive.add((reply[end + 1], length, len(reply) - 1 - end))
+        assert found == naive
+
+    @pytest.mark.parametrize("period", [1, 5, 30])
+    def test_loops_end(self, period: int) -> None:
+        """By default, what follows itself: after two times, or after so many tokens as a row of a table may take."""
+        losses = [
+            self.loss(list(islice(cycle(range(period)), count)), count % period) for count in range(4 * period + 60)
+        ]
+        first = next(count for count, loss in enumerate(losses) if loss)
+        assert first == period + max(period, LOOP_LENGTH)
+        assert losses[first + 6] > 30, "no model is so sure"
+
+    def test_what_only_begins_alike_is_no_loop(self) -> None:
+        """A list of objects with the same names."""
+        reply = [token for row in range(10, 20) for token in [*range(8), row]]
+        assert all(self.loss(reply[:count], reply[count]) == 0 for count in range(1, len(reply)))
+
+    def test_a_token_without_alternative_stays_possible(self) -> None:
+        scores = np.full(8, -np.inf, np.float32)
+        scores[1] = 0
+        assert Sampler(SamplingConfig(dry_multiplier=9, dry_base=4.0, seed=0), None).sample(scores, [1] * 500) == 1
+
+
+class TestFocus:
+    """A reply to what was just read follows it: our own temperature is lower, everybody else's stays."""
+
+    @pytest.mark.parametrize(
+        ("config", "recommended", "temperature"),
+        [
+            (SamplingConfig(), None, FOCUSED_TEMPERATURE),
+            (SamplingConfig(temperature=0.7), None, 0.7),
+            (SamplingConfig(), Recommended, 0.6),
+        ],
+    )
+    def test_temperature(self, config: SamplingConfig, recommended: Any, temperature: float) -> None:
+        logits = scores_of(3.0, 2.9)
+        sampler = Sampler(config, recommended)
+        sampler.focused = True
+        assert np.allclose(sampler.candidates(logits)[1], logits / temperature)
 
 
 @pytest.mark.parametrize("count", [1, 300])
@@ -217,6 +297,7 @@ def test_equal_scores_and_forbidden_tokens() -> None:
         assert {sampler.sample(scores, []) for _ in range(50)} == {1, 3}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "settings", [{}, {"top_k": 30}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 0.5, "repetition_penalty": 1.3}]
 )

@@ -83,6 +83,7 @@ def by_options() -> list[Any]:
     return with_exhaustive(some, rest)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("line", by_options())
 def test_ours_runs(line: str, place: Path, long_folder: Path) -> None:
     command, *arguments = shlex.split(line)

@@ -53,6 +53,7 @@ def shapes() -> list[Messages]:
     ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_any_order_of_roles(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Every message is fed once, in its order, whatever the template rejects or omits."""
@@ -147,12 +148,13 @@ class TestServer:
         (line,) = [record.getMessage() for record in caplog.records if "gpt-4" in record.getMessage()]
         assert line == r"a request names the model gpt-4\n; smollm2-135m answers"
 
+    @pytest.mark.every(3)
     @pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
     @pytest.mark.parametrize("streamed", [False, True])
     def test_what_is_not_stored_is_not_on_disk(self, server: Running, endpoint: str, streamed: bool) -> None:
         folder = server.service.store._folder
         kept = len([*folder.iterdir()])
-        said = [{"role": "user", "content": "The code is 4711zebra. " * 40}]
+        said = [{"role": "user", "content": "The code is 4711zebra. " * 4}]
         body = {"messages": said, "input": said, "max_tokens": 4, "max_output_tokens": 4, "stream": streamed}
         import json
         import urllib.request

@@ -81,6 +81,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("owner", "name"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
 def test_one_reply_fails(server: Running, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     failed = fail_once(monkeypatch, owner, name, ZeroDivisionError())
@@ -147,6 +148,8 @@ def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
     server.service.worker.submit(Ask(Dialogue(None, (), "Tell me."), options, config, send))
     assert failed.wait(10)
     server.say("Is it saved?")
+    while server.service.worker.lengths != (0, 0):
+        time.sleep(0.01)
     new = {*server.service.store.conversations} - before
     entries = [entry for name in new for entry in server.entries(name, 1) if entry.prompt == "Tell me."]
     said = "".join(message.text for message in received if isinstance(message, Piece))
@@ -340,6 +343,7 @@ def test_a_schema_is_compiled_beside_other_requests(server: Running, monkeypatch
         refused = [waiting.result() for waiting in slow]
     assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 2
     may_end.set()
+    monkeypatch.setattr(service, "GRAMMAR_S", 10.0)
     assert reply(server.say("A number?", response_format=form)) == "1"
 
 

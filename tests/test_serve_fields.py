@@ -12,8 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
+from h2o_stream.serve.chat import parse_chat
+from h2o_stream.serve.completions import parse_completion
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.fields import ELSEWHERE, FIELDS, Ignored, Refused, Served, as_markdown, read_fields
+from h2o_stream.serve.fields import ELSEWHERE, FIELDS, Endpoint, Ignored, Refused, Served, as_markdown, read_fields
+from h2o_stream.serve.responses import parse_response
+from h2o_stream.serve.wording import renamed
 from tests.fixtures import compared, make_llama, saved
 from tests.serve_load import post
 from tests.served import Running
@@ -72,6 +76,8 @@ OTHERS: list[tuple[Any, str]] = [
     ("low", "guided_whitespace_pattern structural_tag template system verbosity text.verbosity chat_template suffix "
             "reasoning_format"),
 ]  # fmt: skip
+WRONG_VALUES = (-3, 10**9, 0.5, True, "x", "", [], [3], {}, {"a": 1}, float("inf"))
+PARSERS: Any = {"chat/completions": parse_chat, "completions": parse_completion, "responses": parse_response}
 REFUSED = {name: value for value, names in OTHERS for name in names.split()}
 
 
@@ -137,6 +143,7 @@ def plain(server: Running) -> dict[str, tuple[int, str]]:
     return answers
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("endpoint", "name", "rule"), cases(Served))
 def test_served(server: Running, plain: Any, endpoint: str, name: str, rule: Served) -> None:
     if name in CHANGES:
@@ -153,7 +160,7 @@ def is_left_out(endpoint: Any, name: str, value: Any) -> bool:
     """Whether nobody sees the field of a request; those inside others stay where they are, and nobody looks."""
     outer, _, inner = inside(name)
     body = {outer: [{inner: value}] if outer == "messages" else {inner: value}} if inner else {name: value}
-    fields, unknown = read_fields(body, endpoint)
+    fields, unknown, _ = read_fields(body, endpoint)
     return not unknown and (bool(inner) or not fields)
 
 
@@ -173,10 +180,61 @@ def test_refused(server: Running, plain: Any, endpoint: str, name: str, rule: Re
                 is_left_out(endpoint, name, bool(neutral))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("endpoint", "name", "rule"), cases(Ignored))
 def test_without_influence(server: Running, plain: Any, endpoint: str, name: str, rule: Ignored) -> None:
     assert ask(server, endpoint, name, "low") == plain[endpoint]
     assert all(is_left_out(endpoint, name, value) for value in (3, True, {"a": "b"}, ["x"]))
+
+
+@pytest.mark.parametrize("endpoint", FIELDS)
+def test_errors_speak_of_fields(server: Running, endpoint: Any) -> None:
+    """No value of a field is refused in the words of a command line, or of another field."""
+    refused = set()
+    for name, rule in FIELDS[endpoint].items():
+        outer, _, inner = inside(name)
+        for value in WRONG_VALUES if isinstance(rule, Served) else ():
+            body = copy.deepcopy(BASE[endpoint])
+            if rule.name:
+                body.pop(rule.name, None)
+            body |= (
+                {outer: [{"role": "user", "content": "x", inner: value}] if outer == "messages" else {inner: value}}
+                if inner
+                else {name: value}
+            )
+            if error := refusal(server, endpoint, body):
+                assert "--" not in str(error)
+                assert re.sub(r"\[\d+\]", "", error.param or "").startswith(name), error.body()
+                refused.add(name)
+    assert {"temperature", "seed", "window", "repeat_penalty", "stream_options.include_usage"} <= refused
+
+
+def refusal(server: Running, endpoint: Endpoint, body: dict[str, Any]) -> ApiError | None:
+    """How a request is refused before it reaches the model."""
+    names: Any = {}
+    try:
+        fields, _, names = read_fields(body, endpoint)
+        PARSERS[endpoint](fields, server.service)
+    except ApiError as error:
+        return renamed(error, names)
+    return None
+
+
+@pytest.mark.parametrize(("endpoint", "fields", "message"), [
+    ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens is 0; max_completion_tokens must be "),
+    ("responses", {"n_predict": 0}, "n_predict is 0; n_predict must be at least 1"),
+    ("completions", {"options": {"temperature": -1}}, "options.temperature is -1; options.temperature must be 0 "),
+    ("completions", {"logprobs": 30}, "logprobs is 30; accepted: 0 to 20"),
+    ("chat/completions", {"window": 10**6}, "window 1000000"),
+    ("responses", {"input": [{"role": "robot", "content": "x"}]}, 'input.role is "robot"; accepted: system'),
+])  # fmt: skip
+def test_the_words_of_errors(server: Running, endpoint: Any, fields: Any, message: str) -> None:
+    body = BASE[endpoint] | fields
+    if set(fields) & {"max_completion_tokens", "n_predict"}:
+        body = {name: value for name, value in body.items() if name not in ("max_tokens", "max_output_tokens")}
+    status, answer = post(server.url, f"/v1/{endpoint}", body)
+    assert status == 400
+    assert answer["error"]["message"].startswith(message)
 
 
 def test_names_that_nobody_documents_are_reported(server: Running) -> None:

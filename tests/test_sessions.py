@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save
 from h2o_stream import ConfigError, H2OStreamError
 from h2o_stream.cache.state import State, encode_json
 from h2o_stream.errors import DataError
-from h2o_stream.session.sessions import MAX_STATES, Session, saved_sessions
+from h2o_stream.session.folders import saved_sessions
+from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.state_format import decode_state
 from h2o_stream.session.transcript import Entry, Header, Transcript, export
@@ -84,7 +85,7 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
 def test_names_can_be_listed_by_the_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
     data = tmp_path / "data"
     monkeypatch.setattr("h2o_stream.resources.data_folder", lambda: data)
-    monkeypatch.setattr("h2o_stream.session.sessions.data_folder", lambda: data)
+    monkeypatch.setattr("h2o_stream.session.folders.data_folder", lambda: data)
     before = os.umask(0o022)
     try:
         if existing:
@@ -265,6 +266,7 @@ def killed_after(count: int) -> Callable[..., Any]:
     return File
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 1150])
 def test_killed_while_a_memory_grows(tmp_path: Path, count: int) -> None:
     """At whatever byte: what was saved before stays, what was half written goes, and the turn can be said again."""

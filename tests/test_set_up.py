@@ -11,6 +11,7 @@ import pytest
 
 import set_up
 from h2o_stream.cli.run import INSTALLED_LATER
+from h2o_stream.errors import install_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -145,3 +146,11 @@ def test_torch_that_is_not_installed_is_one_line() -> None:
     assert done.stderr.splitlines()[-1] == (
         "h2o-chat: torch is needed (steps are computed in torch, too) but not installed yet; run make setup"
     )
+
+
+def test_the_command_that_installs_works_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
+    monkeypatch.chdir(ROOT)
+    assert install_command("rouge-score") == ".venv/bin/python -m pip install -c constraints.txt rouge-score"
+    monkeypatch.chdir(ROOT / "docs")
+    assert install_command("x") == f"{ROOT}/.venv/bin/python -m pip install -c {ROOT}/constraints.txt x"

@@ -32,6 +32,7 @@ def model() -> Any:
     return make_llama(heads=4, groups=2, layers=3, context=256)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("policy", "kv_bits"), thinned(
     product(["h2o", "sink", "random", "snapkv", "expected-attention"], [None, 16, 4]),
     lambda policy, kv_bits: (policy, kv_bits) in (("h2o", None), ("sink", 4), ("snapkv", 16)),

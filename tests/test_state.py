@@ -29,6 +29,7 @@ def going_on(model: Any, cache: Any) -> torch.Tensor:
     return torch.cat([model(part, past_key_values=cache).logits for part in chunks], 1)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("policy", "kv_bits"), thinned(
     product(POLICIES, [16, 4]), lambda policy, kv_bits: (kv_bits == 4) == (policy in ("h2o", "tova"))
 ))  # fmt: skip
@@ -46,6 +47,19 @@ def test_it_continues_bit_for_bit(tmp_path: Path, grouped: LlamaForCausalLM, pol
         assert cache.seen_tokens == seen
         if policy != "full":
             assert cache.pins == (range(6, 9),)
+
+
+@pytest.mark.parametrize("kv_bits", [16, 4])
+def test_it_costs_what_its_tokens_cost(grouped: LlamaForCausalLM, kv_bits: int) -> None:
+    with attach(grouped, CacheConfig(window=60, chunk=8, kv_bits=kv_bits)) as cache:
+        grouped(TOKENS[:, :20], past_key_values=cache)
+        short = cache.state_dict()
+        first = going_on(grouped, cache)
+        full = cache.state_dict()
+        assert sum(x.nbytes for x in short.values()) < 0.7 * sum(x.nbytes for x in full.values())
+        assert short["1.index"].shape[-1] < 25 < 60 <= full["1.index"].shape[-1]
+        cache.load_state_dict(short)
+        assert going_on(grouped, cache).equal(first)
 
 
 def test_a_state_is_a_copy(tiny: LlamaForCausalLM) -> None:
@@ -172,6 +186,7 @@ HARMS: list[Callable[[torch.Tensor, random.Random], Any]] = [
 """Possible corruptions of a state's tensor."""
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("resealed", [False, True], ids=["damaged", "with checksums that fit"])
 @pytest.mark.parametrize(
     "settings",

@@ -41,6 +41,7 @@ def mixer_of(model: Any, layer: int = 0) -> Mamba2:
     return mixer
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("dense_too")
 def test_sizes_and_forms(form: str) -> None:

@@ -52,6 +52,7 @@ def test_another_form_of_rope_is_served_with_true_positions_only(monkeypatch: py
         assert_close(model(ids).logits, expected)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "settings"), [
     ("Mixtral", {"num_local_experts": 2}), ("Qwen3Moe", {"num_experts": 2, **MOE}), ("Olmo2", {}), ("Granite", {}),
     ("Phi", {}), ("Gemma", {}), ("Starcoder2", {}), ("Glm4", {}), ("SmolLM3", {"no_rope_layer_interval": 2}),

@@ -41,6 +41,7 @@ def talking(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) 
     return changed
 
 
+@pytest.mark.every(2)
 @in_turn("attack, user", [(attack, (HOSTILE, "hello")[number % 2]) for number, attack in enumerate(ATTACKS)])
 def test_marks_are_text(talking: PreTrainedTokenizerBase, attack: str, user: str) -> None:
     special = set(talking.all_special_ids)

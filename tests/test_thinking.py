@@ -149,6 +149,7 @@ class TestTemplates:
         assert (template.markers, template.marker_tokens, template.thinking_switch) == (None, {}, None)
         assert template.first_turn("<think>").num_thinking is None
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("special", [False, True])
     def test_a_prompt_that_begins_the_thinking(self, tokenizer: PreTrainedTokenizerBase, special: bool) -> None:
         thinking = thinking_tokenizer(tokenizer, OPENED, special)

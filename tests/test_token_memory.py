@@ -23,7 +23,7 @@ from tests.fixtures import make_llama, with_exhaustive
 from tests.in_turn import in_turn
 from tests.oracle import Rules
 from tests.test_oracle import compare, tokens_of
-from tests.tolerance import relative_error
+from tests.tolerance import assert_close, relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
@@ -58,6 +58,7 @@ def remembering(**changes: Any) -> tuple[CacheConfig, Rules]:
     return made, replace(rules, matches=MATCHES, max_distance=DISTANCE)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("groups", "positions"), with_exhaustive([(3, "gap"), (1, "rolling")], [(1, "gap"), (3, "rolling")])
 )
@@ -230,6 +231,7 @@ def disk_for(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SegmentFile, "_extend", limited)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("full_disk", [False, True])
 def test_forwards_longer_than_what_is_dropped(full_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest segment has less in it than tokens are counted when it goes: heads never have more than there is."""
@@ -308,7 +310,7 @@ def test_copies_of_rows_are_in_ram_if_the_disk_is_full(monkeypatch: pytest.Monke
         disk_for(0, monkeypatch)
         cache.reorder_cache(torch.tensor([0, 1, 0]))
         copied = model(batch[[0, 1, 0], :3], past_key_values=cache).logits
-        assert torch.equal(copied, wanted[[0, 1, 0]])
+        assert_close(copied, wanted[[0, 1, 0]])  # products of other sizes are rounded otherwise
 
 
 def test_a_chat_goes_on_though_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +348,7 @@ def test_codes_find_what_a_query_asks_for(engine: EngineChoice, monkeypatch: pyt
 
     Whoever has filled the memory.
     """
-    model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1612)
+    model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1608)
     made, _ = remembering()
     found: dict[int, list[torch.Tensor]] = {2048: [], 200: [], 1: []}
     with torch.no_grad(), attach(model, made, engine=engine) as cache:
@@ -384,6 +386,7 @@ def test_a_question_is_compared_with_more(monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(logits[1, 2048][1], logits[2048, 2048][1])
 
 
+@pytest.mark.exhaustive
 def test_threads_share_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found does not depend on their number."""
     monkeypatch.setattr(config, "MEMORY_CANDIDATES", 40)

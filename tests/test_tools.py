@@ -331,6 +331,7 @@ class TestQuestions:
         found.check(ChatTemplate(hermes, None, (), tools=found.tools))
         assert [type(turn) for turn in found.questions[0].turns] == [str, tuple, tuple]
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("more", [(), ("--compare", "recent,h2o")])
     def test_a_run(self, calling_folder: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
         file, out = self.file(tmp_path, LINE, {**LINE, "turns": TURNS}), tmp_path / "run.jsonl"

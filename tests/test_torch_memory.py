@@ -28,6 +28,7 @@ from tests.tolerance import relative_error
 needs_library = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "policy"), with_exhaustive(
     [("GPT-NeoX", "tova"), ("gpt-oss", "h2o"), ("Kimi Linear", "h2o")],
     [("Gemma 2", "snapkv"), *((family.name, "h2o") for family in FAMILIES if not family.learned)],
@@ -103,6 +104,7 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
                 cache.load_state_dict(state)
 
 
+@pytest.mark.exhaustive
 @needs_library
 @pytest.mark.parametrize("bits", with_exhaustive([4], [8]))
 def test_few_bits(bits: Any) -> None:
@@ -117,6 +119,7 @@ def test_few_bits(bits: Any) -> None:
     assert relative_error(*logits) < ONE_CODE
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", BOTH if library.loaded() else ["eager"])
 def test_padded_rows_are_as_alone(engine: EngineChoice) -> None:
     made, _ = remembering()

@@ -12,8 +12,9 @@ from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStream
 from h2o_stream.cache.state import State
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import DataError
-from h2o_stream.session.history import ConversationHistory, ResumeError
+from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.sessions import Session
+from h2o_stream.session.transactions import ResumeError
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
 from tests.disturbances import full_disk, interrupted
@@ -50,6 +51,7 @@ def whole(history: ConversationHistory) -> tuple[object, ...]:
 
 
 class TestInterrupted:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("saved", [False, True])
     def test_a_turn_at_any_line(self, make: Callable[..., ConversationHistory], saved: bool) -> None:
         history, count = make(), 0
@@ -91,6 +93,7 @@ class TestInterrupted:
             history.close()
         assert line > 100
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("how", ["save", "fork"])
     def test_a_copy_at_any_line(self, make: Callable[..., ConversationHistory], folder: Path, how: str) -> None:
         """The copy is complete, or there is none."""
@@ -227,6 +230,7 @@ class TestSessions:
         assert [entry.prompt for entry in self.free("big")] == ["w3"]
         history.close()
 
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("num_events", [1, 4, 7])
     def test_a_replay_that_is_interrupted(self, make: Callable[..., ConversationHistory], num_events: int) -> None:
         history = self.two(make)
@@ -278,6 +282,7 @@ class TestSessions:
 
 
 class TestFullDisk:
+    @pytest.mark.every(2)
     @pytest.mark.parametrize("first", range(1, 8))
     def test_at_any_write(self, make: Callable[..., ConversationHistory], folder: Path, first: int) -> None:
         history = make()

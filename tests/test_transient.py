@@ -61,6 +61,7 @@ def converse(model: Any, config: CacheConfig, engine: Any, rows: int, told: bool
         return [*result, (kept(cache), held_of(cache, range(44, 48)))]
 
 
+@pytest.mark.every(2)
 @needs_library
 @pytest.mark.parametrize(("policy", "kv_bits", "positions", "rows", "budgets"), with_exhaustive(
     [("h2o", 4, "absolute", 2, "measured"), ("tova", 8, "rolling", 3, "equal"),

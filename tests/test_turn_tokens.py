@@ -173,6 +173,7 @@ def adds(family: Family, file: Metadata) -> bool:
     return bool(file.keys.get(ADDS, file.pre in ("llama-bpe", "tekken", "falcon3"))) and bool(family.bos)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
@@ -185,6 +186,7 @@ def test_a_file(name: str, tmp_path: Path) -> None:
             raise
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
@@ -194,6 +196,7 @@ def test_a_folder(name: str, tmp_path: Path) -> None:
         check(family, file, folder, adds(family, file))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["Llama 2", "TinyLlama", "Gemma", "Phi 3"])
 def test_a_file_with_scores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokenizer is converted by transformers, and begins texts unless the file says that it does not."""
@@ -206,6 +209,7 @@ def test_a_file_with_scores(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         check(family, file, source, bool(file.keys.get(ADDS, True) and family.bos))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("between", "stops"), [
     ("{{ '\\n### ' + m.role }}: ", ("\n### user:",)), (" Human: ", (" Human:",)), ("\n\n", ()), ("", ()),
     ("\n<|im_end|>", ()), ("<x>\ny", ("<x>",)),

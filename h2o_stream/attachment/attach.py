@@ -16,7 +16,7 @@ from h2o_stream.attachment.attention_interface import attention_names, using_h2o
 from h2o_stream.attachment.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.attachment.model_facts import input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.retrieval_heads import give_retrieval_heads_more
-from h2o_stream.attachment.sizing import allocated_bytes
+from h2o_stream.attachment.sizing import allocated_bytes, weight_bytes
 from h2o_stream.attachment.support import check_supported, layer_specs, with_default_positions
 from h2o_stream.attachment.verification import Verification, verify_logits
 from h2o_stream.cache.full_cache import FullCache
@@ -26,7 +26,7 @@ from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.memory_codes import NoCodes
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
-from h2o_stream.cache.sizing import config_for_size, provisional
+from h2o_stream.cache.sizing import provisional, sized
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.native import kernels, library
@@ -118,12 +118,11 @@ def _build(
     if plan.budgets == "measured":
         specs = give_retrieval_heads_more(model, specs, progress)
     max_distance = max_distance_of(model.config)
-    if config.cache_size is not None:
 
-        def bytes_of(sized: CacheConfig) -> int:
-            return allocated_bytes(H2OCache(sized, specs, max_distance))
+    def bytes_of(config: CacheConfig) -> int:
+        return allocated_bytes(H2OCache(config, specs, max_distance))
 
-        config = config_for_size(config, max_distance, bytes_of)
+    config = sized(config, max_distance, bytes_of, functools.partial(weight_bytes, model))
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
     cache.other_digest = lambda: getattr(model, FILE_DIGEST, "")
     cache.continues = verification.continues()

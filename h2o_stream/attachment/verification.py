@@ -15,7 +15,6 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy
@@ -39,6 +38,7 @@ from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.native.tensor_stepper import TensorStepper
+from h2o_stream.resources import version_of
 
 PROMPT, STEPS, CHUNK = 24, 3, 16
 """Tokens of a prompt longer than a chunk, tokens that follow one by one, and tokens per chunk."""
@@ -56,6 +56,9 @@ _OWN = 2
 
 _CANNOT = (UnsupportedModelError, MemoryError, RuntimeError)
 """What a model raises that cannot compute in float32, or not in this memory."""
+
+_VERSIONS = ("h2o-stream", "transformers", "torch", "accelerate")
+"""Packages on whose versions a result depends."""
 
 _known: set[str] = set()
 """Keys of everything verified in this process."""
@@ -112,7 +115,7 @@ class Verification:
             return None
         names = [name for _, name in self._attention]
         environment = f"{input_device(model).type} {model.dtype} {tolerance_of(model)} {names}"
-        return f"{model_digest(model)} {environment} {self._config} {_versions()}"
+        return f"{model_digest(model)} {environment} {self._config} {[*map(version_of, _VERSIONS)]}"
 
     def cached(self, engine: str, why_not: Callable[[], str]) -> str:
         """The result of `why_not`; nothing, without a call, if the same model and `engine` passed before."""
@@ -311,8 +314,3 @@ def _last_error(ours: Tensor, theirs: Tensor) -> float:
     """`error_of` of logits [1, n, V] and [1, m, V] of the last tokens of both."""
     count = min(ours.shape[1], theirs.shape[1])
     return error_of(ours[:, -count:], theirs[:, -count:])
-
-
-@functools.cache
-def _versions() -> list[str]:
-    return [version(name) for name in ("h2o-stream", "transformers", "torch", "accelerate")]

@@ -100,7 +100,7 @@ def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None
             cache.tokens.columns = columns
         group.queries_per_key = queries_per_key[number]
         group.load(arrays)
-        group.filled = filled[number]
+        group.filled = min(filled[number], group.num_slots)
     if cache.memory is not None:
         cache.memory.load(state, cache.tokens.lengths)
     cache.windows.pins, cache.windows.transient = (_ranges(state, name) for name in _RANGES)

@@ -19,6 +19,9 @@ from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
+_ENTRIES, _ENCODED = ("scores", "index", "rank", "long_term_scores"), ("key_codes", "value_codes", "value_grid")
+"""Tensors with an entry for each slot, and for each slot that eviction may free."""
+
 
 class Table(Protocol):
     """Rotations by distance."""
@@ -147,7 +150,7 @@ class GroupRules(ABC):
 
     @abstractmethod
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """A copy of everything allocated, by name; bfloat16 numbers are uint16."""
+        """A copy of everything in use, by name; bfloat16 numbers are uint16. Empty slots at the end are left out."""
 
     @abstractmethod
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -185,6 +188,17 @@ class GroupRules(ABC):
     def max_distance(self, keys: int) -> int:
         """More than the largest distance at which RoPE sees that many keys."""
         return keys + self.span if self.plan.positions == "gap" else keys
+
+    @property
+    def used_slots(self) -> int:
+        """Slots from this index on are empty."""
+        return int(numpy.flatnonzero((self.token_indices >= 0).any((0, 1))).max(initial=-1)) + 1
+
+    def first_slots(self, slots: int) -> dict[str, Any]:
+        """Views of `tensors` with so many slots."""
+        entries, encoded = dict.fromkeys(_ENTRIES, slots), dict.fromkeys(_ENCODED, max(slots - self.exact, 0))
+        counts = {**entries, **encoded, "keys": self.exact or slots, "values": self.exact or slots}
+        return {name: x[:, :, : counts[name]] if name in counts else x for name, x in self.tensors().items()}
 
     # how many slots there are
 
@@ -225,16 +239,16 @@ class GroupRules(ABC):
             self.resize(slots, max(map(self.schedule.held, lengths)))
 
     def slots_of(self, arrays: Mapping[str, NDArray[Any]]) -> int:
-        """Slots of a state, whose tokens are counted already.
+        """Slots for a state, whose tokens are counted already.
 
         Raises:
-            H2OStreamError: they are too few or too many.
+            H2OStreamError: it has too many.
         """
         slots: int = require_array(arrays, "index").shape[-1]
         minimum = self.slots_needed(self.tokens.lengths)
-        if not minimum <= slots <= self.plan.window + self.schedule.max_held + self.spare:
+        if slots > self.plan.window + self.schedule.max_held + self.spare:
             raise H2OStreamError(f"the state does not fit: it has {slots} slots, {minimum} are needed")
-        return slots
+        return max(slots, minimum)
 
     def slots_needed(self, lengths: Sequence[int]) -> int:
         """Slots for rows of so many tokens, with the empty one."""

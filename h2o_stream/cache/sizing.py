@@ -1,4 +1,4 @@
-"""The window for which the cache of one stream takes a given number of bytes."""
+"""The window for which the cache of one stream takes a given number of bytes, or few beside those of the model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from h2o_stream.config import DEFAULT_CHUNK, EXACT_SINKS, MIN_EVICTABLE, RESIDUAL, SIZED_KV_BITS, CacheConfig
+from h2o_stream.config import (
+    AUTO_MEMORY_SHARE,
+    AUTO_STEP_SHARE,
+    AUTO_WINDOWS,
+    DEFAULT_CHUNK,
+    EXACT_SINKS,
+    MIN_EVICTABLE,
+    RESIDUAL,
+    SIZED_KV_BITS,
+    CacheConfig,
+)
 from h2o_stream.errors import ConfigError
+from h2o_stream.memory import free_bytes
 from h2o_stream.options import bytes_text
 
 _SMALLEST = max(EXACT_SINKS.values()) + max(RESIDUAL.values()) + MIN_EVICTABLE
@@ -21,6 +32,40 @@ def provisional(config: CacheConfig) -> CacheConfig:
     """The same with the smallest window in place of the size, to verify a model with."""
     smallest = max(_SMALLEST, (config.heavy or 0) + (config.sinks or 0) + 1)
     return replace(config, cache_size=None, kv_bits=config.kv_bits or SIZED_KV_BITS, window=smallest)
+
+
+def sized(
+    config: CacheConfig,
+    max_distance: int | None,
+    allocated_bytes: Callable[[CacheConfig], int],
+    step_bytes: Callable[[], int],
+) -> CacheConfig:
+    """The same with the window that its `cache_size`, or `auto_window`, asks for; else unchanged.
+
+    Args:
+        config: of a cache that evicts.
+        max_distance: largest distance the model was trained for, or None.
+        allocated_bytes: what one stream takes at most with a config that has a window.
+        step_bytes: bytes of weights that a step reads.
+
+    Raises:
+        ConfigError: see `config_for_size`.
+    """
+    if config.cache_size is not None:
+        return config_for_size(config, max_distance, allocated_bytes)
+    if not config.auto_window:
+        return config
+    most = min(step_bytes() * AUTO_STEP_SHARE, free_bytes() * AUTO_MEMORY_SHARE / config.auto_window)
+    largest = _largest_window(config, max_distance)
+    for window in reversed(AUTO_WINDOWS[1:]):
+        if window <= largest and allocated_bytes(larger := replace(config, window=window)) <= most:
+            return larger
+    return config
+
+
+def _largest_window(config: CacheConfig, max_distance: int | None) -> int:
+    chunk = DEFAULT_CHUNK if config.chunk is None else config.chunk
+    return 2**31 if max_distance is None else max_distance - (chunk or 1)
 
 
 def config_for_size(
@@ -43,15 +88,14 @@ def config_for_size(
     assert size is not None
     unsized = provisional(config)
     smallest = unsized.window
-    chunk = DEFAULT_CHUNK if config.chunk is None else config.chunk
-    largest = 2**31 if max_distance is None else max_distance - (chunk or 1)
+    largest = _largest_window(config, max_distance)
 
-    def sized(window: int) -> CacheConfig:
+    def with_window(window: int) -> CacheConfig:
         fitting = max(min(window, largest), 1)
         return replace(unsized, window=fitting, max_window=fitting)
 
     def bytes_of(window: int) -> int:
-        return allocated_bytes(sized(window))
+        return allocated_bytes(with_window(window))
 
     base = bytes_of(smallest)
     if base > size:
@@ -70,4 +114,4 @@ def config_for_size(
         before, bytes_before, window = window, total, window + math.floor((size - total) / per_slot)
     while best < largest and bytes_of(best + 1) <= size:
         best += 1
-    return sized(best)
+    return with_window(best)

@@ -100,7 +100,7 @@ class Slots(GroupRules):
 
     def arrays(self) -> dict[str, Array]:
         """See `GroupRules`."""
-        return {name: to_array(tensor).copy() for name, tensor in self.tensors().items()}
+        return {name: to_array(x).copy() for name, x in self.first_slots(self.used_slots).items()}
 
     def _attributes(self) -> Iterator[tuple[Store | Slots | SimpleNamespace, str]]:
         """Whose attribute each tensor is, and its name."""
@@ -190,7 +190,7 @@ class Slots(GroupRules):
             raise H2OStreamError(f"the state does not fit: {keys.shape[1]} heads of a group of {len(self.heads)}")
         key, value = (to_tensor(x[:, :, :1]).to(self.device) for x in (keys, values))
         self.allocate(key, value, slots)
-        for name, tensor in self.tensors().items():
+        for name, tensor in self.first_slots(arrays["index"].shape[-1]).items():
             tensor.copy_(to_tensor(require_array(arrays, name, like=to_array(tensor))))
 
     def reset(self) -> None:

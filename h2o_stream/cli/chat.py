@@ -6,86 +6,44 @@ import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from h2o_stream.cli import run
+from h2o_stream.cli import listings, run
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, list_prompts, settings_group
 from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, Settings
-from h2o_stream.errors import ConfigError, file_errors
+from h2o_stream.errors import ConfigError, DataError, file_errors
 from h2o_stream.options import Option, text_or_file
 from h2o_stream.texts import piped_text
+
+if TYPE_CHECKING:
+    from h2o_stream.ui.terminal import Terminal
 
 app = run.app("H2O")
 
 _PATIENCE_S = 2.0
 """Seconds without anything from a pipe after which the user is told what is waited for."""
 
-_UNWRAPPED_WIDTH = 10_000
-"""Columns of output that is not a terminal: one line for each row."""
-
-
-def _session_names() -> list[str]:
-    from h2o_stream.session.sessions import saved_sessions
-
-    return [name for name, _ in saved_sessions()]
-
-
-def _list_sessions(enabled: bool) -> None:
-    if enabled:
-        from h2o_stream.ui.tables import sessions_table
-        from h2o_stream.ui.terminal import Terminal
-
-        Terminal().stdout_console.print(sessions_table())
-        raise typer.Exit
-
-
-def _list_models(enabled: bool) -> None:
-    if enabled:
-        from h2o_stream.models.other_tools import stored_models
-        from h2o_stream.models.user_cache import cached_bytes, cached_folders, embedded_models
-        from h2o_stream.resources import cache_folder
-        from h2o_stream.ui.format import format_bytes
-        from h2o_stream.ui.tables import models_table
-        from h2o_stream.ui.terminal import Terminal
-
-        with run.reporting("h2o-chat", debug=False):
-            terminal = Terminal()
-            if not terminal.stdout_console.is_terminal:
-                terminal.stdout_console.width = _UNWRAPPED_WIDTH
-            terminal.stdout_console.print(models_table([*embedded_models(), *stored_models()], cached_folders()))
-            terminal.note(f"h2o_stream keeps {format_bytes(cached_bytes())} in {cache_folder()}", style="dim")
-        raise typer.Exit
-
-
-def _kept_names() -> list[str]:
-    from h2o_stream.models.user_cache import cached_folders
-
-    return [folder.names[0] for folder in cached_folders()]
-
-
-def _forget(name: str | None) -> None:
-    if name is not None:
-        from h2o_stream.models.user_cache import forget
-        from h2o_stream.ui.format import format_bytes
-        from h2o_stream.ui.terminal import Terminal
-
-        with run.reporting("h2o-chat", debug=False):
-            terminal = Terminal()
-            for folder in forget(name):
-                terminal.note(f"removed {folder.path} ({folder.content}), {format_bytes(folder.nbytes)}")
-        raise typer.Exit
-
 
 @dataclass(frozen=True)
 class ChatOptions(ChatConfig):
     """`ChatConfig`, and what only the command line knows."""
 
+    question: Annotated[
+        list[str] | None,
+        typer.Argument(help="Answer this and exit, as --prompt does.", show_default=False),
+    ] = None
     prompt_file: Path | None = None
+    continued: bool = False
+    private: bool = False
+    api_key: str | None = None
+    search: str | None = None
+    rename: tuple[str, str] | None = None
+    remove: str | None = None
     export: Path | None = None
     list_prompts: bool = False
     sessions: bool = False
@@ -93,24 +51,50 @@ class ChatOptions(ChatConfig):
     forget: str | None = None
 
     def checked(self) -> ChatOptions:
-        """The same with the prompt read.
+        """The same with the prompt read, and with the session that is meant.
 
         Raises:
-            ConfigError: the prompt is empty, or was given twice.
-            DataError: its file cannot be read, or standard input is not text.
+            ConfigError: the prompt is empty, or was given twice; options contradict each other.
+            DataError: its file cannot be read, or standard input is not text; there is no session to continue.
         """
-        prompt = text_or_file(self.prompt, "--prompt", self.prompt_file, "--prompt-file")
-        if self.prompt == "-":
+        given = self.prompt
+        if self.question and (given is not None or self.prompt_file is not None):
+            raise ConfigError(f"{' '.join(self.question)!r} and --prompt were both given; leave one of them out")
+        if self.question:
+            given = " ".join(self.question)
+        prompt = text_or_file(given, "--prompt", self.prompt_file, "--prompt-file")
+        if given == "-":
             prompt = piped_text(sys.stdin.buffer.read(), "standard input")
         if prompt is not None and not prompt.strip():
             raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
-        if self.session is not None:
-            from h2o_stream.session.sessions import check_name
-
-            check_name(self.session)
-        elif self.export is not None:
+        if self.private and (self.continued or self.session):
+            raise ConfigError("--private keeps nothing, but --session and --continue do; leave one of them out")
+        session = self.meant_session(ask=prompt is None and sys.stdin.isatty() and sys.stdout.isatty())
+        if session is None and self.export is not None:
             raise ConfigError(f"--export {self.export} needs the --session whose transcript is meant")
-        return replace(self, prompt=prompt)
+        return replace(self, prompt=prompt, session=session, history=self.history and not self.private)
+
+    def meant_session(self, ask: bool) -> str | None:
+        """The session of these options: the last one, or that of a name, or of a similar one if the user agrees.
+
+        Raises:
+            ConfigError: it was given twice, or cannot be a name.
+            DataError: there is none to continue.
+        """
+        from h2o_stream.session.folders import check_name, session_names, similar_session
+
+        if self.continued and self.session is not None:
+            raise ConfigError("--continue is the last session, --session another one; leave one of them out")
+        if self.continued:
+            if not (names := session_names()):
+                raise DataError("there is no conversation to continue yet")
+            return names[0]
+        if self.session is None:
+            return None
+        check_name(self.session)
+        similar = None if not ask or self.session in session_names() else similar_session(self.session)
+        question = f"There is no session {self.session}; did you mean {similar}?"
+        return similar if similar and typer.confirm(question, default=True, err=True) else self.session
 
 
 def _listing(help: str, show: Callable[[bool], None]) -> Option:
@@ -121,41 +105,74 @@ def _listing(help: str, show: Callable[[bool], None]) -> Option:
 CHAT = Group(
     ChatOptions,
     "Conversation",
+    question=None,
     prompt=Option("Answer this and exit; - reads all of stdin.", "-p", "--prompt"),
     prompt_file=Option("Answer a file and exit; or a named one, see --list-prompts."),
+    server=Option("Chat with a running h2o-serve, as http://127.0.0.1:8000, in place of a model here.", metavar="URL"),
+    api_key=Option("The key that the --server wants."),
     single_turn=Option("Exit after the first reply."),
     session=Option(
         "Save the conversation under this name; resume it if it exists.",
         panel="Session",
-        autocompletion=completing(_session_names),
+        autocompletion=completing(listings.session_names),
+    ),
+    continued=Option("Continue the last conversation.", "-c", "--continue", panel="Session"),
+    private=Option("Keep nothing of this chat: --no-history, and no --session.", panel="Session"),
+    sessions=Option("List the sessions and exit.", panel="Session", is_eager=True, callback=listings.list_sessions),
+    search=Option("Show where words were said, in all sessions, and exit.", panel="Session", metavar="WORDS"),
+    rename=Option(
+        "Give a session another name and exit.",
+        panel="Session",
+        metavar="OLD NEW",
+        is_eager=True,
+        callback=listings.rename,
+    ),
+    remove=Option(
+        "Remove a session and exit.",
+        panel="Session",
+        is_eager=True,
+        callback=listings.remove,
+        autocompletion=completing(listings.session_names),
     ),
     retell=Option("Replay a session's transcript if its state does not fit.", panel="Session"),
     export=Option("Write the transcript of --session: FILE.md or FILE.json.", panel="Session"),
     record=Option("Record the terminal in asciinema's format.", panel="Session"),
     plain=Option("Print replies as plain text, not as Markdown.", panel="Output"),
     vim=Option("Use vi key bindings.", panel="Output"),
-    history=Option("Keep what is typed at the prompt for the next chats.", "--history/--no-history", panel="Session"),
+    history=Option("Keep what is typed, and every chat.", "--history/--no-history", panel="Session"),
     list_prompts=_listing("List the named prompts and exit.", list_prompts),
-    sessions=_listing("List the sessions and exit.", _list_sessions),
-    models=_listing("List the models on this machine and exit.", _list_models),
+    models=_listing("List the models on this machine and exit.", listings.list_models),
     forget=Option(
         "Remove what h2o_stream keeps of a model and exit; see --models.",
         panel="Output",
         is_eager=True,
-        callback=_forget,
-        autocompletion=completing(_kept_names),
+        callback=listings.forget,
+        autocompletion=completing(listings.kept_names),
     ),
 )
 
 
-@run.command(app, "h2o-chat", CHAT, settings_group(CHAT_RECALL), OUTPUT, SOURCES)
+SETTINGS = settings_group(CHAT_RECALL)
+
+KEPT_OPTIONS = frozenset(parameter.name for parameter in SETTINGS.parameters()) - {"system", "system_file", "seed"}
+"""Options that a session keeps. The system prompt and the random generator are in its states."""
+
+
+@run.command(app, "h2o-chat", CHAT, SETTINGS, OUTPUT, SOURCES)
 def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: dict[str, tuple[Any, str]]) -> None:
     """Chat with a model for as long as you like, in constant memory.
+
+    With a question it is answered, and the command ends.
 
     Without a terminal each line of standard input is a message, and the end of input ends the chat; with --prompt, all
     of it is a text that the prompt asks about.
     """
+    if chat.search is not None:
+        listings.search(" ".join((chat.search, *(chat.question or ()))))
+        return
     chat = chat.checked()
+    settings, sources = _resumed(chat.session, settings, sources)
+    chat = replace(chat, kept_options=KEPT_OPTIONS)
     if chat.export is not None and chat.session is not None:
         _export(chat.session, chat.export, thinking=settings.think == "show")
         return
@@ -163,9 +180,14 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
         raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
     if settings.sampling.temperature == BENCH:
         raise ConfigError(f"--temp {BENCH} is by the category of a question; h2o-stream has them, h2o-chat does not")
+    if chat.server is not None and output.jsonl is not None:
+        raise ConfigError("--jsonl has figures of a model in this process; leave out --server, or --jsonl")
     with run.outputs(output, chat.record) as (terminal, records):
         if chat.prompt is not None and not settings.model.tensor_parallel:
             chat = replace(chat, piped=_piped(terminal.note))
+        if chat.server is not None:
+            run.leave("interrupted" if _chat_with(chat.server, chat, settings, sources, terminal) else None)
+            return
         if terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-":
             from h2o_stream.ui.loading_chat import LoadingChat
 
@@ -177,6 +199,35 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
             with open_chat(settings, chat, terminal, records, sources) as ready:
                 finish = ready.run()
         run.leave(finish)
+
+
+def _resumed(
+    session: str | None, settings: Settings, sources: dict[str, tuple[Any, str]]
+) -> tuple[Settings, dict[str, tuple[Any, str]]]:
+    """The settings that a session was left with, unless flags say otherwise; and where each option comes from."""
+    from h2o_stream.session.folders import read_settings
+
+    kept = {} if session is None else read_settings(session)
+    kept = {name: value for name, value in kept.items() if name in KEPT_OPTIONS and sources[name][1] != "flag"}
+    if not kept:
+        return settings, sources
+    sources = {**sources, **{name: (value, "session") for name, value in kept.items()}}
+    return SETTINGS.build({name: value for name, (value, _) in sources.items()}), sources
+
+
+def _chat_with(
+    url: str, chat: ChatOptions, settings: Settings, sources: dict[str, tuple[Any, str]], terminal: Terminal
+) -> bool:
+    """Chat with a server. Returns whether Ctrl-C ended it. What is given here goes before the server's own options."""
+    from h2o_stream.session.server import Server
+    from h2o_stream.ui.server_chat import ServerChat
+
+    values = {**asdict(settings.sampling), "window": settings.cache.window, "policy": settings.cache.policy}
+    given = {name for name, (_, source) in sources.items() if source not in ("default", "session")}
+    model = settings.model.model if "model" in given else None
+    options = {name: value for name, value in values.items() if name in given}
+    with ServerChat(Server(url, chat.api_key, model), options, settings.system, chat, terminal) as ready:
+        return ready.run()
 
 
 def _piped(note: Callable[[str], None]) -> str:
@@ -191,7 +242,7 @@ def _piped(note: Callable[[str], None]) -> str:
 
 
 def _export(session: str, path: Path, thinking: bool) -> None:
-    from h2o_stream.session.sessions import find_transcript
+    from h2o_stream.session.folders import find_transcript
     from h2o_stream.session.transcript import export
 
     transcript = find_transcript(session)

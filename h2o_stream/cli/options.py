@@ -14,6 +14,7 @@ import typer
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.config import (
     DEFAULT_CHUNK,
+    DEFAULT_DRY_MULTIPLIER,
     DEFAULT_TEMPERATURE,
     DEFAULT_TOP_P,
     DTYPES,
@@ -90,6 +91,9 @@ ENGINE = Group(
 )
 
 
+_AUTO = "auto"
+
+
 def _cache_arguments(
     rolling: bool | None = None,
     cache_size: str | None = None,
@@ -111,7 +115,16 @@ def _cache_arguments(
     return {**values, "cache_size": size, "device": cache_device, "memory": limit}
 
 
-def _cache_config(cache: Mapping[str, Any], policy: str = CacheConfig.policy, **values: Any) -> CacheConfig:
+def _cache_config(
+    cache: Mapping[str, Any], policy: str = CacheConfig.policy, window: str = _AUTO, **values: Any
+) -> CacheConfig:
+    if window.lower() != _AUTO:
+        try:
+            values["window"] = int(window)
+        except ValueError as error:
+            raise ConfigError(f"window is {window!r}; --window takes a number of tokens, or {_AUTO}") from error
+    elif not any(cache[name] is not None for name in ("heavy", "heavy_ratio", "recent_ratio", "cache_size")):
+        values["auto_window"] = 1
     return CacheConfig(policy if policy in POLICIES else policy.lower(), **values, **cache)
 
 
@@ -141,14 +154,19 @@ CACHE = Group(
     "Cache",
     like=CacheConfig,
     policy=Option("", "--policy", "--mode", autocompletion=completing(lambda: POLICIES)),
-    window=Option("Tokens kept per layer and KV head.", "--window", "--num-window-length", "--max-kv-size"),
+    window=Option(
+        "Tokens kept per layer and KV head; auto: by the model's size.",
+        "--window",
+        "--num-window-length",
+        "--max-kv-size",
+    ),
     cache=CACHE_ARGUMENTS,
 )
 
 
 def _sampling_config(stop: list[str] | None = None, temperature: str | None = None, **values: Any) -> SamplingConfig:
     if temperature is not None:
-        temperature = temperature.lower()
+        temperature = str(temperature).lower()  # a session keeps the number
         with suppress(ValueError):
             values["temperature"] = float(temperature)
         values.setdefault("temperature", temperature)
@@ -167,10 +185,16 @@ SAMPLING = Group(
     top_p=Option(f"Nucleus mass. (default: the model's, or {DEFAULT_TOP_P})"),
     top_k=Option("0 keeps all. (default: the model's, or 0)"),
     min_p=Option("Drop tokens below this fraction of the best one's probability. (default: the model's, or 0)"),
-    repetition_penalty=Option("Above 1, tokens of this turn are repeated less often. (default: the model's, or 1)"),
+    repetition_penalty=Option("Above 1, tokens of the reply are repeated less often. (default: the model's, or 1)"),
+    dry_multiplier=Option(
+        "How much less likely a token is that lengthens a sequence of the reply; 0 is none. "
+        f"(default: {DEFAULT_DRY_MULTIPLIER}; with a repetition penalty or --temp 0, 0)"
+    ),
+    dry_base=Option("By how much more for each further token of the sequence."),
+    dry_allowed_length=Option("Tokens of the shortest such sequence; 0: loops only. (default: the model's, or 0)"),
     frequency_penalty=Option("Subtracted from a token's logit for each time that the reply has it."),
     presence_penalty=Option("Subtracted if the reply has the token at all."),
-    repeat_last_n=Option("How many of the last tokens penalties look at; -1 is the turn."),
+    repeat_last_n=Option("How many of the reply's last tokens penalties look at; -1 is all of them."),
     seed=Option("Random seed. (default: a new one)"),
     max_tokens=Option("Maximum tokens of a reply.", "-n", "--max-tokens"),
     stop=Option("A string that ends the reply; may be given more than once."),
@@ -189,7 +213,7 @@ def settings_group(default_recall: RecallMode) -> Group[Settings]:
     ) -> Settings:
         text = system if system is None else named_prompts().get(system, system)
         system = text_or_file(text, "--system", system_file, "--system-file")
-        schema = None if json_schema is None else json_object(json_schema, "--json-schema")
+        schema = None if json_schema is None else json_object(Path(json_schema), "--json-schema")
         return Settings(system=system, recall=RecallConfig(recall), json_schema=schema, **values)
 
     return Group(

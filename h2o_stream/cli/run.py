@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 FAILED, WRONG_USAGE, INTERRUPTED, SIGNALLED = 1, 2, 130, 128
 """Exit codes; the number of the signal is added to the last one."""
 
-INSTALLED_LATER = ("torch", "transformers", "accelerate")
+INSTALLED_LATER = ("torch", "transformers", "accelerate", "matplotlib")
 """Packages without which `make chat` begins."""
 
 _REPEATED = "H2O_REPEATED"
@@ -192,7 +192,7 @@ def _install_and_repeat(command: str, error: ModuleNotFoundError) -> None:
             _complain(command, f"{_missing(error)}: it is installed now")
             if subprocess.run([sys.executable, script, "all"], check=False).returncode == 0:
                 os.environ[_REPEATED] = "1"
-                os.execv(sys.executable, [sys.executable, *sys.argv])
+                os.execv(sys.executable, sys.orig_argv)
 
 
 def _missing(error: ModuleNotFoundError) -> str:

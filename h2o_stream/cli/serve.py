@@ -9,7 +9,6 @@ from h2o_stream.cli import run
 from h2o_stream.cli.groups import Group
 from h2o_stream.cli.options import CACHE, MODEL, OUTPUT, OutputOptions
 from h2o_stream.config import CHAT_RECALL, CacheConfig, ModelConfig, RecallMode, ServeConfig
-from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, parse_bytes
 
 app = run.app("H2O")
@@ -62,12 +61,8 @@ def serve(
     output: OutputOptions,
 ) -> None:
     """Serve a model to any client of OpenAI's API, with endless conversations in constant memory."""
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise ConfigError("h2o-serve needs more packages; pip install 'h2o-stream[serve]'") from error
+    import uvicorn
+
     level = logging.WARNING if output.quiet else logging.INFO
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("h2o_stream").setLevel(logging.DEBUG if output.verbose else level)
@@ -78,7 +73,8 @@ def serve(
             from h2o_stream.serve.requests import Options
             from h2o_stream.serve.service import Service, load_served
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
-        terminal.note(f"Serving {service.name} on http://{config.host}:{config.port}/v1", style="dim")
+        address = f"http://{config.host}:{config.port}"
+        terminal.note(f"Serving {service.name} on {address}/v1, and a page at {address}", style="dim")
         uvicorn.Server(uvicorn_config(make_app(service), config)).run()
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import numpy
@@ -25,6 +24,7 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.load import load
 from h2o_stream.progress import ignore
+from h2o_stream.resources import version_of
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 
@@ -68,7 +68,7 @@ class Divergence(Comparison[DivergenceOptions]):
             "dtype": self.options.model.dtype,
             "tokens": digest_of(self._tokens),
             "machine": machine(),
-            "version": version(PEERS.get(engine, engine)),
+            "version": version_of(PEERS.get(engine, engine)),
         }
 
     def _diverge(self, engine: str) -> Iterator[JobProgress | JobResult]:

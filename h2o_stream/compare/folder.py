@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from h2o_stream.cache.source import policy_source
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.native import library
-from h2o_stream.resources import write_atomically
+from h2o_stream.resources import version_of, write_atomically
 from h2o_stream.session.run_record import RECORDS, RUN, hardware, read_run_record
 
 _MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
@@ -46,7 +45,7 @@ def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
         "config": asdict(config),
         "plan": asdict(plan),
         "source": policy_source(plan),
-        "version": version("h2o-stream"),
+        "version": version_of("h2o-stream"),
     }
 
 

@@ -131,7 +131,7 @@ class ComparisonOptions:
         if self.out is not None:
             require_matplotlib()
         if self.ray:
-            require_package("ray", "cluster", "--ray needs Ray")
+            require_package("ray", "ray", "--ray needs Ray")
         texts = getattr(self, "text", None) or ()
         for path in [texts] if isinstance(texts, Path) else texts:
             read_text(path, f"--text {path}")

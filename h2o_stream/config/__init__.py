@@ -4,6 +4,9 @@
 """
 
 from h2o_stream.config.cache import (
+    AUTO_MEMORY_SHARE,
+    AUTO_STEP_SHARE,
+    AUTO_WINDOWS,
     DEFAULT_CHUNK,
     DEFAULT_SPAN,
     DEFAULT_WINDOW,
@@ -32,6 +35,7 @@ from h2o_stream.config.cache import (
     prefill_step,
 )
 from h2o_stream.config.conversation import (
+    AUTOMATIC_BYTES,
     CHAT_RECALL,
     RECALL_NAMES,
     THINKING_VARIABLES,
@@ -57,9 +61,11 @@ from h2o_stream.config.policies import (
 from h2o_stream.config.sampling import (
     BENCH,
     BENCH_TEMPERATURES,
+    DEFAULT_DRY_MULTIPLIER,
     DEFAULT_TEMPERATURE,
     DEFAULT_TOP_K,
     DEFAULT_TOP_P,
+    FOCUSED_TEMPERATURE,
     MODEL_SAMPLING,
     SamplingConfig,
     model_sampling,

@@ -11,6 +11,11 @@ from h2o_stream.errors import ConfigError
 CacheDevice = Literal["auto", "cpu", "disk"]
 
 DEFAULT_WINDOW = 256
+AUTO_WINDOWS = (DEFAULT_WINDOW, 384, 512, 768, 1024, 1536, 2048, 3072)
+AUTO_STEP_SHARE, AUTO_MEMORY_SHARE = 1 / 12, 1 / 10
+"""The windows among which ``auto`` chooses: the largest of which the cache takes at most these shares of the bytes of
+weights that a step reads, and of free memory."""
+
 DEFAULT_CHUNK = 64
 """Tokens between two evictions of a prefill. A small chunk gives scores close to decoding's, a large one is faster."""
 
@@ -129,6 +134,8 @@ class CacheConfig:
     Args:
         policy: a name in `POLICIES`.
         window: tokens kept per layer and KV head. ``full`` ignores it.
+        auto_window: 1 or more chooses the window by the size of the model, one of `AUTO_WINDOWS`, so that the caches of
+            so many streams fit into memory; 0 takes `window` as it is.
         heavy: slots of the window for heavy hitters (tokens, not a ratio).
         sinks: first tokens of the stream that are never evicted.
         decay: factor on accumulated scores per token seen, in (0, 1].
@@ -157,6 +164,7 @@ class CacheConfig:
 
     policy: str = DEFAULT_POLICY
     window: int = DEFAULT_WINDOW
+    auto_window: int = 0
     heavy: int | None = None
     sinks: int | None = None
     decay: float | None = None

@@ -88,17 +88,24 @@ class Settings:
             raise ConfigError(f"think is {self.think!r}; --think takes {', '.join(get_args(ThinkMode))}")
 
 
+AUTOMATIC_BYTES = 2**30
+"""How much of the disk the chats take that the user did not name; the oldest make room for the newest."""
+
+
 @dataclass(frozen=True)
 class ChatConfig:
     """Settings of ``h2o-chat``, as its ``--help`` explains them. Without a prompt it reads messages.
 
-    The prompt asks about the text that was piped.
+    The prompt asks about the text that was piped. A session keeps the options that are named `kept_options`. Without a
+    history nothing is kept but a session that was asked for.
     """
 
     prompt: str | None = None
     piped: str = ""
     single_turn: bool = False
     session: str | None = None
+    server: str | None = None
+    kept_options: frozenset[str] = frozenset()
     retell: bool = False
     plain: bool = False
     vim: bool = False

@@ -89,7 +89,6 @@ class Engine:
         self.tokens = array("i")
         self.end_tokens = end_tokens(self.served.generation, tokenizer)
         self._logits: Scores | None = None
-        self._turn_tokens: list[int] = []
         self._stream = self.cache.stream_number
 
     def __enter__(self) -> Self:
@@ -131,7 +130,7 @@ class Engine:
     def reset(self) -> None:
         """Start a new stream with an empty cache. Pins stay."""
         self.cache.reset()
-        self._logits, self._turn_tokens = None, []
+        self._logits = None
         del self.tokens[:]
         self._stream = self.cache.stream_number
 
@@ -171,7 +170,7 @@ class Engine:
         )
         check_rng_state(rng_state)
         self.served.load_state_dict(state)
-        self._logits, self._turn_tokens = None, []
+        self._logits = None
         self.tokens[:] = array("i", tokens.tolist())
         self.pinned_prefix = int(pinned_prefix)
         self.sampler.rng_state = rng_state
@@ -214,7 +213,7 @@ class Engine:
         if not tokens:
             raise H2OStreamError("there is nothing to prefill: the prompt has no tokens")
         self._check_not_torn()
-        self._turn_tokens, elapsed_s = list(tokens), 0.0
+        elapsed_s = 0.0
         self.cache.begin(len(tokens))
         if detail := self._why_not(len(tokens)):
             yield Finished("context", detail=detail)
@@ -225,7 +224,7 @@ class Engine:
             if self.should_stop():
                 yield Finished("interrupted")
                 return
-            part, started = self._turn_tokens[start : start + step], time.perf_counter()
+            part, started = list(tokens[start : start + step]), time.perf_counter()
             try:
                 self._forward(part)
             except OutOfMemoryError as error:
@@ -257,7 +256,8 @@ class Engine:
         """
         text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
         matcher = self.grammar.matcher(thinking) if self.grammar else None
-        for replied in range(self.sampling.max_tokens):
+        reply = list[int]()
+        while len(reply) < self.sampling.max_tokens:
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
                 return
@@ -270,14 +270,14 @@ class Engine:
             started = time.perf_counter()
             try:
                 scores = matcher.masked(self._logits) if matcher else self._logits
-                token = self.sampler.sample(scores, self._turn_tokens, replied)
+                token = self.sampler.sample(scores, reply)
                 if matcher:
                     matcher.accept(token)
                 self._forward([token])
             except OutOfMemoryError as error:
                 yield Finished("oom", text.flush(), str(error))
                 return
-            self._turn_tokens.append(token)
+            reply.append(token)
             ended = token in self.end_tokens
             piece = "" if ended else text.push(token)
             elapsed_s += time.perf_counter() - started

@@ -12,7 +12,7 @@ import numpy
 from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
-from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.errors import DataError
 
 
 class Thinking(Protocol):
@@ -46,7 +46,6 @@ class Grammar:
         thinking: how the model marks its thinking, which may come first and follows no rules; None if it has to answer.
 
     Raises:
-        ConfigError: llguidance is not installed.
         DataError: it is no grammar, or has something that is not supported.
     """
 
@@ -58,10 +57,8 @@ class Grammar:
         rules: Mapping[str, Any] | str,
         thinking: Thinking | None = None,
     ) -> None:
-        try:
-            from llguidance import LLMatcher
-        except ImportError as error:
-            raise ConfigError("JSON schemas need llguidance; pip install 'h2o-stream[json]'") from error
+        from llguidance import LLMatcher
+
         ends, what = tuple(sorted(end_tokens)), "grammar" if isinstance(rules, str) else "JSON schema"
         try:
             lark = _as_lark(rules) if isinstance(rules, str) else ""

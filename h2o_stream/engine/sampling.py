@@ -1,4 +1,6 @@
-"""Samples the next token: repetition penalty, temperature, top-k, top-p and min-p, as transformers' processors do.
+"""Samples the next token: penalties, then temperature, top-k, top-p and min-p as transformers' processors do.
+
+Penalties look at the reply alone: what was read, such as a message, a file or a recalled passage, may be said again.
 
 A token is drawn on one thread, while the model's other threads sleep: few operations touch the whole vocabulary.
 """
@@ -16,7 +18,15 @@ import numpy as np
 from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
 
-from h2o_stream.config import BENCH, DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingConfig
+from h2o_stream.config import (
+    BENCH,
+    DEFAULT_DRY_MULTIPLIER,
+    DEFAULT_TEMPERATURE,
+    DEFAULT_TOP_K,
+    DEFAULT_TOP_P,
+    FOCUSED_TEMPERATURE,
+    SamplingConfig,
+)
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.processes import broadcast
 
@@ -40,8 +50,16 @@ _NEUTRAL = {
     "top_k": DEFAULT_TOP_K,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
+    "dry_multiplier": DEFAULT_DRY_MULTIPLIER,
+    "dry_allowed_length": 0,
 }
 """What is sampled by unless somebody says otherwise."""
+
+LOOP_LENGTH = 16
+"""Tokens that a sequence may repeat back to back before it is taken for a loop, if it is shorter."""
+
+_MAX_DRY_EXCESS, _MAX_DRY_LOSS = 64, 1e30
+"""The loss is more than any logit, and finite: a grammar may leave no other token."""
 
 SettingSource = Literal["given", "generation_config", "model", "default"]
 
@@ -58,6 +76,8 @@ class Sampler:
     Attributes:
         seed: the seed in use, random if none was given.
         sources: where each of them comes from.
+        focused: whether the reply is to follow what was just read or a schema: then our own temperature is at most
+            `FOCUSED_TEMPERATURE`.
     """
 
     def __init__(
@@ -65,13 +85,13 @@ class Sampler:
     ) -> None:
         self.settings, self.sources = resolve(config, recommended, model_defaults)
         self._temperature, self._top_p = float(self.settings["temperature"]), float(self.settings["top_p"])
+        self.focused = False
         self._top_k, self._min_p = int(self.settings["top_k"]), float(self.settings["min_p"])
         self.seed = broadcast(secrets.randbits(32)) if config.seed is None else config.seed
         self.greedy = self._temperature == 0
         self._penalty = float(self.settings["repetition_penalty"])
-        self._frequency, self._presence, self._last = (
-            config.frequency_penalty, config.presence_penalty, config.repeat_last_n,
-        )  # fmt: skip
+        self._dry, self._dry_allowed = float(self.settings["dry_multiplier"]), int(self.settings["dry_allowed_length"])
+        self._config = config
         self._bits = PCG64(self.seed)
         self._random = Generator(self._bits)
 
@@ -95,13 +115,12 @@ class Sampler:
         bits["state"]["inc"] = int.from_bytes(data[16:], "little")
         self._bits.state = bits
 
-    def sample(self, logits: Scores, tokens: Sequence[int], replied: int = 0) -> int:
+    def sample(self, logits: Scores, reply: Sequence[int] = ()) -> int:
         """The next token.
 
         Args:
             logits: [V] float32.
-            tokens: tokens that the repetition penalty applies to: the turn so far.
-            replied: how many of them, at the end, are the reply, to which the other penalties apply.
+            reply: the tokens of the reply so far, to which the penalties apply.
 
         Raises:
             H2OStreamError: the logits contain NaN.
@@ -112,7 +131,7 @@ class Sampler:
                 "the model's logits are not numbers (NaN): its weights are damaged or overflow their dtype; "
                 "try --dtype float32"
             )
-        scores = self._penalized(logits, tokens, replied)
+        scores = self._penalized(logits, reply)
         if scores is not logits:
             top = int(scores.argmax())
         if self.greedy:
@@ -121,18 +140,33 @@ class Sampler:
         mass = _relative(scores).cumsum(dtype=np.float64)
         return int(ids[mass.searchsorted(self._random.random() * mass[-1], side="right")])
 
-    def _penalized(self, logits: Scores, tokens: Sequence[int], replied: int) -> Scores:
+    def _penalized(self, logits: Scores, reply: Sequence[int]) -> Scores:
         """Scores with all penalties; without any, the logits themselves."""
-        count = len(tokens) if self._last < 0 else min(self._last, len(tokens))
-        scores = logits
+        count, config, scores = len(reply), self._config, logits
+        if config.repeat_last_n >= 0:
+            count = min(config.repeat_last_n, count)
+        if not count:
+            return logits
+        tokens = np.array(reply[-count:], dtype=np.int64)
         if self._penalty != 1:
-            scores = penalized(logits, np.array(tokens[len(tokens) - count :], dtype=np.int64), self._penalty)
-        if self._frequency or self._presence:
-            reply = tokens[len(tokens) - min(count, replied) :]
-            ids, counts = np.unique(np.array(reply, dtype=np.int64), return_counts=True)
+            scores = penalized(scores, tokens, self._penalty)
+        if config.frequency_penalty or config.presence_penalty:
+            ids, counts = np.unique(tokens, return_counts=True)
             scores = scores.copy()
-            scores[ids] -= (self._frequency * counts + self._presence).astype(np.float32)
+            scores[ids] -= (config.frequency_penalty * counts + config.presence_penalty).astype(np.float32)
+        if self._dry:
+            ids, lengths, distances = repeating(tokens)
+            excess = lengths - (self._dry_allowed or np.maximum(distances, LOOP_LENGTH))
+            if len(ids := ids[excess >= 0]):
+                loss = np.zeros_like(scores)
+                np.maximum.at(loss, ids, _dry_loss(self._dry, config.dry_base, excess[excess >= 0]))
+                scores = scores - loss
         return scores
+
+    @property
+    def _temperature_now(self) -> float:
+        ours = self.sources["temperature"] in ("default", "model")
+        return min(self._temperature, FOCUSED_TEMPERATURE) if self.focused and ours else self._temperature
 
     def candidates(self, scores: Scores) -> tuple[TokenIds, Scores]:
         """The tokens that can be sampled, in ascending order, and their scores.
@@ -140,8 +174,8 @@ class Sampler:
         Args:
             scores: [V] float32.
         """
-        if self._temperature != 1:
-            scores = scores / np.float32(self._temperature)
+        if (temperature := self._temperature_now) != 1:
+            scores = scores / np.float32(temperature)
         ids = None
         if self._top_k or self._top_p == 1:
             ids = _at_least(scores, _largest(scores, self._top_k) if self._top_k else _MIN_SCORE)
@@ -171,6 +205,8 @@ def resolve(
         }
         if name == "repetition_penalty" and settings["temperature"] == 0:
             found = {"given": given, "default": neutral}
+        if name == "dry_multiplier" and (settings["temperature"] == 0 or sources["repetition_penalty"] != "default"):
+            found = {"given": given, "default": 0.0}
         sources[name], settings[name] = next(item for item in found.items() if item[1] is not None)
     return settings, sources
 
@@ -198,6 +234,29 @@ def penalized(scores: Scores, tokens: TokenIds, penalty: float) -> Scores:
     chosen, result = scores[tokens], scores.copy()
     result[tokens] = np.where(chosen < 0, chosen * np.float32(penalty), chosen / np.float32(penalty))
     return result
+
+
+def repeating(tokens: TokenIds) -> tuple[TokenIds, NDArray[np.int64], NDArray[np.int64]]:
+    """The tokens that have followed a sequence with which the tokens end, the length of the sequence, and its distance.
+
+    Args:
+        tokens: [n] int64, n at least 1.
+    """
+    ends = (tokens[:-1] == tokens[-1]).nonzero()[0]
+    lengths, growing = np.ones_like(ends), np.arange(len(ends))
+    for length in range(1, len(tokens)):
+        starts = ends[growing] - length
+        growing = growing[(starts >= 0) & (tokens[starts] == tokens[-1 - length])]
+        if not len(growing):
+            break
+        lengths[growing] += 1
+    return tokens[ends + 1], lengths, len(tokens) - 1 - ends
+
+
+def _dry_loss(multiplier: float, base: float, excess: NDArray[np.int64]) -> Scores:
+    """What tokens lose that lengthen sequences by so much more than is allowed."""
+    loss = multiplier * np.power(base, np.minimum(excess, _MAX_DRY_EXCESS), dtype=np.float64)
+    return np.minimum(loss, _MAX_DRY_LOSS).astype(np.float32)
 
 
 def nucleus(scores: Scores, top_p: float) -> TokenIds:

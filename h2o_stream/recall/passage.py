@@ -7,7 +7,7 @@ from typing import Literal
 
 Role = Literal["user", "assistant"]
 
-Verdict = Literal["recalled", "still held", "loosely related", "repeated", "outdated", "no room"]
+Verdict = Literal["recalled", "still held", "loosely related", "repeated", "outdated", "said by the model", "no room"]
 """What was decided about a candidate.
 
 ``repeated``: a better one says the same; ``outdated``: a newer one replaces it.
@@ -50,7 +50,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recalled:
-    """The event before a reply for which passages were found: those that are read again, and those without room."""
+    """The event before a reply for which passages are read again."""
 
     candidates: tuple[Candidate, ...]
-    no_room: tuple[Candidate, ...] = ()

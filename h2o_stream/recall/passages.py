@@ -63,6 +63,9 @@ _BEFORE_NUMBER = re.compile(r"\b(?:Nos?|pp?|vol|ch|sec|art)\.\Z", re.IGNORECASE)
 
 _LONGEST_ABBREVIATION = 12
 
+_CUT_SHARE = 0.9
+"""Tokens are not spread evenly over a text: a cut keeps this much less."""
+
 _WRAPPED_LINE = 40
 """A line of at least so many characters may continue on the next one; a shorter one is an item or a heading."""
 
@@ -103,6 +106,15 @@ def excerpt(text: str, sentence: str, limit: int, count_tokens: Callable[[str], 
             break
         longest, size = longer, length
     return longest, size
+
+
+def cut(text: str, terms: Sequence[str], share: float) -> str:
+    """About this share of a text, around the first of the terms in it, in whole words."""
+    places = [place for term in terms if (place := text.lower().find(term)) >= 0]
+    length = int(len(text) * share * _CUT_SHARE)
+    start = max(min(min(places, default=0) - length // 2, len(text) - length), 0)
+    kept = text[start : start + length]
+    return " ".join((kept.split(maxsplit=1)[-1] if start else kept).split(" ")[:-1]) or kept
 
 
 def _growing(place: int, count: int) -> Iterator[tuple[int, int]]:

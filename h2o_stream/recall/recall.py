@@ -82,11 +82,6 @@ class Recall:
         self.last = tuple(self.decide(message)) if self._mode != "off" else ()
         return tuple(candidate for candidate in self.last if candidate.verdict == "recalled")
 
-    @property
-    def no_room(self) -> tuple[Candidate, ...]:
-        """The passages that the last message asked for and that do not fit."""
-        return tuple(candidate for candidate in self.last if candidate.verdict == "no room")
-
     def decide(self, message: str) -> list[Candidate]:
         """What would be read again before a message, and what not and why; best first."""
         if not self._engine.tokens or self._engine.cache.plan.policy == "full":

@@ -93,6 +93,8 @@ _QUESTION_MARKS = "?", "\uff1f", "\u061f", "\u037e", "\u055e"
 _CLOSING_MARKS = "\"'”\u2019»)]"
 """What may follow the mark of a question."""
 
+_OPENING_QUOTES, _CLOSING_QUOTES = '"“„«', ('"', "”", "“", "»")
+
 _FIRST_PERSON = re.compile(
     r"\b(?:i|my|mine|we|our|ours|ich|mich|mir|mein\w{0,2}|wir|unser\w{0,2}|je|moi|mon|ma|mes|nous|notre|nos|yo|mi|mis"
     r"|nosotr[oa]s|nuestr[oa]s?|io|mio|mia|miei|noi|nostr[oaie]|eu|meus?|minhas?|nós|noss[oa]s?|ik|mijn|wij|onze?"
@@ -110,6 +112,15 @@ _REQUEST = re.compile(
 def is_question(text: str) -> bool:
     """Whether a text ends with a question. Takes linear time, whatever the text."""
     return text.rstrip().rstrip(_CLOSING_MARKS).rstrip().endswith(_QUESTION_MARKS)
+
+
+def quotes_question(text: str) -> bool:
+    """Whether a text ends with a question in quotation marks, before which it says something itself. Takes linear
+    time.
+    """
+    text = text.rstrip()
+    start = max(text.rfind(mark, 0, len(text) - 1) for mark in _OPENING_QUOTES)
+    return text.endswith(_CLOSING_QUOTES) and any(map(str.isalpha, text[: max(start, 0)]))
 
 
 def is_request(text: str) -> bool:

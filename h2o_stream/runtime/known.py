@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from h2o_stream.attachment.measurements import read_measurement, save_measuremen
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.models.file_identity import content_identity, model_identity
 from h2o_stream.native import library
+from h2o_stream.resources import version_of
 
 Windows = Sequence[tuple[HeadWindow, ...]]
 """KV heads grouped by window size, for each layer."""
@@ -83,12 +83,12 @@ def save_answer_head(digest: str, head: Any) -> None:
 
 
 def _answer_key(digest: str) -> str:
-    return f"{digest} {version('h2o-stream')}"
+    return f"{digest} {version_of('h2o-stream')}"
 
 
 def comparison_key(path: Path, variant: str) -> str:
     """Everything that a comparison and a measurement depend on."""
-    return f"{model_identity(path)} {variant} {version('h2o-stream')} {library.identity()}"
+    return f"{model_identity(path)} {variant} {version_of('h2o-stream')} {library.identity()}"
 
 
 def _shipped(path: Path, variant: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.cache.sizing import config_for_size
+from h2o_stream.cache.sizing import sized
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan, prefill_step
 from h2o_stream.errors import H2OStreamError
@@ -73,10 +73,12 @@ class RuntimeModel:
             )
             for x in [layer.attention]
         ]
-        if config.cache_size is not None:
-            config = config_for_size(
-                config, self.max_distance, lambda sized: self._cache(sized, layers).allocated_bytes()
-            )
+        config = sized(
+            config,
+            self.max_distance,
+            lambda sized: self._cache(sized, layers).allocated_bytes(),
+            lambda: self.description.nbytes,
+        )
         return ServedRuntime(self, self._cache(config, layers))
 
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:

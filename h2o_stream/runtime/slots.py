@@ -77,8 +77,8 @@ class ArrayGroup(GroupRules):
         return self._arrays
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """A copy of everything allocated, by name."""
-        return {name: array.copy() for name, array in self._arrays.items()}
+        """See `GroupRules`."""
+        return {name: array.copy() for name, array in self.first_slots(self.used_slots).items()}
 
     @property
     def num_slots(self) -> int:
@@ -131,7 +131,7 @@ class ArrayGroup(GroupRules):
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """See `GroupRules`."""
         self.allocate(self.slots_of(arrays))
-        for name, array in self._arrays.items():
+        for name, array in self.first_slots(arrays["index"].shape[-1]).items():
             array[:] = require_array(arrays, name, like=array)
 
     def _names(self) -> tuple[str, ...]:

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
@@ -26,12 +27,24 @@ from h2o_stream.serve.fields import ELSEWHERE, Endpoint, read_fields
 from h2o_stream.serve.requests import is_kept
 from h2o_stream.serve.responses import answer_response, parse_response, stream_response
 from h2o_stream.serve.service import Service
+from h2o_stream.serve.wording import renamed
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PAGE = Path(__file__).with_name("page.html")
+_PAGE = Path(__file__).with_name("page")
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+"""Of the page and its files. Nothing in it comes from elsewhere, and no text of a reply becomes a script."""
+
 _DONE = b"data: [DONE]\n\n"
 
 _UNKNOWN = "h2o-unknown-fields"
@@ -63,7 +76,8 @@ def make_app(service: Service) -> Starlette:
         "/metrics": _metrics,
     }
     routes = [
-        Route("/", lambda request: HTMLResponse(_PAGE.read_text(encoding="utf-8"))),
+        Route("/", lambda request: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)),
+        Mount("/page", _PageFiles(directory=_PAGE)),
         *(Route(path, partial(_answer_get, service, handler)) for path, handler in gets.items()),
         *(
             Route(f"/v1/{endpoint}", partial(_answer_post, service, handler, endpoint), methods=["POST"])
@@ -72,6 +86,16 @@ def make_app(service: Service) -> Starlette:
     ]
     handlers = {HTTPException: _http_error, Exception: _unexpected}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+
+
+class _PageFiles(StaticFiles):
+    """The files of the page, which browsers ask for again each time."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """See `StaticFiles`."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_PAGE_HEADERS)
+        return response
 
 
 async def _answer_get(service: Service, handler: Callable[[Service, Request], Response], request: Request) -> Response:
@@ -89,15 +113,16 @@ async def _answer_post(
     endpoint: Endpoint,
     request: Request,
 ) -> Response:
+    names: Mapping[str, str] = {}
     try:
         _authorize(service, request)
-        fields, unknown = read_fields(await _body(service, request), endpoint)
+        fields, unknown, names = read_fields(await _body(service, request), endpoint)
         _check_names(service, fields.get("model"), unknown)
         response = await handler(service, request, fields)
         if unknown:
             response.headers[_UNKNOWN] = _shown(unknown)
     except ApiError as error:
-        response = _refusal(error)
+        response = _refusal(renamed(error, names))
     except ClientDisconnect:
         response = Response(status_code=499)
     service.metrics.answered(request.url.path, response.status_code)

@@ -24,6 +24,7 @@ from h2o_stream.serve.messages import Dialogue, Exchange, as_fed, chain, first_h
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import WaitingEngine
+from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.messages import text_of
 from h2o_stream.session.reply import GrowingReply
@@ -213,7 +214,7 @@ class Conversations:
         try:
             conversation = self._converse(options, system)
         except ConfigError as error:
-            raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
+            raise as_api_error(error, "messages", "context_length_exceeded") from error
         kept = self._store.create(options.key, system, first) if keep else None
         live = Live(conversation, kept, options, first)
         self._prepare_recall(live)

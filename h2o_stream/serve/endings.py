@@ -19,6 +19,7 @@ from h2o_stream.serve.messages import Exchange, as_fed
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
 from h2o_stream.serve.stream import LogprobSampler
+from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.messages import text_of
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Turn
@@ -48,6 +49,7 @@ class Job:
     event: Event | None = None
     prompt_tokens: int = 0
     seen_before: int = 0
+    evicted_before: int = 0
     pieces: list[str] = field(default_factory=list)
     thinking: list[str] = field(default_factory=list)
     tokens: int = 0
@@ -154,7 +156,7 @@ class Endings:
             len(kept.hashes) - 1 + len(live.hashes) if kept else 0,
             job.opened.origin, job.opened.known, len(job.opened.unread),
         )  # fmt: skip
-        self._metrics.replied(seen)
+        self._metrics.replied(seen, counts.evicted - job.evicted_before, job.ask.seconds)
         if kept is None:
             self.discard(live)
             job.ask.try_send(done)
@@ -178,13 +180,3 @@ class Endings:
         live.engine.end_reply()
         if live.kept is not None:
             self._conversations.busy.discard(live.kept.id)
-
-
-def as_api_error(error: BaseException) -> ApiError:
-    """An error as a client gets it."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, H2OStreamError):
-        return ApiError(400, str(error))
-    _log.error("a reply failed", exc_info=error)
-    return ApiError(500, f"unexpected {type(error).__name__}")

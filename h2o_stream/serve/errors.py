@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from h2o_stream.errors import H2OStreamError
@@ -37,5 +38,5 @@ class ApiError(H2OStreamError):
 
 def wrong(param: str, value: Any, accepted: str) -> ApiError:
     """The error for a field that has a wrong value."""
-    shown = repr(value)
+    shown = json.dumps(value, ensure_ascii=False, default=repr)
     return ApiError(400, f"{param} is {shown if len(shown) <= 60 else shown[:57] + '...'}; accepted: {accepted}", param)

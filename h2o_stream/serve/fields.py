@@ -246,8 +246,9 @@ ELSEWHERE: Mapping[str, str] = {
 """What other servers have, by a part of the path, and why it is not here."""
 
 
-def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, Any], list[str]]:
-    """The served fields of a request by the names that they have here, and those that are not in the table.
+def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """The served fields of a request by the names that they have here, those that are not in the table, and names that
+    the request has by ours, where they differ.
 
     Raises:
         ApiError: a field would change the reply and is not served; or one is given twice, under two names.
@@ -255,7 +256,8 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, 
     table, options = FIELDS[endpoint], body.get("options")
     if options is not None and not isinstance(options, dict):
         raise wrong("options", options, "an object")
-    found, unknown, given = dict[str, Any](), list[str](), {name for name, value in body.items() if value is not None}
+    found, unknown, names = dict[str, Any](), list[str](), dict[str, str]()
+    given = {name for name, value in body.items() if value is not None}
     for name, value in {**(options or {}), **body}.items():
         rule = table.get(name)
         if rule is None:
@@ -269,7 +271,8 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, 
                 raise ApiError(400, f"{name} is {target}, which is given, too: {value} and {body[target]}", name)
             if name in given or target not in given:
                 found[target] = value
-    return found, unknown
+                names[target] = name if name in given else f"options.{name}"
+    return found, unknown, {target: name for target, name in names.items() if target != name}
 
 
 def _unknown_inside(name: str, value: Any, table: Mapping[str, Rule]) -> Iterator[str]:

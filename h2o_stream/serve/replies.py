@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import SamplingConfig
@@ -94,6 +95,7 @@ class Ask:
         after: continue the conversation of this id after this turn.
         raw: the user's text is continued as it is, without a chat template; it is not kept.
         pieces: whether pieces are sent before the end, which has the whole text.
+        asked: when it was asked for, on the clock of `time.monotonic`.
     """
 
     dialogue: Dialogue
@@ -107,6 +109,12 @@ class Ask:
     after: tuple[str, int] | None = None
     raw: bool = False
     pieces: bool = True
+    asked: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Time since it was asked for."""
+        return time.monotonic() - self.asked
 
     def try_send(self, message: Message) -> bool:
         """Send a message. False if that is not possible any more, for example because the client's loop is closed."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, get_args
 
 from h2o_stream.config import POLICIES, CacheConfig, RecallConfig, RecallMode, SamplingConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.serve.errors import ApiError, wrong
+from h2o_stream.serve.errors import wrong
 from h2o_stream.serve.messages import Reply
 from h2o_stream.serve.schemas import Schema, parse_schema
 from h2o_stream.serve.thinking import parse_thinking
+from h2o_stream.serve.wording import as_api_error, renamed
 from h2o_stream.session.calls import CallFormat
 from h2o_stream.session.messages import Tool
 
@@ -19,6 +21,16 @@ MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS = 8, 20, 4
 
 _NO_LIMIT, _FILL_CONTEXT, _ANY_SEED = -1, -2, -1
 """What clients of llama.cpp, vLLM and ollama send for no limit and for no seed."""
+
+_KINDS = {
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
+"""What types are called in JSON."""
 
 _PENALTIES = ("frequency_penalty", "presence_penalty", "repeat_last_n")
 
@@ -71,10 +83,10 @@ class Options:
                     raise wrong("policy", policy, ", ".join(name for name in POLICIES if name != "full"))
                 found = replace(found, cache=replace(found.cache, policy=policy))
             if (window := field(body, "window", int)) is not None:
-                found = replace(found, cache=replace(found.cache, window=window, cache_size=None))
+                found = replace(found, cache=replace(found.cache, window=window, auto_window=0, cache_size=None))
             found.cache.plan()
         except ConfigError as error:
-            raise ApiError(400, str(error), "window") from error
+            raise as_api_error(error, "window") from error
         if (recall := field(body, "recall", str)) is not None:
             if recall not in get_args(RecallMode):
                 raise wrong("recall", recall, " or ".join(get_args(RecallMode)))
@@ -116,16 +128,17 @@ class Sampled:
     place: str = "response_format"
 
 
-def field(body: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """A field of a request, None if it is missing.
+def field(body: Mapping[str, Any], name: str, *kinds: type, of: str = "") -> Any:
+    """A field of a request, or of its object `of`; None if it is missing.
 
     Raises:
         ApiError: it is of another type.
     """
     value = body.get(name)
-    if value is None or (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
+    fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    if value is None or (fits and (not isinstance(value, float) or isfinite(value))):
         return value
-    raise wrong(name, value, " or ".join({"str": "text", "dict": "object"}.get(x.__name__, x.__name__) for x in kinds))
+    raise wrong(of + name, value, " or ".join(_KINDS[kind] for kind in kinds))
 
 
 def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ...], logprobs: int | None) -> Sampled:
@@ -138,13 +151,15 @@ def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ..
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
         raise wrong("stop", stop, f"a text, or at most {MAX_STOPS}")
-    wanted = next((value for name in limits if (value := field(body, name, int)) is not None), _NO_LIMIT)
+    limit, wanted = next(
+        ((name, value) for name in limits if (value := field(body, name, int)) is not None), (limits[0], _NO_LIMIT)
+    )
     choices = field(body, "n", int)
     choices = 1 if choices is None else choices
     if not 1 <= choices <= MAX_CHOICES:
         raise wrong("n", choices, f"1 to {MAX_CHOICES}")
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-        raise wrong("top_logprobs", logprobs, f"0 to {MAX_LOGPROBS}")
+        raise wrong("top_logprobs" if "top_logprobs" in body else "logprobs", logprobs, f"0 to {MAX_LOGPROBS}")
     top_k, seed = field(body, "top_k", int), field(body, "seed", int)
     try:
         config = SamplingConfig(
@@ -159,16 +174,16 @@ def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ..
             **{name: value for name in _PENALTIES if (value := field(body, name, int, float)) is not None},
         )
     except ConfigError as error:
-        raise ApiError(400, str(error)) from error
+        raise renamed(as_api_error(error), {"max_tokens": limit}) from error
     stream_options = field(body, "stream_options", dict) or {}
     schema, place = parse_schema(body)
     return Sampled(
         config,
         choices,
         bool(field(body, "stream", bool)),
-        bool(field(stream_options, "include_usage", bool)),
+        bool(field(stream_options, "include_usage", bool, of="stream_options.")),
         logprobs,
-        bool(field(stream_options, "include_slots", bool)),
+        bool(field(stream_options, "include_slots", bool, of="stream_options.")),
         schema,
         place=place,
     )

@@ -18,6 +18,7 @@ from h2o_stream.serve.schemas import parse_format
 from h2o_stream.serve.service import Service, finished
 from h2o_stream.serve.tools import as_tool_calls, parse_tool_choice, parse_tool_options
 from h2o_stream.serve.usage import report
+from h2o_stream.serve.wording import renamed
 from h2o_stream.session.calls import CallSplitter
 
 _ID = re.compile(r"resp_([0-9a-f]{32})_(\d{1,9})")
@@ -55,7 +56,11 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
     options = parse_tool_options(asked, service.options.parse(body), service.call_format)
     previous, instructions = field(body, "previous_response_id", str), field(body, "instructions", str)
     system = [] if instructions is None or previous else [{"role": "system", "content": instructions}]
-    dialogue = parse_dialogue([*system, *_as_messages(body.get("input"))], options.read, goes_on=previous is not None)
+    messages = [*system, *_as_messages(body.get("input"))]
+    try:
+        dialogue = parse_dialogue(messages, options.read, goes_on=previous is not None)
+    except ApiError as error:
+        raise renamed(error, {"messages": "input"}) from error
     after = None
     if previous is not None:
         match = _ID.fullmatch(previous)

@@ -27,6 +27,7 @@ from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Message
 from h2o_stream.serve.requests import Options, Sampled
 from h2o_stream.serve.store import Store
+from h2o_stream.serve.wording import as_api_error
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session.calls import CallFormat, find_format
 from h2o_stream.session.template import ChatTemplate
@@ -57,6 +58,15 @@ def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
     return loaded
 
 
+def _with_window(model: LoadedModel, cache: CacheConfig, streams: int) -> CacheConfig:
+    """The same with the window that ``auto`` chooses for so many streams: all conversations have the same."""
+    if not cache.auto_window:
+        return cache
+    served: RuntimeModel = model.model
+    plan = served.serve(replace(cache, auto_window=streams)).cache.plan
+    return replace(cache, auto_window=0, window=plan.window)
+
+
 class Service:
     """A model that is served.
 
@@ -73,6 +83,7 @@ class Service:
     """
 
     def __init__(self, model: LoadedModel, config: ServeConfig, options: Options) -> None:
+        options = replace(options, cache=_with_window(model, options.cache, config.awake))
         self.model, self.config, self.options, self.started = model, config, options, int(time.time())
         try:
             folder = config.folder or private_data_folder("served")
@@ -126,10 +137,8 @@ class Service:
                 return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
         except TimeoutError as error:
             raise ApiError(400, f"it was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
-        except ConfigError as error:
-            raise ApiError(501, str(error), place) from error
         except H2OStreamError as error:
-            raise ApiError(400, str(error), place) from error
+            raise as_api_error(error, place) from error
 
     @asynccontextmanager
     async def replies(
@@ -144,13 +153,13 @@ class Service:
         if self.active + sampled.choices > self.config.running + self.config.waiting:
             raise ApiError(429, "too many requests wait already", code="queue_full", retry_after_s=_RETRY_S)
         queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(sampled.choices)]
-        asks = list[Ask]()
+        asks, asked = list[Ask](), time.monotonic()
         self.active += len(queues)
         try:
             grammar = await self._grammar(sampled, options, raw)
             make = partial(
                 Ask, dialogue, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar, after=after,
-                raw=raw, pieces=sampled.stream or sampled.logprobs is not None,
+                raw=raw, asked=asked, pieces=sampled.stream or sampled.logprobs is not None,
             )  # fmt: skip
             for number, waiting in enumerate(queues):
                 seed = sampled.config.seed
@@ -166,11 +175,16 @@ class Service:
 
     def metrics_text(self) -> bytes:
         """See `Metrics.text`."""
+        awake, (running, waiting) = [*self.conversations.awake.values()], self.worker.lengths
         return self.metrics.text(
-            awake_conversations=len(self.conversations.awake),
+            awake_conversations=len(awake),
             kept_conversations=len(self.store.conversations),
+            cache_bytes=sum(live.engine.cache.nbytes for live in awake),
             disk_bytes=self.store.nbytes,
-            active_requests=self.active,
+            disk_limit_bytes=self.config.disk,
+            disk_free_bytes=self.store.free_bytes,
+            running_replies=running,
+            waiting_replies=waiting,
         )
 
     def close(self) -> None:

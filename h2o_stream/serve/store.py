@@ -92,7 +92,12 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""
-        return sum(kept.nbytes for kept in self.conversations.values())
+        return sum(kept.nbytes for kept in [*self.conversations.values()])
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free on this disk."""
+        return shutil.disk_usage(self._folder).free
 
     def with_hash(self, known: str) -> Iterator[tuple[Kept, int]]:
         """Conversations that were in this state, and after how many turns; the newest first."""

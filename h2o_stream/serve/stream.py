@@ -47,9 +47,9 @@ class LogprobSampler(Sampler):
         super().__init__(config, recommended, model_defaults)
         self.sampled: list[Logprob] = []
 
-    def sample(self, logits: Scores, tokens: Sequence[int], replied: int = 0) -> int:
+    def sample(self, logits: Scores, reply: Sequence[int] = ()) -> int:
         """See `Sampler`."""
-        token = super().sample(logits, tokens, replied)
+        token = super().sample(logits, reply)
         if self.logprobs is not None:
             self.sampled.append(_logprob(logits, token, self.logprobs))
         return token

@@ -20,10 +20,11 @@ from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
 from h2o_stream.native.stepper import PromptPlan
 from h2o_stream.serve.conversations import Conversations, Opened, raw_events, turn_events
-from h2o_stream.serve.endings import Endings, Job, as_api_error
+from h2o_stream.serve.endings import Endings, Job
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Failed, Piece, Started
+from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.turn import Turn
 
 _log = logging.getLogger(__name__)
@@ -78,6 +79,11 @@ class Worker:
     def cancel(self, ask: Ask) -> None:
         """Stop answering it; what was said stays."""
         self.call(lambda: self._cancel(ask))
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many replies are being made or saved, and how many wait."""
+        return len(self._jobs) + self._endings.saving, len(self._asked)
 
     def call(self, action: Callable[[], None]) -> None:
         """Do something in the thread."""
@@ -153,7 +159,8 @@ class Worker:
         read = raw_events if ask.raw else turn_events
         job = Job(ask, opened, sampler, read(opened, ask.dialogue), time.monotonic() + self._timeout_s)
         job.seen_before = len(live.engine.tokens)
-        self._metrics.opened(opened.origin)
+        job.evicted_before = live.engine.counts.evicted if job.seen_before else 0
+        self._metrics.opened(opened.origin, ask.seconds)
         self._jobs.append(job)
         _log.info(
             "conversation %s %s: %d turns known, %d to read", name, opened.origin, opened.known, len(opened.unread)
@@ -244,6 +251,8 @@ class Worker:
                 self._endings.end(job, event)
 
     def _send_token(self, job: Job, event: Token) -> None:
+        if not job.tokens:
+            self._metrics.first_token(job.ask.seconds)
         job.tokens += 1
         job.pieces.append(event.text)
         job.thinking.append(event.thinking or "")

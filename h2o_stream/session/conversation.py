@@ -195,9 +195,8 @@ class Conversation:
     def _say(self, message: UserTurn, begun: str) -> ReplyEvents:
         text, prompt, template = text_of(message), self._prompt(message), self.metadata.template
         recalled = self.recall.find(question_of(message))
-        if recalled or self.recall.no_room:
-            yield Recalled(recalled, self.recall.no_room)
         if recalled:
+            yield Recalled(recalled)
             prompt = self._with_recalled(prompt, recalled, message)
         if begun:
             prompt = template.begin(prompt, begun)
@@ -213,6 +212,7 @@ class Conversation:
                     yield event
             start = len(self.engine.tokens) - (prompt.num_thinking or 0)
             thinking = prompt.num_thinking is not None
+            self.engine.sampler.focused = bool(recalled) or self.engine.grammar is not None
             for generated in self.engine.decode(self._stops, template.marker_tokens, thinking):
                 if isinstance(generated, Finished):
                     yield reply.finish(self.metadata.turns, generated, self.engine)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -17,15 +17,11 @@ from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents
 from h2o_stream.session.messages import encodable
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transactions import Transactions
+from h2o_stream.session.transactions import NoStateError, ResumeError, Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
 from h2o_stream.session.turn import Turn
 
 _End = TypeVar("_End", Turn, Finished)
-
-
-class ResumeError(H2OStreamError):
-    """A session's state cannot be resumed: it belongs to another model, dtype or policy, or is missing."""
 
 
 class ConversationHistory:
@@ -52,6 +48,10 @@ class ConversationHistory:
     def entries(self) -> list[Entry]:
         """The turns so far, without those that were undone."""
         return self._transactions.checkpoint.entries
+
+    def keep(self, start_session: Callable[[str], Session]) -> None:
+        """Keep the conversation, once it has a turn, in the session that this makes of its first message."""
+        self._transactions.start_session = start_session
 
     def earlier_states(self) -> Iterator[tuple[int, State]]:
         """The states after the turns before the last one, by turn, newest first, as far back as they are readable."""
@@ -135,7 +135,7 @@ class ConversationHistory:
     # going back
 
     def reset(self, system: str | None = None) -> None:
-        """See `Conversation.reset`.
+        """See `Conversation.reset`. The next turn starts another automatic session; one that has a name goes on.
 
         Raises:
             DataError: the session cannot be written. Nothing has changed.
@@ -143,6 +143,9 @@ class ConversationHistory:
         self._transactions.prepare()
         with self._transactions.atomic():
             self.conversation.reset(system)
+            if self.session is not None and self.session.automatic:
+                self._transactions.commit_session(None)
+                return
             if self.session is not None:
                 self.session.begin(self.header())
             self._transactions.commit_up_to(0)
@@ -165,6 +168,31 @@ class ConversationHistory:
                 self.session.undo(turn)
             self._transactions.commit_up_to(turn)
         return entries[-count:]
+
+    def rewind(self, turn: int) -> FeedEvents:
+        """Return to an earlier turn whose state is no longer available: the turns up to it are fed again.
+
+        Yields their events. If a turn ends early, or the iterator is closed, nothing has changed.
+
+        Raises:
+            DataError: the session cannot be written. Nothing has changed.
+        """
+        return self._transactions.start(self._rewind(turn))
+
+    def _rewind(self, turn: int) -> FeedEvents:
+        transactions, session = self._transactions, self.session
+        entries = [entry for entry in self.entries if entry.turn <= turn]
+        with transactions.atomic():
+            self.conversation.restart(self.conversation.system)
+            replayed = yield from transactions.replay(map(_told, entries))
+            if replayed is None:
+                return
+            if session is None:
+                transactions.checkpoint = replayed
+                return
+            in_memory = replayed.states if session.automatic else {}
+            session.add_all(self.header(), replayed.entries, ({} if in_memory else replayed.states).get)
+            transactions.checkpoint = replace(replayed, session=session, unsaved=(), states=in_memory)
 
     def regenerate(self) -> str:
         """Undo the last turn so that its message, which is returned, can be said again.
@@ -227,6 +255,8 @@ class ConversationHistory:
             existed = bool(session.transcript.line_count)
             try:
                 self._load(session)
+            except NoStateError:
+                raise
             except H2OStreamError as error:
                 raise ResumeError(f"session {name} cannot be resumed: {error}") from error
             self._transactions.commit_session(session)
@@ -239,7 +269,7 @@ class ConversationHistory:
             return
         state = session.state(entries[-1].turn)
         if state is None:
-            raise H2OStreamError("the state after its last turn is missing")
+            raise NoStateError("the state after its last turn is missing")
         self.conversation.load_state_dict(state)
 
     def replay(self, name: str) -> FeedEvents:
@@ -301,9 +331,12 @@ class ConversationHistory:
         if old.session is None:
             new.checkpoint = checkpoint
         else:
-            old.session.add_all(new.header, checkpoint.entries, checkpoint.states.get)
+            in_memory = checkpoint.states if old.session.automatic else {}
+            on_disk = {} if in_memory else checkpoint.states
+            old.session.add_all(new.header, checkpoint.entries, on_disk.get)
             self.conversation.recall.use(None)
-            new.commit_session(old.session)
+            new.commit_session(old.session, in_memory)
+        new.start_session = self._transactions.start_session
         self.conversation, self._transactions = conversation, new
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.errors import DataError
+from h2o_stream.resources import version_of
 
 RUN, RECORDS = "run.json", "records.jsonl"
 """The files of a comparison's folder that hold its run record and all its results."""
@@ -20,19 +21,9 @@ def run_record(command: str, **settings: Any) -> dict[str, Any]:
         "type": "run",
         "command": command,
         **settings,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **{name: version_of(name) or None for name in packages}},
         "hardware": hardware(),
     }
-
-
-def _version(package: str) -> str | None:
-    """The version of an installed package; torch may be missing."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def hardware() -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 A session is a folder. ``transcript.jsonl`` has a header and a line for each turn or undo; every line is synced before
 the next turn begins. ``state-N.safetensors`` is the complete state after line N and also contains that line. It is
-written first, so a turn whose line is missing can be recovered from it.
+written first, so a turn whose line is missing can be recovered from it. ``settings.json`` has the options that the
+session was left with. An empty file ``automatic`` marks a session that the user did not name: its states are saved when
+it is closed, so that a turn costs no more than a line.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from h2o_stream.cache.state import Array, State
-from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import data_folder, private_data_folder
+from h2o_stream.config import AUTOMATIC_BYTES
+from h2o_stream.errors import DataError
+from h2o_stream.resources import private_data_folder
+from h2o_stream.session.folders import AUTOMATIC, SESSIONS, open_elsewhere, session_folder, unknown_session
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record
 
 MAX_STATES = 8
 """Number of turns that can be undone."""
 
-_SESSIONS = "sessions"
-_NAME = re.compile(r"\w[\w.-]{0,63}")
-_NAME_BYTES = 255
-"""The limit of file systems."""
+_CLOSING_STATES = 2
+"""How many of the last states an automatic session has after it was closed: the first ``/undo`` needs the second."""
 
 
 class Session:
@@ -57,24 +57,24 @@ class Session:
         from filelock import FileLock, Timeout
 
         self._max_states = max_states
-        self.name, self._folder = name, _session_folder(name, folder)
+        self.name, self._folder = name, session_folder(name, folder)
         path = self._folder / "transcript.jsonl"
         try:
             if not create and not (path.exists() and path.stat().st_size):  # without a line it was never started
-                raise DataError(f"there is no session {name}; h2o-chat --sessions lists them")
+                raise unknown_session(name)
             if folder is None:
-                private_data_folder(_SESSIONS)
+                private_data_folder(SESSIONS)
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
             self._lock = FileLock(self._folder / "lock", timeout=0)
             self._lock.acquire()
-            self.transcript, self._states = Transcript(path), StateFiles(self._folder, sync_states)
+            self.automatic = (self._folder / AUTOMATIC).exists()
+            self.transcript = Transcript(path)
+            self._states = StateFiles(self._folder, sync_states and not self.automatic)
             self._recover()
             self._is_new = not self.transcript.line_count
         except Timeout as error:
-            raise DataError(
-                f"session {name} is open in another process; close it there or choose another name"
-            ) from error
+            raise open_elsewhere(name) from error
         except OSError as error:
             self.close()
             with suppress(OSError):
@@ -100,6 +100,20 @@ class Session:
         if self._is_new:
             shutil.rmtree(self._folder, ignore_errors=True)
         self.close()
+
+    def save_states(self, states: Mapping[int, State]) -> None:
+        """Save the last of these states, by turn, of an automatic session that is to be closed.
+
+        What is too large, or does not fit on the disk, is left out: the text can be fed again.
+        """
+        entries, lines = {entry.turn: entry for entry in self.transcript.entries}, self.transcript.line_numbers
+        room = AUTOMATIC_BYTES // 4
+        with suppress(OSError):
+            for turn in sorted(set(states) & set(lines), reverse=True)[:_CLOSING_STATES]:
+                room -= sum(array.nbytes for array in states[turn].values())
+                if room >= 0:
+                    self._states.write(lines[turn], states[turn], turn_record(entries[turn]))
+        self._prune()
 
     @property
     def index_path(self) -> Path:
@@ -206,44 +220,3 @@ class Session:
             DataError: the file is damaged.
         """
         return self._states.read(self.transcript.line_numbers.get(turn, 0), turn)
-
-
-def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
-    """All sessions with their names, in order. Damaged ones are omitted."""
-    found = []
-    for path in sorted((folder or sessions_folder()).glob("*/transcript.jsonl")):
-        with suppress(DataError):
-            found.append((path.parent.name, Transcript(path)))
-    return found
-
-
-def sessions_folder() -> Path:
-    """The user's folder of sessions."""
-    return data_folder() / _SESSIONS
-
-
-def find_transcript(name: str) -> Transcript:
-    """The transcript of a session, for reading only.
-
-    Raises:
-        ConfigError: the name is not allowed.
-        DataError: there is no such session.
-    """
-    path = _session_folder(name, None) / "transcript.jsonl"
-    if not path.exists():
-        raise DataError(f"there is no session {name}; h2o-chat --sessions lists them")
-    return Transcript(path)
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that cannot be the name of a folder."""
-    if not _NAME.fullmatch(name) or len(os.fsencode(name)) > _NAME_BYTES:
-        raise ConfigError(
-            f"{name!r} cannot name a session; --session takes letters, digits, _, - and ., at most 64 characters "
-            f"and {_NAME_BYTES} bytes"
-        )
-
-
-def _session_folder(name: str, folder: Path | None) -> Path:
-    check_name(name)
-    return (folder or sessions_folder()) / name

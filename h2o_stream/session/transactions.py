@@ -9,9 +9,9 @@ completes it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from h2o_stream.cache.state import State
@@ -19,74 +19,35 @@ from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.engine.sampling import RngState
 from h2o_stream.errors import DataError, H2OStreamError, means_out_of_memory
 from h2o_stream.recall.recall import SaidTurn
+from h2o_stream.session.checkpoint import Checkpoint
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.conversation_state import ConversationState
-from h2o_stream.session.sessions import MAX_STATES, Session
+from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Entry, Header, Kind
 
 _Events = TypeVar("_Events", bound=Generator[object, None, None])
 
-_MAX_STATES_BYTES = 256 * 2**20
-"""Memory for the states of an unsaved conversation. One state is always kept."""
+
+class ResumeError(H2OStreamError):
+    """A state cannot be resumed, but turns can be fed again: it belongs to another model, dtype or policy."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A committed conversation.
-
-    Attributes:
-        rng_state: of the sampler when the next turn began.
-        session: where the conversation is saved; None if it is not.
-        unsaved: the turns of a conversation without a session.
-        states: after the last turns, by turn number. With a session, only those that could not be written.
-    """
-
-    metadata: ConversationState
-    rng_state: RngState
-    session: Session | None = None
-    unsaved: tuple[Entry, ...] = ()
-    states: Mapping[int, State] = field(default_factory=dict)
-
-    @property
-    def entries(self) -> list[Entry]:
-        """The turns so far, without those that were undone."""
-        return list(self.unsaved) if self.session is None else self.session.transcript.entries
-
-    @property
-    def last_turn(self) -> int:
-        """Number of the last turn; 0 if there is none."""
-        return self.entries[-1].turn if self.entries else 0
-
-    def state(self, turn: int) -> State | None:
-        """The state after a turn; None if it is no longer available.
-
-        Raises:
-            DataError: it is damaged.
-        """
-        if turn in self.states or self.session is None:
-            return self.states.get(turn)
-        return self.session.state(turn)
-
-    def with_turn(self, metadata: ConversationState, entry: Entry, state: State | None) -> Checkpoint:
-        """A copy with one more unsaved turn."""
-        states = dict(self.states) if state is None else {**self.states, entry.turn: state}
-        while len(states) > 1 and (len(states) > MAX_STATES or _num_bytes(states) > _MAX_STATES_BYTES):
-            del states[next(iter(states))]
-        return replace(self, metadata=metadata, unsaved=(*self.unsaved, entry), states=states)
-
-
-def _num_bytes(states: Mapping[int, State]) -> int:
-    arrays = {id(array): array for state in states.values() for array in state.values()}  # some are shared
-    return sum(array.nbytes for array in arrays.values())
+class NoStateError(ResumeError):
+    """There is no state: it is too old, or was not saved."""
 
 
 class Transactions:
-    """A conversation and its last committed version."""
+    """A conversation and its last committed version.
+
+    Attributes:
+        start_session: makes an automatic session of the first message, once there is a turn; None for no such session.
+    """
 
     def __init__(self, conversation: Conversation, header: Header) -> None:
         self.conversation = conversation
         self.checkpoint = Checkpoint(conversation.metadata, self.rng_state)
         self._header = header
+        self.start_session: Callable[[str], Session] | None = None
+        self._refused = False
         self._opened: Session | None = None  # keeps its lock only if it is committed
         conversation.recall.source = self._said
 
@@ -121,8 +82,7 @@ class Transactions:
             checkpoint, self._opened = self.checkpoint, None
             self.checkpoint = replace(checkpoint, session=None, unsaved=tuple(checkpoint.entries))
             self.conversation.recall.use(None)
-            if checkpoint.session is not None:
-                checkpoint.session.close()
+            checkpoint.release()
 
     # starting a change
 
@@ -154,14 +114,14 @@ class Transactions:
     @contextmanager
     def atomic(self) -> Iterator[None]:
         """A block that changes the conversation and commits. Whatever is uncommitted at its end is rolled back."""
-        session = self.checkpoint.session
+        before = self.checkpoint
         try:
             yield
         finally:
             self.discard_opened()
             self.roll_back()
-            if session is not None and session is not self.checkpoint.session:
-                session.close()
+            if before.session is not self.checkpoint.session:
+                before.release()
 
     def discard_opened(self) -> None:
         """Close the last opened session, and delete it if it is new, unless it was committed or kept."""
@@ -197,9 +157,12 @@ class Transactions:
         if opened is not None:
             opened.close()
 
-    def commit_session(self, session: Session) -> None:
-        """Commit the current conversation, with all its turns in this session."""
-        self.checkpoint = Checkpoint(self.conversation.metadata, self.rng_state, session)
+    def commit_session(self, session: Session | None, states: Mapping[int, State] | None = None) -> None:
+        """Commit the current conversation, with all its turns in this session; None for one without a turn."""
+        self.checkpoint = Checkpoint(self.conversation.metadata, self.rng_state, session, states=states or {})
+        if session is None:
+            self.conversation.recall.use(None)
+            return
         self.conversation.recall.use(session.index_path)
         self.conversation.recall.synchronize()
 
@@ -226,16 +189,46 @@ class Transactions:
         if kind == "pinned" and metadata.pins == checkpoint.metadata.pins:  # cut off before its end
             kind = "told"
         entry = Entry(metadata.turns, text, reply, kind, finish, thinking=thinking)
-        if checkpoint.session is None:
-            self.checkpoint = checkpoint.with_turn(metadata, entry, state)
+        longer, session = checkpoint.with_turn(metadata, entry, state), checkpoint.session
+        if session is None:
+            self.checkpoint = longer
+            self._start_session()
             return
         try:
-            checkpoint.session.add(entry, state, self.header)
+            session.add(entry, None if session.automatic else state, self.header)
         except DataError:
             states = {} if state is None else {entry.turn: state}
-            self.checkpoint = replace(checkpoint, metadata=metadata, states=states)
-            raise
-        self.checkpoint = replace(checkpoint, metadata=metadata, states={})
+            self.checkpoint = replace(longer, unsaved=(), states=longer.states if session.automatic else states)
+            if not (session.automatic and self._refused):
+                self._refused = session.automatic
+                raise
+            return
+        self._refused = False
+        self.checkpoint = replace(longer, unsaved=(), states=longer.states if session.automatic else {})
+
+    def _start_session(self) -> None:
+        """Keep the conversation in an automatic session from now on, if there is to be one.
+
+        Raises:
+            DataError: that is impossible now, which is said once and tried again after every turn.
+        """
+        checkpoint = self.checkpoint
+        if self.start_session is None:
+            return
+        try:
+            session = self.start_session(checkpoint.unsaved[0].prompt)
+            try:
+                session.add_all(self.header, checkpoint.unsaved, lambda turn: None)
+            except BaseException:
+                session.discard()
+                raise
+        except DataError as error:
+            if not self._refused:
+                self._refused = True
+                raise DataError(f"this chat is not kept, which is tried again after every turn: {error}") from error
+            return
+        self._refused = False
+        self.checkpoint = replace(checkpoint, session=session, unsaved=())
 
     def roll_back(self) -> None:
         """Return to the checkpoint. If its state is no longer available, the conversation is torn until a reset."""
@@ -265,7 +258,7 @@ class Transactions:
             return
         state = checkpoint.state(turn)
         if state is None:
-            raise H2OStreamError(f"cannot return to turn {turn}: its state is too old or was not saved")
+            raise NoStateError(f"cannot return to turn {turn}: its state is too old or was not saved")
         self.conversation.load_state_dict(state)
 
     def copy_state(self) -> State | None:

@@ -19,6 +19,7 @@ from h2o_stream.session.conversation import ReplyEvents
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.memory import memory_of, report_memory
+from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Turn
 from h2o_stream.texts import piped_lines
 from h2o_stream.ui.chat_context import ChatContext, header
@@ -28,6 +29,7 @@ from h2o_stream.ui.format import context_bar, slot_bar, status_line, turn_line
 from h2o_stream.ui.memory import memory_lines
 from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
+from h2o_stream.ui.sessions import NOT_KEPT
 from h2o_stream.ui.start import LoadedConversation, open_conversation
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
 
@@ -58,8 +60,12 @@ def open_chat(
         context = ChatContext(loaded, history, config, terminal, jsonl, sources, settings.think)
         with Chat(context) as chat:
             context.open_session()
+            context.keep_options()
             if config.prompt is None:
-                terminal.note(f"{loaded.header}. /help lists the commands, Ctrl-D leaves.", style="dim")
+                if terminal.interactive and config.history:
+                    history.keep(context.start_session)
+                private = NOT_KEPT * (not config.history and history.session is None)
+                terminal.note(f"{loaded.header}. {private}/help lists the commands, Ctrl-D leaves.", style="dim")
             yield chat
 
 
@@ -70,6 +76,7 @@ class Chat:
         self._context, self._jsonl = context, context.jsonl
         self._terminal, self._report = context.terminal, context.report
         self._process = psutil.Process()
+        self._offered: Entry | None = None
 
     @property
     def _history(self) -> ConversationHistory:
@@ -197,8 +204,21 @@ class Chat:
             if self._context.leaving:
                 return
 
+    def draft(self) -> str:
+        """The text that the prompt begins with: the message to edit. Who leaves the prompt without it edits nothing."""
+        entry = self._context.edited
+        if entry is None or entry is not self._offered:
+            self._offered = entry
+            return "" if entry is None else entry.prompt
+        self._context.edited = self._offered = None
+        self._terminal.note("nothing was edited")
+        return ""
+
     def _read_ahead(self, message: str) -> str | None:
         try:
+            if (edited := self._context.edited) is not None:
+                self._context.edited = self._offered = None
+                self._context.go_back(sum(entry.turn >= edited.turn for entry in self._history.entries))
             return read_ahead(self._context, message)
         except H2OStreamError as error:
             self._terminal.error(str(error))
@@ -209,7 +229,7 @@ class Chat:
 
         config = self._context.config
         history = input_history(config.history, self._terminal.note)
-        yield from MessagePrompt(self.toolbar, config.vim, history).messages()
+        yield from MessagePrompt(self.toolbar, config.vim, history, self.draft).messages()
 
 
 def _piped() -> Iterator[str]:

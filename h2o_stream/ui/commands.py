@@ -3,55 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import cast, get_args
 
 from rich.table import Table
 
-from h2o_stream.config import RecallMode, SamplingConfig, ThinkMode
-from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.config import RecallMode, ThinkMode
+from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
-from h2o_stream.resources import is_file, user_path
-from h2o_stream.session.history import ConversationHistory
+from h2o_stream.resources import named_prompts
 from h2o_stream.session.memory import report_memory
 from h2o_stream.session.retention import retention
-from h2o_stream.session.transcript import Entry, export
+from h2o_stream.session.transactions import NoStateError
+from h2o_stream.session.transcript import Entry
 from h2o_stream.session.why import explain
-from h2o_stream.texts import read_text
-from h2o_stream.ui.chat_context import ChatContext
-from h2o_stream.ui.command_list import COMMANDS
-from h2o_stream.ui.documents import read_file
+from h2o_stream.ui.command_list import ALIASES, COMMANDS, unknown_command
+from h2o_stream.ui.documents import read_files
+from h2o_stream.ui.files import find_files, read_all
 from h2o_stream.ui.format import SOURCES, format_bytes, legend
 from h2o_stream.ui.heatmap import explanation, heatmap
 from h2o_stream.ui.memory import memory_lines
 from h2o_stream.ui.recall import candidates_table
-from h2o_stream.ui.tables import print_report, sessions_table
+from h2o_stream.ui.session_commands import SessionCommands
+from h2o_stream.ui.settings import parse_setting
+from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import one_line
-
-_ALIASES = {"temp": "temperature", "n": "max_tokens"}
 
 _DRAWN = {"show": "shown", "fold": "folded", "hide": "hidden"}
 
 
-class Commands:
+class Commands(SessionCommands):
     """Executes commands in a chat. The command ``/name`` is the method ``_name``."""
-
-    def __init__(self, context: ChatContext) -> None:
-        self._context, self._terminal = context, context.terminal
-
-    @property
-    def _history(self) -> ConversationHistory:
-        return self._context.history
 
     def execute(self, line: str) -> str | None:
         """Execute a command line. Returns a message for the model, or None."""
         name, _, argument = line.partition(" ")
         name, argument = name.strip(), argument.strip()
+        name = ALIASES.get(name, name)
         command = COMMANDS.get(name)
         if command is None:
-            self._terminal.error(f"{name} is not a command, /help lists them; start with // to send it to the model")
+            self._terminal.error(unknown_command(name))
         elif command.requires_argument and not argument:
             self._terminal.error(f"{name} needs {command.argument}: {command.summary}")
         elif argument and not command.argument:
@@ -78,7 +69,7 @@ class Commands:
 
     def _system(self, argument: str) -> None:
         if argument:
-            self._history.reset(argument)
+            self._history.reset(named_prompts().get(argument, argument))
             self._terminal.note("Started a new conversation with this system prompt.")
         else:
             system = self._history.conversation.system
@@ -86,11 +77,11 @@ class Commands:
 
     def _set(self, argument: str) -> None:
         engine = self._history.conversation.engine
-        name, _, value = argument.partition(" ")
-        name = _ALIASES.get(name, name).replace("-", "_")
-        sampling = dataclasses.replace(engine.sampling, **{name: _parse_setting(name, value.strip())})
+        name, value = parse_setting(argument)
+        sampling = dataclasses.replace(engine.sampling, **{name: value})
         engine.set_sampling(sampling, reseed=name == "seed")
-        self._terminal.note(f"{name} is now {value.strip()}")
+        self._context.keep_options("/set", **{name: getattr(sampling, name)})
+        self._terminal.note(f"{name} is now {argument.partition(' ')[2].strip()}")
 
     def _show(self, argument: str) -> None:
         if argument == "config":
@@ -174,24 +165,47 @@ class Commands:
             self._terminal.note(f"{number or 'system'}: {text}")
 
     def _file(self, argument: str) -> str | None:
-        name, question = _split_path(argument)
-        path = user_path(name, f"/file {name}")
-        text = read_text(path, f"/file {name}")
-        if not text.strip():
-            raise DataError(f"/file {name}: the file is empty")
-        return read_file(self._context, path.name, text.strip(), question)
+        files, question = find_files(argument)
+        return read_files(self._context, read_all(files, self._terminal.note), question)
 
     def _regen(self, argument: str) -> str:
-        return self._history.regenerate()
+        try:
+            return self._history.regenerate()
+        except NoStateError:
+            prompt = self._history.entries[-1].prompt
+            self._context.go_back(1)
+            return prompt
 
     def _undo(self, argument: str) -> None:
-        undone = self._history.undo(_parse_number("/undo", argument) if argument else 1)
-        self._terminal.note(f"undone: {' '.join(undone[0].prompt.split())[:60]}" + (" ..." if len(undone) > 1 else ""))
+        count, entries = _parse_number("/undo", argument) if argument else 1, self._history.entries
+        self._context.go_back(count)
+        self._terminal.note(f"undone: {_title(entries[-count])}" + (" ..." if count > 1 else ""))
+
+    def _edit(self, argument: str) -> None:
+        said = [entry for entry in self._history.entries if entry.kind == "said"]
+        if not said:
+            raise H2OStreamError("nothing was said yet")
+        entry = self._entry(_parse_number("/edit", argument)) if argument else said[-1]
+        if entry.kind != "said":
+            raise H2OStreamError(f"turn {entry.turn} is no message of yours")
+        self._context.edited = entry
+        later = len(self._history.entries) - self._history.entries.index(entry)
+        what = "this turn" if later == 1 else f"this turn and the {later - 1} after it"
+        self._terminal.note(f"the next message takes the place of {what}: {_title(entry)}")
+
+    def _copy(self, argument: str) -> None:
+        entries = self._history.entries
+        if not argument and not entries:
+            raise H2OStreamError("nothing was said yet")
+        text = (self._entry(_parse_number("/copy", argument)) if argument else entries[-1]).text
+        self._terminal.copy(text)
+        self._terminal.note(f"copied {len(text):,} characters")
 
     def _recall(self, argument: str) -> None:
         recall = self._history.conversation.recall
         if argument in get_args(RecallMode):
             recall.mode = cast(RecallMode, argument)
+            self._context.keep_options("/recall", recall=argument)
             self._terminal.note(f"recall is {argument}")
         elif argument.isdecimal():
             self._read_again(int(argument))
@@ -211,9 +225,11 @@ class Commands:
     def _think(self, argument: str) -> None:
         if argument in ("on", "off"):
             self._history.conversation.switch_thinking(argument == "on")
+            self._context.keep_options("/think", think="off" if argument == "off" else self._context.think)
             self._terminal.note(f"thinking is {argument} from the next message on")
         elif argument in _DRAWN:
             self._context.think = cast(ThinkMode, argument)
+            self._context.keep_options("/think", think=argument)
             self._terminal.note(f"thinking is now {_DRAWN[argument]}")
         elif argument and not argument.isdecimal():
             raise ConfigError(f"/think takes show, fold, hide, on, off or the number of a turn, not {argument!r}")
@@ -239,59 +255,17 @@ class Commands:
     def _read_again(self, number: int) -> None:
         entry = self._entry(number)
         if self._context.feed(self._history.feed_turn(entry.prompt, entry.text)):
-            self._terminal.note(f"turn {number} was read again: {' '.join(entry.prompt.split())[:60]}")
-
-    def _fork(self, argument: str) -> None:
-        self._history.fork(argument)
-        self._terminal.note(f"the conversation continues as session {argument}")
-
-    def _save(self, argument: str) -> None:
-        self._history.save(argument)
-        self._terminal.note(f"saved as session {argument}")
-
-    def _load(self, argument: str) -> None:
-        self._context.open_session(argument)
-
-    def _sessions(self, argument: str) -> None:
-        self._terminal.console.print(sessions_table())
-
-    def _export(self, argument: str) -> None:
-        path, thinking = user_path(argument, f"/export {argument}"), self._context.think == "show"
-        export(path, self._history.header(), self._history.entries, thinking)
-        self._terminal.note(f"written: {argument}")
+            self._terminal.note(f"turn {number} was read again: {_title(entry)}")
 
     def _exit(self, argument: str) -> None:
         self._context.leaving = True
 
 
-def _split_path(text: str) -> tuple[str, str]:
-    """A path and the text after it. The path is the longest prefix that is a file, or else the quoted part."""
-    gaps = [gap.start() for gap in re.finditer(r"\s", text)]
-    for end in (len(text), *reversed(gaps)):
-        if is_file(Path(text[:end])):
-            return text[:end], text[end:].strip()
-    quoted = re.match(r"""(["'])(.+?)\1""", text)
-    end = quoted.end() if quoted else gaps[0] if gaps else len(text)
-    return quoted[2] if quoted else text[:end], text[end:].strip()
+def _title(entry: Entry) -> str:
+    return " ".join(entry.prompt.split())[:60]
 
 
 def _parse_number(command: str, text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{command} takes a number, not {text!r}")
     return int(text)
-
-
-def _parse_setting(name: str, value: str) -> Any:
-    """The value of a field of `SamplingConfig` from its text."""
-    hints = get_type_hints(SamplingConfig)
-    if name not in hints:
-        raise ConfigError(f"{name} cannot be set; /set takes one of {', '.join(hints)}")
-    if name == "stop":
-        return tuple(value.split()) if value else ()
-    if not value:
-        raise ConfigError(f"/set {name} needs a value")
-    kind = float if "float" in str(hints[name]) else int
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise ConfigError(f"{name} takes a number, not {value!r}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from h2o_stream.recall.passages import sentences
 from h2o_stream.recall.terms import is_question
@@ -15,17 +16,25 @@ _MAX_SHARE = 0.5
 _QUESTION_SHARE = 0.25
 """Share of the window up to which the end of a long message is taken for the question about the rest."""
 
+_REPLY = "Thank you. What would you like to know about it?"
+"""The reply to a text that is only read. A small model repeats one that is no question, such as "I have read it.", as
+its answer to what is asked next."""
 
-def read_file(context: ChatContext, name: str, text: str, question: str) -> str | None:
-    """What to say about a file: its text with the question. A long one is read first, if recall is on, so that only the
-    question remains.
+
+def read_files(context: ChatContext, files: Sequence[tuple[str, str]], question: str) -> str | None:
+    """What to say about files, given by names and texts: the texts with the question. Long ones are read first, each as
+    a turn, if recall is on, so that only the question remains.
 
     None if there is none, or if Ctrl-C ended the reading. What was read stays in the conversation.
     """
-    if not _exceeds(context, text, _MAX_SHARE):
-        return f"{name}:\n\n{text}\n\n{question}".strip()
-    ask = "" if question else f" of {name}; ask about it"
-    return question or None if _read(context, f"{name}:\n\n{text}", f"I have read {name}.", ask) else None
+    texts = [f"{name}:\n\n{text}" for name, text in files]
+    if not _exceeds(context, (together := "\n\n".join(texts)), _MAX_SHARE):
+        return f"{together}\n\n{question}".strip()
+    for number, ((name, _), text) in enumerate(zip(files, texts, strict=True), 1):
+        ask = "" if question or number < len(files) else "; ask about it"
+        if not _read(context, text, f" of {name}{ask}" if ask or len(files) > 1 else ""):
+            return None
+    return question or None
 
 
 def read_ahead(context: ChatContext, message: str, text: str = "") -> str | None:
@@ -41,7 +50,7 @@ def read_ahead(context: ChatContext, message: str, text: str = "") -> str | None
         return message
     for body, question in splits:
         if body and not _exceeds(context, question, _QUESTION_SHARE):
-            return question if _read(context, body, "I have read it.", "") else None
+            return question if _read(context, body, "") else None
     return message
 
 
@@ -70,10 +79,10 @@ def _exceeds(context: ChatContext, text: str, share: float) -> bool:
     return len(tokenizer(text, add_special_tokens=False)["input_ids"]) > share * window
 
 
-def _read(context: ChatContext, text: str, reply: str, note: str) -> bool:
+def _read(context: ChatContext, text: str, note: str) -> bool:
     engine = context.history.conversation.engine
     before = len(engine.tokens)
-    complete = context.feed(context.history.feed_turn(text, reply))
+    complete = context.feed(context.history.feed_turn(text, _REPLY))
     count = len(engine.tokens) - before
     if complete:
         context.terminal.note(f"read {count:,} tokens{note}", style="dim")

@@ -52,6 +52,7 @@ SOURCES = {
 
 _SHORT = {
     "temperature": "temp", "top_p": "top-p", "top_k": "top-k", "min_p": "min-p", "repetition_penalty": "penalty",
+    "dry_multiplier": "dry", "dry_allowed_length": "dry length",
     "frequency_penalty": "frequency penalty", "presence_penalty": "presence penalty",
 }  # fmt: skip
 
@@ -70,6 +71,8 @@ def sampling_line(engine: Engine) -> str:
     neutral: dict[str, float | str] = {"top_p": 1, "repetition_penalty": 1}
     if values["temperature"] == 0:
         neutral |= {name: values[name] for name in ("top_p", "top_k", "min_p")}
+    if values["dry_multiplier"] == 0:
+        neutral["dry_allowed_length"] = values["dry_allowed_length"]
     shown = {name: value for name, value in values.items() if value != neutral.get(name, 0) or name == "temperature"}
     return " · ".join(f"{_SHORT[name]} {value}" for name, value in shown.items())
 

@@ -100,7 +100,7 @@ class LoadingChat:
         self._line = LoadingLine(settings.model.model)
         self._loader = BackgroundLoader(settings, self._line)
         history = input_history(config.history, terminal.note)
-        self._prompt = MessagePrompt(self._toolbar, config.vim, history, background=self._wait)
+        self._prompt = MessagePrompt(self._toolbar, config.vim, history, self._draft, background=self._wait)
         self._stack = ExitStack()
         self._chat: Chat | None = None
 
@@ -122,7 +122,7 @@ class LoadingChat:
         try:
             first = next(messages, None)
         except Exception:
-            if draft := self._prompt.draft.strip():
+            if draft := self._prompt.unsent.strip():
                 self._terminal.console.print(f"Not sent: {draft}")
             raise
         if first is None or self._chat is None:
@@ -150,6 +150,9 @@ class LoadingChat:
         from h2o_stream.ui.chat import open_chat
 
         self._chat = self._stack.enter_context(open_chat(*self._arguments, loaded))
+
+    def _draft(self) -> str:
+        return "" if self._chat is None else self._chat.draft()
 
     def _toolbar(self) -> FormattedText:
         if self._chat is not None:

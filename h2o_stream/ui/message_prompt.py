@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -16,6 +18,7 @@ from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 
 from h2o_stream.resources import PRIVATE, private_data_folder, replace_surrogates, write_atomically
 from h2o_stream.ui.command_list import COMMANDS
@@ -23,11 +26,18 @@ from h2o_stream.ui.interrupts import DOUBLE_PRESS_S
 
 PROMPT, CONTINUATION, QUOTES = "> ", ". ", '"""'
 
+PASTED = re.compile(r"\[pasted [\d,]+ (?:lines|characters)(?:, \d+)?\]")
+"""Stands for a text that was pasted."""
+
+_MAX_PASTED_LINES, _MAX_PASTED_LETTERS = 9, 2000
+"""Of a text that is shown as it is."""
+
 
 class MessagePrompt:
     """Reads messages from a terminal. Enter sends; Meta-Enter, or Enter inside triple quotes, starts a new line.
 
-    The toolbar is below the prompt. `background` runs in this thread while the first message is typed, which waits
+    The toolbar is below the prompt, which begins with the draft. A long text that is pasted is shown as a line and not
+    kept in the history. `background` runs in this thread while the first message is typed, which waits
     until it is done; if it raises, so does `messages`.
     """
 
@@ -36,9 +46,11 @@ class MessagePrompt:
         toolbar: Callable[[], FormattedText],
         vim: bool,
         history: History,
+        draft: Callable[[], str],
         background: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._background = background
+        self._background, self._draft = background, draft
+        self._pasted = dict[str, str]()
         self.waiting = False
         self._session: PromptSession[str] = PromptSession(
             history=history,
@@ -59,9 +71,27 @@ class MessagePrompt:
         self._send, buffer.accept_handler = buffer.accept_handler, self._accept
 
     @property
-    def draft(self) -> str:
+    def unsent(self) -> str:
         """What was typed but not sent."""
-        return self._session.default_buffer.text
+        return self._with_pasted(self._session.default_buffer.text)
+
+    def _with_pasted(self, text: str) -> str:
+        return PASTED.sub(lambda shown: self._pasted.get(shown[0], shown[0]), text)
+
+    def _paste(self, text: str) -> str:
+        """What is shown of a text that is pasted."""
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        lines = text.rstrip("\n").count("\n") + 1
+        if lines <= _MAX_PASTED_LINES and len(text) <= _MAX_PASTED_LETTERS:
+            return text
+        size = f"{lines:,} lines" if lines > 1 else f"{len(text):,} characters"
+        shown = next(
+            shown
+            for number in count(1)
+            if self._pasted.get(shown := f"[pasted {size}{f', {number}' * (number > 1)}]", text) == text
+        )
+        self._pasted[shown] = text
+        return shown
 
     def messages(self) -> Iterator[str]:
         """Messages until Ctrl-D, or Ctrl-C twice on an empty line (once while the background task runs).
@@ -72,7 +102,7 @@ class MessagePrompt:
         last = float("-inf")
         while True:
             try:
-                text = self._session.prompt(PROMPT, pre_run=self._begin)
+                text = self._session.prompt(PROMPT, default=self._draft(), pre_run=self._begin)
             except KeyboardInterrupt:
                 if self._background is not None or time.monotonic() - last < DOUBLE_PRESS_S:
                     raise
@@ -80,7 +110,7 @@ class MessagePrompt:
                 continue
             except EOFError:
                 return
-            yield unquoted(text)
+            yield self._with_pasted(unquoted(text))
 
     def _begin(self) -> None:
         if self._background is not None:
@@ -123,6 +153,10 @@ class MessagePrompt:
         @keys.add("escape", "enter", filter=has_focus(DEFAULT_BUFFER))
         def _(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
+
+        @keys.add(Keys.BracketedPaste, filter=has_focus(DEFAULT_BUFFER))
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text(self._paste(event.data))
 
         @keys.add("c-d", filter=Condition(lambda: self.waiting))
         def _(event: KeyPressEvent) -> None:
@@ -176,10 +210,25 @@ def input_history(keep: bool, notify: Callable[[str], None]) -> History:
             return LimitedHistory(path)
         except OSError as error:
             notify(f"no input history: {error}")
-    return InMemoryHistory()
+    return _MemoryHistory()
 
 
-class LimitedHistory(FileHistory):
+class _WithoutPasted(History):
+    """Keeps no texts that were pasted, nor the lines that stand for them."""
+
+    def append_string(self, string: str) -> None:
+        """See prompt_toolkit."""
+        if not PASTED.search(string):
+            super().append_string(string)
+        elif typed := PASTED.sub("", string).strip():
+            super().append_string(typed)
+
+
+class _MemoryHistory(_WithoutPasted, InMemoryHistory):
+    pass
+
+
+class LimitedHistory(_WithoutPasted, FileHistory):
     """The last `MAX_MESSAGES` messages in a file of at most `MAX_BYTES`. Errors do not end the prompt."""
 
     def __init__(self, path: Path) -> None:

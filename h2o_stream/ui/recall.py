@@ -15,16 +15,15 @@ SPEAKERS = {"user": "you", "assistant": "model"}
 
 
 def recalled_line(candidate: Candidate, width: int) -> str:
-    """The line about a passage that is read again, or had no room, in at most `width` columns."""
-    what = "no room to recall" if candidate.verdict == "no room" else "recalled from"
-    line = Text(f"{what} turn {candidate.passage.turn}: {one_line(candidate.excerpt)}")
+    """The line about a passage that is read again, in at most `width` columns."""
+    line = Text(f"recalled from turn {candidate.passage.turn}: {one_line(candidate.excerpt)}")
     line.truncate(width, overflow="ellipsis")
     return line.plain
 
 
 def recalled_lines(event: Recalled, width: int) -> list[str]:
-    """A line for each passage that is read again, and for what was found but has no room in the window."""
-    return [recalled_line(candidate, width) for candidate in (*event.candidates, *event.no_room)]
+    """A line for each passage that is read again."""
+    return [recalled_line(candidate, width) for candidate in event.candidates]
 
 
 def note_recalled(terminal: Terminal, event: Recalled) -> None:

@@ -85,6 +85,7 @@ class LoadedConversation:
         plan, counts = self.conversation.engine.cache.plan, self.conversation.engine.counts
         ratios = self.settings.cache.ratios_text
         given = f"{ratios} of the first prompt" if ratios else counts.window_note
+        given += " (auto)" * (self.settings.cache.auto_window > 0)
         window = f" · window {given} · {plan.positions}" if plan.window else ""
         return f"{self.name} · {plan.policy}{window}"
 

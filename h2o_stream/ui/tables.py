@@ -19,7 +19,6 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.memory import peak_bytes
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.session.sessions import saved_sessions
 from h2o_stream.ui.format import format_bytes, format_speed, shade
 from h2o_stream.ui.pages import Page, TableData
 from h2o_stream.ui.terminal import Terminal, one_line
@@ -167,24 +166,6 @@ def format_of(path: Path, *formats: str) -> str:
             f"--to {path} names no format that there is; it takes a name that ends in {', '.join(formats)}"
         )
     return suffix
-
-
-def sessions_table() -> Table:
-    """All sessions, the most recently used first."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    saved = [(one_line(name), transcript) for name, transcript in saved_sessions()]
-    saved.sort(key=lambda item: item[1].entries[-1].time if item[1].entries else "", reverse=True)
-    widths = {"session": max([7, *(len(name) for name, _ in saved)]), "turns": 5, "last used": 16}
-    for column in ("session", "turns", "last used", "model", "first words"):
-        table.add_column(
-            column, justify="right" if column == "turns" else "left", min_width=widths.get(column), no_wrap=True
-        )
-    for name, transcript in saved:
-        entries, header = transcript.entries, transcript.header
-        last, first = (one_line(entries[-1].time), one_line(entries[0].prompt)) if entries else ("", "")
-        model = one_line(f"{Path(header.model).name} {header.policy}") if header else ""
-        table.add_row(name, str(len(entries)), last[:16].replace("T", " "), model, first[:40])
-    return table
 
 
 def models_table(models: Sequence[StoredModel], kept: Sequence[CachedFolder]) -> Table:

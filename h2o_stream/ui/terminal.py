@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -16,6 +19,7 @@ from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.ui.format import format_duration
 
 try:
@@ -104,6 +108,20 @@ class Terminal:
     def error(self, line: str) -> None:
         """Write a line to stderr, even if quiet."""
         self.console.print(line, style="red", soft_wrap=not self.live)
+
+    def copy(self, text: str) -> None:
+        """Put a text into the clipboard of the terminal, wherever that is: by OSC 52, or by tmux, which may refuse it.
+
+        Raises:
+            H2OStreamError: there is no terminal.
+        """
+        if not self.live:
+            raise H2OStreamError("there is no terminal to copy to")
+        data = text.encode("utf-8", "replace")
+        sys.stdout.write(f"\x1b]52;c;{base64.b64encode(data).decode()}\a")
+        sys.stdout.flush()
+        if "TMUX" in os.environ and (tmux := shutil.which("tmux")):
+            subprocess.run([tmux, "load-buffer", "-w", "-"], input=data, capture_output=True, check=False)
 
     @contextmanager
     def unechoed(self) -> Iterator[None]:

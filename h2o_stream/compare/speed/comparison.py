@@ -7,7 +7,6 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -26,6 +25,7 @@ from h2o_stream.errors import DataError
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.load import load_tokenizer
+from h2o_stream.resources import version_of
 
 ROUNDS = 5
 """Times that every engine decodes at a history; the median counts."""
@@ -197,7 +197,7 @@ class Speed(Comparison[SpeedOptions]):
             "contenders": [asdict(spec) for spec in self._specs],
             "files": self._files,
             "machine": machine(),
-            "version": version("h2o-stream"),
+            "version": version_of("h2o-stream"),
         }
         return [
             Job(

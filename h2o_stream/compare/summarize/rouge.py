@@ -19,7 +19,7 @@ def require_rouge() -> None:
     Raises:
         H2OStreamError: rouge-score is not installed.
     """
-    require_package("rouge_score", "rouge", "ROUGE needs rouge-score")
+    require_package("rouge_score", "rouge-score", "ROUGE needs rouge-score")
 
 
 class RougeScorer:

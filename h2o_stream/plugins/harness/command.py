@@ -30,7 +30,7 @@ def require_harness() -> None:
     Raises:
         H2OStreamError: it is not installed.
     """
-    require_package("lm_eval", "eval", "tasks need the lm-evaluation-harness")
+    require_package("lm_eval", "'lm-eval[hf]'", "tasks need the lm-evaluation-harness")
 
 
 def _require_model(arguments: Sequence[str]) -> None:

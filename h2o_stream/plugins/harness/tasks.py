@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.fitting import dtype_name
 from h2o_stream.plugins.harness.options import TasksOptions
-from h2o_stream.resources import project_file
+from h2o_stream.resources import project_file, version_of
 
 
 class Tasks(Comparison[TasksOptions]):
@@ -28,7 +27,7 @@ class Tasks(Comparison[TasksOptions]):
         super().__init__(options)
         self._ratio = None if options.windows else options.ratio
         self._settings: dict[str, Any] = {"ratio": self._ratio, "shots": options.shots, "limit": options.limit}
-        self._settings["lm_eval"] = version("lm-eval")
+        self._settings["lm_eval"] = version_of("lm-eval")
         self._task_manager: Any = None
 
     def begin(self, notify: Notify) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""A running server as the model of a chat, by OpenAI's API: what was said is kept here, the cache is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit, urlunsplit
+from urllib.request import Request, urlopen
+
+from h2o_stream.errors import ConfigError, DataError
+
+Chunks = Generator[dict[str, Any], None, None]
+
+
+class Server:
+    """A server's model.
+
+    Args:
+        url: of the server, with or without ``/v1``.
+        key: that the server wants, if it does.
+        model: to be asked; None is the first one that the server has.
+
+    Raises:
+        ConfigError: this is no URL.
+        DataError: there is no server, or it does not let us in.
+    """
+
+    def __init__(self, url: str, key: str | None = None, model: str | None = None) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError(f"{url!r} is no address of a server; --server takes one like http://127.0.0.1:8000")
+        self.url = urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/v1"))
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+        with self._open("models") as response:
+            models = self._parse(response.read()).get("data")
+        if not isinstance(models, list) or not models:
+            raise self._error("it has no model")
+        self.model = model or str(models[0]["id"])
+
+    def reply(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> Generator[dict[str, Any], None, None]:
+        """The chunks of a reply to a conversation, as the server sends them. Closing the iterator stops the reply.
+
+        Raises:
+            DataError: the server refuses the request, or is gone.
+        """
+        streaming = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": self.model, "messages": messages, **streaming, **options}
+        with self._open("chat/completions", body) as response:
+            try:
+                for line in response:
+                    if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                        yield self._parse(line.removeprefix(b"data: "))
+            except (OSError, HTTPException) as error:
+                raise self._error(f"the connection broke: {error}") from error
+
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            response: HTTPResponse = urlopen(Request(f"{self.url}/{path}", data, self._headers))
+            return response
+        except HTTPError as error:
+            raise self._error(_message(error.read()) or f"{error.code} {error.reason}") from error
+        except (URLError, OSError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise self._error(f"{getattr(reason, 'strerror', None) or reason}; does h2o-serve run there?") from error
+
+    def _parse(self, text: bytes) -> dict[str, Any]:
+        if reason := _message(text):
+            raise self._error(reason)
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise self._error("what answers is no server of models") from error
+        if not isinstance(found, dict):
+            raise self._error("what answers is no server of models")
+        return found
+
+    def _error(self, reason: str) -> DataError:
+        return DataError(f"--server {self.url}: {reason}")
+
+
+def _message(text: bytes) -> str:
+    """The message of an error that a server has sent; empty for anything else."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(text)["error"]["message"])
+    return ""

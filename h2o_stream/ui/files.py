@@ -1,0 +1,79 @@
+"""Files that a message names: one, a folder, or a pattern; and the question after them."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from h2o_stream.errors import DataError
+from h2o_stream.resources import is_file, user_path
+from h2o_stream.texts import read_text
+
+_MAX_FILES = 500
+"""A folder of more is probably not the one that was meant."""
+
+_NAMED = 5
+"""How many files that are no text are named."""
+
+
+def find_files(argument: str) -> tuple[list[Path], str]:
+    """The files that a text begins with, and the question after them.
+
+    The name is the longest prefix that is a file, a folder or a pattern of files, or else the quoted part.
+
+    Raises:
+        DataError: a folder or a pattern has no files, or too many.
+    """
+    quoted = re.match(r"""(["'])(.+?)\1""", argument)
+    ends = [quoted.end()] if quoted else []
+    ends += [len(argument), *reversed([gap.start() for gap in re.finditer(r"\s", argument)])]
+    for end in ends:
+        name = quoted[2] if quoted and end == quoted.end() else argument[:end]
+        if files := _files(name):
+            return files, argument[end:].strip()
+    name, end = (quoted[2], quoted.end()) if quoted else (argument.split()[0], len(argument.split()[0]))
+    return [user_path(name, f"/file {name}")], argument[end:].strip()
+
+
+def _files(name: str) -> list[Path]:
+    """The files of a name; none if there is nothing of this name."""
+    try:
+        path = Path(name).expanduser()
+        if is_file(path):
+            return [path]
+        pattern = str(path / "**") if path.is_dir() else str(path)
+        names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (Path.glob finds hidden files, too)
+        found = [Path(name) for name in names if is_file(Path(name))]
+    except (OSError, RuntimeError, ValueError):
+        return []
+    if path.is_dir() and not found:
+        raise DataError(f"/file {name}: the folder has no files")
+    if len(found) > _MAX_FILES:
+        raise DataError(f"/file {name} has {len(found):,} files; at most {_MAX_FILES} are read")
+    return found
+
+
+def read_all(files: Sequence[Path], notify: Callable[[str], None]) -> list[tuple[str, str]]:
+    """Names and texts of files. Of several, those that are empty or no text are skipped, with a line.
+
+    Raises:
+        DataError: none has text; the reason is that of the first one.
+    """
+    read, reasons = list[tuple[str, str]](), dict[str, DataError]()
+    for path in files:
+        label = f"/file {path}"
+        try:
+            text = read_text(path, label).strip()
+            if not text:
+                raise DataError(f"{label}: the file is empty")
+            read.append((path.name if len(files) == 1 else str(path), text))
+        except DataError as error:
+            reasons[str(path)] = error
+    if not read:
+        raise next(iter(reasons.values()))
+    if reasons:
+        names = ", ".join(list(reasons)[:_NAMED]) + ", ..." * (len(reasons) > _NAMED)
+        notify(f"skipped {len(reasons)} of {len(files)} files, empty or no text: {names}")
+    return read

@@ -1,0 +1,261 @@
+"""The chat with a running server: it loads no model, so several terminals share one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from prompt_toolkit.formatted_text import FormattedText
+from rich.table import Table
+from rich.text import Text
+
+from h2o_stream.config import ChatConfig, SamplingConfig
+from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.resources import named_prompts, user_path
+from h2o_stream.session.automatic import automatic_session
+from h2o_stream.session.messages import encodable
+from h2o_stream.session.server import Server
+from h2o_stream.session.sessions import Session
+from h2o_stream.session.transcript import Entry, Header, export
+from h2o_stream.texts import piped_lines
+from h2o_stream.ui.command_list import ALIASES, COMMANDS, is_command, unknown_command
+from h2o_stream.ui.files import find_files, read_all
+from h2o_stream.ui.message_prompt import MessagePrompt, input_history
+from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
+from h2o_stream.ui.sessions import NOT_KEPT, show_matches, show_resumed, show_sessions
+from h2o_stream.ui.settings import parse_setting
+from h2o_stream.ui.terminal import Terminal
+
+
+class ServerChat:
+    """Chats with a server, as `Chat` does with a model. A context manager.
+
+    Args:
+        server: and what it is told with every message: sampling, and fields of our own server.
+        system: the system prompt; None leaves it to the server.
+    """
+
+    def __init__(
+        self, server: Server, options: Mapping[str, Any], system: str | None, config: ChatConfig, terminal: Terminal
+    ) -> None:
+        self._server, self._options, self._system = server, dict(options), system
+        self._config, self._terminal = config, terminal
+        self._entries = list[Entry]()
+        self._session: Session | None = None
+        self._automatic = terminal.interactive and config.prompt is None and config.history
+        self._draft, self._edited = "", 0
+        self._status = server.model
+        self._leaving = False
+
+    def __enter__(self) -> ServerChat:
+        if self._config.session is not None:
+            self._open(Session(self._config.session))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._session is not None:
+            self._session.close()
+
+    def _open(self, session: Session) -> None:
+        self._session, self._entries = session, session.transcript.entries
+        if session.transcript.header is not None:
+            self._system = session.transcript.header.system
+        if self._entries:
+            show_resumed(self._terminal, session.name, self._entries)
+
+    def run(self) -> bool:
+        """Read messages and show the replies, until the end. Returns whether Ctrl-C ended it.
+
+        Raises:
+            H2OStreamError: the only question got no answer.
+        """
+        config = self._config
+        if config.prompt is not None:
+            return self._say(f"{config.piped}\n\n{config.prompt}".strip())
+        private = NOT_KEPT * (not config.history and self._session is None)
+        title = f"{self._server.model} at {self._server.url}. {private}/help lists the commands, Ctrl-D leaves."
+        self._terminal.note(title, style="dim")
+        for text in self._typed() if self._terminal.interactive else piped_lines(sys.stdin.buffer, "standard input"):
+            try:
+                message = self._execute(text.strip()) if is_command(text.strip()) else text.strip()
+                interrupted = bool(message) and self._say(message.removeprefix("/") if message[:2] == "//" else message)
+            except H2OStreamError as error:
+                self._terminal.error(str(error))
+                continue
+            if self._leaving or config.single_turn or (interrupted and not self._terminal.interactive):
+                return interrupted
+        return False
+
+    def _typed(self) -> Iterator[str]:
+        history = input_history(self._config.history, self._terminal.note)
+        return MessagePrompt(self._toolbar, self._config.vim, history, self._take_draft).messages()
+
+    def _toolbar(self) -> FormattedText:
+        return FormattedText([("noreverse", self._status)])
+
+    def _take_draft(self) -> str:
+        draft, self._draft = self._draft, ""
+        if not draft:
+            self._edited = 0
+        return draft
+
+    def _say(self, message: str) -> bool:
+        """One turn. Returns whether Ctrl-C ended it."""
+        if self._edited:
+            self._go_back(len(self._entries) - self._edited + 1)
+            self._edited = 0
+        message, text, thinking, finish = encodable(message), "", "", "interrupted"
+        chunks = self._server.reply([*self._messages(), {"role": "user", "content": message}], self._options)
+        last: dict[str, Any] = {}
+        try:
+            with closing(chunks), self._terminal.unechoed(), self._reply() as reply:
+                for chunk in chunks:
+                    last |= {name: chunk[name] for name in ("usage", "h2o") if chunk.get(name)}
+                    for choice in chunk.get("choices", ()):
+                        delta = choice.get("delta") or {}
+                        if thought := delta.get("reasoning_content"):
+                            reply.think(thought)
+                            thinking += thought
+                        reply.push(delta.get("content") or "")
+                        text += delta.get("content") or ""
+                        finish = choice.get("finish_reason") or finish
+        except KeyboardInterrupt:
+            finish = "interrupted"
+        turn = self._entries[-1].turn + 1 if self._entries else 1
+        self._keep(Entry(turn, message, text, "said", finish, thinking=thinking))
+        self._note(last, finish)
+        return finish == "interrupted"
+
+    def _reply(self) -> Reply:
+        thinking = Thinking("fold")
+        if self._config.plain or not self._terminal.live or self._terminal.quiet:
+            return PlainReply(self._terminal, thinking)
+        return MarkdownReply(lambda width: Text(self._status[:width]), self._terminal.stdout_console, thinking)
+
+    def _messages(self) -> Iterator[dict[str, str]]:
+        if self._system:
+            yield {"role": "system", "content": self._system}
+        for entry in self._entries:
+            yield {"role": "user", "content": entry.prompt}
+            if entry.text:
+                yield {"role": "assistant", "content": entry.text}
+
+    def _note(self, last: Mapping[str, Any], finish: str) -> None:
+        """What the turn took, and the state of the cache, as far as the server tells."""
+        usage, slots = last.get("usage", {}), last.get("h2o", {}).get("slots", {})
+        parts = []
+        if usage:
+            parts.append(f"{usage.get('prompt_tokens', 0):,} + {usage.get('completion_tokens', 0):,} tokens")
+        if slots:
+            parts.append(f"kept {slots['cached']:,} of {slots['window']:,}, evicted {slots['evicted']:,}")
+            self._status = f"{self._server.model} · seen {slots['seen']:,} evicted {slots['evicted']:,}"
+        self._terminal.note(", ".join([*parts, finish]), style="dim")
+
+    # keeping
+
+    def _header(self) -> Header:
+        return Header(self._server.model, "server", 0, self._system)
+
+    def _keep(self, entry: Entry) -> None:
+        self._entries.append(entry)
+        try:
+            if self._session is None and self._automatic:
+                session = automatic_session(self._entries[0].prompt)
+                session.add_all(self._header(), self._entries, lambda turn: None)
+                self._session = session
+            elif self._session is not None:
+                self._session.add(entry, None, self._header())
+        except DataError as error:
+            self._automatic = False
+            self._terminal.error(f"this chat is not kept: {error}")
+
+    def _go_back(self, count: int) -> list[Entry]:
+        if not 1 <= count <= len(self._entries):
+            raise H2OStreamError(f"cannot undo {count} turns, there are {len(self._entries)}")
+        kept, undone = self._entries[:-count], self._entries[-count:]
+        if self._session is not None:
+            self._session.undo(kept[-1].turn if kept else 0)
+        self._entries = kept
+        return undone
+
+    # commands
+
+    def _execute(self, line: str) -> str:
+        """Execute a command line. Returns a message for the model, or nothing."""
+        name, _, argument = line.partition(" ")
+        name = ALIASES.get(name, name)
+        commands = self._commands()
+        if name not in commands:
+            known = f"{name} needs the model in this process; the server was started with its options"
+            raise ConfigError(known if name in COMMANDS else unknown_command(name))
+        if COMMANDS[name].requires_argument and not argument.strip():
+            raise ConfigError(f"{name} needs {COMMANDS[name].argument}: {COMMANDS[name].summary}")
+        return commands[name](argument.strip()) or ""
+
+    def _commands(self) -> Mapping[str, Callable[[str], str | None]]:
+        terminal = self._terminal
+        return {
+            "/help": self._help,
+            "/reset": lambda argument: self._reset(self._system),
+            "/system": lambda argument: self._reset(named_prompts().get(argument, argument) or self._system),
+            "/set": self._set,
+            "/show": lambda argument: terminal.note(str(self._options)),
+            "/file": self._file,
+            "/regen": lambda argument: self._go_back(1)[0].prompt,
+            "/undo": lambda argument: terminal.note(f"undone: {self._go_back(_number(argument))[0].prompt[:60]}"),
+            "/edit": self._edit,
+            "/copy": lambda argument: terminal.copy(self._entry(argument).text),
+            "/search": lambda argument: show_matches(terminal.console, argument),
+            "/sessions": lambda argument: show_sessions(terminal, terminal.console),
+            "/export": lambda argument: export(user_path(argument, "/export"), self._header(), self._entries),
+            "/exit": self._exit,
+        }
+
+    def _help(self, argument: str) -> None:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for name in self._commands():
+            table.add_row(f"{name} {COMMANDS[name].argument}".strip(), COMMANDS[name].summary)
+        self._terminal.console.print(table)
+
+    def _reset(self, system: str | None) -> None:
+        if self._session is not None and self._session.automatic:
+            self._session.close()
+            self._session = None
+        elif self._session is not None:
+            self._session.begin(replace(self._header(), system=system))
+        self._entries, self._system = [], system
+        self._terminal.note("Started a new conversation.")
+
+    def _set(self, argument: str) -> None:
+        name, value = parse_setting(argument)
+        SamplingConfig(**{name: value})  # refuses what is out of range
+        self._options[name] = value
+        self._terminal.note(f"{name} is now {value}")
+
+    def _file(self, argument: str) -> str:
+        files, question = find_files(argument)
+        texts = [f"{name}:\n\n{text}" for name, text in read_all(files, self._terminal.note)]
+        return "\n\n".join([*texts, question]).strip()
+
+    def _edit(self, argument: str) -> None:
+        entry = self._entry(argument)
+        self._draft, self._edited = entry.prompt, self._entries.index(entry) + 1
+        self._terminal.note("the next message takes the place of this turn and those after it")
+
+    def _entry(self, argument: str) -> Entry:
+        number = _number(argument) if argument else len(self._entries)
+        if not 1 <= number <= len(self._entries):
+            raise H2OStreamError(f"there is no turn {number} in the transcript")
+        return self._entries[number - 1]
+
+    def _exit(self, argument: str) -> None:
+        self._leaving = True
+
+
+def _number(text: str) -> int:
+    if text and not text.isdecimal():
+        raise ConfigError(f"{text!r} is no number")
+    return int(text or 1)

@@ -1,0 +1,104 @@
+"""The chat with a running server."""
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from h2o_stream.session.folders import session_names
+from tests.commands import invoke
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each message by what it was asked, and keeps the requests."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked = list[dict[str, Any]]()
+
+    @property
+    def url(self) -> str:
+        return f"127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.answer({"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        said = asked["messages"][-1]["content"]
+        if said == "refuse":
+            self.answer({"error": {"message": "this is refused"}}, 400)
+            return
+        self.send_response(200)
+        self.end_headers()
+        slots = {"seen": 9, "cached": 5, "window": 8, "evicted": 4}
+        for chunk in (
+            {"choices": [{"delta": {"content": "You said "}}]},
+            {"choices": [{"delta": {"content": said}, "finish_reason": "stop"}], "h2o": {"slots": slots}},
+            {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}},
+        ):
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def answer(self, body: Any, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def test_a_chat(server: Server) -> None:
+    typed = "one\ntwo\n/undo\n/regen\n/edit\nthree\n/set temp 0.5\nrefuse\n/window 9\n/blub\nfour\n/exit\nfive\n"
+    done = invoke("h2o-chat", "--server", server.url, "-s", "Be brief.", "-n", 5, "--session", "t", typed=typed)
+    assert done.exit_code == 0
+    said = ["one", "two", "one", "three", "four"]
+    assert done.stdout.splitlines() == [f"You said {text}" for text in said[:4]] + ["", "You said four"]
+    assert "7 + 2 tokens, kept 5 of 8, evicted 4, stop" in done.stderr
+    assert "this is refused" in done.stderr
+    assert "/window needs the model in this process" in done.stderr
+    assert "/blub is not a command" in done.stderr
+    assert server.asked[1]["messages"] == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "You said one"}, {"role": "user", "content": "two"},
+    ]  # fmt: skip
+    assert (server.asked[0]["max_tokens"], server.asked[0]["model"]) == (5, "tiny")
+    assert "temperature" not in server.asked[0]
+    assert server.asked[-1]["temperature"] == 0.5
+    invoke("h2o-chat", "--server", server.url, "-c", "and now?")
+    contents = [message["content"] for message in server.asked[-1]["messages"]]
+    assert contents == ["Be brief.", "three", "You said three", "four", "You said four", "and now?"]
+    assert session_names() == ["t"]
+
+
+def test_a_question_about_a_pipe(server: Server) -> None:
+    done = invoke("h2o-chat", "--server", f"http://{server.url}/v1/", "What is it?", typed="A text.")
+    assert done.stdout == "You said A text.\n\nWhat is it?\n"
+    assert session_names() == []
+
+
+@pytest.mark.parametrize(("url", "code", "words"), [
+    ("ftp://x", 2, "is no address of a server"), ("127.0.0.1:1", 1, "does h2o-serve run there?"),
+])  # fmt: skip
+def test_no_server(url: str, code: int, words: str) -> None:
+    done = invoke("h2o-chat", "--server", url, "-p", "a")
+    assert (done.exit_code, words in done.stderr) == (code, True)
