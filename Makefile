@@ -39,13 +39,13 @@ test-all: export H2O_SETS := all
 test-all: setup-all
 	$(TESTS) -m "" $(ARGS)
 
-# What CI tests with, too: the lm-evaluation-harness, and llama.cpp, whose logits tests compare with ours; without it
+# What CI tests with, too: Ray, the lm-evaluation-harness, and llama.cpp, whose logits tests compare with ours; without it
 # they ask a fork, which reads less. It is compiled without what only makes it fast, in some minutes; pip keeps it for
 # the next environment.
 setup-all: export CMAKE_ARGS := -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_OPENSSL=OFF -DGGML_NATIVE=OFF \
 	-DGGML_LLAMAFILE=OFF -DGGML_OPENMP=OFF -DCMAKE_C_FLAGS_RELEASE=-O1 -DCMAKE_CXX_FLAGS_RELEASE=-O1
 setup-all: setup-dev
-	$(PIP) install -c constraints.txt "lm-eval[hf]" llama-cpp-python
+	$(PIP) install -c constraints.txt "lm-eval[hf]" llama-cpp-python ray
 
 lint: setup-dev
 	$(BIN)/ruff check .

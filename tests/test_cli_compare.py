@@ -192,6 +192,7 @@ class TestCompare:
         assert [(r["policy"], r["window"], r["n"]) for r in results] == [
             ("full", None, 4), ("h2o", 16, 4), ("h2o", 32, 4),
         ]  # fmt: skip
+        assert [r["evicting"] for r in results] == [0, 4, 3]
         assert all(0 <= r["rouge2"] <= r["rouge1"] <= 1 and 4 <= r["new_tokens"] <= 24 for r in results)
         names = sorted(path.name for path in (out / "predictions").iterdir())
         assert names == ["full.jsonl", "h2o-16.jsonl", "h2o-32.jsonl"]
@@ -211,6 +212,13 @@ class TestCompare:
         other = invoke("h2o-compare", *base, "--out", out, "--sample", "-q")
         assert other.exit_code == 1
         assert "another run" in other.stderr
+
+    def test_summarize_says_where_nothing_is_evicted(self, tiny_folder: Path, tmp_path: Path) -> None:
+        file = written(tmp_path / "requests.jsonl", [{"article": "word " * 20, "summary_gt": "word", "max_tokens": 4}])
+        base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "h2o", "--windows", "16,200,300"]
+        done = invoke("h2o-compare", *base)
+        assert done.exit_code == 0, done.stderr
+        assert "At 200 and 300 nothing was evicted: no request exceeds that." in " ".join(done.stderr.split())
 
     def test_summarize_by_ratios_and_by_bytes(self, tiny_folder: Path, tmp_path: Path) -> None:
         """Regression: both ended in "leave out --window", which nobody had given."""

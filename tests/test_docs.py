@@ -27,9 +27,11 @@ PAIR = re.compile(r"`([A-Za-z_][\w.]*)`\s+(?:\(|in\s+)`([\w./]+\.(?:py|cpp|h))`"
 MODULES = re.compile(r"^\| modules? of `([\w/]+)/`.*\n\| ---.*\n((?:\|.*\n)+)", re.M)
 
 ELSEWHERE = (
-    "torchrun", "accelerate", "h2o-lm-eval", "h2o-serve", "--server", "cuda", "0=10GiB", "--install-completion", "..",
+    "torchrun", "accelerate", "h2o-lm-eval", "h2o-serve", "--server", "--ray", "cuda", "0=10GiB",
+    "--install-completion", "..",
 )  # fmt: skip
-"""Commands that other tests run (several processes, the harness, the server), need a GPU, or are not literal."""
+"""Commands that other tests run (several processes or machines, the harness, the server), that need a GPU, or that are
+not literal."""
 
 SMALL: dict[str, str] = {
     "h2o-chat": "-n 2", "h2o-stream": "-n 2 --turns 1", "nll": "--tokens 60 --policies full,h2o --windows 24",
@@ -130,7 +132,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     words = "The quick brown fox jumps over the lazy dog, again and again. "
-    for name in ("a.txt", "b.txt", "news.txt", "chat.txt", "manual.txt", "long.txt", "essay.txt", "FILE"):
+    for name in (
+        "a.txt",
+        "b.txt",
+        "news.txt",
+        "news_dev.txt",
+        "chat.txt",
+        "manual.txt",
+        "long.txt",
+        "essay.txt",
+        "FILE",
+    ):
         (tmp_path / name).write_text(words * (40 if name == "essay.txt" else 120))
     question = {"question_id": 1, "category": "any", "turns": ["Say something.", "And more."]}
     written(tmp_path / "my.jsonl", [question])

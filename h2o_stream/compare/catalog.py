@@ -48,7 +48,7 @@ def require_peer(peer: str, model: str | None) -> None:
     module = package.removesuffix("-python").replace("-", "_")
     require_package(module, package, f"the peer {peer} needs {package}")
     if peer != "transformers" and model and gguf_file(model) is None:
-        raise ConfigError(f"{model} is not a GGUF file, which the peer {peer} needs; leave it out of --peers")
+        raise ConfigError(f"there is no GGUF file {model}, which the peer {peer} needs; leave it out of --peers")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pickle
 import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, OnProgress, run_job
@@ -35,8 +37,7 @@ def run_on_cluster(
     """
     import ray
 
-    _connect(ray, str(options.ray))
-    try:
+    with redirect_stdout(sys.stderr), _connected(ray, str(options.ray)):  # Ray says on stdout which node died
         results: dict[str, JobResult | H2OStreamError] = {}
         waiting: dict[Any, Job] = {}
         task, shared = ray.remote(_run).options(**_resources(ray.nodes())), ray.put(options)
@@ -56,18 +57,21 @@ def run_on_cluster(
                     _collect(ray, waiting, results, folder, on_progress)
                 raise H2OStreamError(f"{job.label}: {result}")
             yield result
-    finally:
-        ray.shutdown()
 
 
-def _connect(ray: Any, address: str) -> None:
+@contextmanager
+def _connected(ray: Any, address: str) -> Iterator[None]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise H2OStreamError(
             f"--ray {address} reaches no cluster; start one by ray start --head, and with the address that it prints "
-            f"ray start on further machines"
+            "ray start on further machines"
         ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _resources(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -80,7 +80,8 @@ def _by_limit(text: str, records: Sequence[Record], title: str) -> list[Chart]:
     sized = any(record["cache_size"] for record in records)
 
     def place(record: Record) -> float:
-        return float(record["cache_size"] / 2**20 if sized else record["window"])
+        number: float = record["cache_size"] / 2**20 if sized else record["window"]
+        return number
 
     places = sorted({place(record) for record in records if record["policy"] != "full"})
     curves = []
