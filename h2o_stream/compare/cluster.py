@@ -6,7 +6,6 @@ run again elsewhere; Ray decides where, and how often.
 
 from __future__ import annotations
 
-import pickle
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from h2o_stream.errors import DataError, H2OStreamError
 if TYPE_CHECKING:
     from h2o_stream.compare.options import ComparisonOptions
 
-_begun: dict[bytes, Comparison[Any]] = {}
+_begun: dict[str, Comparison[Any]] = {}
 """The comparison that this process of a node has loaded, by its options."""
 
 
@@ -117,7 +116,7 @@ def _run(options: ComparisonOptions, digest: str) -> JobResult | H2OStreamError:
 
 
 def _comparison(options: ComparisonOptions) -> Comparison[Any]:
-    key = pickle.dumps(options)
+    key = repr(options)
     if key not in _begun:
         for other in _begun.values():
             other.close()
