@@ -107,7 +107,7 @@ OPTIONS: list[tuple[str, str, str]] = [
     (COMPARE, "soak --policy full", "give one that evicts"), (COMPARE, "soak --policy lru", "--policy takes one of"),
     # missing options
     (COMPARE, "nll", "--text"), (COMPARE, "recall", "--text"),
-    (COMPARE, "summarize", "--requests"), (COMPARE, "speed", "--text"),
+    (COMPARE, "speed", "--text"),
     (COMPARE, "throughput", "--text"), (COMPARE, "heavy-hitters", "--text"),
     (COMPARE, "all --quick", "--out"), (COMPARE, "report", "Missing argument"),
     (CHAT, "--export notes.md", "needs the --session"), (CHAT, "-p ' '", "the prompt is empty"),
