@@ -42,7 +42,8 @@ class PretendedRay(ModuleType):
 
     def nodes(self) -> list[dict[str, Any]]:
         found = ({"CPU": 8.0}, {"CPU": 4.0}, {"CPU": 0.0}, {})
-        return [{"Alive": True, "Resources": one} for one in found] + [{"Alive": False, "Resources": {"CPU": 1.0}}]
+        alive = found if self.tasks else (*found, {"CPU": 8.0})  # one dies
+        return [{"Alive": True, "Resources": one} for one in alive] + [{"Alive": False, "Resources": {"CPU": 1.0}}]
 
     def put(self, item: Any) -> Any:
         return pickle.loads(pickle.dumps(item))
@@ -95,6 +96,7 @@ def test_the_files_are_those_of_one_process(command: list[object], tmp_path: Pat
     assert done.exit_code == 0, done.stderr
     assert results(done.stdout) == results(alone.stdout)
     assert len(ray.tasks) == 5
+    assert "1 of 5 nodes died" in done.stderr
     assert ray.resources == {"num_cpus": 4.0}, "all of the smallest node that runs tasks"
     assert not ray.connected
     assert parts(tmp_path / "ray") == parts(tmp_path / "alone")

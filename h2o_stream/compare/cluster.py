@@ -7,12 +7,12 @@ run again elsewhere; Ray decides where, and how often.
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from h2o_stream.compare.comparison import Comparison, Job, JobProgress, OnProgress, run_job
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, OnProgress, run_job
 from h2o_stream.compare.folder import Folder, JobResult, digest_of_key
 from h2o_stream.compare.pause import Pause
 from h2o_stream.errors import DataError, H2OStreamError
@@ -25,7 +25,7 @@ _begun: dict[str, Comparison[Any]] = {}
 
 
 def run_on_cluster(
-    options: ComparisonOptions, jobs: Sequence[Job], folder: Folder, on_progress: OnProgress
+    options: ComparisonOptions, jobs: Sequence[Job], folder: Folder, on_progress: OnProgress, notify: Notify
 ) -> Iterator[JobResult]:
     """Run what the folder does not have yet on the cluster of `options.ray`. Yields the results in order.
 
@@ -36,10 +36,11 @@ def run_on_cluster(
     """
     import ray
 
-    with redirect_stdout(sys.stderr), _connected(ray, str(options.ray)):  # Ray says on stdout which node died
+    with redirect_stdout(StringIO()), _connected(ray, str(options.ray)):  # Ray prints a log when a node dies
+        nodes = _alive(ray)
         results: dict[str, JobResult | H2OStreamError] = {}
         waiting: dict[Any, Job] = {}
-        task, shared = ray.remote(_run).options(**_resources(ray.nodes())), ray.put(options)
+        task, shared = ray.remote(_run).options(**_resources(nodes)), ray.put(options)
         for job in jobs:
             on_progress(job, JobProgress(0))
             if found := folder.load(job.key):
@@ -56,6 +57,13 @@ def run_on_cluster(
                     _collect(ray, waiting, results, folder, on_progress)
                 raise H2OStreamError(f"{job.label}: {result}")
             yield result
+        if lost := len(nodes) - len(_alive(ray)):
+            notify(f"{lost} of {len(nodes)} nodes died; what they had not finished ran elsewhere")
+
+
+def _alive(ray: Any) -> list[Mapping[str, float]]:
+    """What each node has that runs."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 @contextmanager
@@ -73,12 +81,11 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _resources(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _resources(nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """What a job takes: a GPU where there are some, else all processors of the smallest node."""
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    if any(resources.get("GPU") for resources in alive):
+    if any(resources.get("GPU") for resources in nodes):
         return {"num_gpus": 1}
-    return {"num_cpus": min((resources["CPU"] for resources in alive if resources.get("CPU")), default=1)}
+    return {"num_cpus": min((resources["CPU"] for resources in nodes if resources.get("CPU")), default=1)}
 
 
 def _collect(

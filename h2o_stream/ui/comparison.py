@@ -88,7 +88,7 @@ def run_comparison(
             run_one = partial(run_job, folder, on_progress, pause)
             results: Iterable[JobResult]
             if comparison.options.ray:
-                results = run_on_cluster(comparison.options, jobs, folder, on_progress)
+                results = run_on_cluster(comparison.options, jobs, folder, on_progress, terminal.note)
             elif on_failure is None:
                 results = run_jobs(jobs, comparison.exclusive, processes, run_one)
             else:
