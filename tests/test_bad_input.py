@@ -147,7 +147,7 @@ FAILURES: list[tuple[str, str, str]] = [
     (STREAM, "--questions /no/file", "/no/file: No such file"), (STREAM, "--questions docs", "docs: Is a directory"),
     (STREAM, "--replay /no/file", "/no/file"),
     (STREAM, "--prompt-file /no/file", "--prompt-file /no/file: No such file"),
-    (COMPARE, "nll --text /no/file -m ./nowhere", "does not exist"),
+    (COMPARE, "nll --text /no/file -m ./nowhere", "no/file: No such file"),
     (COMPARE, "summarize --requests /no/file", "/no/file: No such file"),
     (COMPARE, "report /no/folder", "no comparison in it"), (COMPARE, "report docs", "no comparison in it"),
     (COMPARE, "all --quick --out /proc/nothing", "--out /proc/nothing"),

@@ -164,10 +164,10 @@ def test_an_interruption_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("h2o_stream.ui.comparison.run_comparison", interrupt)
+    monkeypatch.setattr("h2o_stream.ui.comparison.run_job", interrupt)
     done = invoke("h2o-compare", "all", "--quick", "--out", tmp_path)
     assert done.exit_code == 130
-    assert "the same command resumes" in done.stderr
+    assert "the same command goes on from there" in done.stderr
 
 
 def test_the_time_left_is_that_of_the_jobs_that_run(
