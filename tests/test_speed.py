@@ -243,7 +243,7 @@ def test_wrong_peers_and_short_texts(tiny_folder: Path, tmp_path: Path) -> None:
     assert wrong.exit_code == 2
     assert "transformers, llama.cpp" in wrong.stderr
     file = invoke("h2o-compare", *base, "--peers", "llama.cpp")
-    assert ("llama.cpp" in file.stderr and "GGUF" in file.stderr) or "h2o-stream[bench]" in file.stderr
+    assert ("llama.cpp" in file.stderr and "GGUF" in file.stderr) or "needs llama-cpp-python" in file.stderr
     short = invoke("h2o-compare", *base, "--peers", "")
     assert short.exit_code == 1
     assert "lower --histories" in short.stderr

@@ -11,7 +11,6 @@ import torch
 from h2o_stream.attachment.attach import attach
 from h2o_stream.config import CacheConfig
 from h2o_stream.plugins.harness import command as lm_eval_command
-from h2o_stream.plugins.harness.model import H2OLM
 from tests.commands import invoke, records
 from tests.fixtures import written
 from tests.preloaded import run
@@ -22,6 +21,8 @@ pytest.importorskip("lm_eval", reason="the harness is not installed: make setup-
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+
+from h2o_stream.plugins.harness.model import H2OLM
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
