@@ -122,4 +122,4 @@ class TestLayers:
         loaded, notes = make()
         assert (notes, loaded.system, loaded.sampling) == ([], None, {})
         other = LoadedModel("smollm2-135m", None, None)
-        assert with_modelfile(other, notes.append).sampling == {"dry_allowed_length": 4}
+        assert with_modelfile(other, notes.append).sampling == {"dry_allowed_length": 3}

@@ -24,7 +24,7 @@ MAX_PENALTY = 2
 
 MODEL_SAMPLING: Mapping[str, Mapping[str, float]] = {
     # Nothing is recommended with it, and a model of this size repeats itself: docs/fidelity.md has the figures.
-    DEFAULT_MODEL: {"dry_allowed_length": 4},
+    DEFAULT_MODEL: {"dry_allowed_length": 3},
 }
 """Sampling of models, by a part of the name, where their generation config says nothing."""
 
