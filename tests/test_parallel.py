@@ -121,7 +121,7 @@ class TestTensorParallel:
         assert shared.returncode == 0, shared.stderr
         mine, theirs = records(alone.stdout)[1], records(shared.stdout)[1]
         assert theirs["text"] == mine["text"]
-        assert theirs["cached_tokens"] == mine["cached_tokens"] <= 33
+        assert theirs["cached_tokens"] == mine["cached_tokens"] < mine["seen_tokens"]
 
     @in_turn("arguments, words", [
         (["h2o-chat", "-p", "hi", "--tensor-parallel"], "start them with torchrun"),
