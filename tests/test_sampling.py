@@ -20,7 +20,17 @@ from transformers.generation.logits_process import (
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, SamplingConfig
 from h2o_stream.config import BENCH_TEMPERATURES, DEFAULT_TEMPERATURE, FOCUSED_TEMPERATURE, model_sampling
 from h2o_stream.engine.engine import Engine
-from h2o_stream.engine.sampling import LOOP_LENGTH, Sampler, check_rng_state, nucleus, penalized, repeating, resolve
+from h2o_stream.engine.sampling import (
+    LOOP_LENGTH,
+    MAX_SAID_LOSS,
+    SAID_LENGTH,
+    Sampler,
+    check_rng_state,
+    nucleus,
+    penalized,
+    repeating,
+    resolve,
+)
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.session.questions import Question, set_temperature
 from tests.in_turn import in_turn
@@ -202,12 +212,18 @@ class TestSequences:
     @pytest.mark.parametrize("period", [1, 5, 30])
     def test_loops_end(self, period: int) -> None:
         """By default, what follows itself: after two times, or after so many tokens as a row of a table may take."""
-        losses = [
-            self.loss(list(islice(cycle(range(period)), count)), count % period) for count in range(4 * period + 60)
-        ]
-        first = next(count for count, loss in enumerate(losses) if loss)
-        assert first == period + max(period, LOOP_LENGTH)
-        assert losses[first + 6] > 30, "no model is so sure"
+        reply = list(islice(cycle(range(period)), 2 * period + 60))
+        losses = [self.loss(reply[:count], reply[count]) for count in range(len(reply))]
+        assert next(count for count, loss in enumerate(losses) if loss) == period + SAID_LENGTH
+        looping = period + max(period, LOOP_LENGTH)
+        assert max(losses[: looping + 1]) <= MAX_SAID_LOSS
+        assert losses[looping + 7] > 30, "no model is so sure"
+
+    def test_sentences_are_not_said_again_unless_the_model_is_sure(self) -> None:
+        said = list(range(20))
+        assert self.loss([*said, 40, 41, *said[:11]], 11) == 0
+        assert self.loss([*said, 40, 41, *said[:12]], 12) == 0.5
+        assert self.loss([*said, 40, 41, *said[:19]], 19) == MAX_SAID_LOSS
 
     def test_what_only_begins_alike_is_no_loop(self) -> None:
         """A list of objects with the same names."""

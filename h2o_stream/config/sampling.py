@@ -61,7 +61,8 @@ class SamplingConfig:
             is none. None is `DEFAULT_DRY_MULTIPLIER`, or 0 at temperature 0 and beside a repetition penalty. Named
             after the DRY sampler of other programs.
         dry_base: see above.
-        dry_allowed_length: see above; 0 allows all but loops, in which a sequence follows itself. None as above, or 0.
+        dry_allowed_length: see above; 0 is for loops, in which a sequence follows itself, and a little for other long
+            ones (`engine.sampling.SAID_LENGTH`). None as above, or 0.
         frequency_penalty: subtracted from a token's logit for each time that the reply has it; 0 is none.
         presence_penalty: subtracted if the reply has the token at all; 0 is none.
         repeat_last_n: how many of the reply's last tokens the penalties look at; -1 is all of them, 0 none.

@@ -58,6 +58,10 @@ _NEUTRAL = {
 LOOP_LENGTH = 16
 """Tokens that a sequence may repeat back to back before it is taken for a loop, if it is shorter."""
 
+SAID_LENGTH, MAX_SAID_LOSS = 12, 4.0
+"""By default, other sequences of so many tokens count a little: sentences are not said again, but code is, in which a
+model is surer than that."""
+
 _MAX_DRY_EXCESS, _MAX_DRY_LOSS = 64, 1e30
 """The loss is more than any logit, and finite: a grammar may leave no other token."""
 
@@ -160,10 +164,15 @@ class Sampler:
             scores[ids] -= (config.frequency_penalty * counts + config.presence_penalty).astype(np.float32)
         if self._dry:
             ids, lengths, distances = repeating(tokens)
-            excess = lengths - (self._dry_allowed or np.maximum(distances, LOOP_LENGTH))
-            if len(ids := ids[excess >= 0]):
+            losses = _dry_losses(
+                self._dry, config.dry_base, lengths, self._dry_allowed or np.maximum(distances, LOOP_LENGTH)
+            )
+            if not self._dry_allowed:
+                said = _dry_losses(self._dry, config.dry_base, lengths, np.full_like(lengths, SAID_LENGTH))
+                losses = np.maximum(losses, np.minimum(said, MAX_SAID_LOSS))
+            if losses.any():
                 loss = np.zeros_like(scores)
-                np.maximum.at(loss, ids, _dry_loss(self._dry, config.dry_base, excess[excess >= 0]))
+                np.maximum.at(loss, ids, losses)
                 scores = scores - loss
         return scores
 
@@ -257,10 +266,11 @@ def repeating(tokens: TokenIds) -> tuple[TokenIds, NDArray[np.int64], NDArray[np
     return tokens[ends + 1], lengths, len(tokens) - 1 - ends
 
 
-def _dry_loss(multiplier: float, base: float, excess: NDArray[np.int64]) -> Scores:
-    """What tokens lose that lengthen sequences by so much more than is allowed."""
-    loss = multiplier * np.power(base, np.minimum(excess, _MAX_DRY_EXCESS), dtype=np.float64)
-    return np.minimum(loss, _MAX_DRY_LOSS).astype(np.float32)
+def _dry_losses(multiplier: float, base: float, lengths: NDArray[np.int64], allowed: Any) -> Scores:
+    """What tokens lose that lengthen sequences, 0 for those that are shorter than is allowed."""
+    excess = lengths - allowed
+    losses = multiplier * np.power(base, np.clip(excess, 0, _MAX_DRY_EXCESS), dtype=np.float64)
+    return np.where(excess < 0, 0, np.minimum(losses, _MAX_DRY_LOSS)).astype(np.float32)
 
 
 def nucleus(scores: Scores, top_p: float) -> TokenIds:
