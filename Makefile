@@ -34,18 +34,20 @@ TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 test: setup-dev
 	$(TESTS) $(ARGS)
 
-# Also the tests marked `exhaustive`: all combinations of which `make test` tries a part. CI runs these after the others.
+# Also the tests marked `exhaustive`: all combinations of which `make test` tries a part; 20 minutes. Run it before a
+# release.
 test-all: export H2O_SETS := all
 test-all: setup-all
+	$(PIP) install -c constraints.txt ray
 	$(TESTS) -m "" $(ARGS)
 
-# What CI tests with, too: Ray, the lm-evaluation-harness, and llama.cpp, whose logits tests compare with ours; without it
+# What CI tests with, too: the lm-evaluation-harness, and llama.cpp, whose logits tests compare with ours; without it
 # they ask a fork, which reads less. It is compiled without what only makes it fast, in some minutes; pip keeps it for
 # the next environment.
 setup-all: export CMAKE_ARGS := -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_OPENSSL=OFF -DGGML_NATIVE=OFF \
 	-DGGML_LLAMAFILE=OFF -DGGML_OPENMP=OFF -DCMAKE_C_FLAGS_RELEASE=-O1 -DCMAKE_CXX_FLAGS_RELEASE=-O1
 setup-all: setup-dev
-	$(PIP) install -c constraints.txt "lm-eval[hf]" llama-cpp-python ray
+	$(PIP) install -c constraints.txt "lm-eval[hf]" llama-cpp-python
 
 lint: setup-dev
 	$(BIN)/ruff check .
