@@ -57,9 +57,11 @@ def sized(
         return config
     most = min(step_bytes() * AUTO_STEP_SHARE, free_bytes() * AUTO_MEMORY_SHARE / config.auto_window)
     largest = _largest_window(config, max_distance)
-    for window in reversed(AUTO_WINDOWS[1:]):
-        if window <= largest and allocated_bytes(larger := replace(config, window=window)) <= most:
-            return larger
+    for window in AUTO_WINDOWS[1:]:  # from the smallest, so that small models start without counting the large ones
+        larger = replace(config, window=window)
+        if window > largest or allocated_bytes(larger) > most:
+            break
+        config = larger
     return config
 
 
