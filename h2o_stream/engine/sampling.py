@@ -168,7 +168,7 @@ class Sampler:
                 self._dry, config.dry_base, lengths, self._dry_allowed or np.maximum(distances, LOOP_LENGTH)
             )
             if not self._dry_allowed:
-                said = _dry_losses(self._dry, config.dry_base, lengths, np.full_like(lengths, SAID_LENGTH))
+                said = _dry_losses(self._dry, config.dry_base, lengths, SAID_LENGTH)
                 losses = np.maximum(losses, np.minimum(said, MAX_SAID_LOSS))
             if losses.any():
                 loss = np.zeros_like(scores)
@@ -266,7 +266,7 @@ def repeating(tokens: TokenIds) -> tuple[TokenIds, NDArray[np.int64], NDArray[np
     return tokens[ends + 1], lengths, len(tokens) - 1 - ends
 
 
-def _dry_losses(multiplier: float, base: float, lengths: NDArray[np.int64], allowed: Any) -> Scores:
+def _dry_losses(multiplier: float, base: float, lengths: NDArray[np.int64], allowed: NDArray[np.int64] | int) -> Scores:
     """What tokens lose that lengthen sequences, 0 for those that are shorter than is allowed."""
     excess = lengths - allowed
     losses = multiplier * np.power(base, np.clip(excess, 0, _MAX_DRY_EXCESS), dtype=np.float64)

@@ -302,21 +302,22 @@ def _judge(
 ) -> list[Candidate]:
     candidates: list[Candidate] = []
     best = max((match.rank for match in matches), default=0.0)
-    told = any(match.rank >= 1 and match.passage.role == "user" for match in matches)
+    user_answers = any(match.rank >= 1 and match.passage.role == "user" for match in matches)
     known: list[_Match] = []
     left = limits.budget
     for match in matches:
         passage = match.passage
         share = held(passage.start, passage.stop)
         text, size = excerpt(passage.text, match.sentence, min(left, limits.room), count_tokens)
-        if left == limits.budget and size > limits.most:
-            text = cut(text, match.terms, limits.most / size)
+        is_first = left == limits.budget
+        available = limits.most if is_first else left
+        if is_first and size > available:
+            text = cut(text, match.terms, available / size)
             size = count_tokens(text)
-        room = limits.most if left == limits.budget else left
         verdict: Verdict = "recalled"
         if match.rank < max(1, _BESIDE * best):
             verdict = "loosely related"
-        elif told and passage.role == "assistant":
+        elif user_answers and passage.role == "assistant":
             verdict = "said by the model"
         elif any(not _rest(match, other, terms) for other in known):
             verdict = "repeated"
@@ -326,7 +327,7 @@ def _judge(
             verdict = "outdated"
         elif share >= HELD:
             verdict = "still held"
-        elif size > room:
+        elif size > available:
             verdict = "no room"
         if verdict in ("recalled", "still held"):
             known.append(match)

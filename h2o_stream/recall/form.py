@@ -21,8 +21,8 @@ _OWN_WORDS = "You said:"
 
 def forbidden(tokenizer: Any) -> dict[int, int]:
     """The second token of the label by its first one: a reply never writes the label, as small models do."""
-    pairs = (tokenizer(space + _CONTEXT, add_special_tokens=False)["input_ids"] for space in ("", " "))
-    return {first: second for first, second, *_ in pairs}
+    labels = (tokenizer(space + _CONTEXT, add_special_tokens=False)["input_ids"] for space in ("", " "))
+    return {tokens[0]: tokens[1] for tokens in labels if len(tokens) > 1}
 
 
 def compose(candidates: Sequence[Candidate], message: str) -> str:

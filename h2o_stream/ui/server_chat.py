@@ -34,7 +34,7 @@ class ServerChat:
     """Chats with a server, as `Chat` does with a model. A context manager.
 
     Args:
-        server: and what it is told with every message: sampling, and fields of our own server.
+        server: and what is sent to it with every message: sampling, and fields of our own server.
         system: the system prompt; None leaves it to the server.
     """
 
