@@ -191,7 +191,9 @@ SAMPLING = Group(
         f"(default: {DEFAULT_DRY_MULTIPLIER}; with a repetition penalty or --temp 0, 0)"
     ),
     dry_base=Option("By how much more for each further token of the sequence."),
-    dry_allowed_length=Option("Tokens of the shortest such sequence; 0: loops, and a little long ones. (default: the model's, or 0)"),
+    dry_allowed_length=Option(
+        "Tokens of the shortest such sequence; 0: loops, and a little long ones. (default: the model's, or 0)"
+    ),
     frequency_penalty=Option("Subtracted from a token's logit for each time that the reply has it."),
     presence_penalty=Option("Subtracted if the reply has the token at all."),
     repeat_last_n=Option("How many of the reply's last tokens penalties look at; -1 is all of them."),

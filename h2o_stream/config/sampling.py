@@ -107,7 +107,9 @@ class SamplingConfig:
         if not 1 <= self.dry_base <= MAX_DRY_BASE:
             raise ConfigError(f"dry_base is {self.dry_base}; --dry-base must be between 1 and {MAX_DRY_BASE}")
         if (length := self.dry_allowed_length) is not None and length < 0:
-            raise ConfigError(f"dry_allowed_length is {length}; --dry-allowed-length must be 0 (the default rules) or above")
+            raise ConfigError(
+                f"dry_allowed_length is {length}; --dry-allowed-length must be 0 (the default rules) or above"
+            )
         for name in ("frequency_penalty", "presence_penalty"):
             if not -MAX_PENALTY <= (value := getattr(self, name)) <= MAX_PENALTY:
                 limits = f"between -{MAX_PENALTY} and {MAX_PENALTY}"
