@@ -161,11 +161,16 @@ class TestServer:
 
         def send(**more: Any) -> None:
             data = json.dumps({**body, **more}).encode()
-            urllib.request.urlopen(f"{server.url}/v1/{endpoint}", data).read()
+            head = {"Content-Type": "application/json"}
+            urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/{endpoint}", data, head)).read()
 
         send(store=False)
         assert len([*folder.iterdir()]) == kept
         assert not [path for path in folder.rglob("*") if path.is_file() and b"4711zebra" in path.read_bytes()]
+        send()
+        files = [path for path in folder.rglob("*") if path.is_file() and b"4711zebra" in path.read_bytes()]
+        assert files
+        assert not [path for path in files if path.stat().st_mode & 0o077]
 
     def test_a_system_prompt_after_a_response_is_heard(self, server: Running) -> None:
         ask = {"max_output_tokens": 8, "temperature": 0, "instructions": "Be brief."}

@@ -143,8 +143,8 @@ class Service:
 
     @asynccontextmanager
     async def replies(
-        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: tuple[str, int] | None = None,
-        keep: bool = True, raw: bool = False,
+        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: str | None = None,
+        keep: bool = True, raw: bool = False, response: str = "",
     ) -> AsyncIterator[Sequence[asyncio.Queue[Message]]]:  # fmt: skip
         """Ask for replies; a queue for each choice, of which only the first is kept. Leaving the block ends them.
 
@@ -160,7 +160,7 @@ class Service:
             grammar = await self._grammar(sampled, options, raw)
             make = partial(
                 Ask, dialogue, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar, after=after,
-                raw=raw, asked=asked, pieces=sampled.stream or sampled.logprobs is not None,
+                raw=raw, response=response, asked=asked, pieces=sampled.stream or sampled.logprobs is not None,
             )  # fmt: skip
             for number, waiting in enumerate(queues):
                 seed = sampled.config.seed

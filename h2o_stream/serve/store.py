@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,11 +34,13 @@ class Kept:
     """What is known of a conversation, awake or asleep.
 
     Attributes:
-        id: names its session.
+        id: names its session; it opens nothing, see `ids`.
         key: of its options, see `Options.key`.
         system: its system prompt.
         hashes: before the first turn, and after each; `turns` has the number of each turn in the session.
         turns: numbers of turns, 0 before the first.
+        owner: whose it is, see `Access.owner`.
+        ids: of responses, by which their clients go on; how many turns they come after.
         used: when it was used last, seconds since 1970.
         nbytes: on disk.
     """
@@ -48,6 +50,8 @@ class Kept:
     system: str | None
     hashes: list[str]
     turns: list[int] = field(default_factory=lambda: [0])
+    owner: str = ""
+    ids: dict[str, int] = field(default_factory=dict)
     used: float = field(default_factory=time.time)
     nbytes: int = 0
 
@@ -81,9 +85,9 @@ class Store:
             self._delete_unwritten()
         self.conversations = {kept.id: kept for kept in self._read()}
         self._by_hash: dict[str, list[str]] = {}
+        self._by_id: dict[str, Kept] = {}
         for kept in self.conversations.values():
-            for known in kept.hashes[1:]:
-                self._by_hash.setdefault(known, []).append(kept.id)
+            self.index(kept, kept.hashes[1:], kept.ids)
 
     def close(self) -> None:
         """Let other servers use the folder."""
@@ -99,16 +103,21 @@ class Store:
         """Bytes that are free on this disk."""
         return shutil.disk_usage(self._folder).free
 
-    def with_hash(self, known: str) -> Iterator[tuple[Kept, int]]:
-        """Conversations that were in this state, and after how many turns; the newest first."""
+    def with_hash(self, known: str, owner: str) -> Iterator[tuple[Kept, int]]:
+        """Conversations of an owner that were in this state, and after how many turns; the newest first."""
         for name in reversed(self._by_hash.get(known, ())):
             kept = self.conversations[name]
-            if known in kept.hashes:
+            if known in kept.hashes and kept.owner == owner:
                 yield kept, kept.hashes.index(known)
 
-    def create(self, key: list[Any], system: str | None, first: str) -> Kept:
+    def with_id(self, response: str, owner: str) -> tuple[Kept, int] | None:
+        """The conversation in which an owner got this response, and after how many turns."""
+        kept = self._by_id.get(response)
+        return (kept, kept.ids[response]) if kept is not None and kept.owner == owner else None
+
+    def create(self, key: list[Any], system: str | None, first: str, owner: str) -> Kept:
         """A new conversation, which is not on disk before its first turn."""
-        kept = Kept(secrets.token_hex(16), key, system, [first])
+        kept = Kept(secrets.token_hex(16), key, system, [first], owner=owner)
         self.conversations[kept.id] = kept
         return kept
 
@@ -129,6 +138,7 @@ class Store:
         hashes: Sequence[str],
         state: Mapping[str, Array],
         before: Sequence[Entry],
+        response: str = "",
     ) -> None:
         """Save turns and the state after them. `entries` and `hashes` belong together, those of pins have no hash.
 
@@ -139,12 +149,15 @@ class Store:
             hashes: after each turn that has one, the last ones of `entries`.
             state: after the last one.
             before: turns of a branch before the new ones, if it is not on disk yet.
+            response: the id by which its client goes on after the last turn.
 
         Raises:
             DataError: for example, the disk is full. The conversation is as it was.
         """
         numbers = [entry.turn for entry in entries[len(entries) - len(hashes) :]]
         longer = replace(kept, hashes=[*kept.hashes, *hashes], turns=[*kept.turns, *numbers], used=time.time())
+        if response:
+            longer.ids = {**kept.ids, response: len(longer.hashes) - 1}
         with self._session(kept, create=True) as session:
             if session.transcript.entries and session.transcript.entries[-1].turn > kept.turns[-1]:
                 session.undo(kept.turns[-1])  # a turn whose state could not be saved
@@ -158,11 +171,12 @@ class Store:
                 for entry in entries[:-1]:
                     session.add(entry, None, header)
                 session.add(entries[-1], state, header)
-        kept.hashes, kept.turns, kept.used = longer.hashes, longer.turns, longer.used
+        kept.hashes, kept.turns, kept.used, kept.ids = longer.hashes, longer.turns, longer.used, longer.ids
         kept.nbytes = _size(self._folder / kept.id)
 
-    def index(self, kept: Kept, hashes: Sequence[str]) -> None:
-        """Recognise a conversation by these hashes from now on."""
+    def index(self, kept: Kept, hashes: Sequence[str], ids: Iterable[str]) -> None:
+        """Recognise a conversation by these hashes, and by these ids of responses, from now on."""
+        self._by_id.update(dict.fromkeys(ids, kept))
         for known in hashes:
             names = self._by_hash.setdefault(known, [])
             if kept.id not in names:
@@ -186,6 +200,8 @@ class Store:
                 names.remove(kept.id)
             if not names:
                 self._by_hash.pop(known, None)
+        for response in kept.ids:
+            self._by_id.pop(response, None)
         self.conversations.pop(kept.id, None)
         shutil.rmtree(self._folder / kept.id, ignore_errors=True)
 
@@ -208,8 +224,10 @@ class Store:
                 kept = Kept(path.parent.name, record["key"], record["system"], record["hashes"], record["turns"])
                 with self._session(kept, create=False) as session:  # the file is written before the turn
                     said = {0, *(entry.turn for entry in session.transcript.entries)}
+                kept.owner = record.get("owner", "")
                 count = next((n for n, turn in enumerate(kept.turns) if turn not in said), len(kept.turns))
                 kept.hashes, kept.turns = kept.hashes[:count], kept.turns[:count]
+                kept.ids = {response: turn for response, turn in record.get("ids", {}).items() if turn < count}
                 kept.used, kept.nbytes = path.stat().st_mtime, _size(path.parent)
                 yield kept
             except (OSError, ValueError, KeyError, TypeError, DataError) as error:
@@ -217,7 +235,8 @@ class Store:
 
 
 def _record(kept: Kept, model: str) -> dict[str, Any]:
-    return {"model": model, "key": kept.key, "system": kept.system, "hashes": kept.hashes, "turns": kept.turns}
+    names = ("key", "system", "hashes", "turns", "owner", "ids")
+    return {"model": model, **{name: getattr(kept, name) for name in names}}
 
 
 def _size(folder: Path) -> int:
