@@ -166,7 +166,8 @@ def connected(server: Listening, body: bytes, missing: int = 0) -> socket.socket
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) + missing}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body) + missing}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 
@@ -218,7 +219,7 @@ def test_a_client_may_have_all_the_time(caplog: pytest.LogCaptureFixture) -> Non
     serving = Listening(Starlette(routes=[Route("/", answer)]), ServeConfig(port=0, unread_s=1e9))
     try:
         with socket.create_connection(("127.0.0.1", serving.port)) as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             connection.settimeout(10)
             assert b"".join(iter(lambda: connection.recv(1024), b"")).endswith(b"yes")
     finally:
@@ -248,7 +249,7 @@ def drip(connection: socket.socket, data: bytes, until: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second"])
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["first", "second"])
 def test_headers_that_come_drop_by_drop_are_not_waited_for(server: Running, before: bytes) -> None:
     """Neither on a new connection nor on one over which a request was answered."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
@@ -310,7 +311,8 @@ def test_states_that_a_power_failure_has_cut_off(server: Running, share: float) 
 def test_a_client_that_leaves_before_its_stream_begins(server: Running) -> None:
     """As the application sees it: the request is there, and so is its end."""
     body = json.dumps({"messages": [{"role": "user", "content": "Stay?"}], "stream": True}).encode()
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+             "headers": [(b"content-type", b"application/json")]}  # fmt: skip
     received: list[dict[str, Any]] = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
 
     async def receive() -> dict[str, Any]:

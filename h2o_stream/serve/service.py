@@ -20,6 +20,7 @@ from h2o_stream.progress import ignore
 from h2o_stream.resources import private_data_folder
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.serve.access import Access
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Dialogue
@@ -90,7 +91,7 @@ class Service:
         except OSError as error:
             raise DataError(f"conversations cannot be kept: {error}; give a --folder for them") from error
         self.store = Store(folder, model.model.digest, config.states, config.disk, config.expiry_days * _DAY_S)
-        self.metrics = Metrics()
+        self.metrics, self.access = Metrics(), Access(config)
         self.conversations = Conversations(model, config, self.store)
         self.worker = Worker(model, self.conversations, config.running, config.timeout_s, self.metrics)
         self._compiler = ThreadPoolExecutor(1, "h2o-grammar")
