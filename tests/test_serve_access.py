@@ -282,6 +282,7 @@ class TestConversations:
     def test_ids_and_owners_outlive_the_server(self, guarded: Running) -> None:
         answer = respond(guarded, "two", "Name a hill.")[1]
         store, number = guarded.service.store, answer["h2o"]["conversation"]
+        store.conversations[number].close()
         again = next(kept for kept in store._read() if kept.id == number)
         assert (again.owner, again.ids) == (store.conversations[number].owner, {answer["id"][5:]: 1})
         assert again.owner not in ("", "two")

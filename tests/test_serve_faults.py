@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -347,6 +348,20 @@ def test_a_schema_is_compiled_beside_other_requests(server: Running, monkeypatch
     may_end.set()
     monkeypatch.setattr(service, "GRAMMAR_S", 10.0)
     assert reply(server.say("A number?", response_format=form)) == "1"
+
+
+def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> None:
+    first = server.say("One.")
+    name, folder = first["h2o"]["conversation"], tmp_path / first["h2o"]["conversation"]
+    shutil.copytree(server.service.store._folder / name, folder)
+    about, *turns = map(json.loads, (folder / "serve.jsonl").read_text().splitlines())
+    hashes, numbers = zip((about.pop("first"), 0), *turns, strict=True)
+    (folder / "serve.json").write_text(json.dumps({**about, "hashes": hashes, "turns": numbers}))
+    (folder / "serve.jsonl").unlink()
+    store = Store(tmp_path, server.service.model.model.digest, 3, 2**30, 1e6)
+    assert [(kept.id, turn) for kept, turn in store.with_hash(hashes[1], "")] == [(name, 1)]
+    assert not (folder / "serve.json").exists()
+    store.close()
 
 
 def test_a_conversation_that_was_never_written_is_deleted(server: Running, tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def post_raw(url: str, path: str, body: Any) -> tuple[int, str]:
     import urllib.request
 
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body).encode())) as answer:
+        asked = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -18,7 +18,7 @@ from h2o_stream.serve.usage import chat_logprobs, logprobs_of, report, slots, us
 from h2o_stream.session.calls import CallSplitter
 
 
-def parse_chat(body: Mapping[str, Any], service: Service, owner: str) -> tuple[Dialogue, Options, Sampled]:
+def parse_chat(body: Mapping[str, Any], service: Service, owner: str = "") -> tuple[Dialogue, Options, Sampled]:
     """What is asked.
 
     Raises:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -14,7 +15,8 @@ from typing import Literal
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.logs import Log
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.passage import Recalled
@@ -58,7 +60,7 @@ class Live:
     past: str
     entries: list[Entry] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
-    before: list[Entry] = field(default_factory=list)
+    before: Log[Entry] = field(default_factory=Log)
     merged: tuple[Exchange, ...] = ()
     response: str = ""
 
@@ -71,7 +73,9 @@ class Live:
 
     def said(self) -> list[tuple[int, str, str]]:
         """The turns, for recall."""
-        return [(entry.turn, entry.prompt, entry.text) for entry in (*self.before, *self.entries)]
+        session = self.kept.session if self.kept else None
+        before = session.transcript.entries if session else self.before
+        return [(entry.turn, entry.prompt, entry.text) for turns in (before, self.entries) for entry in turns]
 
     def add(self, entry: Entry, *exchanges: Exchange) -> None:
         """Note a turn that is in the cache, and what it consists of; nothing for a pin."""
@@ -172,12 +176,10 @@ class Conversations:
             if live := self.awake.pop(kept.id, None):
                 self.awake[kept.id] = live
                 return live, "continued"
-            if saved := self._store.saved(kept, turn):
-                live = self._load(kept, options, kept.system, saved, turn)
-                if live:
-                    self._make_room()
-                    self.awake[kept.id] = live
-                    return live, "continued"
+            if live := self._wake(kept, options, turn):
+                self._make_room()
+                self.awake[kept.id] = live
+                return live, "continued"
             return None
         saved = self._store.saved(kept, turn)
         if saved is None:
@@ -185,7 +187,7 @@ class Conversations:
         branch = None
         if keep:
             branch = self._store.create(kept.key, kept.system, kept.hashes[0], kept.owner)
-            branch.hashes, branch.turns = kept.hashes[: turn + 1], kept.turns[: turn + 1]
+            branch.hashes, branch.turns = kept.hashes.first(turn + 1), kept.turns.first(turn + 1)
         live = self._load(branch, options, kept.system, saved, turn, kept)
         if live is None:
             return None
@@ -194,12 +196,23 @@ class Conversations:
             self.awake[branch.id] = live
         return live, "branched"
 
+    def _wake(self, kept: Kept, options: Options, turn: int) -> Live | None:
+        """Load a conversation after its last turn; None if the state is not available."""
+        live = None
+        with suppress(DataError):
+            self._store.wake(kept)
+            if saved := self._store.saved(kept, turn):
+                live = self._load(kept, options, kept.system, saved, turn)
+        if live is None:
+            kept.close()
+        return live
+
     def _load(
         self,
         kept: Kept | None,
         options: Options,
         system: str | None,
-        saved: tuple[State, list[Entry]],
+        saved: tuple[State, Log[Entry]],
         turn: int,
         source: Kept | None = None,
     ) -> Live | None:
@@ -211,9 +224,7 @@ class Conversations:
         except H2OStreamError as error:
             _log.warning("the state of conversation %s is not used: %s", origin.id, error)
             return None
-        live = Live(conversation, kept, options, origin.hashes[turn])
-        if source or options.recall != "off":
-            live.before = entries
+        live = Live(conversation, kept, options, origin.hashes[turn], before=entries)
         self._prepare_recall(live)
         return live
 
@@ -236,6 +247,8 @@ class Conversations:
         return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking, options.tools)
 
     def _prepare_recall(self, live: Live) -> None:
+        if live.kept and live.kept.session:
+            live.conversation.recall.use(live.kept.session.index_path)
         live.conversation.recall.source = live.said
         live.conversation.recall.terms = self._terms
 
@@ -253,6 +266,7 @@ class Conversations:
         """Forget what is in memory of a conversation."""
         if live.kept is not None:
             self.awake.pop(live.kept.id, None)
+            live.kept.close()
             if not live.kept.nbytes:
                 self._store.forget(live.kept)
         try:
@@ -271,15 +285,16 @@ class Conversations:
         plan = live.engine.cache.plan
         header = Header(self._model.name, plan.policy, plan.window, live.conversation.system)
         state = live.conversation.state_dict()
-        before = live.before if not live.kept.nbytes else []
+        before = live.before if not live.kept.nbytes else ()
         self._store.save(live.kept, header, live.entries, live.hashes, state, before, live.response)
 
     def committed(self, live: Live) -> None:
         """Recognise the conversation by its saved turns, and forget those that there is no room for."""
         if live.kept is not None:
-            self._store.index(live.kept, live.kept.hashes[1:], [live.response] if live.response else ())
-        live.before = [*live.before, *live.entries] if live.options.recall != "off" else []
-        live.entries, live.hashes, live.response = [], [], ""
+            if not live.kept.nbytes and live.kept.session:
+                live.conversation.recall.use(live.kept.session.index_path)
+            self._store.committed(live.kept, len(live.hashes), filter(None, [live.response]))
+        live.entries, live.hashes, live.before, live.response = [], [], Log(), ""
         for kept in self._store.to_forget(self.awake):
             self._store.forget(kept)
 

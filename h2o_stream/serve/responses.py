@@ -50,7 +50,7 @@ class AskedResponse:
         return service.replies(self.dialogue, self.options, self.sampled, self.after, self.keep, response=self.id)
 
 
-def parse_response(body: Mapping[str, Any], service: Service, owner: str) -> AskedResponse:
+def parse_response(body: Mapping[str, Any], service: Service, owner: str = "") -> AskedResponse:
     """What is asked.
 
     Raises:

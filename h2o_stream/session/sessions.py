@@ -66,7 +66,7 @@ class Session:
                 private_data_folder(SESSIONS)
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock = FileLock(self._folder / "lock", timeout=0)
+            self._lock = FileLock(self._folder / "lock", timeout=0, thread_local=False)  # any thread may close it
             self._lock.acquire()
             self.automatic = (self._folder / AUTOMATIC).exists()
             self.transcript = Transcript(path)
