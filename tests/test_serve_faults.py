@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -165,7 +166,8 @@ def connected(server: Listening, body: bytes, missing: int = 0) -> socket.socket
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) + missing}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body) + missing}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 
@@ -217,7 +219,7 @@ def test_a_client_may_have_all_the_time(caplog: pytest.LogCaptureFixture) -> Non
     serving = Listening(Starlette(routes=[Route("/", answer)]), ServeConfig(port=0, unread_s=1e9))
     try:
         with socket.create_connection(("127.0.0.1", serving.port)) as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             connection.settimeout(10)
             assert b"".join(iter(lambda: connection.recv(1024), b"")).endswith(b"yes")
     finally:
@@ -247,7 +249,7 @@ def drip(connection: socket.socket, data: bytes, until: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second"])
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["first", "second"])
 def test_headers_that_come_drop_by_drop_are_not_waited_for(server: Running, before: bytes) -> None:
     """Neither on a new connection nor on one over which a request was answered."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
@@ -309,7 +311,8 @@ def test_states_that_a_power_failure_has_cut_off(server: Running, share: float) 
 def test_a_client_that_leaves_before_its_stream_begins(server: Running) -> None:
     """As the application sees it: the request is there, and so is its end."""
     body = json.dumps({"messages": [{"role": "user", "content": "Stay?"}], "stream": True}).encode()
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+             "headers": [(b"content-type", b"application/json")]}  # fmt: skip
     received: list[dict[str, Any]] = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
 
     async def receive() -> dict[str, Any]:
@@ -345,6 +348,20 @@ def test_a_schema_is_compiled_beside_other_requests(server: Running, monkeypatch
     may_end.set()
     monkeypatch.setattr(service, "GRAMMAR_S", 10.0)
     assert reply(server.say("A number?", response_format=form)) == "1"
+
+
+def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> None:
+    first = server.say("One.")
+    name, folder = first["h2o"]["conversation"], tmp_path / first["h2o"]["conversation"]
+    shutil.copytree(server.service.store._folder / name, folder)
+    about, *turns = map(json.loads, (folder / "serve.jsonl").read_text().splitlines())
+    hashes, numbers = zip((about.pop("first"), 0), *turns, strict=True)
+    (folder / "serve.json").write_text(json.dumps({**about, "hashes": hashes, "turns": numbers}))
+    (folder / "serve.jsonl").unlink()
+    store = Store(tmp_path, server.service.model.model.digest, 3, 2**30, 1e6)
+    assert [(kept.id, turn) for kept, turn in store.with_hash(hashes[1], "")] == [(name, 1)]
+    assert not (folder / "serve.json").exists()
+    store.close()
 
 
 def test_a_conversation_that_was_never_written_is_deleted(server: Running, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Recall:
         self,
         engine: Engine,
         config: RecallConfig,
-        turn_tokens: Callable[[], Mapping[int, range]],
+        turn_tokens: Callable[[int], range],
         place: Callable[[], Place | None],
     ) -> None:
         self.config = config
@@ -150,10 +150,10 @@ class Recall:
 
     def _finder(self) -> Callable[[int, str, str], list[Passage]]:
         """Finds the passages of turns in the present stream."""
-        spans, stream, tokenizer = self._turn_tokens(), self._engine.tokens, self._engine.tokenizer
+        turn_tokens, stream, tokenizer = self._turn_tokens, self._engine.tokens, self._engine.tokenizer
 
         def passages(turn: int, prompt: str, reply: str) -> list[Passage]:
-            span = spans.get(turn, range(0))
+            span = turn_tokens(turn)
             return locate(tokenizer, stream[span.start : span.stop], span.start, turn, prompt, reply)
 
         return passages

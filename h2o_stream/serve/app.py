@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -14,11 +13,14 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from h2o_stream.serve.access import Gate
 from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
 from h2o_stream.serve.errors import ApiError, wrong
@@ -82,7 +84,11 @@ def make_app(service: Service) -> Starlette:
         ),
     ]
     handlers = {HTTPException: _http_error, Exception: _unexpected}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    middleware = [Middleware(Gate, access=service.access)]
+    if origins := service.config.allow_origin:
+        methods, headers = ("GET", "POST"), ("*",)
+        middleware.append(Middleware(CORSMiddleware, origins, allow_methods=methods, allow_headers=headers))
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)  # type: ignore[arg-type]
 
 
 class _PageFiles(StaticFiles):
@@ -97,8 +103,8 @@ class _PageFiles(StaticFiles):
 
 async def _answer_get(service: Service, handler: Callable[[Service, Request], Response], request: Request) -> Response:
     try:
-        if not request.url.path.startswith("/health"):
-            _authorize(service, request)
+        if handler is not _health:
+            service.access.owner(request.headers)
         return handler(service, request)
     except ApiError as error:
         return _refusal(error)
@@ -112,7 +118,7 @@ async def _answer_post(
 ) -> Response:
     names: Mapping[str, str] = {}
     try:
-        _authorize(service, request)
+        request.state.owner = service.access.owner(request.headers)
         fields, unknown, names = read_fields(await _body(service, request), endpoint)
         _check_names(service, fields.get("model"), unknown)
         response = await handler(service, request, fields)
@@ -122,15 +128,8 @@ async def _answer_post(
         response = _refusal(renamed(error, names))
     except ClientDisconnect:
         response = Response(status_code=499)
-    service.metrics.answered(request.url.path, response.status_code)
+    service.metrics.answered(f"/v1/{endpoint}", response.status_code)
     return response
-
-
-def _authorize(service: Service, request: Request) -> None:
-    key = service.config.api_key
-    sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if key is not None and not hmac.compare_digest(sent.encode(), key.encode()):
-        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
 async def _body(service: Service, request: Request) -> dict[str, Any]:
@@ -178,7 +177,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked, keep = parse_chat(body, service), is_kept(body)
+    asked, keep = parse_chat(body, service, request.state.owner), is_kept(body)
     if not asked[2].stream:
         return JSONResponse(await while_connected(request, answer_chat(service, asked, keep)))
     return await streamed(request, service.replies(*asked, keep=keep), partial(stream_chat, service, asked))
@@ -192,11 +191,10 @@ async def _completion(service: Service, request: Request, body: dict[str, Any]) 
 
 
 async def _response(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_response(body, service)
+    asked = parse_response(body, service, request.state.owner)
     if not asked.sampled.stream:
         return JSONResponse(await while_connected(request, answer_response(service, asked)))
-    opened = service.replies(asked.dialogue, asked.options, asked.sampled, asked.after, asked.keep)
-    return await streamed(request, opened, partial(stream_response, service, asked), named=True)
+    return await streamed(request, asked.replies(service), partial(stream_response, service, asked), named=True)
 
 
 def _models(service: Service, request: Request) -> Response:
@@ -236,7 +234,7 @@ def _refusal(error: ApiError) -> JSONResponse:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code not in (404, 405):
         return _refusal(ApiError(error.status_code, error.detail))
-    path = request.url.path
+    path = request.scope["path"]
     why = next((why for part in path.split("/") if (why := ELSEWHERE.get(part))), error.detail)
     return _refusal(ApiError(error.status_code, f"{request.method} {path[:60]}: {why}. Served are {_SERVED}"))
 

@@ -153,7 +153,7 @@ class Endings:
         if job.ask.calls:
             reply = replace(reply, calls=named(reply.calls))
         live.add(entry, *live.merged, Exchange(dialogue.user, reply))
-        live.merged = ()
+        live.merged, live.response = (), job.ask.response
         kept = live.kept
         seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, job.thought, counts)
         done = Done(

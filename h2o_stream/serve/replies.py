@@ -21,10 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Started:
-    """The conversation is open: its id, nothing if it is not kept, and the number that its turn will have."""
-
-    conversation: str
-    turn: int
+    """The conversation is open."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,8 @@ class Ask:
         keep: whether the conversation is saved.
         logprobs: see `requests.Sampled`, as `slots`.
         grammar: what it must follow.
-        after: continue the conversation of this id after this turn.
+        after: continue after the response of this id.
+        response: the id of this one, by which a client goes on after it.
         raw: the user's text is continued as it is, without a chat template; it is not kept.
         calls: whether calls of tools are recognised in it.
         pieces: whether pieces are sent before the end, which has the whole text.
@@ -113,7 +111,8 @@ class Ask:
     logprobs: int | None = None
     slots: bool = False
     grammar: Grammar | None = None
-    after: tuple[str, int] | None = None
+    after: str | None = None
+    response: str = ""
     raw: bool = False
     calls: bool = False
     pieces: bool = True

@@ -65,6 +65,7 @@ class Options:
         pins: texts that are never evicted, fed before the first turn.
         tools: that the model may call, described before the first turn.
         calls: how the model writes calls; None without tools.
+        owner: whose it is, see `Access.owner`.
     """
 
     cache: CacheConfig
@@ -75,6 +76,7 @@ class Options:
     pins: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
     calls: CallFormat | None = None
+    owner: str = ""
 
     def read(self, text: str) -> Reply:
         """A reply with its calls."""
@@ -92,13 +94,13 @@ class Options:
         effort = [{"effort": self.effort}] if self.effort else []
         return [self.cache.policy, self.cache.window, self.recall, self.thinking, list(self.pins), *tools, *effort]
 
-    def parse(self, body: Mapping[str, Any]) -> Options:
-        """The options of a request, with these as defaults.
+    def parse(self, body: Mapping[str, Any], owner: str) -> Options:
+        """The options of a request of this owner, with these as defaults.
 
         Raises:
             ApiError: one is wrong.
         """
-        found = self
+        found = replace(self, owner=owner)
         try:
             if (policy := field(body, "policy", str)) is not None:
                 if policy not in (served := served_policies()):
@@ -192,7 +194,7 @@ def field(body: Mapping[str, Any], name: str, *kinds: type, of: str = "") -> Any
     """
     value = body.get(name)
     fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-    if value is None or (fits and (not isinstance(value, int) or abs(value) < 2**63)):
+    if value is None or (fits and (not isinstance(value, int | float) or abs(value) < 2**63)):
         return value
     raise wrong(of + name, value, " or ".join(_KINDS[kind] for kind in kinds))
 

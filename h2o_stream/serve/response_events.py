@@ -31,7 +31,7 @@ class _Events:
     """What is sent of a reply, message by message."""
 
     def __init__(self, service: Service, asked: AskedResponse) -> None:
-        self._service, self._asked, self._place = service, asked, ""
+        self._service, self._asked = service, asked
         calls = asked.options.calls if asked.sampled.calls else None
         self._splitter = CallSplitter(calls, asked.sampled.rules is not None) if calls else None
         self._texts: dict[str, list[str]] = {}
@@ -44,8 +44,7 @@ class _Events:
             error = message.error.body()["error"]
             yield {**error, "type": "error", "error": error}  # some clients look for the one, some for the other
         elif isinstance(message, Started):
-            self._place = f"{message.conversation or '0' * 32}_{message.turn}"
-            created = describe(self._service, self._asked, message.conversation, message.turn, None)
+            created = describe(self._service, self._asked, None)
             yield {"type": "response.created", "response": created}
             yield {"type": "response.in_progress", "response": created}
         elif isinstance(message, Piece):
@@ -82,7 +81,7 @@ class _Events:
             self._open, self._index = "", self._index + 1
 
     def _item(self, kind: str, text: str | None, status: str) -> dict[str, Any]:
-        return message_item(self._place, text, status) if kind == "message" else thinking_item(self._place, text)
+        return message_item(self._asked.id, text, status) if kind == "message" else thinking_item(self._asked.id, text)
 
     def _part_of(self, kind: str, text: str) -> dict[str, Any]:
         return text_part(text) if kind == "message" else {"type": "reasoning_text", "text": text}
@@ -91,7 +90,7 @@ class _Events:
         return {"item_id": self._item(kind, None, "")["id"], "output_index": self._index, "content_index": 0}
 
     def _end(self, end: Done) -> Iterator[dict[str, Any]]:
-        response = describe(self._service, self._asked, end.conversation, end.turn, end)
+        response = describe(self._service, self._asked, end)
         yield from self._close(response["status"])
         for call in (item for item in response["output"] if item["type"] == "function_call"):
             place, arguments = {"item_id": call["id"], "output_index": self._index}, call["arguments"]

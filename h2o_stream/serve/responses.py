@@ -1,11 +1,13 @@
-"""``/v1/responses``. The id of a response names its conversation and turn, which the next request continues."""
+"""``/v1/responses``. The next request continues after a response by its id, which nobody can guess."""
 
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from dataclasses import field as entry
 from typing import Any
 
 from h2o_stream.serve.chat import check_begun
@@ -19,7 +21,7 @@ from h2o_stream.serve.tools import as_tool_calls, parse_tool_choice, parse_tool_
 from h2o_stream.serve.usage import report
 from h2o_stream.serve.wording import renamed
 
-_ID = re.compile(r"resp_([0-9a-f]{32})_(\d{1,9})")
+_ID = re.compile(r"resp_([0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,26 @@ class AskedResponse:
     """What a request asks.
 
     Attributes:
-        after: the conversation and the turn that it continues.
+        after: the id of the response after which it continues.
         keep: whether it is saved.
         body: the request, parts of which an answer repeats.
+        id: of the response.
     """
 
     dialogue: Dialogue
     options: Options
     sampled: Sampled
-    after: tuple[str, int] | None
+    after: str | None
     keep: bool
     body: Mapping[str, Any]
+    id: str = entry(default_factory=lambda: secrets.token_hex(16))
+
+    def replies(self, service: Service) -> Any:
+        """See `Service.replies`."""
+        return service.replies(self.dialogue, self.options, self.sampled, self.after, self.keep, response=self.id)
 
 
-def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
+def parse_response(body: Mapping[str, Any], service: Service, owner: str = "") -> AskedResponse:
     """What is asked.
 
     Raises:
@@ -51,7 +59,7 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
         "tools": _with_functions(body.get("tools")),
         "tool_choice": _with_function(body.get("tool_choice")),
     }
-    options = parse_tool_options(asked, service.options.parse(body), service.call_format)
+    options = parse_tool_options(asked, service.options.parse(body, owner), service.call_format)
     previous, instructions = field(body, "previous_response_id", str), field(body, "instructions", str)
     system = [] if instructions is None or previous else [{"role": "system", "content": instructions}]
     messages = [*system, *_as_messages(body.get("input"))]
@@ -64,10 +72,11 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
         match = _ID.fullmatch(previous)
         if match is None:
             raise ApiError(404, f"there is no response {previous[:60]}", "previous_response_id", "not_found")
-        after = match[1], int(match[2])
+        after = match[1]
         if dialogue.past:
             raise wrong("input", "past replies", "only what is new, with previous_response_id")
-        if instructions not in (None, service.conversations.system_of(match[1])):
+        system_before = service.conversations.system_before(after, owner)
+        if instructions not in (None, system_before):
             raise wrong("instructions", instructions, "those of the previous response; they cannot change")
     sampled = parse_sampled(body, service, ("max_output_tokens",), None)
     text = field(body, "text", dict) or {}
@@ -125,17 +134,17 @@ def _as_messages(given: Any) -> list[Any]:
 
 async def answer_response(service: Service, asked: AskedResponse) -> dict[str, Any]:
     """The whole answer."""
-    async with service.replies(asked.dialogue, asked.options, asked.sampled, asked.after, asked.keep) as queues:
+    async with asked.replies(service) as queues:
         end, _ = await finished(queues[0])
-    return describe(service, asked, end.conversation, end.turn, end)
+    return describe(service, asked, end)
 
 
-def describe(service: Service, asked: AskedResponse, name: str, turn: int, end: Done | None) -> dict[str, Any]:
+def describe(service: Service, asked: AskedResponse, end: Done | None) -> dict[str, Any]:
     """A response as it is now: without an end, one that has begun."""
-    config, body, place = asked.sampled.config, asked.body, f"{name or '0' * 32}_{turn}"
+    config, body = asked.sampled.config, asked.body
     text = body.get("text") or {}
     response: dict[str, Any] = {
-        "id": f"resp_{place}",
+        "id": f"resp_{asked.id}",
         "object": "response",
         "created_at": int(time.time()),
         "model": service.name,
@@ -146,7 +155,7 @@ def describe(service: Service, asked: AskedResponse, name: str, turn: int, end: 
         "max_output_tokens": config.max_tokens,
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "previous_response_id": None if asked.after is None else f"resp_{asked.after[0]}_{asked.after[1]}",
+        "previous_response_id": None if asked.after is None else f"resp_{asked.after}",
         "temperature": config.temperature,
         "text": {"format": _echoed_format(text.get("format"))},
         "tool_choice": _chosen(body.get("tool_choice")),
@@ -162,7 +171,7 @@ def describe(service: Service, asked: AskedResponse, name: str, turn: int, end: 
     return response | {
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if end.finish == "length" else None,
-        "output": _output(asked, place, end, status),
+        "output": _output(asked, end, status),
         "usage": {
             "input_tokens": seen.before + seen.read,
             "input_tokens_details": {"cached_tokens": seen.before, "cache_write_tokens": seen.read},
@@ -190,9 +199,9 @@ def _echoed_tool(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", **fields, "strict": function.get("strict") is True}
 
 
-def _output(asked: AskedResponse, place: str, end: Done, status: str) -> list[dict[str, Any]]:
+def _output(asked: AskedResponse, end: Done, status: str) -> list[dict[str, Any]]:
     """The items of an answer: thinking, text and calls."""
-    text = asked.options.read(end.text).text if end.calls else end.text
+    place, text = asked.id, asked.options.read(end.text).text if end.calls else end.text
     items = [thinking_item(place, end.thinking)] if end.thinking else []
     if not asked.sampled.rules and (text or not end.calls):
         items.append(message_item(place, text, status))

@@ -20,6 +20,7 @@ from h2o_stream.progress import ignore
 from h2o_stream.resources import private_data_folder
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.serve.access import Access
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.logprobs import TokenTexts
@@ -92,7 +93,7 @@ class Service:
         except OSError as error:
             raise DataError(f"conversations cannot be kept: {error}; give a --folder for them") from error
         self.store = Store(folder, model.model.digest, config.states, config.disk, config.expiry_days * _DAY_S)
-        self.metrics = Metrics()
+        self.metrics, self.access = Metrics(), Access(config)
         self.conversations = Conversations(model, config, self.store)
         self.worker = Worker(model, self.conversations, config.running, config.timeout_s, self.metrics)
         self._compiler = ThreadPoolExecutor(1, "h2o-grammar")
@@ -154,8 +155,8 @@ class Service:
 
     @asynccontextmanager
     async def replies(
-        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: tuple[str, int] | None = None,
-        keep: bool = True, raw: bool = False,
+        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: str | None = None,
+        keep: bool = True, raw: bool = False, response: str = "",
     ) -> AsyncIterator[Sequence[asyncio.Queue[Message]]]:  # fmt: skip
         """Ask for replies; a queue for each choice, of which only the first is kept. Leaving the block ends them.
 
@@ -171,7 +172,8 @@ class Service:
             grammar = await self._grammar(sampled, options, raw)
             make = partial(
                 Ask, dialogue, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar, after=after,
-                raw=raw, asked=asked, calls=sampled.calls, pieces=sampled.stream or sampled.logprobs is not None,
+                calls=sampled.calls, raw=raw, response=response, asked=asked,
+                pieces=sampled.stream or sampled.logprobs is not None,
             )  # fmt: skip
             for number, waiting in enumerate(queues):
                 seed = sampled.config.seed

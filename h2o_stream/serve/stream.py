@@ -150,5 +150,5 @@ class WaitingEngine(Engine):
 
     def _forward(self, tokens: list[int]) -> None:
         self._logits, self.waiting = None, tokens
-        self.tokens.extend(tokens)
+        self.tokens = self.tokens.append(tokens)
         self.cache.prepare(len(tokens))

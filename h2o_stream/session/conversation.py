@@ -84,7 +84,7 @@ class Conversation:
         self.recall = Recall(
             engine,
             config,
-            lambda: self.metadata.turn_tokens(len(engine.tokens)),
+            lambda turn: self.metadata.turn_tokens(turn, len(engine.tokens)),
             lambda: place_alone(ChatTemplate(engine.tokenizer, None, engine.end_tokens)),
         )
         self._stops, self._thinking, self._effort = stops, thinking, effort
@@ -119,7 +119,7 @@ class Conversation:
     @property
     def thoughts(self) -> tuple[range, ...]:
         """Indices of the tokens of the model's thinking."""
-        return merged((*self.metadata.thoughts, self.metadata.thinking))
+        return merged((*self.metadata.thought_ranges, self.metadata.thinking))
 
     @property
     def torn(self) -> bool:
@@ -268,7 +268,8 @@ class Conversation:
         self._reconcile()
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
-        return self.engine.state_dict() | self.metadata.state_dict(len(self.engine.tokens))
+        self.metadata = self.metadata.marked()
+        return self.engine.state_dict() | self.metadata.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Replace the conversation by a saved state. It continues exactly as it would have without the interruption.
@@ -332,7 +333,7 @@ class Conversation:
     def _index(self, text: str, pieces: Sequence[str], before: int) -> None:
         self._reconcile()
         metadata = self.metadata
-        if not self.torn and metadata.starts and metadata.starts[-1][0] == metadata.turns > before:
+        if not self.torn and metadata.last_start[0] == metadata.turns > before:
             self.recall.add(metadata.turns, text, "".join(pieces))
 
     def _feed(self, prompt: Prompt, pending_pin: PendingPin | None = None) -> FeedEvents:
@@ -340,7 +341,7 @@ class Conversation:
         try:
             start = len(self.engine.tokens)
             recalled = range(start + prompt.recalled.start, start + prompt.recalled.stop)
-            starts = (*before.starts, (number, start))
+            starts = before.starts.append((number, start))
             self.metadata = replace(before, turns=number, starts=starts, pending_pin=pending_pin, recalled=recalled)
             if pending_pin is not None:
                 self.engine.cache.pin(pending_pin.start, pending_pin.stop)
@@ -370,8 +371,8 @@ class Conversation:
             else:
                 metadata = replace(metadata, pins=(*metadata.pins, pending.text))
             metadata = replace(metadata, pending_pin=None)
-        if metadata.starts and metadata.starts[-1][1] == fed:
-            metadata = replace(metadata, turns=metadata.turns - 1, starts=metadata.starts[:-1])
+        if metadata.last_start[1] == fed:
+            metadata = replace(metadata, turns=metadata.turns - 1, starts=metadata.starts.shortened(2))
         if ended:
             for served in filter(None, (metadata.recalled, metadata.thinking)):
                 self.engine.cache.evict_first(served.start, min(served.stop, fed))
