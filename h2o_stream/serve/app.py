@@ -22,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from h2o_stream.serve.access import Gate
+from h2o_stream.serve.aside import LONG, PatientDecoder, aside
 from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
 from h2o_stream.serve.errors import ApiError, wrong
@@ -122,7 +123,8 @@ async def _answer_post(
     names: Mapping[str, str] = {}
     try:
         request.state.owner = service.access.owner(request.headers)
-        fields, unknown, names = read_fields(await _body(service, request), endpoint)
+        body = await _body(service, request)
+        fields, unknown, names = await aside(request.state.size, partial(read_fields, body, endpoint))
         _check_names(service, fields.get("model"), unknown)
         response = await handler(service, request, fields)
         if unknown:
@@ -147,7 +149,9 @@ async def _body(service: Service, request: Request) -> dict[str, Any]:
     except TimeoutError as error:
         raise ApiError(408, f"the request took longer than {service.config.unread_s:g} s to arrive") from error
     try:
-        body = json.loads(b"".join(parts))
+        data = b"".join(parts)
+        request.state.size = size
+        body = await aside(size, partial(json.loads, data, cls=PatientDecoder if size >= LONG else None))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the request is not JSON: {str(error)[:100]}", code="invalid_json") from error
     if not isinstance(body, dict):
@@ -180,7 +184,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_chat(body, service)
+    asked = await aside(request.state.size, partial(parse_chat, body, service))
     if not asked[2].stream:
         return JSONResponse(await _while_connected(request, answer_chat(service, asked, is_kept(body))))
     opened = service.replies(*asked, keep=is_kept(body))
@@ -188,14 +192,14 @@ async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Res
 
 
 async def _completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_completion(body, service)
+    asked = await aside(request.state.size, partial(parse_completion, body, service))
     if not asked.sampled.stream:
         return JSONResponse(await _while_connected(request, answer_completion(service, asked)))
     return await _streamed(asked.replies(service), lambda queues: stream_completion(service, asked, queues))
 
 
 async def _response(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_response(body, service)
+    asked = await aside(request.state.size, partial(parse_response, body, service))
     if not asked.sampled.stream:
         return JSONResponse(await _while_connected(request, answer_response(service, asked)))
     opened = service.replies(asked.dialogue, asked.options, asked.sampled, asked.after, asked.keep)
