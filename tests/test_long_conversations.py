@@ -147,7 +147,7 @@ def test_a_turn_of_the_server(tiny_folder: Path, tmp_path: Path, monkeypatch: py
             kept.hashes = Log([*map(str, range(shift)), *kept.hashes])
             kept.turns = Log(range(turns + 1))
             server.service.store._index(kept, 1)
-            said = f"resp_{kept.id}_{turns}"
+            kept.ids[said.removeprefix("resp_")] = turns
             for again in ("Once more.", "And again."):
                 say(again)
             before, moved = calls[0], cost(lambda: say("And the light?"))

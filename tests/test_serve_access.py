@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from h2o_stream.config import ModelConfig, ServeConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.native import library
 from h2o_stream.serve.access import Access, Gate
-from tests.served import Running
+from tests.serve_load import post
+from tests.served import Running, reply
 
 JSON = {"content-type": "application/json"}
 
@@ -215,3 +217,72 @@ class TestServer:
     def test_a_refusal_says_what_to_do(self, guarded: Running) -> None:
         text = get(guarded, "/health", Host="chat.example.org")[2]
         assert "--allow-host chat.example.org" in json.loads(text)["error"]["message"]
+
+
+SHORT = {"temperature": 0, "max_output_tokens": 4}
+
+
+def respond(server: Running, key: str, said: Any, after: str | None = None, **more: Any) -> tuple[int, Any]:
+    """Status and answer of a response."""
+    return post(server.url, "/v1/responses", {"input": said, "previous_response_id": after, **SHORT, **more}, key)
+
+
+def chat(server: Running, key: str, *texts: str) -> Any:
+    """The answer to messages of user and assistant in turn."""
+    said = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+    status, answer = post(
+        server.url, "/v1/chat/completions", {"messages": said, "temperature": 0, "max_tokens": 4}, key
+    )
+    assert status == 200, answer
+    return answer
+
+
+@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+class TestConversations:
+    def test_ids_open_nothing_to_other_keys(self, guarded: Running) -> None:
+        first = respond(guarded, "one", "The code is 4711.", instructions="Guess.")[1]
+        assert respond(guarded, "one", "Which code?", first["id"])[0] == 200
+        for instructions in (None, "Guess.", "Know."):
+            assert respond(guarded, "two", "Which code?", first["id"], instructions=instructions)[0] == 404
+
+    def test_the_same_words_open_nothing_to_other_keys(self, guarded: Running) -> None:
+        begun = reply(chat(guarded, "one", "Hello."))
+        chat(guarded, "one", "Hello.", begun, "The code is 4711.")
+        other = chat(guarded, "two", "Hello.", begun, "Which code?")["h2o"]
+        assert (other["origin"], other["turns_known"]) == ("read", 0)
+        assert chat(guarded, "one", "Hello.", begun, "Which code?")["h2o"]["turns_known"] == 1
+
+    def test_what_is_said_later_is_not_shared(self, guarded: Running) -> None:
+        """Two clients with one key, or none, share the first exchange; each has ids of its own for what follows."""
+        first, second = (respond(guarded, "one", "Good day.")[1] for _ in range(2))
+        assert first["id"] != second["id"]
+        said = first["output"][0]["content"][0]["text"]
+        history = [{"role": "user", "content": "Good day."}, {"role": "assistant", "content": said}]
+        secret = respond(guarded, "one", [*history, {"role": "user", "content": "The code is 4711."}])[1]
+        assert secret["h2o"]["turns_known"] == 1
+        for mine in (first, second):
+            found = respond(guarded, "one", "Which code?", mine["id"])[1]["h2o"]
+            prompts = [entry.prompt for entry in guarded.entries(found["conversation"], found["turn"])]
+            assert prompts == ["Good day.", "Which code?"]
+
+    def test_ids_are_not_derived(self, guarded: Running) -> None:
+        answer = respond(guarded, "one", "Name a river.")[1]
+        number, turn = answer["h2o"]["conversation"], answer["h2o"]["turn"]
+        assert number not in json.dumps({**answer, "h2o": None})
+        for guess in (f"resp_{number}", f"resp_{number}_{turn}", f"resp_{number}_{turn + 1}", answer["id"] + "_2"):
+            assert respond(guarded, "one", "Go on.", guess)[0] == 404
+
+    def test_logs_have_no_ids(self, guarded: Running, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("DEBUG", "h2o_stream")
+        answer = respond(guarded, "one", "Name a lake.")[1]
+        respond(guarded, "one", "Another.", answer["id"])
+        assert "conversation" in caplog.text
+        assert not re.search("[0-9a-f]{24}|Name a lake", caplog.text)
+
+    def test_ids_and_owners_outlive_the_server(self, guarded: Running) -> None:
+        answer = respond(guarded, "two", "Name a hill.")[1]
+        store, number = guarded.service.store, answer["h2o"]["conversation"]
+        store.conversations[number].close()
+        again = next(kept for kept in store._read() if kept.id == number)
+        assert (again.owner, again.ids) == (store.conversations[number].owner, {answer["id"][5:]: 1})
+        assert again.owner not in ("", "two")

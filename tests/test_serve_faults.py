@@ -394,7 +394,7 @@ def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> 
     (folder / "serve.json").write_text(json.dumps({**about, "hashes": hashes, "turns": numbers}))
     (folder / "serve.jsonl").unlink()
     store = Store(tmp_path, server.service.model.model.digest, 3, 2**30, 1e6)
-    assert [(kept.id, turn) for kept, turn in store.with_hash(hashes[1])] == [(name, 1)]
+    assert [(kept.id, turn) for kept, turn in store.with_hash(hashes[1], "")] == [(name, 1)]
     assert not (folder / "serve.json").exists()
     store.close()
 

@@ -120,7 +120,8 @@ def post_raw(url: str, path: str, body: Any) -> tuple[int, str]:
     import urllib.request
 
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body).encode())) as answer:
+        asked = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -242,7 +243,8 @@ def test_names_that_nobody_documents_are_reported(server: Running) -> None:
     import urllib.request
 
     body = json.dumps({**BASE["chat/completions"], "no_such\nfield": 1, "stream_options": {"more": 1}}).encode()
-    with urllib.request.urlopen(f"{server.url}/v1/chat/completions", body) as answer:
+    url, head = f"{server.url}/v1/chat/completions", {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, head)) as answer:
         assert answer.headers["h2o-unknown-fields"] == "no_such\\nfield, stream_options.more"
 
 

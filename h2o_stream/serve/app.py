@@ -184,7 +184,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = await aside(request.state.size, partial(parse_chat, body, service))
+    asked = await aside(request.state.size, partial(parse_chat, body, service, request.state.owner))
     if not asked[2].stream:
         return JSONResponse(await _while_connected(request, answer_chat(service, asked, is_kept(body))))
     opened = service.replies(*asked, keep=is_kept(body))
@@ -199,11 +199,10 @@ async def _completion(service: Service, request: Request, body: dict[str, Any]) 
 
 
 async def _response(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = await aside(request.state.size, partial(parse_response, body, service))
+    asked = await aside(request.state.size, partial(parse_response, body, service, request.state.owner))
     if not asked.sampled.stream:
         return JSONResponse(await _while_connected(request, answer_response(service, asked)))
-    opened = service.replies(asked.dialogue, asked.options, asked.sampled, asked.after, asked.keep)
-    return await _streamed(opened, lambda queues: stream_response(service, asked, queues), named=True)
+    return await _streamed(asked.replies(service), lambda queues: stream_response(service, asked, queues), named=True)
 
 
 async def _while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:

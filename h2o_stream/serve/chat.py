@@ -18,13 +18,13 @@ from h2o_stream.serve.usage import chat_logprobs, logprobs_of, report, slots, us
 from h2o_stream.session.calls import CallSplitter
 
 
-def parse_chat(body: Mapping[str, Any], service: Service) -> tuple[Dialogue, Options, Sampled]:
+def parse_chat(body: Mapping[str, Any], service: Service, owner: str = "") -> tuple[Dialogue, Options, Sampled]:
     """What is asked.
 
     Raises:
         ApiError: a field is wrong.
     """
-    options = parse_tool_options(body, service.options.parse(body), service.call_format)
+    options = parse_tool_options(body, service.options.parse(body, owner), service.call_format)
     dialogue = parse_dialogue(body.get("messages"), options.read)
     top = field(body, "top_logprobs", int)
     if top is not None and not body.get("logprobs"):

@@ -63,7 +63,7 @@ def parse_completion(body: Mapping[str, Any], service: Service) -> AskedCompleti
         raise wrong("prompt", prompt, "a text or a list of texts, not token ids")
     logprobs = field(body, "logprobs", int)
     sampled = parse_sampled(body, service.config.max_reply, ("max_tokens",), logprobs)
-    return AskedCompletions(tuple(map(encodable, prompts)), service.options.parse(body), sampled)
+    return AskedCompletions(tuple(map(encodable, prompts)), service.options.parse(body, ""), sampled)
 
 
 def _head(service: Service) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class Live:
         exchanges: what each of these that is no pin consists of.
         before: entries of the turns of a branch that is not on disk yet.
         merged: past turns that are fed with the one to answer, see `as_fed`.
+        response: the id by which a client goes on after the last of the entries.
     """
 
     conversation: Conversation
@@ -61,6 +62,7 @@ class Live:
     exchanges: list[tuple[Exchange, ...]] = field(default_factory=list)
     before: Log[Entry] = field(default_factory=Log)
     merged: tuple[Exchange, ...] = ()
+    response: str = ""
 
     @property
     def engine(self) -> WaitingEngine:
@@ -128,26 +130,25 @@ class Conversations:
             ApiError: there is no room in the window.
         """
         for known in range(len(dialogue.past), 0, -1):
-            for kept, turn in self._store.with_hash(past[known]):
+            for kept, turn in self._store.with_hash(past[known], options.owner):
                 if opened := self._known(kept, turn, options, keep):
                     return Opened(opened[0], dialogue.past[known:], opened[1], known)
         live = self._start(options, dialogue.system, past[0], keep)
         return Opened(live, dialogue.past, "read" if dialogue.past else "new", 0)
 
-    def open_after(self, name: str, turn: int, options: Options, keep: bool) -> Opened:
-        """The conversation of this id, as it was after a turn; with `keep` it is saved after each turn.
+    def open_after(self, response: str, options: Options, keep: bool) -> Opened:
+        """The conversation after the response of this id; with `keep` it is saved after each turn.
 
         Raises:
             ApiError: it is not kept any more, or has other options.
         """
-        kept = self._store.conversations.get(name)
+        kept, turn = self._store.with_id(response, options.owner) or (None, 0)
         if kept is not None and kept.key != options.key:
             what = "tools, window, policy, recall, think and pins must be those of the previous response"
             raise ApiError(400, what, "previous_response_id")
-        fits = kept is not None and 0 < turn < len(kept.hashes)
-        if kept is not None and fits and (opened := self._known(kept, turn, options, keep)):
+        if kept is not None and (opened := self._known(kept, turn, options, keep)):
             return Opened(opened[0], (), opened[1], turn)
-        raise ApiError(404, f"the response of turn {turn} is not kept any more", "previous_response_id", "not_found")
+        raise _no_response()
 
     def open_raw(self, options: Options) -> Opened:
         """An empty stream for a text that is continued as it is, which is not kept."""
@@ -155,10 +156,16 @@ class Conversations:
         live.engine.unpin()
         return Opened(live, (), "new", 0)
 
-    def system_of(self, name: str) -> str | None:
-        """The system prompt of a conversation."""
-        kept = self._store.conversations.get(name)
-        return kept.system if kept else None
+    def system_before(self, response: str, owner: str) -> str | None:
+        """The system prompt of the conversation in which an owner got a response.
+
+        Raises:
+            ApiError: there is none.
+        """
+        found = self._store.with_id(response, owner)
+        if found is None:
+            raise _no_response()
+        return found[0].system
 
     def _known(self, kept: Kept, turn: int, options: Options, keep: bool) -> tuple[Live, Origin] | None:
         """Continue a conversation after a turn, or branch there; None if the state is not available."""
@@ -177,7 +184,7 @@ class Conversations:
             return None
         branch = None
         if keep:
-            branch = self._store.create(kept.key, kept.system, kept.hashes[0])
+            branch = self._store.create(kept.key, kept.system, kept.hashes[0], kept.owner)
             branch.hashes, branch.turns = kept.hashes.first(turn + 1), kept.turns.first(turn + 1)
         live = self._load(branch, options, kept.system, saved, turn, kept)
         if live is None:
@@ -224,7 +231,7 @@ class Conversations:
             conversation = self._converse(options, system)
         except ConfigError as error:
             raise as_api_error(error, "messages", "context_length_exceeded") from error
-        kept = self._store.create(options.key, system, first) if keep else None
+        kept = self._store.create(options.key, system, first, options.owner) if keep else None
         live = Live(conversation, kept, options, first)
         self._prepare_recall(live)
         if kept:
@@ -282,7 +289,7 @@ class Conversations:
             past = chain(past, exchanges)[-1]
             hashes.append(past)
         live.conversation.recall.add_deferred()
-        self._store.save(live.kept, header, live.entries, hashes, state, before)
+        self._store.save(live.kept, header, live.entries, hashes, state, before, live.response)
         live.past = past
 
     def committed(self, live: Live) -> None:
@@ -290,10 +297,15 @@ class Conversations:
         if live.kept is not None:
             if not live.kept.nbytes and live.kept.session:
                 live.conversation.recall.use(live.kept.session.index_path)
-            self._store.committed(live.kept, len(live.exchanges))
-        live.entries, live.exchanges, live.before = [], [], Log()
+            self._store.committed(live.kept, len(live.exchanges), filter(None, [live.response]))
+        live.entries, live.exchanges, live.before, live.response = [], [], Log(), ""
         for kept in self._store.to_forget(self.awake):
             self._store.forget(kept)
+
+
+def _no_response() -> ApiError:
+    message = "there is no such response, or it is not kept any more"
+    return ApiError(404, message, "previous_response_id", "not_found")
 
 
 Event = Recalled | PrefillProgress | Token | Turn | Finished

@@ -170,7 +170,7 @@ class Endings:
         (fed,) = as_fed(live.merged, dialogue.user)
         entry = Entry(turn, text_of(fed.user), f"{dialogue.begun}{said[0]}", "said", kind, "", said[1])
         live.add(entry, *live.merged, Exchange(dialogue.user, live.options.read(entry.text)))
-        live.merged = ()
+        live.merged, live.response = (), job.ask.response
         kept = live.kept
         seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, counts)
         done = Done(

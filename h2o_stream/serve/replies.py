@@ -20,10 +20,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Started:
-    """The conversation is open: its id, nothing if it is not kept, and the number that its turn will have."""
-
-    conversation: str
-    turn: int
+    """The conversation is open."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,8 @@ class Ask:
         keep: whether the conversation is saved.
         logprobs: see `requests.Sampled`, as `slots`.
         grammar: what it must follow.
-        after: continue the conversation of this id after this turn.
+        after: continue after the response of this id.
+        response: the id of this one, by which a client goes on after it.
         raw: the user's text is continued as it is, without a chat template; it is not kept.
         pieces: whether pieces are sent before the end, which has the whole text.
         asked: when it was asked for, on the clock of `time.monotonic`.
@@ -108,7 +106,8 @@ class Ask:
     logprobs: int | None = None
     slots: bool = False
     grammar: Grammar | None = None
-    after: tuple[str, int] | None = None
+    after: str | None = None
+    response: str = ""
     raw: bool = False
     pieces: bool = True
     asked: float = field(default_factory=time.monotonic)

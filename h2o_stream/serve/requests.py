@@ -48,6 +48,7 @@ class Options:
         pins: texts that are never evicted, fed before the first turn.
         tools: that the model may call, described before the first turn.
         calls: how the model writes calls; None without tools.
+        owner: whose it is, see `Access.owner`.
     """
 
     cache: CacheConfig
@@ -56,6 +57,7 @@ class Options:
     pins: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
     calls: CallFormat | None = None
+    owner: str = ""
 
     def read(self, text: str) -> Reply:
         """A reply with its calls."""
@@ -72,13 +74,13 @@ class Options:
         tools = [list(self.tools)] if self.tools else []
         return [self.cache.policy, self.cache.window, self.recall, self.thinking, list(self.pins), *tools]
 
-    def parse(self, body: Mapping[str, Any]) -> Options:
-        """The options of a request, with these as defaults.
+    def parse(self, body: Mapping[str, Any], owner: str) -> Options:
+        """The options of a request of this owner, with these as defaults.
 
         Raises:
             ApiError: one is wrong.
         """
-        found = self
+        found = replace(self, owner=owner)
         try:
             if (policy := field(body, "policy", str)) is not None:
                 if policy not in POLICIES or policy == "full":

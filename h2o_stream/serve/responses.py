@@ -1,12 +1,14 @@
-"""``/v1/responses``. The id of a response names its conversation and turn, which the next request continues."""
+"""``/v1/responses``. The next request continues after a response by its id, which nobody can guess."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import field as entry
 from typing import Any
 
 from h2o_stream.serve.chat import check_begun
@@ -21,7 +23,7 @@ from h2o_stream.serve.usage import report
 from h2o_stream.serve.wording import renamed
 from h2o_stream.session.calls import CallSplitter
 
-_ID = re.compile(r"resp_([0-9a-f]{32})_(\d{1,9})")
+_ID = re.compile(r"resp_([0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,26 @@ class AskedResponse:
     """What a request asks.
 
     Attributes:
-        after: the conversation and the turn that it continues.
+        after: the id of the response after which it continues.
         keep: whether it is saved.
         body: the request, parts of which an answer repeats.
+        id: of the response.
     """
 
     dialogue: Dialogue
     options: Options
     sampled: Sampled
-    after: tuple[str, int] | None
+    after: str | None
     keep: bool
     body: Mapping[str, Any]
+    id: str = entry(default_factory=lambda: secrets.token_hex(16))
+
+    def replies(self, service: Service) -> Any:
+        """See `Service.replies`."""
+        return service.replies(self.dialogue, self.options, self.sampled, self.after, self.keep, response=self.id)
 
 
-def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
+def parse_response(body: Mapping[str, Any], service: Service, owner: str = "") -> AskedResponse:
     """What is asked.
 
     Raises:
@@ -53,7 +61,7 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
         "tools": _with_functions(body.get("tools")),
         "tool_choice": _with_function(body.get("tool_choice")),
     }
-    options = parse_tool_options(asked, service.options.parse(body), service.call_format)
+    options = parse_tool_options(asked, service.options.parse(body, owner), service.call_format)
     previous, instructions = field(body, "previous_response_id", str), field(body, "instructions", str)
     system = [] if instructions is None or previous else [{"role": "system", "content": instructions}]
     messages = [*system, *_as_messages(body.get("input"))]
@@ -66,10 +74,11 @@ def parse_response(body: Mapping[str, Any], service: Service) -> AskedResponse:
         match = _ID.fullmatch(previous)
         if match is None:
             raise ApiError(404, f"there is no response {previous[:60]}", "previous_response_id", "not_found")
-        after = match[1], int(match[2])
+        after = match[1]
         if dialogue.past:
             raise wrong("input", "past replies", "only what is new, with previous_response_id")
-        if instructions not in (None, service.conversations.system_of(match[1])):
+        system_before = service.conversations.system_before(after, owner)
+        if instructions not in (None, system_before):
             raise wrong("instructions", instructions, "those of the previous response; they cannot change")
     sampled = parse_sampled(body, service.config.max_reply, ("max_output_tokens",), None)
     text = field(body, "text", dict) or {}
@@ -119,15 +128,15 @@ def _as_messages(given: Any) -> list[Any]:
 
 async def answer_response(service: Service, asked: AskedResponse) -> dict[str, Any]:
     """The whole answer."""
-    async with service.replies(asked.dialogue, asked.options, asked.sampled, asked.after, asked.keep) as queues:
+    async with asked.replies(service) as queues:
         end, _ = await finished(queues[0])
-    return _response(service, asked, end.conversation, end.turn, end)
+    return _response(service, asked, end)
 
 
-def _response(service: Service, asked: AskedResponse, name: str, turn: int, end: Done | None) -> dict[str, Any]:
+def _response(service: Service, asked: AskedResponse, end: Done | None) -> dict[str, Any]:
     config, body = asked.sampled.config, asked.body
     response: dict[str, Any] = {
-        "id": f"resp_{name or '0' * 32}_{turn}",
+        "id": f"resp_{asked.id}",
         "object": "response",
         "created_at": int(time.time()),
         "model": service.name,
@@ -138,7 +147,7 @@ def _response(service: Service, asked: AskedResponse, name: str, turn: int, end:
         "max_output_tokens": config.max_tokens,
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "previous_response_id": None if asked.after is None else f"resp_{asked.after[0]}_{asked.after[1]}",
+        "previous_response_id": None if asked.after is None else f"resp_{asked.after}",
         "temperature": config.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
@@ -154,7 +163,7 @@ def _response(service: Service, asked: AskedResponse, name: str, turn: int, end:
     return response | {
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if end.finish == "length" else None,
-        "output": _output(asked, f"{name or '0' * 32}_{turn}", end, status),
+        "output": _output(asked, end, status),
         "usage": {
             "input_tokens": end.seen.before + end.seen.read,
             "input_tokens_details": {"cached_tokens": end.seen.before},
@@ -166,8 +175,9 @@ def _response(service: Service, asked: AskedResponse, name: str, turn: int, end:
     }
 
 
-def _output(asked: AskedResponse, place: str, end: Done, status: str) -> list[dict[str, Any]]:
+def _output(asked: AskedResponse, end: Done, status: str) -> list[dict[str, Any]]:
     """The items of an answer: thinking, text and calls."""
+    place = asked.id
     reply = asked.options.read(end.text) if asked.sampled.calls else Reply(end.text)
     items = [_thinking(place, end.thinking)] if end.thinking else []
     if not asked.sampled.rules and (reply.text or not reply.calls):
@@ -210,7 +220,7 @@ class _Events:
     """What is sent of a reply, message by message."""
 
     def __init__(self, service: Service, asked: AskedResponse) -> None:
-        self._service, self._asked, self._place = service, asked, ""
+        self._service, self._asked = service, asked
         calls = asked.options.calls if asked.sampled.calls else None
         self._splitter = CallSplitter(calls, asked.sampled.rules is not None) if calls else None
         self._texts = list[str]()
@@ -220,8 +230,7 @@ class _Events:
         if isinstance(message, Failed):
             yield {"type": "error", **message.error.body()["error"]}
         elif isinstance(message, Started):
-            self._place = f"{message.conversation or '0' * 32}_{message.turn}"
-            created = _response(self._service, self._asked, message.conversation, message.turn, None)
+            created = _response(self._service, self._asked, None)
             yield {"type": "response.created", "response": created}
             yield {"type": "response.in_progress", "response": created}
         elif isinstance(message, Piece):
@@ -232,9 +241,9 @@ class _Events:
             yield from self._end(message)
 
     def _text(self, text: str, even_if_empty: bool = False) -> Iterator[dict[str, Any]]:
-        where = {"item_id": f"msg_{self._place}", "output_index": 0, "content_index": 0}
+        where = {"item_id": f"msg_{self._asked.id}", "output_index": 0, "content_index": 0}
         if not self._texts and (text or even_if_empty):
-            item = _message(self._place, None, "in_progress")
+            item = _message(self._asked.id, None, "in_progress")
             yield {"type": "response.output_item.added", "output_index": 0, "item": item}
             yield {"type": "response.content_part.added", **where, "part": _part("")}
             self._texts.append("")
@@ -243,11 +252,11 @@ class _Events:
             yield {"type": "response.output_text.delta", **where, "delta": text, "logprobs": []}
 
     def _end(self, end: Done) -> Iterator[dict[str, Any]]:
-        response = _response(self._service, self._asked, end.conversation, end.turn, end)
-        where = {"item_id": f"msg_{self._place}", "output_index": 0, "content_index": 0}
+        response = _response(self._service, self._asked, end)
+        where = {"item_id": f"msg_{self._asked.id}", "output_index": 0, "content_index": 0}
         if self._texts:
             text = "".join(self._texts)
-            item = _message(self._place, text, response["status"])
+            item = _message(self._asked.id, text, response["status"])
             yield {"type": "response.output_text.done", **where, "text": text, "logprobs": []}
             yield {"type": "response.content_part.done", **where, "part": _part(text)}
             yield {"type": "response.output_item.done", "output_index": 0, "item": item}

@@ -147,7 +147,7 @@ class Service:
         """Most characters that a token stands for."""
         return max(map(len, self.model.tokenizer.backend_tokenizer.get_vocab()))
 
-    def _check_room(self, dialogue: Dialogue, options: Options, after: tuple[str, int] | None) -> None:
+    def _check_room(self, dialogue: Dialogue, options: Options, after: str | None) -> None:
         """Refuse what cannot fit into the window, or the positions, by its characters: without making tokens of it.
 
         Raises:
@@ -167,8 +167,8 @@ class Service:
 
     @asynccontextmanager
     async def replies(
-        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: tuple[str, int] | None = None,
-        keep: bool = True, raw: bool = False,
+        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: str | None = None,
+        keep: bool = True, raw: bool = False, response: str = "",
     ) -> AsyncIterator[Sequence[asyncio.Queue[Message]]]:  # fmt: skip
         """Ask for replies; a queue for each choice, of which only the first is kept. Leaving the block ends them.
 
@@ -187,7 +187,8 @@ class Service:
             hashes = await aside(dialogue.size, partial(chain, first, dialogue.past))
             make = partial(
                 Ask, dialogue, hashes, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar,
-                after=after, raw=raw, asked=asked, pieces=sampled.stream or sampled.logprobs is not None,
+                after=after, raw=raw, response=response, asked=asked,
+                pieces=sampled.stream or sampled.logprobs is not None,
             )  # fmt: skip
             for number, waiting in enumerate(queues):
                 seed = sampled.config.seed

@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +39,13 @@ class Kept:
     """What is known of a conversation, awake or asleep.
 
     Attributes:
-        id: names its session.
+        id: names its session; it opens nothing, see `ids`.
         key: of its options, see `Options.key`.
         system: its system prompt.
         hashes: before the first turn, and after each; `turns` has the number of each turn in the session.
         turns: numbers of turns, 0 before the first.
+        owner: whose it is, see `Access.owner`.
+        ids: of responses, by which their clients go on; after how many turns they come.
         used: when it was used last, seconds since 1970.
         nbytes: on disk.
         file_bytes: of the file, without lines of turns that were not saved.
@@ -55,6 +57,8 @@ class Kept:
     system: str | None
     hashes: Log[str]
     turns: Log[int] = field(default_factory=lambda: Log([0]))
+    owner: str = ""
+    ids: dict[str, int] = field(default_factory=dict)
     used: float = field(default_factory=time.time)
     nbytes: int = 0
     file_bytes: int = 0
@@ -98,8 +102,9 @@ class Store:
         self.conversations = {kept.id: kept for kept in sorted(self._read(), key=lambda kept: kept.used)}
         self.nbytes = sum(kept.nbytes for kept in self.conversations.values())
         self._by_hash: dict[str, dict[str, int]] = {}
+        self._by_id: dict[str, Kept] = {}
         for kept in self.conversations.values():
-            self._index(kept, 1)
+            self._index(kept, 1, kept.ids)
 
     def close(self) -> None:
         """Let other servers use the folder."""
@@ -112,14 +117,20 @@ class Store:
         """Bytes that are free on this disk."""
         return shutil.disk_usage(self._folder).free
 
-    def with_hash(self, known: str) -> Iterator[tuple[Kept, int]]:
-        """Conversations that were in this state, and after how many turns; the newest first."""
+    def with_hash(self, known: str, owner: str) -> Iterator[tuple[Kept, int]]:
+        """Conversations of an owner that were in this state, and after how many turns; the newest first."""
         for name, turn in reversed(self._by_hash.get(known, {}).items()):
-            yield self.conversations[name], turn
+            if self.conversations[name].owner == owner:
+                yield self.conversations[name], turn
 
-    def create(self, key: list[Any], system: str | None, first: str) -> Kept:
+    def with_id(self, response: str, owner: str) -> tuple[Kept, int] | None:
+        """The conversation in which an owner got this response, and after how many turns."""
+        kept = self._by_id.get(response)
+        return (kept, kept.ids[response]) if kept is not None and kept.owner == owner else None
+
+    def create(self, key: list[Any], system: str | None, first: str, owner: str) -> Kept:
         """A new conversation, which is not on disk before its first turn."""
-        kept = Kept(secrets.token_hex(16), key, system, Log([first]))
+        kept = Kept(secrets.token_hex(16), key, system, Log([first]), owner=owner)
         self.conversations[kept.id] = kept
         return kept
 
@@ -149,6 +160,7 @@ class Store:
         hashes: Sequence[str],
         state: Mapping[str, Array],
         before: Sequence[Entry],
+        response: str = "",
     ) -> None:
         """Save turns and the state after them. `entries` and `hashes` belong together, those of pins have no hash.
 
@@ -159,6 +171,7 @@ class Store:
             hashes: after each turn that has one, the last ones of `entries`.
             state: after the last one.
             before: turns of a branch before the new ones, if it is not on disk yet.
+            response: the id by which its client goes on after the last turn.
 
         Raises:
             DataError: for example, the disk is full. The conversation is as it was.
@@ -171,7 +184,7 @@ class Store:
         assert session is not None
         if session.transcript.entries and session.transcript.entries[-1].turn > kept.turns[-1]:
             session.undo(kept.turns[-1])  # a turn whose state could not be saved
-        file_bytes = self._write(kept, hashes_after, turns_after)
+        file_bytes = self._write(kept, hashes_after, turns_after, response)
         if not session.transcript.entries and len(before) + len(entries) > 1:
             last = entries[-1].turn
             session.add_all(header, [*before, *entries], lambda turn: state if turn == last else None)
@@ -180,14 +193,18 @@ class Store:
                 session.add(entry, None, header)
             session.add(entries[-1], state, header)
         kept.hashes, kept.turns, kept.used, kept.file_bytes = hashes_after, turns_after, time.time(), file_bytes
+        if response:
+            kept.ids[response] = len(hashes_after) - 1
 
-    def _write(self, kept: Kept, hashes: Log[str], turns: Log[int]) -> int:
+    def _write(self, kept: Kept, hashes: Log[str], turns: Log[int], response: str) -> int:
         """Write what the file of a conversation lacks. Returns its size."""
         first = len(kept.hashes) if kept.file_bytes else 1
         lines = list[Any](zip(hashes[first:], turns[first:], strict=True))
+        if response:
+            lines[-1] = (*lines[-1], response)
         if not kept.file_bytes:
-            about = {"model": self._model, "key": kept.key, "system": kept.system, "first": hashes[0]}
-            lines.insert(0, about)
+            about = {"model": self._model, "key": kept.key, "system": kept.system, "owner": kept.owner}
+            lines.insert(0, {**about, "first": hashes[0]})
         data, path = "".join(json.dumps(line) + "\n" for line in lines).encode(), self._folder / kept.id / _FILE
         with file_errors(path), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE), "wb", 0) as file:
             file.truncate(kept.file_bytes)
@@ -196,15 +213,18 @@ class Store:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return kept.file_bytes + len(data)
 
-    def committed(self, kept: Kept, new: int) -> None:
-        """Recognise a conversation by its last turns, so many of them, which were saved; it is the one used last."""
-        self._index(kept, len(kept.hashes) - new if kept.nbytes else 1)
+    def committed(self, kept: Kept, new: int, ids: Iterable[str] = ()) -> None:
+        """Recognise a conversation by its last turns, so many of them, which were saved, and by these ids of responses;
+        it is the one used last.
+        """
+        self._index(kept, len(kept.hashes) - new if kept.nbytes else 1, ids)
         before, kept.nbytes = kept.nbytes, _size(self._folder / kept.id)
         self.nbytes += kept.nbytes - before
         self.conversations[kept.id] = self.conversations.pop(kept.id)
 
-    def _index(self, kept: Kept, first: int) -> None:
-        """Recognise a conversation by its hashes, from this one on."""
+    def _index(self, kept: Kept, first: int, ids: Iterable[str] = ()) -> None:
+        """Recognise a conversation by its hashes, from this one on, and by these ids."""
+        self._by_id.update(dict.fromkeys(ids, kept))
         for turn, known in enumerate(kept.hashes[first:], first):
             self._by_hash.setdefault(known, {})[kept.id] = turn
 
@@ -227,6 +247,8 @@ class Store:
             names.pop(kept.id, None)
             if not names:
                 self._by_hash.pop(known, None)
+        for response in kept.ids:
+            self._by_id.pop(response, None)
         self.conversations.pop(kept.id, None)
         self.nbytes -= kept.nbytes
         kept.close()
@@ -272,13 +294,15 @@ class Store:
                 if record["model"] != self._model:
                     continue
                 kept = Kept(path.parent.name, record["key"], record["system"], Log([record["first"]]))
+                kept.owner = record.get("owner", "")
                 with self._session(kept, create=False) as session:
                     said = {entry.turn for entry in session.transcript.entries}
                 for line in lines:
-                    known, turn = json.loads(line) if line.endswith(b"\n") else ("", 0)
+                    known, turn, *response = json.loads(line) if line.endswith(b"\n") else ("", 0)
                     if turn not in said:  # its line was written before it
                         break
                     kept.hashes, kept.turns = kept.hashes.append(known), kept.turns.append(turn)
+                    kept.ids.update(dict.fromkeys(response, len(kept.hashes) - 1))
                     kept_bytes += len(line)
                 kept.used, kept.nbytes, kept.file_bytes = path.stat().st_mtime, _size(path.parent), kept_bytes
                 yield kept

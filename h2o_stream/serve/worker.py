@@ -143,7 +143,7 @@ class Worker:
         if ask.raw:
             opened = conversations.open_raw(ask.options)
         elif ask.after is not None:
-            opened = conversations.open_after(*ask.after, ask.options, ask.keep)
+            opened = conversations.open_after(ask.after, ask.options, ask.keep)
         else:
             opened = conversations.open(ask.dialogue, ask.hashes, ask.options, ask.keep)
         try:
@@ -154,9 +154,8 @@ class Worker:
 
     def _begin(self, ask: Ask, opened: Opened) -> None:
         live = opened.live
-        name, turns = (live.kept.id, len(live.kept.hashes)) if live.kept else ("", 0)
         if live.kept is not None:
-            self._conversations.busy.add(name)
+            self._conversations.busy.add(live.kept.id)
         sampler = live.engine.sample_by(ask.config, ask.logprobs)
         live.engine.grammar = ask.grammar
         read = raw_events if ask.raw else turn_events
@@ -165,10 +164,8 @@ class Worker:
         job.evicted_before = live.engine.counts.evicted if job.seen_before else 0
         self._metrics.opened(opened.origin, ask.seconds)
         self._jobs.append(job)
-        _log.info(
-            "conversation %s %s: %d turns known, %d to read", name, opened.origin, opened.known, len(opened.unread)
-        )
-        if not ask.try_send(Started(name, turns + len(opened.unread))):
+        _log.info("a conversation is %s: %d turns known, %d to read", opened.origin, opened.known, len(opened.unread))
+        if not ask.try_send(Started()):
             self._endings.interrupt(job)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
