@@ -21,6 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from h2o_stream.serve.access import Gate
+from h2o_stream.serve.aside import LONG, PatientDecoder, aside
 from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
 from h2o_stream.serve.errors import ApiError, wrong
@@ -119,7 +120,8 @@ async def _answer_post(
     names: Mapping[str, str] = {}
     try:
         request.state.owner = service.access.owner(request.headers)
-        fields, unknown, names = read_fields(await _body(service, request), endpoint)
+        body = await _body(service, request)
+        fields, unknown, names = await aside(request.state.size, partial(read_fields, body, endpoint))
         _check_names(service, fields.get("model"), unknown)
         response = await handler(service, request, fields)
         if unknown:
@@ -144,7 +146,9 @@ async def _body(service: Service, request: Request) -> dict[str, Any]:
     except TimeoutError as error:
         raise ApiError(408, f"the request took longer than {service.config.unread_s:g} s to arrive") from error
     try:
-        body = parse_json(b"".join(parts))
+        data = b"".join(parts)
+        request.state.size = size
+        body = await aside(size, partial(parse_json, data, PatientDecoder if size >= LONG else None))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the request is not JSON: {str(error)[:100]}", code="invalid_json") from error
     if not isinstance(body, dict):
@@ -177,21 +181,22 @@ def _shown(names: Sequence[str]) -> str:
 
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked, keep = parse_chat(body, service, request.state.owner), is_kept(body)
+    keep = is_kept(body)
+    asked = await aside(request.state.size, partial(parse_chat, body, service, request.state.owner))
     if not asked[2].stream:
         return JSONResponse(await while_connected(request, answer_chat(service, asked, keep)))
     return await streamed(request, service.replies(*asked, keep=keep), partial(stream_chat, service, asked))
 
 
 async def _completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_completion(body, service)
+    asked = await aside(request.state.size, partial(parse_completion, body, service))
     if not asked.sampled.stream:
         return JSONResponse(await while_connected(request, answer_completion(service, asked)))
     return await streamed(request, asked.replies(service), partial(stream_completion, service, asked))
 
 
 async def _response(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_response(body, service, request.state.owner)
+    asked = await aside(request.state.size, partial(parse_response, body, service, request.state.owner))
     if not asked.sampled.stream:
         return JSONResponse(await while_connected(request, answer_response(service, asked)))
     return await streamed(request, asked.replies(service), partial(stream_response, service, asked), named=True)

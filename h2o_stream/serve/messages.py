@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from h2o_stream.errors import DataError
@@ -43,6 +44,12 @@ class Dialogue:
     past: tuple[Exchange, ...]
     user: UserTurn
     begun: str = ""
+
+    @cached_property
+    def size(self) -> int:
+        """Characters of all of it."""
+        turns = [self.user, *(turn for exchange in self.past for turn in (exchange.user, exchange.reply.text))]
+        return len(self.system or "") + sum(map(_size, turns))
 
 
 def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on: bool = False) -> Dialogue:
@@ -188,6 +195,10 @@ def as_fed(past: Iterable[Exchange], last: UserTurn) -> Iterator[FedTurn]:
         yield FedTurn(user, exchange.reply.text, (*merged, exchange))
         messages, merged = [], []
     yield FedTurn((*messages, *_messages(last)) if messages else last, None, tuple(merged))
+
+
+def _size(turn: UserTurn) -> int:
+    return len(turn) if isinstance(turn, str) else sum(len(message["content"]) for message in turn)
 
 
 def _messages(turn: UserTurn) -> Sequence[Message]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from h2o_stream.cache.counts import CacheCounts
@@ -89,6 +89,7 @@ class Ask:
 
     Attributes:
         dialogue: what it replies to; its system prompt and past turns do not count with `after`.
+        hashes: of the dialogue after each of its past turns, see `messages.chain`.
         options: of the conversation.
         config: how it is sampled.
         send: gets what happens, in the worker's thread.
@@ -104,6 +105,7 @@ class Ask:
     """
 
     dialogue: Dialogue
+    hashes: Sequence[str]
     options: Options
     config: SamplingConfig
     send: Callable[[Message], None]

@@ -160,13 +160,13 @@ def served_policies() -> list[str]:
     return [name for name, rule in rules.items() if rule in NATIVE]
 
 
-def parse_json(data: bytes) -> Any:
-    """The value of a JSON text.
+def parse_json(data: bytes, decoder: type[json.JSONDecoder] | None = None) -> Any:
+    """The value of a JSON text, read by a decoder.
 
     Raises:
         ValueError, RecursionError: it is none, has a number that is not finite or half a character, or is too deep.
     """
-    value = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_number, parse_float=_finite)
+    value = json.loads(data.decode("utf-8-sig"), cls=decoder, parse_constant=_refuse_number, parse_float=_finite)
     if _HALF.search(data):
         json.dumps(value, ensure_ascii=False).encode()
     level: list[Any] = [[value]]

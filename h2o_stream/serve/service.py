@@ -21,10 +21,11 @@ from h2o_stream.resources import private_data_folder
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.serve.access import Access
+from h2o_stream.serve.aside import aside
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.logprobs import TokenTexts
-from h2o_stream.serve.messages import Dialogue
+from h2o_stream.serve.messages import Dialogue, chain, first_hash
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Message
 from h2o_stream.serve.requests import Options, Sampled
@@ -153,6 +154,29 @@ class Service:
         except H2OStreamError as error:
             raise as_api_error(error, place) from error
 
+    @cached_property
+    def _token_length(self) -> int:
+        """Most characters that a token stands for."""
+        return max(map(len, self.model.tokenizer.backend_tokenizer.get_vocab()))
+
+    def _check_room(self, dialogue: Dialogue, options: Options, after: str | None) -> None:
+        """Refuse what cannot fit into the window, or the positions, by its characters: without making tokens of it.
+
+        Raises:
+            ApiError: something is too long.
+        """
+        plan, told = options.cache.plan(), {"pins": sum(map(len, options.pins))}
+        if after is None:
+            told["messages"] = len(dialogue.system or "")
+        for name, size in told.items():
+            if size > plan.window * self._token_length:
+                message = f"{size} characters are to be kept, at least {size // self._token_length} tokens; a window of"
+                raise ApiError(400, f"{message} {plan.window} holds fewer", name, "context_length_exceeded")
+        context = self.model.model.context
+        if plan.positions == "absolute" and context and dialogue.size > context * self._token_length:
+            message = f"{dialogue.size} characters are more than the model's {context} positions"
+            raise ApiError(400, message, "messages", "context_length_exceeded")
+
     @asynccontextmanager
     async def replies(
         self, dialogue: Dialogue, options: Options, sampled: Sampled, after: str | None = None,
@@ -170,9 +194,12 @@ class Service:
         self.active += len(queues)
         try:
             grammar = await self._grammar(sampled, options, raw)
+            await aside(dialogue.size, partial(self._check_room, dialogue, options, after))
+            first = first_hash(options.key, dialogue.system)
+            hashes = await aside(dialogue.size, partial(chain, first, dialogue.past))
             make = partial(
-                Ask, dialogue, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar, after=after,
-                calls=sampled.calls, raw=raw, response=response, asked=asked,
+                Ask, dialogue, hashes, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar,
+                after=after, calls=sampled.calls, raw=raw, response=response, asked=asked,
                 pieces=sampled.stream or sampled.logprobs is not None,
             )  # fmt: skip
             for number, waiting in enumerate(queues):

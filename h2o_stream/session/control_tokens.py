@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from h2o_stream.errors import DataError
+from h2o_stream.models.tokenizer import encode
 
 _SECRET = secrets.token_hex(8)
 """Part of the control tokens' other names, so that no text has them."""
@@ -73,7 +74,7 @@ class ControlTokens:
 
     def unguard(self, text: str) -> str:
         """A rendered text without marks."""
-        return self._edges.sub("", text)
+        return self._edges.sub("", text) if self._nonce in text else text
 
     def encode(self, rendered: str) -> list[int]:
         """Tokens of a rendered text: the tokenizer's own, except that what `guard` has marked is plain text.
@@ -81,7 +82,7 @@ class ControlTokens:
         Raises:
             DataError: the tokenizer makes control tokens of plain text.
         """
-        parts = [self._edges.sub("", part) for part in self._guarded.split(rendered)]
+        parts = [self.unguard(part) for part in self._guarded.split(rendered)]
         num_controls = sum(len(self._pattern.findall(part)) for part in parts[::2])
         if len(parts) == 1:
             tokens: list[int] = self._tokenizer(parts[0], add_special_tokens=False)["input_ids"]
@@ -92,7 +93,7 @@ class ControlTokens:
 
     def _encode_aliased(self, text: str, num_controls: int) -> list[int]:
         tokenizer, numbers, unknown = self._aliased
-        tokens = [numbers.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
+        tokens = [numbers.get(token, token) for token in encode(tokenizer, text)]
         if self._count([token for token in tokens if token != unknown]) > num_controls:
             raise DataError("the tokenizer makes control tokens of this text; accepted: a text without their names")
         return tokens
