@@ -14,6 +14,7 @@ from rich.text import Text
 
 from h2o_stream.config import ChatConfig, SamplingConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.logs import Log
 from h2o_stream.resources import named_prompts, user_path
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.messages import encodable
@@ -43,7 +44,7 @@ class ServerChat:
     ) -> None:
         self._server, self._options, self._system = server, dict(options), system
         self._config, self._terminal = config, terminal
-        self._entries = list[Entry]()
+        self._entries = Log[Entry]()
         self._session: Session | None = None
         self._automatic = terminal.interactive and config.prompt is None and config.history
         self._draft, self._edited = "", 0
@@ -160,7 +161,7 @@ class ServerChat:
         return Header(self._server.model, "server", 0, self._system)
 
     def _keep(self, entry: Entry) -> None:
-        self._entries.append(entry)
+        self._entries = self._entries.append(entry)
         try:
             if self._session is None and self._automatic:
                 session = automatic_session(self._entries[0].prompt)
@@ -175,7 +176,7 @@ class ServerChat:
     def _go_back(self, count: int) -> list[Entry]:
         if not 1 <= count <= len(self._entries):
             raise H2OStreamError(f"cannot undo {count} turns, there are {len(self._entries)}")
-        kept, undone = self._entries[:-count], self._entries[-count:]
+        kept, undone = self._entries.first(len(self._entries) - count), self._entries[-count:]
         if self._session is not None:
             self._session.undo(kept[-1].turn if kept else 0)
         self._entries = kept
@@ -226,7 +227,7 @@ class ServerChat:
             self._session = None
         elif self._session is not None:
             self._session.begin(replace(self._header(), system=system))
-        self._entries, self._system = [], system
+        self._entries, self._system = Log(), system
         self._terminal.note("Started a new conversation.")
 
     def _set(self, argument: str) -> None:
