@@ -242,7 +242,9 @@ class Conversations:
     def _converse(self, options: Options, system: str | None) -> Conversation:
         engine = WaitingEngine(self._model, options.cache, self._model.sampling)
         system = self._model.system if system is None else system
-        return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking, options.tools)
+        return Conversation(
+            engine, system, self._model.stops, options.recall_config, options.thinking, options.tools, options.effort
+        )
 
     def _prepare_recall(self, live: Live) -> None:
         if live.kept and live.kept.session:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from h2o_stream.errors import H2OStreamError
@@ -21,6 +21,7 @@ from h2o_stream.serve.messages import Dialogue, Exchange, as_fed
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
 from h2o_stream.serve.stream import LogprobSampler
+from h2o_stream.serve.tools import named
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.messages import text_of
 from h2o_stream.session.transcript import Entry
@@ -57,6 +58,7 @@ class Job:
     pieces: list[str] = field(default_factory=list)
     thinking: list[str] = field(default_factory=list)
     tokens: int = 0
+    thought: int = 0
     reading: Future[Event] | None = None
     ending: Callable[[], None] | None = None
 
@@ -169,12 +171,15 @@ class Endings:
         live, counts, dialogue = job.live, job.live.engine.counts, job.ask.dialogue
         (fed,) = as_fed(live.merged, dialogue.user)
         entry = Entry(turn, text_of(fed.user), f"{dialogue.begun}{said[0]}", "said", kind, "", said[1])
-        live.add(entry, *live.merged, Exchange(dialogue.user, live.options.read(entry.text)))
+        reply = live.options.read(entry.text)
+        if job.ask.calls:
+            reply = replace(reply, calls=named(reply.calls))
+        live.add(entry, *live.merged, Exchange(dialogue.user, reply))
         live.merged, live.response = (), job.ask.response
         kept = live.kept
-        seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, counts)
+        seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, job.thought, counts)
         done = Done(
-            finish, *said, seen, kept.id if kept else "",
+            finish, *said, reply.calls if job.ask.calls else (), seen, kept.id if kept else "",
             len(kept.hashes) - 1 + len(live.exchanges) if kept else 0,
             job.opened.origin, job.opened.known, len(job.opened.unread),
         )  # fmt: skip

@@ -264,10 +264,12 @@ class Worker:
     def _send_token(self, job: Job, event: Token) -> None:
         if not job.tokens:
             self._metrics.first_token(job.ask.seconds)
-        job.tokens += 1
+        job.tokens, job.thought = job.tokens + 1, job.thought + (event.thinking is not None)
         job.pieces.append(event.text)
         job.thinking.append(event.thinking or "")
         logprobs = job.sampler.take()
+        if event.thinking is not None or event.id in job.live.engine.end_tokens:
+            logprobs = ()  # they are those of the text
         counts = event.counts if job.ask.slots else None
         if event.text or event.thinking or logprobs or counts:
             sent = job.ask.try_send(Piece(event.text, event.thinking or "", logprobs, counts))
