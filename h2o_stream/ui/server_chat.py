@@ -48,6 +48,7 @@ class ServerChat:
         self._session: Session | None = None
         self._automatic = terminal.interactive and config.prompt is None and config.history
         self._draft, self._edited = "", 0
+        self._previous: str | None = None  # the server's id of the last answer
         self._status = server.model
         self._leaving = False
 
@@ -109,12 +110,14 @@ class ServerChat:
             self._go_back(len(self._entries) - self._edited + 1)
             self._edited = 0
         message, text, thinking, finish = encodable(message), "", "", "interrupted"
-        chunks = self._server.reply([*self._messages(), {"role": "user", "content": message}], self._options)
+        new = {"role": "user", "content": message}
+        chunks = self._server.reply(lambda: [*self._messages(), new], [new], self._previous, self._options)
+        self._previous = None
         last: dict[str, Any] = {}
         try:
             with closing(chunks), self._terminal.unechoed(), self._reply() as reply:
                 for chunk in chunks:
-                    last |= {name: chunk[name] for name in ("usage", "h2o") if chunk.get(name)}
+                    last |= {name: chunk[name] for name in ("id", "usage", "h2o") if chunk.get(name)}
                     for choice in chunk.get("choices", ()):
                         delta = choice.get("delta") or {}
                         if thought := delta.get("reasoning_content"):
@@ -126,6 +129,7 @@ class ServerChat:
         except KeyboardInterrupt:
             finish = "interrupted"
         turn = self._entries[-1].turn + 1 if self._entries else 1
+        self._previous = last.get("id") if "h2o" in last else None
         self._keep(Entry(turn, message, text, "said", finish, thinking=thinking))
         self._note(last, finish)
         return finish == "interrupted"
@@ -179,7 +183,7 @@ class ServerChat:
         kept, undone = self._entries.first(len(self._entries) - count), self._entries[-count:]
         if self._session is not None:
             self._session.undo(kept[-1].turn if kept else 0)
-        self._entries = kept
+        self._entries, self._previous = kept, None
         return undone
 
     # commands
@@ -227,13 +231,13 @@ class ServerChat:
             self._session = None
         elif self._session is not None:
             self._session.begin(replace(self._header(), system=system))
-        self._entries, self._system = Log(), system
+        self._entries, self._system, self._previous = Log(), system, None
         self._terminal.note("Started a new conversation.")
 
     def _set(self, argument: str) -> None:
         name, value = parse_setting(argument)
         SamplingConfig(**{name: value})  # refuses what is out of range
-        self._options[name] = value
+        self._options[name], self._previous = value, None
         self._terminal.note(f"{name} is now {value}")
 
     def _file(self, argument: str) -> str:
