@@ -20,6 +20,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked = list[dict[str, Any]]()
+        self.known = set[str]()
 
     @property
     def url(self) -> str:
@@ -39,12 +40,16 @@ class Handler(BaseHTTPRequestHandler):
         if said == "refuse":
             self.answer({"error": {"message": "this is refused"}}, 400)
             return
+        if asked.get("previous_response_id", "first") not in {"first", *self.server.known}:
+            self.answer({"error": {"message": "there is no such response"}}, 404)
+            return
         self.send_response(200)
         self.end_headers()
+        named = {"id": f"after {said}"} if self.server.known else {}
         slots = {"seen": 9, "cached": 5, "window": 8, "evicted": 4}
         for chunk in (
             {"choices": [{"delta": {"content": "You said "}}]},
-            {"choices": [{"delta": {"content": said}, "finish_reason": "stop"}], "h2o": {"slots": slots}},
+            {"choices": [{"delta": {"content": said}, "finish_reason": "stop"}], "h2o": {"slots": slots}, **named},
             {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}},
         ):
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
@@ -65,6 +70,14 @@ def server() -> Iterator[Server]:
         Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield made
         made.shutdown()
+
+
+def test_what_is_new_is_sent_alone_if_the_server_knows_the_rest(server: Server) -> None:
+    server.known = {"after one", "after three"}
+    assert invoke("h2o-chat", "--server", server.url, typed="one\ntwo\nthree\n/undo\nfour\n").exit_code == 0
+    assert [(len(asked["messages"]), asked.get("previous_response_id")) for asked in server.asked] == [
+        (1, None), (1, "after one"), (1, "after two"), (5, None), (5, None),
+    ]  # fmt: skip
 
 
 def test_a_chat(server: Server) -> None:
