@@ -213,7 +213,7 @@ class TestClient:
         answer = client.completions.create(
             model="h2o", prompt="One, two, three,", max_tokens=4, temperature=0, logprobs=1
         )
-        assert "".join(answer.choices[0].logprobs.tokens) == answer.choices[0].text
+        assert "".join(answer.choices[0].logprobs.tokens).startswith(answer.choices[0].text)
 
     def test_json_schema(self, client: Any) -> None:
         shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["yes", "no"]}}}

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
+from h2o_stream.models import tokenizer
 from h2o_stream.native import library
-from h2o_stream.serve import service, worker
+from h2o_stream.serve import chat, service, worker
 from h2o_stream.serve.app import make_app
 from h2o_stream.serve.conversations import Conversations, Live
 from h2o_stream.serve.endings import Endings
@@ -36,6 +37,7 @@ from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session import state_files
 from tests.serve_kill import Server, kill_under_load
+from tests.serve_load import post
 from tests.served import CACHE, Listening, Running, reply
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -146,7 +148,7 @@ def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
 
     before = {*server.service.store.conversations}
     config = SamplingConfig(temperature=0, max_tokens=200)
-    server.service.worker.submit(Ask(Dialogue(None, (), "Tell me."), options, config, send))
+    server.service.worker.submit(Ask(Dialogue(None, (), "Tell me."), ["first"], options, config, send))
     assert failed.wait(10)
     server.say("Is it saved?")
     while server.service.worker.lengths != (0, 0):
@@ -289,7 +291,7 @@ def test_a_whole_answer_comes_in_one_piece() -> None:
     sent = list[Message]()
     piece, error = Piece("a", "", ()), Failed(ApiError(500, "no"))
     for pieces in (True, False):
-        ask = Ask(Dialogue(None, (), "x"), Options(CACHE), SamplingConfig(), sent.append, pieces=pieces)
+        ask = Ask(Dialogue(None, (), "x"), [], Options(CACHE), SamplingConfig(), sent.append, pieces=pieces)
         assert all([ask.try_send(piece), ask.try_send(error)])
     assert sent == [piece, error, error]
 
@@ -348,6 +350,39 @@ def test_a_schema_is_compiled_beside_other_requests(server: Running, monkeypatch
     may_end.set()
     monkeypatch.setattr(service, "GRAMMAR_S", 10.0)
     assert reply(server.say("A number?", response_format=form)) == "1"
+
+
+def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the thread that steps all replies nor in that of the connections; and what cannot fit is not read."""
+    read: list[tuple[str, str, int]] = []
+
+    def noting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            text = next(value for value in args if isinstance(value, str | bytes | list))
+            read.append((what, threading.current_thread().name, len(str(text))))
+            return function(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(tokenizer, "encode", noting("tokens", tokenizer.encode))
+    monkeypatch.setattr(json.JSONDecoder, "decode", noting("JSON", json.JSONDecoder.decode))
+    monkeypatch.setattr(chat, "parse_dialogue", noting("messages", chat.parse_dialogue))
+    text, other = "A long text. " * 2000, [{"role": "user", "content": "Hello."}]
+    with ThreadPoolExecutor(2) as executor:
+        reply = executor.submit(server.ask, text, "It is.", "Why?", recall="auto")
+        assert server.ask("A short one.")[0] == reply.result()[0] == 200
+    threads = {what: {name for found, name, size in read if found == what and size >= len(text)} for what, *_ in read}
+    assert all(name.startswith("h2o-read") for name in threads["tokens"])
+    assert threads["tokens"]
+    assert threads["JSON"] | threads["messages"] <= {name for _, name, _ in read if name.startswith("asyncio_")}
+    read.clear()
+    for refused, param in (
+        ({"messages": [{"role": "system", "content": text}, *other]}, "messages"),
+        ({"messages": other, "pins": [text]}, "pins"),
+    ):
+        status, answer = post(server.url, "/v1/chat/completions", refused)
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", param)
+    assert not [what for what, _, size in read if what == "tokens" and size >= len(text)]
 
 
 def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> None:

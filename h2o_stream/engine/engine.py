@@ -256,6 +256,7 @@ class Engine:
         text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
         matcher = self.grammar.matcher(thinking) if self.grammar else None
         reply = list[int]()
+        self.sampler.end_tokens = [*self.end_tokens]
         while len(reply) < self.sampling.max_tokens:
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
@@ -268,8 +269,7 @@ class Engine:
                 raise H2OStreamError("there is nothing to continue: prefill a prompt first")
             started = time.perf_counter()
             try:
-                scores = matcher.masked(self._logits) if matcher else self._logits
-                token = self.sampler.sample(scores, reply)
+                token = self.sampler.sample(self._logits, reply, matcher.masked if matcher else None)
                 if matcher:
                     matcher.accept(token)
                 self._forward([token])

@@ -12,6 +12,7 @@ import numpy
 from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
+from h2o_stream.engine.sampling import BANNED
 from h2o_stream.errors import DataError
 
 
@@ -173,12 +174,12 @@ def _masked(
     logits: NDArray[numpy.float32], allowed: NDArray[numpy.bool_], end_tokens: Sequence[int]
 ) -> NDArray[numpy.float32]:
     """Logits [V], in which only allowed tokens are left; only end tokens if the likeliest one is not allowed and the
-    reply may end.
+    reply may end, and is not too short.
     """
     ends = list(end_tokens)
-    if allowed[ends].any() and not allowed[logits.argmax()]:
-        ended = numpy.zeros_like(allowed)
-        ended[ends] = allowed[ends]
+    ended = numpy.zeros_like(allowed)
+    ended[ends] = allowed[ends] & (logits[ends] > BANNED)
+    if ended.any() and not allowed[logits.argmax()]:
         allowed = ended
     return numpy.where(allowed, logits, numpy.float32(-numpy.inf))
 

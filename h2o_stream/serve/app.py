@@ -5,35 +5,35 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
 
 from h2o_stream.serve.access import Gate
+from h2o_stream.serve.aside import LONG, PatientDecoder, aside
 from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
 from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.fields import ELSEWHERE, Endpoint, read_fields
-from h2o_stream.serve.requests import is_kept
-from h2o_stream.serve.responses import answer_response, parse_response, stream_response
+from h2o_stream.serve.requests import is_kept, parse_json
+from h2o_stream.serve.response_events import stream_response
+from h2o_stream.serve.responses import answer_response, parse_response
 from h2o_stream.serve.service import Service
+from h2o_stream.serve.sse import streamed, while_connected
 from h2o_stream.serve.wording import renamed
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _PAGE = Path(__file__).with_name("page")
 
@@ -46,8 +46,6 @@ _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 """Of the page and its files. Nothing in it comes from elsewhere, and no text of a reply becomes a script."""
-
-_DONE = b"data: [DONE]\n\n"
 
 _UNKNOWN = "h2o-unknown-fields"
 """Header of answers: fields of the request that are not in the table."""
@@ -122,7 +120,8 @@ async def _answer_post(
     names: Mapping[str, str] = {}
     try:
         request.state.owner = service.access.owner(request.headers)
-        fields, unknown, names = read_fields(await _body(service, request), endpoint)
+        body = await _body(service, request)
+        fields, unknown, names = await aside(request.state.size, partial(read_fields, body, endpoint))
         _check_names(service, fields.get("model"), unknown)
         response = await handler(service, request, fields)
         if unknown:
@@ -147,7 +146,9 @@ async def _body(service: Service, request: Request) -> dict[str, Any]:
     except TimeoutError as error:
         raise ApiError(408, f"the request took longer than {service.config.unread_s:g} s to arrive") from error
     try:
-        body = json.loads(b"".join(parts))
+        data = b"".join(parts)
+        request.state.size = size
+        body = await aside(size, partial(parse_json, data, PatientDecoder if size >= LONG else None))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the request is not JSON: {str(error)[:100]}", code="invalid_json") from error
     if not isinstance(body, dict):
@@ -180,74 +181,25 @@ def _shown(names: Sequence[str]) -> str:
 
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_chat(body, service, request.state.owner)
+    keep = is_kept(body)
+    asked = await aside(request.state.size, partial(parse_chat, body, service, request.state.owner))
     if not asked[2].stream:
-        return JSONResponse(await _while_connected(request, answer_chat(service, asked, is_kept(body))))
-    opened = service.replies(*asked, keep=is_kept(body))
-    return await _streamed(opened, lambda queues: stream_chat(service, asked, queues))
+        return JSONResponse(await while_connected(request, answer_chat(service, asked, keep)))
+    return await streamed(request, service.replies(*asked, keep=keep), partial(stream_chat, service, asked))
 
 
 async def _completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_completion(body, service)
+    asked = await aside(request.state.size, partial(parse_completion, body, service))
     if not asked.sampled.stream:
-        return JSONResponse(await _while_connected(request, answer_completion(service, asked)))
-    return await _streamed(asked.replies(service), lambda queues: stream_completion(service, asked, queues))
+        return JSONResponse(await while_connected(request, answer_completion(service, asked)))
+    return await streamed(request, asked.replies(service), partial(stream_completion, service, asked))
 
 
 async def _response(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_response(body, service, request.state.owner)
+    asked = await aside(request.state.size, partial(parse_response, body, service, request.state.owner))
     if not asked.sampled.stream:
-        return JSONResponse(await _while_connected(request, answer_response(service, asked)))
-    return await _streamed(asked.replies(service), lambda queues: stream_response(service, asked, queues), named=True)
-
-
-async def _while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:
-    """An answer; if the client leaves, it is not made any more."""
-    making, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_left(request))
-    try:
-        await asyncio.wait((making, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if making.done():
-            return making.result()
-        raise ClientDisconnect
-    finally:
-        making.cancel()
-        leaving.cancel()
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _streamed(
-    opened: Any, chunks: Callable[[Any], AsyncIterator[Mapping[str, Any]]], named: bool = False
-) -> Response:
-    """Server-sent events. Refusals that are known before the first one have a status of their own."""
-    queues = await opened.__aenter__()
-
-    async def events() -> AsyncIterator[bytes]:
-        async for chunk in chunks(queues):
-            name = f"event: {chunk['type']}\n" if named else ""
-            yield f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
-        if not named:
-            yield _DONE
-
-    return _Events(opened, events())
-
-
-class _Events(StreamingResponse):
-    """Sends events, and closes what they come from at the end, also if the client has left before the first one."""
-
-    def __init__(self, opened: Any, events: AsyncIterator[bytes]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._opened = opened
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._opened.__aexit__(None, None, None)
+        return JSONResponse(await while_connected(request, answer_response(service, asked)))
+    return await streamed(request, asked.replies(service), partial(stream_response, service, asked), named=True)
 
 
 def _models(service: Service, request: Request) -> Response:

@@ -6,7 +6,7 @@ Everything here runs in the thread that owns the model, except `Conversations.co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +22,7 @@ from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.recall.terms import TermWeights
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.messages import Dialogue, Exchange, as_fed, chain, first_hash
+from h2o_stream.serve.messages import Dialogue, Exchange, as_fed, chain
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import WaitingEngine
@@ -46,9 +46,9 @@ class Live:
         conversation: of a `WaitingEngine`.
         kept: what is known of it; None for one that is never saved.
         options: of it.
-        past: hash after the last turn.
+        past: hash after the last turn on disk.
         entries: of the turns that are in the cache and not on disk.
-        hashes: after each of these that is no pin.
+        exchanges: what each of these that is no pin consists of.
         before: entries of the turns of a branch that is not on disk yet.
         merged: past turns that are fed with the one to answer, see `as_fed`.
         response: the id by which a client goes on after the last of the entries.
@@ -59,7 +59,7 @@ class Live:
     options: Options
     past: str
     entries: list[Entry] = field(default_factory=list)
-    hashes: list[str] = field(default_factory=list)
+    exchanges: list[tuple[Exchange, ...]] = field(default_factory=list)
     before: Log[Entry] = field(default_factory=Log)
     merged: tuple[Exchange, ...] = ()
     response: str = ""
@@ -81,8 +81,7 @@ class Live:
         """Note a turn that is in the cache, and what it consists of; nothing for a pin."""
         self.entries.append(entry)
         if exchanges:
-            self.past = chain(self.past, exchanges)[-1]
-            self.hashes.append(self.past)
+            self.exchanges.append(exchanges)
 
 
 @dataclass(frozen=True)
@@ -124,13 +123,12 @@ class Conversations:
         """Make what recall needs of the model, before somebody waits for it."""
         self._terms.prepare()
 
-    def open(self, dialogue: Dialogue, options: Options, keep: bool) -> Opened:
-        """The conversation that continues a dialogue; with `keep` it is saved after each turn.
+    def open(self, dialogue: Dialogue, past: Sequence[str], options: Options, keep: bool) -> Opened:
+        """The conversation that continues a dialogue, with these hashes; with `keep` it is saved after each turn.
 
         Raises:
             ApiError: there is no room in the window.
         """
-        past = chain(first_hash(options.key, dialogue.system), dialogue.past)
         for known in range(len(dialogue.past), 0, -1):
             for kept, turn in self._store.with_hash(past[known], options.owner):
                 if opened := self._known(kept, turn, options, keep):
@@ -244,12 +242,14 @@ class Conversations:
     def _converse(self, options: Options, system: str | None) -> Conversation:
         engine = WaitingEngine(self._model, options.cache, self._model.sampling)
         system = self._model.system if system is None else system
-        return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking, options.tools)
+        return Conversation(
+            engine, system, self._model.stops, options.recall_config, options.thinking, options.tools, options.effort
+        )
 
     def _prepare_recall(self, live: Live) -> None:
         if live.kept and live.kept.session:
             live.conversation.recall.use(live.kept.session.index_path)
-        live.conversation.recall.source = live.said
+        live.conversation.recall.source, live.conversation.recall.defers = live.said, True
         live.conversation.recall.terms = self._terms
 
     @cached_property
@@ -286,15 +286,21 @@ class Conversations:
         header = Header(self._model.name, plan.policy, plan.window, live.conversation.system)
         state = live.conversation.state_dict()
         before = live.before if not live.kept.nbytes else ()
-        self._store.save(live.kept, header, live.entries, live.hashes, state, before, live.response)
+        hashes, past = list[str](), live.past
+        for exchanges in live.exchanges:
+            past = chain(past, exchanges)[-1]
+            hashes.append(past)
+        live.conversation.recall.add_deferred()
+        self._store.save(live.kept, header, live.entries, hashes, state, before, live.response)
+        live.past = past
 
     def committed(self, live: Live) -> None:
         """Recognise the conversation by its saved turns, and forget those that there is no room for."""
         if live.kept is not None:
             if not live.kept.nbytes and live.kept.session:
                 live.conversation.recall.use(live.kept.session.index_path)
-            self._store.committed(live.kept, len(live.hashes), filter(None, [live.response]))
-        live.entries, live.hashes, live.before, live.response = [], [], Log(), ""
+            self._store.committed(live.kept, len(live.exchanges), filter(None, [live.response]))
+        live.entries, live.exchanges, live.before, live.response = [], [], Log(), ""
         for kept in self._store.to_forget(self.awake):
             self._store.forget(kept)
 

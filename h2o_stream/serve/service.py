@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
-from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
+from h2o_stream.config import EFFORT_VARIABLE, CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel, short_name
@@ -21,9 +21,11 @@ from h2o_stream.resources import private_data_folder
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.serve.access import Access
+from h2o_stream.serve.aside import aside
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.messages import Dialogue
+from h2o_stream.serve.logprobs import TokenTexts
+from h2o_stream.serve.messages import Dialogue, chain, first_hash
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Message
 from h2o_stream.serve.requests import Options, Sampled
@@ -84,7 +86,8 @@ class Service:
     """
 
     def __init__(self, model: LoadedModel, config: ServeConfig, options: Options) -> None:
-        options = replace(options, cache=_with_window(model, options.cache, config.awake))
+        has_efforts = EFFORT_VARIABLE in str(model.tokenizer.chat_template)
+        options = replace(options, cache=_with_window(model, options.cache, config.awake), has_efforts=has_efforts)
         self.model, self.config, self.options, self.started = model, config, options, int(time.time())
         try:
             folder = config.folder or private_data_folder("served")
@@ -109,12 +112,22 @@ class Service:
         return short_name(self.model.name)
 
     @cached_property
+    def texts(self) -> TokenTexts:
+        """What tokens stand for."""
+        return TokenTexts(self.model.tokenizer)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+        return int(self.model.model.description.output.rows)
+
+    @cached_property
     def call_format(self) -> CallFormat | None:
         """How the model writes calls of tools; None if it calls none."""
         return find_format(self.model.tokenizer)
 
     @cached_property
-    def special_tokens(self) -> dict[str, int]:
+    def added_tokens(self) -> dict[str, int]:
         """Ids of the added tokens by their texts: special ones, and others that are one token wherever they are."""
         added = self.model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items()}
@@ -130,16 +143,39 @@ class Service:
         if rules is None:
             return None
         ends = end_tokens(self.model.model.generation, self.model.tokenizer)
-        tokenizer, vocabulary = self.model.tokenizer, self.model.model.description.output.rows
+        tokenizer = self.model.tokenizer
         try:
             thinking = None if raw else ChatTemplate(tokenizer, None, ends, options.thinking).free_thinking
-            make = partial(Grammar, tokenizer, ends, vocabulary, rules, thinking)
+            make = partial(Grammar, tokenizer, ends, self.vocabulary, rules, thinking)
             async with asyncio.timeout(GRAMMAR_S):
                 return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
         except TimeoutError as error:
             raise ApiError(400, f"it was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
         except H2OStreamError as error:
             raise as_api_error(error, place) from error
+
+    @cached_property
+    def _token_length(self) -> int:
+        """Most characters that a token stands for."""
+        return max(map(len, self.model.tokenizer.backend_tokenizer.get_vocab()))
+
+    def _check_room(self, dialogue: Dialogue, options: Options, after: str | None) -> None:
+        """Refuse what cannot fit into the window, or the positions, by its characters: without making tokens of it.
+
+        Raises:
+            ApiError: something is too long.
+        """
+        plan, told = options.cache.plan(), {"pins": sum(map(len, options.pins))}
+        if after is None:
+            told["messages"] = len(dialogue.system or "")
+        for name, size in told.items():
+            if size > plan.window * self._token_length:
+                message = f"{size} characters are to be kept, at least {size // self._token_length} tokens; a window of"
+                raise ApiError(400, f"{message} {plan.window} holds fewer", name, "context_length_exceeded")
+        context = self.model.model.context
+        if plan.positions == "absolute" and context and dialogue.size > context * self._token_length:
+            message = f"{dialogue.size} characters are more than the model's {context} positions"
+            raise ApiError(400, message, "messages", "context_length_exceeded")
 
     @asynccontextmanager
     async def replies(
@@ -158,13 +194,17 @@ class Service:
         self.active += len(queues)
         try:
             grammar = await self._grammar(sampled, options, raw)
+            await aside(dialogue.size, partial(self._check_room, dialogue, options, after))
+            first = first_hash(options.key, dialogue.system)
+            hashes = await aside(dialogue.size, partial(chain, first, dialogue.past))
             make = partial(
-                Ask, dialogue, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar, after=after,
-                raw=raw, response=response, asked=asked, pieces=sampled.stream or sampled.logprobs is not None,
+                Ask, dialogue, hashes, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar,
+                after=after, calls=sampled.calls, raw=raw, response=response, asked=asked,
+                pieces=sampled.stream or sampled.logprobs is not None,
             )  # fmt: skip
             for number, waiting in enumerate(queues):
                 seed = sampled.config.seed
-                config = sampled.config if seed is None else replace(sampled.config, seed=seed + number)
+                config = sampled.config if seed is None else replace(sampled.config, seed=(seed + number) % 2**63)
                 asks.append(make(config=config, send=_sender(waiting), keep=keep and not (raw or number)))
             for ask in reversed(asks):  # branches are opened before the conversation goes on
                 self.worker.submit(ask)

@@ -56,6 +56,7 @@ class Conversation:
             also in other words.
         thinking: see `switch_thinking`; None leaves it to the model's template.
         tools: JSON schemas of tools, which the template describes before the first turn. They are never evicted.
+        effort: how much the model is to think, see `ChatTemplate`.
 
     Attributes:
         metadata: everything besides the token stream.
@@ -75,6 +76,7 @@ class Conversation:
         recall: RecallConfig | RecallMode = "off",
         thinking: bool | None = None,
         tools: Sequence[Tool] = (),
+        effort: str | None = None,
     ) -> None:
         self.engine = engine
         self._tools = parse_tools(tools)
@@ -85,7 +87,7 @@ class Conversation:
             lambda turn: self.metadata.turn_tokens(turn, len(engine.tokens)),
             lambda: place_alone(ChatTemplate(engine.tokenizer, None, engine.end_tokens)),
         )
-        self._stops, self._thinking = stops, thinking
+        self._stops, self._thinking, self._effort = stops, thinking, effort
         self._rules: Mapping[str, Any] | str | None = None
         self.active = ActiveTurn()
         self.metadata = ConversationState(system, self._template(system), stream=engine.cache.stream_number)
@@ -125,7 +127,8 @@ class Conversation:
         return self.engine.torn or self.metadata.stream != self.engine.cache.stream_number
 
     def _template(self, system: str | None) -> ChatTemplate:
-        return ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens, self._thinking, self._tools)
+        engine = self.engine
+        return ChatTemplate(engine.tokenizer, system, engine.end_tokens, self._thinking, self._tools, self._effort)
 
     def switch_thinking(self, thinking: bool) -> None:
         """Let the model think before it answers, or not, from the next turn on.
@@ -215,6 +218,8 @@ class Conversation:
             sampler = self.engine.sampler
             sampler.focused = bool(recalled) or self.engine.grammar is not None
             sampler.forbidden = self._labels if recalled else {}
+            budget, end = self.engine.sampling.thinking_budget, self.engine.sampling.thinking_message
+            sampler.forced = template.thinking_end(end) if reply.thinks_beyond(budget) else []
             for generated in self.engine.decode(self._stops, template.marker_tokens, thinking):
                 if isinstance(generated, Finished):
                     yield reply.finish(self.metadata.turns, generated, self.engine)
@@ -222,6 +227,8 @@ class Conversation:
                 token = reply.add_token(generated)
                 if token.thinking is not None:
                     self.metadata = replace(self.metadata, thinking=range(start, token.seen))
+                if reply.thinks_beyond(budget) and not sampler.forced:
+                    sampler.forced = template.thinking_end(end)
                 yield token
 
     def feed_turn(self, text: UserTurn, reply: str) -> FeedEvents:
