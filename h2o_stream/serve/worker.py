@@ -194,7 +194,7 @@ class Worker:
             except Exception as error:  # noqa: BLE001 - one reply must not end the others
                 self._endings.give_up(job, error)
                 continue
-            if isinstance(job.event, PrefillProgress):
+            if isinstance(job.event, PrefillProgress) and not job.corrected:
                 job.prompt_tokens = len(job.live.engine.tokens) - job.seen_before
 
     def _forward(self) -> None:
