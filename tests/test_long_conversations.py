@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from h2o_stream import CacheConfig, Engine, SamplingConfig
+from h2o_stream.cache import group_rules, shared_state
 from h2o_stream.config import ModelConfig
 from h2o_stream.logs import MAX_MARKS, Log, NumberLog
 from h2o_stream.session.automatic import automatic_session
@@ -174,3 +176,21 @@ def test_logs_are_as_lists(steps: list[tuple[int, int]]) -> None:
         assert len(numbers.marks) <= MAX_MARKS
         assert all(NumberLog(numbers[:length]).marked().marks[-1] == (length, crc) for length, crc in numbers.marks)
         assert (numbers == versions[-1][1]) is (expected == versions[-1][2]) is (log == versions[-1][0])
+
+
+def test_rotations_of_the_distances_there_are(talker: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of all that the model was trained for: 65,536 of Llama's would take 32 MB."""
+    monkeypatch.setattr(shared_state, "_MIN_LENGTH", 32)
+    found, greedy = [], SamplingConfig(temperature=0, max_tokens=600)
+    for everything in (False, True):
+        if everything:
+            monkeypatch.setattr(group_rules, "doubled", lambda length: 2**20)
+        with Engine(talker(context=65536), tokenizer, CacheConfig(window=64), greedy) as engine:
+            engine.end_tokens = frozenset()
+            list(engine.prefill([*range(3, 59)]))
+            list(engine.decode())
+            table: Any = engine.cache.head_groups[0].table
+            rows = {len(rows) for rows in table._tables.values()}
+            assert everything or max(rows) <= 8192
+            found.append([*engine.tokens])
+    assert found[0] == found[1]
