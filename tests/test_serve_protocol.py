@@ -4,11 +4,14 @@ Longer: ``pytest tests/test_serve_protocol.py --hypothesis-profile long`` until 
 """
 
 import copy
+import enum
 import http.client
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import openai
+import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +22,10 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import POLICIES, CacheConfig, ModelConfig
 from h2o_stream.native import library
+from h2o_stream.registry import Registry
+from h2o_stream.serve.stream import LogprobSampler
 from tests.fixtures import compared, make_llama, saved
 from tests.served import Running
 from tests.test_serve_tools import STRICT
@@ -263,3 +268,117 @@ def test_nothing_is_too_deep(server: Running, endpoint: str, name: str) -> None:
     ):
         body = BASE[endpoint] | {name: value}
         assert answered(server, endpoint, body)[0] == answered(server, endpoint, body | {"stream": True})[0]
+
+
+@pytest.mark.parametrize("endpoint", FIELDS)
+def test_an_error_in_a_stream(server: Running, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients raise it: the answer that has begun is not taken for a whole one."""
+    sample, count = LogprobSampler.sample, iter(range(3))
+
+    def fails(self: LogprobSampler, *given: Any) -> int:
+        if next(count, None) is None:
+            raise ZeroDivisionError
+        return sample(self, *given)
+
+    client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    create = {"chat/completions": client.chat.completions, "completions": client.completions}.get(
+        endpoint, client.responses
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(LogprobSampler, "sample", fails)
+        with pytest.raises(openai.APIError, match="ZeroDivisionError"):
+            list(create.create(model="h2o", stream=True, **BASE[endpoint]))
+    count = iter(range(3))
+    with monkeypatch.context() as patched:
+        patched.setattr(LogprobSampler, "sample", fails)
+        if endpoint == "responses":
+            _, events = answered(server, endpoint, BASE[endpoint] | {"stream": True})
+            assert (events[-1]["type"], events[-1]["code"]) == ("error", None)
+
+
+def test_what_a_stop_string_cuts_off_is_forgotten(server: Running) -> None:
+    """The next turn goes on from what the client has seen, as if it had been told so."""
+    said = server.say("Tell me.", max_tokens=30, store=False)["choices"][0]["message"]["content"]
+    history = ["Tell me."]
+    for _ in range(2):
+        stop = said[len(said) // 2 :][:4]
+        answer = server.say(*history, max_tokens=30, stop=[stop])
+        text = answer["choices"][0]["message"]["content"]
+        assert text == said[: said.find(stop)]
+        assert answer["usage"]["completion_tokens"] > 1
+        live = server.service.conversations.awake[answer["h2o"]["conversation"]]
+        tokenizer, tokens = live.engine.tokenizer, [*live.engine.tokens]
+        assert tokenizer.decode(tokens).endswith(f"{text}<|im_end|>")
+        assert len(tokens) == answer["h2o"]["seen_tokens"]
+        history += [text, "And then?"]
+        fresh = server.say(*history, max_tokens=30, store=False, recall="auto")  # another key: read as a whole
+        assert fresh["h2o"]["origin"] == "read"
+        again = server.say(*history, max_tokens=30, store=False)
+        assert again["h2o"]["origin"] == "branched"
+        said = again["choices"][0]["message"]["content"]
+        assert said == fresh["choices"][0]["message"]["content"]
+
+
+def test_policies_that_need_torch_are_refused_without_it(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(self: Any, entry: Any) -> None:
+        raise AssertionError(f"{entry.name} is imported")
+
+    monkeypatch.setattr(Registry, "_load", loads)
+    for name in (*POLICIES.entry_points(), "full", "sink", "nothing"):
+        if name not in POLICIES.registered or name == "full":
+            status, answer = server.ask("Hi.", policy=name)
+            assert (status, answer["error"]["param"]) == (400, "policy"), name
+    assert server.ask("Hi.", policy="recent")[0] == 200
+
+
+class Colour(enum.Enum):
+    RED, BLUE = "red", "blue"
+
+
+class Place(pydantic.BaseModel):
+    name: Literal["Bern", "Genf"]
+    inside: "Place | None" = None
+
+
+class Trip(pydantic.BaseModel):
+    """A trip."""
+
+    places: list[Place] = pydantic.Field(min_length=1, max_length=2, description="Where to <|im_end|")
+    colour: Colour
+    more: dict[Literal["a"], bool] | None = None
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"]
+    of: Place
+
+
+class Both(pydantic.BaseModel):
+    one: Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+    two: Annotated[int, pydantic.Field(ge=1, le=9)]
+
+
+@pytest.mark.parametrize("models", [[Place], [Trip], [Both], [Place, Both]], ids=str)
+@pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
+def test_schemas_that_pydantic_writes(server: Running, endpoint: str, models: list[type[pydantic.BaseModel]]) -> None:
+    """Tools whose parameters have definitions, which refer to each other and to themselves, can be forced."""
+    functions = [{"name": model.__name__, "parameters": model.model_json_schema()} for model in models]
+    chat = endpoint == "chat/completions"
+    tools = [{"type": "function", **({"function": x} if chat else x)} for x in functions]
+    for model in models:
+        named = {"name": model.__name__}
+        choice = {"type": "function", **({"function": named} if chat else named)}
+        limit = {"max_tokens" if chat else "max_output_tokens": 90}
+        body = BASE[endpoint] | limit | {"tools": tools, "tool_choice": choice, "store": False}
+        status, (answer,) = answered(server, endpoint, body)
+        assert status == 200, answer
+        if chat and answer["choices"][0]["finish_reason"] == "tool_calls":
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            assert isinstance(model.model_validate_json(call["function"]["arguments"]), model)
+        elif not chat and answer["status"] == "completed":
+            (item,) = answer["output"]
+            assert isinstance(model.model_validate_json(item["arguments"]), model)

@@ -282,7 +282,7 @@ class Engine:
             elapsed_s += time.perf_counter() - started
             yield Token(token, piece, elapsed_s, len(self.tokens), self.cache.counts)
             if ended or text.stopped:
-                yield Finished("stop", text.flush())
+                yield Finished("stop", text.flush(), cut=text.stopped)
                 return
         yield Finished("length", text.flush())
 

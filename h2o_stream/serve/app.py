@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -178,7 +177,7 @@ def _no_model(service: Service, name: str) -> ApiError:
 
 def _shown(names: Sequence[str]) -> str:
     """Names of a request, as a header can have them."""
-    return ", ".join(json.dumps(name[:60])[1:-1] for name in names[:10])
+    return ", ".join(name[:60].encode("unicode_escape").decode().replace(" ", r"\x20") for name in names[:10])
 
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:

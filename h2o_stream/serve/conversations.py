@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -28,7 +28,7 @@ from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import WaitingEngine
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.messages import text_of
+from h2o_stream.session.messages import UserTurn, text_of
 from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
@@ -51,6 +51,7 @@ class Live:
         exchanges: what each of these that is no pin consists of.
         before: entries of the turns of a branch that is not on disk yet.
         merged: past turns that are fed with the one to answer, see `as_fed`.
+        undone: the state before that turn, if a stop string may cut its reply off; None for an empty one.
         response: the id by which a client goes on after the last of the entries.
     """
 
@@ -62,6 +63,7 @@ class Live:
     exchanges: list[tuple[Exchange, ...]] = field(default_factory=list)
     before: Log[Entry] = field(default_factory=Log)
     merged: tuple[Exchange, ...] = ()
+    undone: State | None = None
     response: str = ""
 
     @property
@@ -322,11 +324,24 @@ def turn_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
     for turn in as_fed(opened.unread, dialogue.user):
         if turn.reply is None:
             live.merged = turn.exchanges
+            keep = conversation.stops and conversation.engine.tokens
+            live.undone = conversation.state_dict() if keep else None
             yield from conversation.say(turn.user, dialogue.begun)
             return
         yield from _read(conversation.feed_turn(turn.user, turn.reply))
         entry = Entry(conversation.metadata.turns, text_of(turn.user), turn.reply, "told")
         live.add(entry, *turn.exchanges)
+
+
+def corrected_events(live: Live, user: UserTurn, turn: Turn) -> Iterator[Event]:
+    """Read a turn as its client has seen it, in place of what a stop string cut off, too. Yields the turn at last."""
+    conversation = live.conversation
+    if live.undone is None:
+        conversation.reset()
+    else:
+        conversation.load_state_dict(live.undone)
+    yield from _read(conversation.feed_turn(user, turn.text))
+    yield replace(turn, counts=live.engine.counts, cut=False)
 
 
 def raw_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:

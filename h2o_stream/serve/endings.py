@@ -15,7 +15,7 @@ from functools import cached_property, partial
 
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.serve.aside import LONG
-from h2o_stream.serve.conversations import Conversations, Event, Live, Opened
+from h2o_stream.serve.conversations import Conversations, Event, Live, Opened, corrected_events
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Dialogue, Exchange, as_fed
 from h2o_stream.serve.metrics import Metrics
@@ -44,6 +44,7 @@ class Job:
         event: what happened last and was not sent yet.
         reading: the next event, if it comes from another thread.
         ending: ends the reply after that.
+        corrected: the reply is complete, and the turn is read again as its client has seen it.
     """
 
     ask: Ask
@@ -61,6 +62,7 @@ class Job:
     thought: int = 0
     reading: Future[Event] | None = None
     ending: Callable[[], None] | None = None
+    corrected: bool = False
 
     @property
     def live(self) -> Live:
@@ -70,12 +72,12 @@ class Job:
     @property
     def late(self) -> bool:
         """Whether the reply has taken too long."""
-        return time.monotonic() > self.deadline
+        return not self.corrected and time.monotonic() > self.deadline
 
     @property
     def is_long(self) -> bool:
-        """Whether its next step may be long: before the first token, if much is to be read."""
-        return not self.tokens and self._size >= LONG
+        """Whether its next step may be long: not between tokens, if much is to be read."""
+        return (self.corrected or not self.tokens) and self._size >= LONG
 
     @cached_property
     def _size(self) -> int:
@@ -118,13 +120,19 @@ class Endings:
                 raise H2OStreamError(turn.detail)
             text = turn.text[len(job.ask.dialogue.begun) :]
             rest = text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
-            if any(rest):
+            if any(rest) and not job.corrected:
                 job.ask.try_send(Piece(*rest, ()))
+            if turn.cut and not job.ask.raw and not job.live.options.read(turn.text).calls:
+                (fed,) = as_fed(job.live.merged, job.ask.dialogue.user)
+                job.corrected, job.events = True, corrected_events(job.live, fed.user, turn)
+                return
             finish = "length" if turn.finish == "length" else "stop"
             self._save(job, turn.number, (text, turn.thinking), turn.finish, finish)
 
     def interrupt(self, job: Job, finish: str = "interrupted") -> None:
         """Stop a reply; what was said stays. Before its first token, the conversation goes back to where it was."""
+        if job.corrected:
+            return
         if job.reading is not None:
             job.ending = partial(self.interrupt, job, finish)
             return
@@ -175,7 +183,7 @@ class Endings:
         if job.ask.calls:
             reply = replace(reply, calls=named(reply.calls))
         live.add(entry, *live.merged, Exchange(dialogue.user, reply))
-        live.merged, live.response = (), job.ask.response
+        live.merged, live.undone, live.response = (), None, job.ask.response
         kept = live.kept
         seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, job.thought, counts)
         done = Done(

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -138,15 +139,16 @@ class CallFormat:
         """
         functions = [tool.get("function", tool) for tool in tools]
         documents = _documents(functions)
+        write = partial(_json, lenient=not all(function.get("strict") is True for function in functions))
         more = several and self.several
         if self.key:
             items = {"anyOf": [self._schema(x["name"], y) for x, y in zip(functions, documents, strict=True)]}
             listed = {"type": "array", "items": items, "minItems": 1, **({} if more else {"maxItems": 1})}
-            call = _json(listed if self.listed else items)
+            call = write(listed if self.listed else items)
         else:
             between = _literal(self.between, special)
             call = " | ".join(
-                f"{json.dumps(x['name'])} {between} {_json(y)}" for x, y in zip(functions, documents, strict=True)
+                f"{json.dumps(x['name'])} {between} {write(y)}" for x, y in zip(functions, documents, strict=True)
             )
         repeated = f'call more{{0,{_MAX_CALLS - 1}}} "\\n"?' if more and not self.listed and self.opening else "call"
         opening, before = _literal(self.opening, special), "SPACE?" if self.opening and self.key else ""
@@ -299,9 +301,12 @@ def _documents(functions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     return list(found.values())
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    """A schema as a part of a grammar, with space only where templates write it."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _SPACE})}"
+def _json(schema: Mapping[str, Any], lenient: bool) -> str:
+    """A schema as a part of a grammar, with space only where templates write it.
+
+    Unless it is strict, what no grammar can say is left out, as if the model called by itself.
+    """
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_SPACE, 'lenient': lenient, 'coerce_one_of': lenient}})}"
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:

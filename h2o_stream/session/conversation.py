@@ -99,6 +99,11 @@ class Conversation:
         return self.metadata.system
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end a reply."""
+        return *self.engine.sampling.stop, *self._stops
+
+    @property
     def pins(self) -> list[str]:
         """Texts that are never evicted, besides the system prompt."""
         return list(self.metadata.pins)

@@ -77,4 +77,5 @@ class GrowingReply:
             thinking="".join(self._thinking),
             thinking_tokens=self._num_thinking,
             disk_bytes=disk_bytes() - self._disk_bytes,
+            cut=event.cut,
         )
