@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -78,6 +79,15 @@ def test_what_is_new_is_sent_alone_if_the_server_knows_the_rest(server: Server) 
     assert [(len(asked["messages"]), asked.get("previous_response_id")) for asked in server.asked] == [
         (1, None), (1, "after one"), (1, "after two"), (5, None), (5, None),
     ]  # fmt: skip
+
+
+def test_records(server: Server, tmp_path: Path) -> None:
+    done = invoke("h2o-chat", "--server", server.url, "--jsonl", tmp_path / "run", "--temp", 0, typed="one\ntwo\n")
+    assert done.exit_code == 0
+    run, first, second, summary = map(json.loads, (tmp_path / "run").read_text().splitlines())
+    assert (run["type"], run["model"], run["temperature"]) == ("run", "tiny", 0)
+    assert (first["prompt_tokens"], first["new_tokens"], first["evicted_tokens"], first["finish"]) == (7, 2, 4, "stop")
+    assert (second["turn"], second["text"], summary["turns"]) == (2, "You said two", 2)
 
 
 def test_a_chat(server: Server) -> None:
