@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -24,7 +25,7 @@ from starlette.routing import Route
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.models import tokenizer
 from h2o_stream.native import library
-from h2o_stream.serve import chat, service, worker
+from h2o_stream.serve import chat, grammars, service, worker
 from h2o_stream.serve.app import make_app
 from h2o_stream.serve.conversations import Conversations, Live
 from h2o_stream.serve.endings import Endings
@@ -330,26 +331,75 @@ def test_a_client_that_leaves_before_its_stream_begins(server: Running) -> None:
     assert not server.service.active
 
 
-def test_a_schema_is_compiled_beside_other_requests(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes too long is refused, and so is one that waits for it too long."""
-    may_end = threading.Event()
+BOMB = {"type": "string", "allOf": [{"type": "string", "pattern": f"^.*(a|b){{{n}}}.*$"} for n in range(1, 40)]}
+"""Two kilobytes that take all memory and time."""
 
-    class Slow(service.Grammar):
-        def __init__(self, *values: Any) -> None:
-            assert may_end.wait(30)
-            super().__init__(*values)
 
-    monkeypatch.setattr(service, "Grammar", Slow)
-    monkeypatch.setattr(service, "GRAMMAR_S", 0.5)
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
-    with ThreadPoolExecutor(2) as executor:
-        slow = [executor.submit(server.ask, "A number?", response_format=form) for _ in range(2)]
+def form(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def test_schemas_without_an_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused and its process ended, and neither other schemas nor other requests wait for them."""
+    server.say("A number?", **form({"const": 1}))
+    monkeypatch.setattr(grammars, "COMPILE_S", 1.0)
+    with ThreadPoolExecutor(3) as executor:
+        bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(3)]
         assert server.ask("Others?")[0] == 200
-        refused = [waiting.result() for waiting in slow]
-    assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 2
-    may_end.set()
-    monkeypatch.setattr(service, "GRAMMAR_S", 10.0)
-    assert reply(server.say("A number?", response_format=form)) == "1"
+        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+        refused = [bomb.result() for bomb in bombs]
+    assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 3
+
+
+def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no places left, one has little time; a client that leaves gives its place back."""
+    monkeypatch.setattr(grammars, "SHORT_S", 0.1)
+    monkeypatch.setattr(server.service.grammars, "_free", 1)
+    body = json.dumps({"messages": [{"role": "user", "content": "A bomb?"}], **form(BOMB)}).encode()
+    with connected(server, body), connected(server, body):
+        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+    with ThreadPoolExecutor(2) as executor:
+        bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(2)]
+        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+        monkeypatch.setattr(grammars, "COMPILE_S", 0.2)
+        assert {bomb.result()[0] for bomb in bombs} <= {503, 400}
+    assert server.service.grammars._free == 1
+
+
+def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others go on while what it allows is being found."""
+    monkeypatch.setattr(grammars, "STEP_S", 1.0)
+    original, stopped = grammars._Process.append, list[int]()
+
+    def stop(self: Any, reply: int, message: bytes) -> None:
+        if not stopped:
+            stopped.append(self._pid)
+            os.kill(self._pid, signal.SIGSTOP)
+        original(self, reply, message)
+
+    monkeypatch.setattr(grammars._Process, "append", stop)
+    with ThreadPoolExecutor(1) as executor:
+        slow = executor.submit(server.ask, "A number?", **form({"type": "string", "minLength": 4}))
+        while not stopped:
+            time.sleep(0.01)
+        began = time.monotonic()
+        server.say("Others?", max_tokens=2)
+        assert time.monotonic() - began < 0.3
+        status, answer = slow.result()
+    assert (status, "too much memory or time" in answer["error"]["message"]) == (400, True)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{stopped[0]}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{stopped[0]}").exists()
+
+
+def test_the_process_of_grammars_is_started_again(server: Running) -> None:
+    server.say("A number?", **form({"const": 1}))
+    process = server.service.grammars._process
+    assert process is not None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert reply(server.say("A number?", **form({"const": 1}))) == "1"
 
 
 def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

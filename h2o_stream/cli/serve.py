@@ -77,21 +77,19 @@ def serve(
     output: OutputOptions,
 ) -> None:
     """Serve a model to any client of OpenAI's API, with endless conversations in constant memory."""
-    import uvicorn
-
     level = logging.WARNING if output.quiet else logging.INFO
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("h2o_stream").setLevel(logging.DEBUG if output.verbose else level)
     with run.outputs(output) as (terminal, _):
         with run.loading(model, terminal):
             from h2o_stream.serve.app import make_app
-            from h2o_stream.serve.connections import uvicorn_config
+            from h2o_stream.serve.connections import Server, uvicorn_config
             from h2o_stream.serve.requests import Options
             from h2o_stream.serve.service import Service, load_served
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
         address = f"http://{config.host}:{config.port}"
         terminal.note(f"Serving {service.name} on {address}/v1, and a page at {address}", style="dim")
-        uvicorn.Server(uvicorn_config(make_app(service), config)).run()
+        Server(uvicorn_config(make_app(service), config)).run()
 
 
 def main() -> None:

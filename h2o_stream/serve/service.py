@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,6 +23,7 @@ from h2o_stream.serve.access import Access
 from h2o_stream.serve.aside import aside
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.grammars import Grammars
 from h2o_stream.serve.logprobs import TokenTexts
 from h2o_stream.serve.messages import Dialogue, chain, first_hash
 from h2o_stream.serve.metrics import Metrics
@@ -38,8 +38,6 @@ from h2o_stream.session.template import ChatTemplate
 _log = logging.getLogger(__name__)
 
 _DAY_S = 86_400.0
-GRAMMAR_S = 10.0
-"""Seconds that a schema may take until it is compiled, those before it included."""
 
 _RETRY_S = 2
 """Seconds after which a refused client should ask again."""
@@ -97,7 +95,8 @@ class Service:
         self.metrics, self.access = Metrics(), Access(config)
         self.conversations = Conversations(model, config, self.store)
         self.worker = Worker(model, self.conversations, config.running, config.timeout_s, self.metrics)
-        self._compiler = ThreadPoolExecutor(1, "h2o-grammar")
+        self._ends = end_tokens(model.model.generation, model.tokenizer)
+        self.grammars = Grammars(model.tokenizer, self._ends, self.vocabulary)
         self.active = 0
 
     def start(self) -> None:
@@ -136,21 +135,15 @@ class Service:
         """What a reply must follow after its thinking: a JSON schema or the form of calls; None if it is free.
 
         Raises:
-            ApiError: it is not supported, or takes too long.
+            ApiError: it is not supported, or takes too long, or too many are compiled.
         """
         rules = sampled.schema if sampled.rules is None else sampled.rules
         place = sampled.place if sampled.rules is None else "tools"
         if rules is None:
             return None
-        ends = end_tokens(self.model.model.generation, self.model.tokenizer)
-        tokenizer = self.model.tokenizer
+        template = ChatTemplate(self.model.tokenizer, None, self._ends, options.thinking)
         try:
-            thinking = None if raw else ChatTemplate(tokenizer, None, ends, options.thinking).free_thinking
-            make = partial(Grammar, tokenizer, ends, self.vocabulary, rules, thinking)
-            async with asyncio.timeout(GRAMMAR_S):
-                return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
-        except TimeoutError as error:
-            raise ApiError(400, f"it was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
+            return await self.grammars.make(rules, None if raw else template.free_thinking, options.owner)
         except H2OStreamError as error:
             raise as_api_error(error, place) from error
 
@@ -230,7 +223,7 @@ class Service:
 
     def close(self) -> None:
         """Save and stop."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
         self.worker.stop()
         self.store.close()
 

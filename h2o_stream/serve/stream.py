@@ -145,8 +145,8 @@ class WaitingEngine(Engine):
         self.waiting, self._logits = (), logits
 
     def end_reply(self) -> None:
-        """Let the logits go: the next turn begins with a prompt."""
-        self._logits = None
+        """Let the logits and the grammar go: the next turn begins with a prompt."""
+        self._logits = self.grammar = None
 
     def _forward(self, tokens: list[int]) -> None:
         self._logits, self.waiting = None, tokens

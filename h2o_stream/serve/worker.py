@@ -35,6 +35,9 @@ PROMPT_TOKENS = 256
 """Prompt tokens that are read in a step."""
 
 
+_GRAMMAR_S = 0.001
+"""Seconds after which grammars are looked at again if nothing else is to be done."""
+
 _IDLE_S = 1.0
 """Seconds without replies after which free memory goes back to the system."""
 
@@ -101,6 +104,8 @@ class Worker:
                 self._start_jobs()
                 self._advance([job for job in self._jobs if _may_advance(job)])
                 self._forward()
+                if self._jobs and all(map(_awaits_grammar, self._jobs)):
+                    time.sleep(_GRAMMAR_S)
                 self._send()
             except Exception as error:  # noqa: BLE001 - nothing may end the server
                 for job in list(self._jobs):
@@ -289,7 +294,15 @@ def _is_reading(job: Job) -> bool:
 
 
 def _may_advance(job: Job) -> bool:
-    return job.reading.done() if job.reading is not None else not job.live.engine.waiting
+    if job.reading is not None:
+        return job.reading.done()
+    return not job.live.engine.waiting and not _awaits_grammar(job)
+
+
+def _awaits_grammar(job: Job) -> bool:
+    """Whether what may come next is still being found, in another process."""
+    grammar = job.live.engine.grammar
+    return grammar is not None and not job.live.engine.waiting and not grammar.ready
 
 
 def _nothing() -> None:
