@@ -43,7 +43,7 @@ ADAPTERS = {end: tuple(map(TypeAdapter, types)) for end, types in TYPES.items()}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
-    changed = copy.copy(tokenizer)
+    changed = copy.deepcopy(tokenizer)
     changed.chat_template = HERMES
     changed.add_tokens(["<tool_call>", "</tool_call>"])
     model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
