@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
-from h2o_stream.serve.messages import Exchange, Reply, as_fed, next_hash, parse_dialogue
+from h2o_stream.serve.messages import Exchange, Reply, as_fed, chain, next_hash, parse_dialogue
 from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
 from tests.fixtures import compared, make_llama, saved
 from tests.in_turn import in_turn
@@ -158,6 +158,29 @@ class TestMessages:
         assert next_hash("", Exchange("Warm?", written)) == next_hash("", Exchange("Warm?", Reply("", (BERN,))))
         assert next_hash("", Exchange("Warm?", written)) != next_hash("", Exchange("Warm?", Reply("", (NOW,))))
 
+    def test_histories_differ_by_all_that_templates_write(self) -> None:
+        """Each change of a name, an id, an argument or a role is another history; what clients strip is not."""
+        result = {"role": "tool", "content": "18", "tool_call_id": "a1b2c3d4e", "name": "weather"}
+
+        def key(call: Any = CALLING, result: Any = result) -> str:
+            said = [{"role": "user", "content": "Warm?"}, call, result, {"role": "assistant", "content": " Yes. "}]
+            dialogue = parse_dialogue([*said, {"role": "user", "content": "Sure?"}])
+            return chain("", dialogue.past)[-1]
+
+        (call,) = CALLING["tool_calls"]  # type: ignore[misc]
+        function = call["function"]  # type: ignore[index]
+        others = [
+            key({**CALLING, "tool_calls": [{**call, **more}]})  # type: ignore[dict-item]
+            for more in (
+                {"id": "b"}, {"function": {**function, "name": "time"}}, {"function": {**function, "arguments": "{}"}},
+            )
+        ]  # fmt: skip
+        others += [key(result={**result, **more}) for more in ({"name": "x"}, {"tool_call_id": "x"}, {"content": "19"})]
+        others += [key(result={**result, "role": "user"}), key({**CALLING, "content": "Hm."})]
+        assert len({key(), *others}) == 1 + len(others)
+        stripped = {**result, "content": [{"type": "text", "text": "18"}]}
+        assert key({**CALLING, "content": ""}, stripped) == key()
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
@@ -279,6 +302,22 @@ class TestServer:
             messages=[WARM], tool_choice="required", parallel_tool_calls=False, **ASKED | {"tools": [STRICT]}
         ).choices[0]
         assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_schema_is_for_replies_that_call_nothing(self, client: Any, stream: bool) -> None:
+        """As agents ask for it: tools first, then an answer in a form."""
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        asked = ASKED | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+        for likely, calls in (("<tool_call>", True), ("{", False)):
+            got = client.chat.completions.create(
+                messages=[WARM], parallel_tool_calls=False, stream=stream, logit_bias={likely: 100}, **asked
+            )
+            chunks = [chunk.choices[0] for chunk in got] if stream else [got.choices[0]]
+            parts = [chunk.delta if stream else chunk.message for chunk in chunks]
+            called, text = [call for part in parts for call in part.tool_calls or ()], [part.content for part in parts]
+            assert (len(called), chunks[-1].finish_reason == "tool_calls") == (calls, calls)
+            if not calls:
+                assert "".join(filter(None, text)).startswith("{")
 
     def test_a_choice_to_call_nothing_or_by_itself(self, client: Any) -> None:
         texts = [
