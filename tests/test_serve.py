@@ -99,6 +99,19 @@ class TestConversations:
         report = server.say("Never said.", "Nor this.", "Hello.")["h2o"]
         assert (report["origin"], report["turns_known"], report["turns_read"]) == ("read", 0, 1)
 
+    def test_a_chat_goes_on_by_the_id_of_an_answer(self, server: Running) -> None:
+        """Only what is new is sent; the same as if everything was sent again."""
+        first = server.say("Name a river.")
+        whole = server.say("Name a river.", reply(first), "And a lake.", store=False)
+        second = server.say("And a lake.", previous_response_id=first["id"])
+        assert (reply(second), second["h2o"]["origin"]) == (reply(whole), "continued")
+        again = server.say("And a lake.", previous_response_id=first["id"])
+        assert (reply(again), again["h2o"]["origin"]) == (reply(whole), "branched")
+        status, answer = server.ask("And a lake.", previous_response_id=first["id"] + "0")
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+        status, answer = server.ask("One.", "Two.", "Three.", previous_response_id=second["id"])
+        assert (status, answer["error"]["param"]) == (400, "messages")
+
     def test_together_as_alone(self, server: Running) -> None:
         alone = [texts(converse(server.url, number, 2, 10)) for number in range(2)]
         answers, _ = together(server.url, range(4), 2, 10)

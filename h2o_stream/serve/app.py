@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 
 from h2o_stream.serve.access import Gate
 from h2o_stream.serve.aside import LONG, PatientDecoder, aside
-from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
+from h2o_stream.serve.chat import answer_chat, parse_chat, previous_chat, stream_chat
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
 from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.fields import ELSEWHERE, Endpoint, read_fields
@@ -180,11 +181,13 @@ def _shown(names: Sequence[str]) -> str:
 
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    keep = is_kept(body)
+    after, keep = previous_chat(body), is_kept(body)
     asked = await aside(request.state.size, partial(parse_chat, body, service, request.state.owner))
     if not asked[2].stream:
-        return JSONResponse(await while_connected(request, answer_chat(service, asked, keep)))
-    return await streamed(request, service.replies(*asked, keep=keep), partial(stream_chat, service, asked))
+        return JSONResponse(await while_connected(request, answer_chat(service, asked, after, keep)))
+    name = secrets.token_hex(16)
+    opened = service.replies(*asked, after, keep, response=name)
+    return await streamed(request, opened, partial(stream_chat, service, asked, name))
 
 
 async def _completion(service: Service, request: Request, body: dict[str, Any]) -> Response:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from h2o_stream.serve.errors import wrong
+from h2o_stream.serve.errors import no_response, wrong
 from h2o_stream.serve.logprobs import chat_logprobs
 from h2o_stream.serve.messages import Dialogue, parse_dialogue
 from h2o_stream.serve.replies import Done, Failed, Started
@@ -19,6 +20,21 @@ from h2o_stream.serve.tools import as_tool_calls, parse_tool_choice, parse_tool_
 from h2o_stream.serve.usage import logprobs_of, report, slots, usage
 from h2o_stream.session.calls import CallSplitter
 
+_ID = re.compile("chatcmpl-([0-9a-f]{32})")
+
+
+def previous_chat(body: Mapping[str, Any]) -> str | None:
+    """The answer of which a request goes on, with what is new only.
+
+    Raises:
+        ApiError: it is no id of an answer.
+    """
+    if (previous := field(body, "previous_response_id", str)) is None:
+        return None
+    if (match := _ID.fullmatch(previous)) is None:
+        raise no_response()
+    return match[1]
+
 
 def parse_chat(body: Mapping[str, Any], service: Service, owner: str = "") -> tuple[Dialogue, Options, Sampled]:
     """What is asked.
@@ -27,7 +43,10 @@ def parse_chat(body: Mapping[str, Any], service: Service, owner: str = "") -> tu
         ApiError: a field is wrong.
     """
     options = parse_tool_options(body, service.options.parse(body, owner), service.call_format)
-    dialogue = parse_dialogue(body.get("messages"), options.read)
+    goes_on = previous_chat(body) is not None
+    dialogue = parse_dialogue(body.get("messages"), options.read, goes_on)
+    if goes_on and dialogue.past:
+        raise wrong("messages", "past replies", "only what is new, with previous_response_id")
     top = field(body, "top_logprobs", int)
     if top is not None and not body.get("logprobs"):
         raise wrong("top_logprobs", top, "nothing without logprobs")
@@ -56,10 +75,13 @@ def _head(kind: str, service: Service, name: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": service.name}
 
 
-async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled], keep: bool) -> dict[str, Any]:
+async def answer_chat(
+    service: Service, asked: tuple[Dialogue, Options, Sampled], after: str | None, keep: bool
+) -> dict[str, Any]:
     """The whole answer."""
     dialogue, options, sampled = asked
-    async with service.replies(dialogue, options, sampled, keep=keep) as queues:
+    name = secrets.token_hex(16)
+    async with service.replies(dialogue, options, sampled, after, keep, response=name) as queues:
         replies = await asyncio.gather(*map(finished, queues))
     choices = []
     for number, (end, pieces) in enumerate(replies):
@@ -79,7 +101,7 @@ async def answer_chat(service: Service, asked: tuple[Dialogue, Options, Sampled]
             "finish_reason": _finish(end, sampled),
         })  # fmt: skip
     ends = [end for end, _ in replies]
-    head = _head("chat.completion", service, f"chatcmpl-{secrets.token_hex(12)}")
+    head = _head("chat.completion", service, f"chatcmpl-{name}")
     return {**head, "choices": choices, "usage": usage(ends), "h2o": report(ends[0])}
 
 
@@ -89,7 +111,7 @@ def _finish(end: Done, sampled: Sampled) -> str:
 
 
 async def stream_chat(
-    service: Service, asked: tuple[Dialogue, Options, Sampled], messages: Messages
+    service: Service, asked: tuple[Dialogue, Options, Sampled], name: str, messages: Messages
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a streamed answer; an error ends it. Calls of tools come whole, at the end."""
     _, options, sampled = asked
@@ -97,7 +119,7 @@ async def stream_chat(
         CallSplitter(options.calls, sampled.rules is not None) if options.calls and sampled.calls else None
         for _ in range(sampled.choices)
     ]
-    head = _head("chat.completion.chunk", service, f"chatcmpl-{secrets.token_hex(12)}")
+    head = _head("chat.completion.chunk", service, f"chatcmpl-{name}")
     for number in range(sampled.choices):
         yield {**head, "choices": [_chunk(number, {"role": "assistant", "content": ""})]}
     ends: list[Done] = []

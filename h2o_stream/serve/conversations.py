@@ -21,7 +21,7 @@ from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.recall.terms import TermWeights
-from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.errors import ApiError, no_response
 from h2o_stream.serve.messages import Dialogue, Exchange, as_fed, chain
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
@@ -150,7 +150,7 @@ class Conversations:
             raise ApiError(400, what, "previous_response_id")
         if kept is not None and (opened := self._known(kept, turn, options, keep)):
             return Opened(opened[0], (), opened[1], turn)
-        raise _no_response()
+        raise no_response()
 
     def open_raw(self, options: Options) -> Opened:
         """An empty stream for a text that is continued as it is, which is not kept."""
@@ -166,7 +166,7 @@ class Conversations:
         """
         found = self._store.with_id(response, owner)
         if found is None:
-            raise _no_response()
+            raise no_response()
         return found[0].system
 
     def _known(self, kept: Kept, turn: int, options: Options, keep: bool) -> tuple[Live, Origin] | None:
@@ -305,11 +305,6 @@ class Conversations:
         live.entries, live.exchanges, live.before, live.response = [], [], Log(), ""
         for kept in self._store.to_forget(self.awake):
             self._store.forget(kept)
-
-
-def _no_response() -> ApiError:
-    message = "there is no such response, or it is not kept any more"
-    return ApiError(404, message, "previous_response_id", "not_found")
 
 
 Event = Recalled | PrefillProgress | Token | Turn | Finished

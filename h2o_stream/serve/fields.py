@@ -194,7 +194,7 @@ FIELDS: Mapping[Endpoint, Mapping[str, Rule]] = {
         "reasoning_format": Refused("thinking is in reasoning_content", ("auto", "deepseek")),
         "reasoning_in_content": Refused("thinking is in reasoning_content", (False,)),
         "reasoning_control": Refused("a reply is not controlled while it is made; use max_tokens", (False,)),
-        "messages.role": Served(), "messages.content": Served(),
+        "previous_response_id": Served(), "messages.role": Served(), "messages.content": Served(),
         "messages.tool_calls": Served(), "messages.tool_call_id": Served(),
         "messages.audio": Refused(_IMAGES),
         "messages.images": Refused(_IMAGES, ([],)),
