@@ -318,6 +318,22 @@ class TestServer:
         ).choices[0]
         assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_schema_is_for_replies_that_call_nothing(self, client: Any, stream: bool) -> None:
+        """As agents ask for it: tools first, then an answer in a form."""
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        asked = ASKED | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+        for likely, calls in (("<tool_call>", True), ("{", False)):
+            got = client.chat.completions.create(
+                messages=[WARM], parallel_tool_calls=False, stream=stream, logit_bias={likely: 100}, **asked
+            )
+            chunks = [chunk.choices[0] for chunk in got] if stream else [got.choices[0]]
+            parts = [chunk.delta if stream else chunk.message for chunk in chunks]
+            called, text = [call for part in parts for call in part.tool_calls or ()], [part.content for part in parts]
+            assert (len(called), chunks[-1].finish_reason == "tool_calls") == (calls, calls)
+            if not calls:
+                assert "".join(filter(None, text)).startswith("{")
+
     def test_a_choice_to_call_nothing_or_by_itself(self, client: Any) -> None:
         texts = [
             client.chat.completions.create(messages=[WARM], tool_choice=choice, **ASKED).choices[0].message

@@ -137,7 +137,8 @@ class Sampled:
         logprobs: how many likely tokens are listed for each; None for none of them, 0 for the sampled one only.
         slots: whether a stream says after each token what is in the cache.
         schema: what the reply must be: a JSON schema, or a grammar (see `Grammar`); None for any text.
-        rules: what it must be so that it calls tools, in llguidance's form of Lark.
+        rules: what it must be so that it calls tools, or follows the schema, in llguidance's form of Lark.
+        forced: whether it must call tools.
         place: the field with the schema.
         calls: whether calls of tools are recognised in it.
     """
@@ -150,6 +151,7 @@ class Sampled:
     slots: bool = False
     schema: Schema | None = None
     rules: str | None = None
+    forced: bool = False
     calls: bool = False
     place: str = "response_format"
 

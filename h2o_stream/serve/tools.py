@@ -77,14 +77,19 @@ def parse_tool_choice(
             raise wrong("tool_choice", choice, "none or auto, without tools")
         return sampled
     if choice in (None, "auto", "none"):
-        return replace(sampled, calls=choice != "none" and sampled.schema is None)
+        if choice == "none" or isinstance(sampled.schema, str):
+            return sampled
+        several = parallel is not False
+        schema = sampled.schema
+        rules = None if schema is None else options.calls.grammar(options.tools, special, several, schema)
+        return replace(sampled, calls=True, rules=rules)
     called = _named(choice, options.tools) if choice != "required" else options.tools
     if not called:
         raise wrong("tool_choice", choice, "auto, none, required, or the name of a function among tools")
     if sampled.schema is not None:
         raise wrong("tool_choice", choice, "auto or none, with response_format")
     several = choice == "required" and parallel is not False
-    return replace(sampled, calls=True, rules=options.calls.grammar(called, special, several))
+    return replace(sampled, calls=True, forced=True, rules=options.calls.grammar(called, special, several))
 
 
 def _named(choice: Any, tools: Sequence[Tool]) -> list[Tool]:
