@@ -23,8 +23,9 @@ MAX_PENALTY = 2
 """Largest of the penalties that are subtracted, as in OpenAI's API."""
 
 MODEL_SAMPLING: Mapping[str, Mapping[str, float]] = {
-    # Nothing is recommended with it, and a model of this size repeats itself: docs/fidelity.md has the figures.
-    DEFAULT_MODEL: {"dry_allowed_length": 3},
+    # Temperature and top-p of the makers' example; one of this size repeats itself (docs/fidelity.md has the figures).
+    DEFAULT_MODEL: {"temperature": 0.2, "top_p": 0.9, "dry_allowed_length": 3},
+    "smollm2": {"temperature": 0.2, "top_p": 0.9},
 }
 """Sampling of models, by a part of the name, where their generation config says nothing."""
 
