@@ -117,6 +117,10 @@ class Store:
         """Bytes that are free on this disk."""
         return shutil.disk_usage(self._folder).free
 
+    def last_known(self, hashes: Sequence[str]) -> Iterator[int]:
+        """Which of these hashes any conversation has, the last one first, without the first."""
+        return (number for number in range(len(hashes) - 1, 0, -1) if hashes[number] in self._by_hash)
+
     def with_hash(self, known: str, owner: str) -> Iterator[tuple[Kept, int]]:
         """Conversations of an owner that were in this state, and after how many turns; the newest first."""
         for name, turn in reversed(self._by_hash.get(known, {}).items()):
