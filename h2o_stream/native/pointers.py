@@ -63,6 +63,11 @@ def pointer(array: Array | None, dtype: str, count: int, *, strided: bool = Fals
     )
 
 
+def numbers_in(array: Array) -> int:
+    """How many numbers an array has."""
+    return int(array.size if isinstance(array, numpy.ndarray) else array.numel())
+
+
 def dtype_name(dtype: Any) -> str:
     """The name of a dtype of torch, as `pointer` takes it; names stay as they are."""
     return str(dtype).removeprefix("torch.")
