@@ -62,7 +62,9 @@ class Gguf:
             values, spans = header.metadata()
             tensors = header.tensors(32)
             blocks = {name: data[x.offset : x.offset + x.nbytes] for name, x in tensors.items()}
-            return cls(values, {key: data[slice(*span)] for key, span in spans.items()}, tuple(tensors.values()), blocks)
+            return cls(
+                values, {key: data[slice(*span)] for key, span in spans.items()}, tuple(tensors.values()), blocks
+            )
 
     def mutated(self, rng: random.Random) -> "Gguf":
         """With one change."""
@@ -81,12 +83,16 @@ class Gguf:
         sizes += [size for tensor in self.tensors[:20] for size in tensor.shape]
         new: Any
         if rng.random() < 0.08:
-            new = rng.choice(("", "7", "x" * 70, True, [], [1] * 5000, [0.5], ["a"], [value] if type(value) is int else 3))
+            new = rng.choice(
+                ("", "7", "x" * 70, True, [], [1] * 5000, [0.5], ["a"], [value] if type(value) is int else 3)
+            )
         elif isinstance(value, SkippedArray) or (isinstance(value, list) and rng.random() < 0.5):
             new = rng.choice(([], ["a"] * 3, [3] * 70, 5, list(value[:-1]) if isinstance(value, list) else []))
-        elif isinstance(value, list):
+        elif isinstance(value, list) and value and type(value[0]) in (int, float):
             new = list(value)
-            new[rng.randrange(len(new))] = changed(rng, rng.choice(value) if type(value[0]) in (int, float) else 1, sizes)
+            new[rng.randrange(len(new))] = changed(rng, rng.choice(value), sizes)
+        elif isinstance(value, list):
+            new = [True, 3]
         elif isinstance(value, str):
             new = rng.choice(("", value + "x", "llama", "yarn", "linear", "gpt2", value[: len(value) // 2]))
         else:
@@ -114,7 +120,8 @@ class Gguf:
         shape, new, tensors = list(old.shape), old, list(self.tensors)
         at, action = rng.randrange(len(shape)), rng.randrange(8)
         if action == 0:
-            shape[at] = max(1, int(min(changed(rng, shape[at], shape), 2**62)))
+            with suppress(OverflowError, ValueError):
+                shape[at] = max(1, int(min(changed(rng, shape[at], shape), 2**62)))
         elif action == 1:
             shape = shape[::-1] if len(shape) > 1 else [1, *shape]
         elif action == 2 and shape[at] % 2 == 0:
@@ -259,10 +266,19 @@ def attempt(path: Path, with_torch: bool) -> str:
 def _step(path: Path, with_torch: bool) -> None:
     from h2o_stream.config import CacheConfig, ModelConfig
     from h2o_stream.engine.served import serve
+    from h2o_stream.models import file_tokenizers
+    from h2o_stream.models.gguf_export import export_config
     from h2o_stream.models.load import load
     from h2o_stream.native.description import DescriptionError
     from h2o_stream.runtime import loading
 
+    def export(file: Any, notify: Any) -> Path:
+        """Without a process of its own, which takes seconds."""
+        if not with_torch:
+            raise DescriptionError("only transformers reads its tokenizer")
+        return export_config(file, notify)
+
+    file_tokenizers.export_apart = export
     config, cache = ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig("h2o", window=32, chunk=16)
     try:
         loaded = loading._load_without_torch(config, cache, "auto", path, _ignore, _ignore)

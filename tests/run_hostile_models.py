@@ -1,6 +1,6 @@
 """Tries mutated files of every family (`hostile_models`), and writes what is found:
 
-    python -m tests.run_hostile_models --count 1000 --first 0
+python -m tests.run_hostile_models --count 1000 --first 0
 """
 
 import sys
@@ -71,7 +71,9 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--torch-every", type=int, default=0, help="every n-th file that is refused goes to transformers")
+    parser.add_argument(
+        "--torch-every", type=int, default=0, help="every n-th file that is refused goes to transformers"
+    )
     parser.add_argument("--folder", type=Path, help="of files to start from; all families if there is none")
     chosen = parser.parse_args()
     seeds, counts, every = all_seeds(chosen.folder), Counter[str](), chosen.torch_every

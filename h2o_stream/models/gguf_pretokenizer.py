@@ -81,7 +81,7 @@ def pre_tokenizer(file: GgufFile) -> tuple[pre_tokenizers.PreTokenizer, bool]:
         UnsupportedModelError: the file names no pre-tokenizer, or an unknown one.
     """
     name: Any = file.metadata.get("tokenizer.ggml.pre")
-    if name not in _REGEXES:
+    if not isinstance(name, str) or name not in _REGEXES:
         what = f"has the unknown pre-tokenizer {name!r}" if name else "names no pre-tokenizer"
         raise UnsupportedModelError(
             f"{file.path.name} {what} (tokenizer.ggml.pre), so text would be split wrongly; "

@@ -149,8 +149,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if there is no such file."""
-    values: dict[str, Any] = json.loads(_read_text(path)) if path.exists() else {}
+    """The object in a JSON file, empty if there is no such file.
+
+    Raises:
+        ValueError: it is something else than an object.
+    """
+    values = json.loads(_read_text(path)) if path.exists() else {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is no JSON object")
     return values
 
 

@@ -198,7 +198,9 @@ class CheckpointWeights:
         """The matrices of all experts of a layer below each other, as a copy; None if there are none."""
         names = (f"{module}.weight".replace(_EXPERTS, f"{_EXPERTS}{number}.") for number in itertools.count())
         arrays = [self.arrays[name] for name in itertools.takewhile(self.arrays.__contains__, names)]
-        return numpy.concatenate(arrays) if arrays else None
+        if len({(array.shape[1:], array.dtype) for array in arrays}) > 1:
+            raise DescriptionError(f"the experts of {module} have different sizes")
+        return numpy.concatenate(arrays) if arrays and arrays[0].ndim else None
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights` and `dense_matrix`."""
@@ -210,7 +212,8 @@ class CheckpointWeights:
         stored = self.arrays.get(self._architecture.parameter_name(name, layer, kind))
         if stored is None:
             return None
-        return _with_offset(rounded(as_floats(stored, name), self._dtype), self._architecture, name, kind)
+        numbers = as_floats(stored, name).reshape(-1)
+        return _with_offset(rounded(numbers, self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
@@ -283,5 +286,5 @@ def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DescriptionError(f"{path} is damaged: {error}") from error
