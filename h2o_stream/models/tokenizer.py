@@ -12,6 +12,9 @@ from tokenizers import AddedToken, Tokenizer
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.rendering import render
 
+_UNKNOWN = "\ue000 \U000f0000"
+"""A text that no vocabulary has: some tokenizers fail at it, whenever it comes."""
+
 
 class FileTokenizer:
     """A tokenizer of the tokenizers library with a chat template. Methods and attributes are those of transformers.
@@ -52,6 +55,7 @@ class FileTokenizer:
             config = _read_config(folder)
             _add_tokens(backend, config.get("added_tokens_decoder", {}))
             named = {name: _content(value) for name, value in config.items() if _is_named(name, value)}
+            backend.encode(_UNKNOWN)
             extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
             if isinstance(extra, Mapping):
                 named, extra = named | {name: _content(value) for name, value in extra.items()}, []

@@ -39,7 +39,7 @@ def pointer(array: Array | None, dtype: str, count: int, *, strided: bool = Fals
         return 0
     if isinstance(array, numpy.ndarray):
         plain = type(array) in (numpy.ndarray, numpy.memmap) and array.dtype == _NUMPY_DTYPES.get(dtype, dtype)
-        if plain and (strided or array.flags.c_contiguous) and array.size >= count:
+        if plain and array.flags.aligned and (strided or array.flags.c_contiguous) and array.size >= count:
             return array.ctypes.data
         strides, device = str(array.strides), "cpu"
     else:
@@ -53,6 +53,7 @@ def pointer(array: Array | None, dtype: str, count: int, *, strided: bool = Fals
             and (strided or array.is_contiguous())
             and not array.is_neg()
             and array.numel() >= count
+            and array.data_ptr() % array.element_size() == 0
         ):
             address: int = array.data_ptr()
             return address

@@ -14,9 +14,8 @@ from h2o_stream.runtime.file_altup import AltUpParameters
 from h2o_stream.runtime.file_ropes import RopeParameters
 from h2o_stream.runtime.rotations import MAX_FLOAT
 
-MAX_SIZE, MAX_LAYERS, MAX_TOKENS = 2**24, 2**16, 2**31 - 1
-"""Largest sizes, of vectors, of lists of layers, and of token indices: beyond all models, and within what is addressed
-with 32 bits even where two are multiplied."""
+MAX_SIZE, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW = 2**24, 2**16, 2**31 - 1, 2**20
+"""Largest vectors, numbers of layers, token indices, and windows that are held whole: beyond all models."""
 
 
 _FACTORS = ("scaling", "softcap", "logit_softcap", "embedding_scale", "residual_scale", "logit_scale", "epsilon")
@@ -223,7 +222,7 @@ class Parameters:
             limit = self.latent.rotated if self.latent else size
             rope.check_head(limit)
         if window is not None:
-            check_range(window, "sliding_window", MAX_TOKENS)
+            check_range(window, "sliding_window", MAX_WINDOW if None in self.sliding else MAX_TOKENS)
 
     def layer_shape(self, layer: int) -> LayerShape:
         """Sizes of a layer."""
@@ -254,7 +253,9 @@ class Parameters:
     @property
     def windows(self) -> list[int | None]:
         """The windows of layers that slide while others do not; such layers do not follow the plan of a cache."""
-        return [None] * self.num_layers if None not in self.sliding else list(self.sliding)
+        if None not in self.sliding:
+            return [None] * self.num_layers
+        return [window and min(window, self.context) for window in self.sliding]
 
     @property
     def refused_positions(self) -> Collection[str]:

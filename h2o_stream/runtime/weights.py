@@ -272,6 +272,8 @@ SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """The tensors of a safetensors file by name, as views of the mapped file; bfloat16 numbers are uint16.
 
+    Those at addresses that numbers of their size cannot have are copied.
+
     Raises:
         DescriptionError: the file is damaged, or has other dtypes.
     """
@@ -279,12 +281,13 @@ def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
     try:
         size = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:size])
-        return {
+        views = {
             name: numpy.frombuffer(
                 data, _DTYPES[entry["dtype"]], math.prod(entry["shape"]), size + entry["data_offsets"][0]
             ).reshape(entry["shape"])
             for name, entry in header.items()
             if name != "__metadata__"
         }
+        return {name: view if view.flags.aligned else view.copy() for name, view in views.items()}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DescriptionError(f"{path} is damaged: {error}") from error
