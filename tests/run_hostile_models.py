@@ -10,44 +10,8 @@ from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gguf import GGMLQuantizationType
-
 from tests.hostile_models import Folder, Gguf, search
-
-
-def gguf_seed(name: str, path: Path) -> Gguf:
-    from tests import test_gguf_families, test_gguf_hybrids, test_runtime
-    from tests.gguf_files import write_model
-
-    tables = None
-    if name in test_gguf_families.CASES:
-        case = test_gguf_families.CASES[name]
-        architecture, make, keys, tables = case.architecture, case.make, case.keys, case.tables
-    elif name in test_gguf_hybrids.CASES:
-        architecture, make, keys = test_gguf_hybrids.CASES[name]
-    else:
-        architecture, make, keys = test_runtime.MODELS[name]
-    write_model(path, make(), architecture, GGMLQuantizationType.Q8_0, tables, **keys)
-    return Gguf.read(path)
-
-
-def gguf_names() -> list[str]:
-    from tests import test_gguf_families, test_gguf_hybrids, test_runtime
-
-    return [*test_gguf_families.CASES, *test_gguf_hybrids.CASES, *test_runtime.MODELS]
-
-
-def checkpoint_seed(name: str, path: Path) -> Folder:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from tests.test_checkpoints import MODELS
-
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<unk>", "<s>", "</s>", "the"])}, "<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    MODELS[name]().save_pretrained(path)
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>").save_pretrained(path)
-    return Folder.read(path)
+from tests.hostile_seeds import checkpoint_seed, gguf_names, gguf_seed
 
 
 def all_seeds(kept: Path | None) -> list[Gguf | Folder]:

@@ -231,7 +231,8 @@ def resolve(
             found = {"given": given, "default": 0.0}
         sources[name], settings[name] = next(item for item in found.items() if item[1] is not None)
     try:
-        replace(config, **settings)
+        values: dict[str, Any] = settings
+        replace(config, **values)
     except TypeError as error:
         raise ConfigError(f"the model's generation config has {settings}, which are not all numbers") from error
     return settings, sources

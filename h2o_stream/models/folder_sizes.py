@@ -18,10 +18,11 @@ _SIZES = (
     "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_routed_experts",
     "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_embd", "n_head", "ffn_dim",
 )  # fmt: skip
+_TOKENS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 _FACTORS = {"partial_rotary_factor": 1.0, "rotary_pct": 1.0, "rope_theta": 1e30, "rope_local_base_freq": 1e30}
 """Positive numbers, and their limits."""
 
-_MAX_LAYERS, _MAX_SIZE = 1024, 2**24
+_MAX_LAYERS, _MAX_SIZE, _MAX_TOKENS = 1024, 2**24, 2**31 - 1
 """Of weights that are not there yet."""
 
 
@@ -39,14 +40,15 @@ def check_folder(folder: Path) -> None:
             layers, size = len(shapes), min(size, max(map(math.prod, shapes)))
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ModelNotFoundError(f"{folder} could not be loaded: {error}") from error
-    limits = {**dict.fromkeys(_LAYERS, layers), **dict.fromkeys(_SIZES, size), **_FACTORS}
+    whole = {**dict.fromkeys(_LAYERS, layers), **dict.fromkeys(_SIZES, size), **dict.fromkeys(_TOKENS, _MAX_TOKENS)}
+    limits: dict[str, float] = {**whole, **_FACTORS}
     for key, value in _entries(config):
         limit = limits.get(key)
         if limit is None or value is None:
             continue
         kinds, least = ((int, float), 0.0) if key in _FACTORS else ((int,), -1)
         if type(value) not in kinds or not least < value <= limit:
-            raise ModelNotFoundError(f"{path}: {key} is {value!r}, not a number up to the {limit} of its weights")
+            raise ModelNotFoundError(f"{path}: {key} is {value!r}, not a number up to {limit}, which fits its weights")
 
 
 def _shapes(path: Path) -> Iterator[tuple[int, ...]]:

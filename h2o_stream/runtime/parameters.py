@@ -202,9 +202,9 @@ class Parameters:
         check_range(self.borrowing, "attention.shared_kv_layers", layers - 1, 0)
         check_range(self.own_embedding, "embedding_length_per_layer_input", MAX_SIZE // layers, 0)
         check_range(self.latent_queries, "attention.q_lora_rank", MAX_SIZE, 0)
-        of_layers = [self.ropes, self.sliding, *([self.layer_shapes] if self.layer_shapes else [])]
-        of_layers += [self.altup.gate_deviations] if self.altup else []
-        require({*map(len, of_layers)} == {layers}, f"numbers are not given for {layers} layers (block_count)")
+        counts = {len(self.ropes), len(self.sliding), len(self.layer_shapes) or layers}
+        counts |= {len(self.altup.gate_deviations)} if self.altup else set()
+        require(counts == {layers}, f"numbers are not given for {layers} layers (block_count)")
         for name in _FACTORS:
             _check_number(getattr(self, name), name)
         if self.temperature:
