@@ -119,5 +119,6 @@ def test_experts_of_a_router_without_numbers(tmp_path: Path) -> None:
     file = gguf_seed("ERNIE 4.5 MoE", tmp_path / "model.gguf")
     router = next(tensor for tensor in file.tensors if "ffn_gate_inp" in tensor.name)
     nan = b"\0\0\xc0\x7f" * (len(file.data[router.name]) // 4)
-    Gguf(file.values, file.raw, file.tensors, {**file.data, router.name: nan}).write(tmp_path / "model.gguf")
+    broken = Gguf(file.values, file.raw, file.tensors, {**file.data, router.name: nan})
+    broken._with("ernie4_5-moe.expert_used_count", 4).write(tmp_path / "model.gguf")
     assert attempt(tmp_path / "model.gguf", with_torch=False) == "served"
