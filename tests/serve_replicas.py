@@ -61,7 +61,7 @@ class Client:
         """Status and body of an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
         try:
-            headers = {"Authorization": f"Bearer key-{self._number}"}
+            headers = {"Authorization": f"Bearer key-{self._number}", "Content-Type": "application/json"}
             connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
             answer = connection.getresponse()
             return answer.status, answer.read()

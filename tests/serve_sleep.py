@@ -31,7 +31,7 @@ def first_token(url: str, messages: Messages, **more: Any) -> tuple[float, str]:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
     body = json.dumps({"messages": messages, "temperature": 0, "max_tokens": 2, "stream": True, **more})
     started, found, pieces = time.perf_counter(), 0.0, list[str]()
-    connection.request("POST", "/v1/chat/completions", body)
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     assert answer.status == 200, answer.read()
     for line in answer:
@@ -48,7 +48,7 @@ def opened(url: str, number: int, tokens: int) -> Messages:
     """A conversation of one turn."""
     asked = user(QUESTIONS[0].format(f"{TOPICS[number % len(TOPICS)]} number {number}"))
     body = {"messages": [asked], "temperature": 0, "max_tokens": tokens}
-    status, answer = post(url, "/v1/chat/completions", body)
+    status, answer = post(url, "/v1/chat/completions", body, {"Content-Type": "application/json"})
     assert status == 200, answer
     return [asked, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}]
 
@@ -92,7 +92,7 @@ def measure_history(url: str, tokens: int, samples: int, recall: str) -> None:
     for text in long_history(tokens):
         messages.append(user(text))
         body: dict[str, Any] = {"messages": messages, "temperature": 0, "max_tokens": 8, "recall": recall}
-        status, answer = post(url, "/v1/chat/completions", body)
+        status, answer = post(url, "/v1/chat/completions", body, {"Content-Type": "application/json"})
         assert status == 200, answer
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
         seen = answer["h2o"]["seen_tokens"]

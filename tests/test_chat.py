@@ -65,12 +65,14 @@ class TestCommands:
         assert third == again, "greedy"
         assert first != third
 
-    def test_pins_are_refused_when_the_context_is_too_small_for_them(self, tiny_folder: Path) -> None:
+    def test_pins_are_refused_when_the_context_is_too_small_for_them(self, tiny_folder: Path, tmp_path: Path) -> None:
         lines = ["/pin The code is 4711.", "/pins", f"/pin {'word ' * 400}", "/pins", f"/pin {'word ' * 20}"]
-        done = piped(tiny_folder, lines, "--window", 64, "-s", "Hi.")
+        done = piped(tiny_folder, lines, "--window", 64, "-s", "Hi.", "--jsonl", tmp_path / "run")
         assert done.stderr.count("1: The code is 4711.") == 2
         assert "positions that the model was trained for" in done.stderr
         assert "pinned; window 64 + " in done.stderr
+        changes = [record for record in records((tmp_path / "run").read_text()) if record["type"] == "change"]
+        assert [change["window"] > 64 for change in changes] == [True] * done.stderr.count("pinned; window 64 + ")
         assert done.exit_code == 0
 
     def test_why(self, tiny_folder: Path) -> None:

@@ -107,6 +107,25 @@ def test_chats(page: Page, server: Running) -> None:
 
 
 @with_chromium
+def test_what_the_server_knows_is_not_sent_again(page: Page, server: Running) -> None:
+    noting = "(...given) => (asked.push(JSON.parse(given[1].body)), fetched(...given))"
+    page.run(f"window.asked = [], window.fetched = fetch, window.fetch = {noting}, 0")
+    sizes = "asked.map(body => [body.messages.length, 'previous_response_id' in body])"
+    say(page, "Say hello.")
+    say(page, "And again.")
+    assert page.run(sizes) == [[1, False], [1, True]]
+    server.service.store._by_id.clear()
+    say(page, "And again, please.")
+    assert page.run(sizes)[2:] == [[1, True], [5, False]]
+    assert all("404" in problem for problem in page.problems)  # which browsers report as one
+    page.problems.clear()
+    assert len(page.texts(".assistant .text")) == 3
+    long = "userMessage('x'.repeat(2 ** 21)), replyMessage('y'.repeat(2 ** 21)), userMessage('z')"
+    page.run(f"chat.messages.push({long}), 0")
+    assert page.run("sent(undefined, true).messages.length") == 1
+
+
+@with_chromium
 def test_markdown(page: Page, server: Running) -> None:
     """It is rendered, and nothing in it runs or is fetched."""
     message = {"role": "assistant", "versions": [{"content": REPLY, "thinking": "Let me think."}], "at": 0}

@@ -152,20 +152,26 @@ class TestServer:
     @pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
     @pytest.mark.parametrize("streamed", [False, True])
     def test_what_is_not_stored_is_not_on_disk(self, server: Running, endpoint: str, streamed: bool) -> None:
+        word = f"4711zebra{endpoint[:4]}{streamed}"
         folder = server.service.store._folder
         kept = len([*folder.iterdir()])
-        said = [{"role": "user", "content": "The code is 4711zebra. " * 4}]
+        said = [{"role": "user", "content": f"The code is {word}. " * 4}]
         body = {"messages": said, "input": said, "max_tokens": 4, "max_output_tokens": 4, "stream": streamed}
         import json
         import urllib.request
 
         def send(**more: Any) -> None:
             data = json.dumps({**body, **more}).encode()
-            urllib.request.urlopen(f"{server.url}/v1/{endpoint}", data).read()
+            head = {"Content-Type": "application/json"}
+            urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/{endpoint}", data, head)).read()
 
         send(store=False)
         assert len([*folder.iterdir()]) == kept
-        assert not [path for path in folder.rglob("*") if path.is_file() and b"4711zebra" in path.read_bytes()]
+        assert not [path for path in folder.rglob("*") if path.is_file() and word.encode() in path.read_bytes()]
+        send()
+        files = [path for path in folder.rglob("*") if path.is_file() and word.encode() in path.read_bytes()]
+        assert files
+        assert not [path for path in files if path.stat().st_mode & 0o077]
 
     def test_a_system_prompt_after_a_response_is_heard(self, server: Running) -> None:
         ask = {"max_output_tokens": 8, "temperature": 0, "instructions": "Be brief."}

@@ -5,11 +5,13 @@ import errno
 import gc
 import json
 import os
+import shutil
+import signal
 import socket
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
+from h2o_stream.models import tokenizer
 from h2o_stream.native import library
-from h2o_stream.serve import service, worker
+from h2o_stream.serve import chat, grammars, service, worker
 from h2o_stream.serve.app import make_app
 from h2o_stream.serve.conversations import Conversations, Live
 from h2o_stream.serve.endings import Endings
@@ -35,6 +38,7 @@ from h2o_stream.serve.store import Store
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session import state_files
 from tests.serve_kill import Server, kill_under_load
+from tests.serve_load import post
 from tests.served import CACHE, Listening, Running, reply
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -145,7 +149,7 @@ def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
 
     before = {*server.service.store.conversations}
     config = SamplingConfig(temperature=0, max_tokens=200)
-    server.service.worker.submit(Ask(Dialogue(None, (), "Tell me."), options, config, send))
+    server.service.worker.submit(Ask(Dialogue(None, (), "Tell me."), ["first"], options, config, send))
     assert failed.wait(10)
     server.say("Is it saved?")
     while server.service.worker.lengths != (0, 0):
@@ -165,7 +169,8 @@ def connected(server: Listening, body: bytes, missing: int = 0) -> socket.socket
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) + missing}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body) + missing}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 
@@ -217,7 +222,7 @@ def test_a_client_may_have_all_the_time(caplog: pytest.LogCaptureFixture) -> Non
     serving = Listening(Starlette(routes=[Route("/", answer)]), ServeConfig(port=0, unread_s=1e9))
     try:
         with socket.create_connection(("127.0.0.1", serving.port)) as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             connection.settimeout(10)
             assert b"".join(iter(lambda: connection.recv(1024), b"")).endswith(b"yes")
     finally:
@@ -247,7 +252,7 @@ def drip(connection: socket.socket, data: bytes, until: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second"])
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["first", "second"])
 def test_headers_that_come_drop_by_drop_are_not_waited_for(server: Running, before: bytes) -> None:
     """Neither on a new connection nor on one over which a request was answered."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
@@ -287,7 +292,7 @@ def test_a_whole_answer_comes_in_one_piece() -> None:
     sent = list[Message]()
     piece, error = Piece("a", "", ()), Failed(ApiError(500, "no"))
     for pieces in (True, False):
-        ask = Ask(Dialogue(None, (), "x"), Options(CACHE), SamplingConfig(), sent.append, pieces=pieces)
+        ask = Ask(Dialogue(None, (), "x"), [], Options(CACHE), SamplingConfig(), sent.append, pieces=pieces)
         assert all([ask.try_send(piece), ask.try_send(error)])
     assert sent == [piece, error, error]
 
@@ -309,7 +314,8 @@ def test_states_that_a_power_failure_has_cut_off(server: Running, share: float) 
 def test_a_client_that_leaves_before_its_stream_begins(server: Running) -> None:
     """As the application sees it: the request is there, and so is its end."""
     body = json.dumps({"messages": [{"role": "user", "content": "Stay?"}], "stream": True}).encode()
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+             "headers": [(b"content-type", b"application/json")]}  # fmt: skip
     received: list[dict[str, Any]] = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
 
     async def receive() -> dict[str, Any]:
@@ -325,26 +331,122 @@ def test_a_client_that_leaves_before_its_stream_begins(server: Running) -> None:
     assert not server.service.active
 
 
-def test_a_schema_is_compiled_beside_other_requests(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes too long is refused, and so is one that waits for it too long."""
-    may_end = threading.Event()
+BOMB = {"type": "string", "allOf": [{"type": "string", "pattern": f"^.*(a|b){{{n}}}.*$"} for n in range(1, 40)]}
+"""Two kilobytes that take all memory and time."""
 
-    class Slow(service.Grammar):
-        def __init__(self, *values: Any) -> None:
-            assert may_end.wait(30)
-            super().__init__(*values)
 
-    monkeypatch.setattr(service, "Grammar", Slow)
-    monkeypatch.setattr(service, "GRAMMAR_S", 0.5)
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
-    with ThreadPoolExecutor(2) as executor:
-        slow = [executor.submit(server.ask, "A number?", response_format=form) for _ in range(2)]
+def form(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def test_schemas_without_an_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused and its process ended, and neither other schemas nor other requests wait for them."""
+    server.say("A number?", **form({"const": 1}))
+    monkeypatch.setattr(grammars, "COMPILE_S", 1.0)
+    with ThreadPoolExecutor(3) as executor:
+        bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(3)]
         assert server.ask("Others?")[0] == 200
-        refused = [waiting.result() for waiting in slow]
-    assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 2
-    may_end.set()
-    monkeypatch.setattr(service, "GRAMMAR_S", 10.0)
-    assert reply(server.say("A number?", response_format=form)) == "1"
+        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+        refused = [bomb.result() for bomb in bombs]
+    assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 3
+
+
+def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no places left, one has little time; a client that leaves gives its place back."""
+    monkeypatch.setattr(grammars, "SHORT_S", 0.1)
+    monkeypatch.setattr(server.service.grammars, "_free", 1)
+    body = json.dumps({"messages": [{"role": "user", "content": "A bomb?"}], **form(BOMB)}).encode()
+    with connected(server, body), connected(server, body):
+        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+    with ThreadPoolExecutor(2) as executor:
+        bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(2)]
+        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+        monkeypatch.setattr(grammars, "COMPILE_S", 0.2)
+        assert {bomb.result()[0] for bomb in bombs} <= {503, 400}
+    assert server.service.grammars._free == 1
+
+
+def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others go on while what it allows is being found."""
+    monkeypatch.setattr(grammars, "STEP_S", 1.0)
+    original, stopped = grammars._Process.append, list[int]()
+
+    def stop(self: Any, reply: int, message: bytes) -> None:
+        if not stopped:
+            stopped.append(self._pid)
+            os.kill(self._pid, signal.SIGSTOP)
+        original(self, reply, message)
+
+    monkeypatch.setattr(grammars._Process, "append", stop)
+    with ThreadPoolExecutor(1) as executor:
+        slow = executor.submit(server.ask, "A number?", **form({"type": "string", "minLength": 4}))
+        while not stopped:
+            time.sleep(0.01)
+        began = time.monotonic()
+        server.say("Others?", max_tokens=2)
+        assert time.monotonic() - began < 0.3
+        status, answer = slow.result()
+    assert (status, "too much memory or time" in answer["error"]["message"]) == (400, True)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{stopped[0]}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{stopped[0]}").exists()
+
+
+def test_the_process_of_grammars_is_started_again(server: Running) -> None:
+    server.say("A number?", **form({"const": 1}))
+    process = server.service.grammars._process
+    assert process is not None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+
+
+def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the thread that steps all replies nor in that of the connections; and what cannot fit is not read."""
+    read: list[tuple[str, str, int]] = []
+
+    def noting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            text = next(value for value in args if isinstance(value, str | bytes | list))
+            read.append((what, threading.current_thread().name, len(str(text))))
+            return function(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(tokenizer, "encode", noting("tokens", tokenizer.encode))
+    monkeypatch.setattr(json.JSONDecoder, "decode", noting("JSON", json.JSONDecoder.decode))
+    monkeypatch.setattr(chat, "parse_dialogue", noting("messages", chat.parse_dialogue))
+    text, other = "A long text. " * 2000, [{"role": "user", "content": "Hello."}]
+    with ThreadPoolExecutor(2) as executor:
+        reply = executor.submit(server.ask, text, "It is.", "Why?", recall="auto")
+        assert server.ask("A short one.")[0] == reply.result()[0] == 200
+    threads = {what: {name for found, name, size in read if found == what and size >= len(text)} for what, *_ in read}
+    assert all(name.startswith("h2o-read") for name in threads["tokens"])
+    assert threads["tokens"]
+    assert threads["JSON"] | threads["messages"] <= {name for _, name, _ in read if name.startswith("asyncio_")}
+    read.clear()
+    for refused, param in (
+        ({"messages": [{"role": "system", "content": text}, *other]}, "messages"),
+        ({"messages": other, "pins": [text]}, "pins"),
+    ):
+        status, answer = post(server.url, "/v1/chat/completions", refused)
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", param)
+    assert not [what for what, _, size in read if what == "tokens" and size >= len(text)]
+
+
+def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> None:
+    first = server.say("One.")
+    name, folder = first["h2o"]["conversation"], tmp_path / first["h2o"]["conversation"]
+    shutil.copytree(server.service.store._folder / name, folder)
+    about, *turns = map(json.loads, (folder / "serve.jsonl").read_text().splitlines())
+    hashes, numbers = zip((about.pop("first"), 0), *turns, strict=True)
+    (folder / "serve.json").write_text(json.dumps({**about, "hashes": hashes, "turns": numbers}))
+    (folder / "serve.jsonl").unlink()
+    store = Store(tmp_path, server.service.model.model.digest, 3, 2**30, 1e6)
+    assert [(kept.id, turn) for kept, turn in store.with_hash(hashes[1], "")] == [(name, 1)]
+    assert not (folder / "serve.json").exists()
+    store.close()
 
 
 def test_a_conversation_that_was_never_written_is_deleted(server: Running, tmp_path: Path) -> None:

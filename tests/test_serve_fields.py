@@ -43,6 +43,7 @@ CHANGES: dict[str, Any] = {
     "messages.content": "Say another thing.", "prompt": ["Say it.", "Say it."], "tools": [WEATHER],
     "max_completion_tokens": 2, "input": "Say another thing.", "instructions": "Be brief.", "max_output_tokens": 2,
     "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+    "min_tokens": 6, "ignore_eos": True, "logit_bias": {" the": 100},
     "text.format": {"type": "json_schema", "name": "x", "schema": SCHEMA}, "truncation": "auto", "metadata": {"a": "b"},
 }  # fmt: skip
 """Values of served fields with which the answer differs."""
@@ -57,25 +58,28 @@ WRONG: dict[str, Any] = {
 }  # fmt: skip
 """Values of other served fields, which are refused: somebody reads them."""
 
-SHOWN_ELSEWHERE = {"messages.tool_call_id", "enable_thinking", "chat_template_kwargs", "reasoning_effort", "reasoning"}
+SHOWN_ELSEWHERE = {"messages.tool_call_id", "enable_thinking", "chat_template_kwargs", "reasoning_effort", "reasoning",
+                   "reasoning.effort", "thinking_budget_tokens", "thinking_token_budget", "reasoning_budget_tokens",
+                   "reasoning_budget_message"}  # fmt: skip
 """Fields whose effect needs a history, or a template that thinks: other tests show it."""
 
 OTHERS: list[tuple[Any, str]] = [
-    (True, "use_beam_search include_stop_str_in_output ignore_eos post_sampling_probs return_tokens return_token_ids "
-           "return_tokens_as_token_ids stream_options.continuous_usage_stats echo background reasoning_in_content "
-           "reasoning_control add_special_tokens watermarking return_prompt_text _debug_render_only grammar_lazy"),
-    (False, "skip_special_tokens penalize_nl penalize_newline include_reasoning"),
-    (2, "best_of min_tokens truncate_prompt_tokens prompt_logprobs dynatemp_range typical_p tfs_z top_n_sigma min_keep "
-        "xtc_probability dry_penalty_last_n mirostat adaptive_target n_indent t_max_predict_ms n_keep num_keep "
-        "n_discard n_probs top_logprobs n thinking_budget_tokens thinking_token_budget reasoning_budget_tokens "
-        "repetition_detection"),
+    (True, "use_beam_search include_stop_str_in_output post_sampling_probs return_tokens return_token_ids "
+           "return_tokens_as_token_ids enable_response_messages stream_options.continuous_usage_stats echo background "
+           "reasoning_in_content reasoning_control add_special_tokens watermarking return_prompt_text "
+           "_debug_render_only grammar_lazy"),
+    (False, "skip_special_tokens penalize_nl penalize_newline include_reasoning parse_tool_calls"),
+    (2, "best_of chat_format truncate_prompt_tokens prompt_logprobs dynatemp_range typical_p tfs_z top_n_sigma "
+        "min_keep xtc_probability dry_penalty_last_n mirostat adaptive_target n_indent t_max_predict_ms n_keep "
+        "num_keep n_discard n_probs top_logprobs n repetition_detection"),
     ([3], "stop_token_ids allowed_token_ids prompt_embeds images image_data context lora context_management "
-          "messages.images documents functions tools logprob_token_ids"),
+          "messages.images documents functions tools logprob_token_ids previous_input_messages"),
     (["the"], "dry_sequence_breakers bad_words logits_processors samplers response_fields modalities include"),
-    ({"a": 1}, "logit_bias vllm_xargs moderation audio messages.audio function_call messages.function_call "
+    ({"a": 1}, "previous_response vllm_xargs moderation audio messages.audio function_call messages.function_call "
                "web_search_options access_programs image conversation prompt"),
-    ("low", "guided_whitespace_pattern structural_tag template system verbosity text.verbosity chat_template suffix "
-            "reasoning_format"),
+    ("low", "chat_parser generation_prompt grammar_type messages.tool_name guided_whitespace_pattern "
+            "structural_tag template system verbosity text.verbosity chat_template "
+            "suffix reasoning_format"),
 ]  # fmt: skip
 WRONG_VALUES = (-3, 10**9, 0.5, True, "x", "", [], [3], {}, {"a": 1}, float("inf"))
 PARSERS: Any = {"chat/completions": parse_chat, "completions": parse_completion, "responses": parse_response}
@@ -120,7 +124,8 @@ def post_raw(url: str, path: str, body: Any) -> tuple[int, str]:
     import urllib.request
 
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body).encode())) as answer:
+        asked = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -242,7 +247,8 @@ def test_names_that_nobody_documents_are_reported(server: Running) -> None:
     import urllib.request
 
     body = json.dumps({**BASE["chat/completions"], "no_such\nfield": 1, "stream_options": {"more": 1}}).encode()
-    with urllib.request.urlopen(f"{server.url}/v1/chat/completions", body) as answer:
+    url, head = f"{server.url}/v1/chat/completions", {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, head)) as answer:
         assert answer.headers["h2o-unknown-fields"] == "no_such\\nfield, stream_options.more"
 
 
@@ -262,6 +268,25 @@ def test_what_is_elsewhere_is_refused_in_a_sentence(server: Running, name: str) 
     status, answer = post(server.url, f"/v1/{name}" if name != "api" else "/api/chat", {})
     assert status == 404
     assert ELSEWHERE[name] in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("endpoint", FIELDS)
+def test_the_table_has_every_field_of_openai(endpoint: Endpoint) -> None:
+    """The package says what requests may have, and messages."""
+    import typing
+
+    from openai.types import chat, completion_create_params, responses
+
+    bases: dict[str, Any] = {
+        "chat/completions": chat.completion_create_params.CompletionCreateParamsBase,
+        "completions": completion_create_params.CompletionCreateParamsBase,
+        "responses": responses.response_create_params.ResponseCreateParamsBase,
+    }
+    names = {"stream", *typing.get_type_hints(bases[endpoint])}
+    if endpoint == "chat/completions":
+        for message in typing.get_args(chat.ChatCompletionMessageParam):
+            names |= {f"messages.{name}" for name in typing.get_type_hints(message)}
+    assert not names - FIELDS[endpoint].keys()
 
 
 def test_the_documentation_has_the_table() -> None:

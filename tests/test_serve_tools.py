@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
-from h2o_stream.serve.messages import Exchange, Reply, as_fed, next_hash, parse_dialogue
+from h2o_stream.serve.messages import Exchange, Reply, as_fed, chain, next_hash, parse_dialogue
 from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
 from tests.fixtures import compared, make_llama, saved
 from tests.in_turn import in_turn
@@ -157,6 +157,29 @@ class TestMessages:
         written = Reply(*form.parse('<tool_call>\n{"name": "weather", "arguments": {"city":"Bern"}}\n</tool_call>'))
         assert next_hash("", Exchange("Warm?", written)) == next_hash("", Exchange("Warm?", Reply("", (BERN,))))
         assert next_hash("", Exchange("Warm?", written)) != next_hash("", Exchange("Warm?", Reply("", (NOW,))))
+
+    def test_histories_differ_by_all_that_templates_write(self) -> None:
+        """Each change of a name, an id, an argument or a role is another history; what clients strip is not."""
+        result = {"role": "tool", "content": "18", "tool_call_id": "a1b2c3d4e", "name": "weather"}
+
+        def key(call: Any = CALLING, result: Any = result) -> str:
+            said = [{"role": "user", "content": "Warm?"}, call, result, {"role": "assistant", "content": " Yes. "}]
+            dialogue = parse_dialogue([*said, {"role": "user", "content": "Sure?"}])
+            return chain("", dialogue.past)[-1]
+
+        (call,) = CALLING["tool_calls"]  # type: ignore[misc]
+        function = call["function"]  # type: ignore[index]
+        others = [
+            key({**CALLING, "tool_calls": [{**call, **more}]})  # type: ignore[dict-item]
+            for more in (
+                {"id": "b"}, {"function": {**function, "name": "time"}}, {"function": {**function, "arguments": "{}"}},
+            )
+        ]  # fmt: skip
+        others += [key(result={**result, **more}) for more in ({"name": "x"}, {"tool_call_id": "x"}, {"content": "19"})]
+        others += [key(result={**result, "role": "user"}), key({**CALLING, "content": "Hm."})]
+        assert len({key(), *others}) == 1 + len(others)
+        stripped = {**result, "content": [{"type": "text", "text": "18"}]}
+        assert key({**CALLING, "content": ""}, stripped) == key()
 
 
 @pytest.fixture(scope="module")

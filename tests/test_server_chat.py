@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -20,6 +21,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked = list[dict[str, Any]]()
+        self.known = set[str]()
 
     @property
     def url(self) -> str:
@@ -39,12 +41,16 @@ class Handler(BaseHTTPRequestHandler):
         if said == "refuse":
             self.answer({"error": {"message": "this is refused"}}, 400)
             return
+        if asked.get("previous_response_id", "first") not in {"first", *self.server.known}:
+            self.answer({"error": {"message": "there is no such response"}}, 404)
+            return
         self.send_response(200)
         self.end_headers()
+        named = {"id": f"after {said}"} if self.server.known else {}
         slots = {"seen": 9, "cached": 5, "window": 8, "evicted": 4}
         for chunk in (
             {"choices": [{"delta": {"content": "You said "}}]},
-            {"choices": [{"delta": {"content": said}, "finish_reason": "stop"}], "h2o": {"slots": slots}},
+            {"choices": [{"delta": {"content": said}, "finish_reason": "stop"}], "h2o": {"slots": slots}, **named},
             {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}},
         ):
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
@@ -65,6 +71,23 @@ def server() -> Iterator[Server]:
         Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield made
         made.shutdown()
+
+
+def test_what_is_new_is_sent_alone_if_the_server_knows_the_rest(server: Server) -> None:
+    server.known = {"after one", "after three"}
+    assert invoke("h2o-chat", "--server", server.url, typed="one\ntwo\nthree\n/undo\nfour\n").exit_code == 0
+    assert [(len(asked["messages"]), asked.get("previous_response_id")) for asked in server.asked] == [
+        (1, None), (1, "after one"), (1, "after two"), (5, None), (5, None),
+    ]  # fmt: skip
+
+
+def test_records(server: Server, tmp_path: Path) -> None:
+    done = invoke("h2o-chat", "--server", server.url, "--jsonl", tmp_path / "run", "--temp", 0, typed="one\ntwo\n")
+    assert done.exit_code == 0
+    run, first, second, summary = map(json.loads, (tmp_path / "run").read_text().splitlines())
+    assert (run["type"], run["model"], run["temperature"]) == ("run", "tiny", 0)
+    assert (first["prompt_tokens"], first["new_tokens"], first["evicted_tokens"], first["finish"]) == (7, 2, 4, "stop")
+    assert (second["turn"], second["text"], summary["turns"]) == (2, "You said two", 2)
 
 
 def test_a_chat(server: Server) -> None:

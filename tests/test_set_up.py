@@ -143,8 +143,9 @@ def test_torch_that_is_not_installed_is_one_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], input="", capture_output=True, text=True)
     assert done.returncode == 1
+    command = "make setup" if Path(sys.prefix) == ROOT / ".venv" else install_command("torch")
     assert done.stderr.splitlines()[-1] == (
-        "h2o-chat: torch is needed (steps are computed in torch, too) but not installed yet; run make setup"
+        f"h2o-chat: torch is needed (steps are computed in torch, too) but not installed yet; run {command}"
     )
 
 

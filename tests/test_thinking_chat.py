@@ -99,11 +99,13 @@ class TestConversation:
     def test_states_of_older_versions_have_no_thoughts(self, history: ConversationHistory) -> None:
         say(history, "One?")
         state = history.conversation.state_dict()
-        values = decode_json(state, "conversation")
-        assert values.pop("thoughts")
+        spans = [(1, 0, len(history.conversation.engine.tokens))]
+        values = decode_json(state, "conversation") | {"passages": spans}
         older = checksummed({"conversation": encode_json(values)}, "conversation.checksums")
+        assert history.conversation.thoughts
         history.conversation.load_state_dict({**state, **older})
-        assert history.conversation.metadata.thoughts == ()
+        assert history.conversation.thoughts == ()
+        assert [(span.turn, span.start, span.stop) for span in history.conversation.turn_spans] == spans
         assert say(history, "Two?")[0].text == "It is 4711."
 
     def test_going_back_and_resuming(self, thinking: Any, history: ConversationHistory) -> None:

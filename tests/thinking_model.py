@@ -57,7 +57,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, *replies: str) -> No
     waiting = list(replies)
     current: list[Iterator[int]] = []
 
-    def sample(self: Sampler, logits: Any, reply: Any = ()) -> int:
+    def sample(self: Sampler, logits: Any, reply: Any = (), mask: Any = None) -> int:
         if not current:
             text = waiting.pop(0) if len(waiting) > 1 else waiting[0]
             current.append(iter([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]))

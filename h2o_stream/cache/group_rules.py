@@ -13,7 +13,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.cache.protection import Protection
-from h2o_stream.cache.shared_state import Revision, TokenCount
+from h2o_stream.cache.shared_state import Revision, TokenCount, doubled
 from h2o_stream.cache.state import require_array
 from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import CachePlan
@@ -186,8 +186,11 @@ class GroupRules(ABC):
         return max(map(self.schedule.held, self.tokens.lengths), default=0)
 
     def max_distance(self, keys: int) -> int:
-        """More than the largest distance at which RoPE sees that many keys."""
-        return keys + self.span if self.plan.positions == "gap" else keys
+        """More than the largest distance at which RoPE sees that many keys, the new ones included, as long as the
+        revision stays the same: what the rules allow, and not much more than the stream has tokens.
+        """
+        most = keys + self.span if self.plan.positions == "gap" else keys
+        return min(most, 2 * doubled(max(self.tokens.lengths, default=0) + keys))
 
     @property
     def used_slots(self) -> int:

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import add
 
+_MIN_LENGTH = 1024
+
+
+def doubled(length: int) -> int:
+    """A power of two that is larger, the same for all lengths up to about twice this one."""
+    return 1 << max(length, _MIN_LENGTH).bit_length()
+
 
 class TokenCount:
     """How many tokens a stream has seen.
@@ -12,18 +19,25 @@ class TokenCount:
     The count stays the same during a forward, while one layer after another takes the new tokens, and advances once
     all of them have. A forward that is cut off halfway is not counted.
 
+    Args:
+        revision: grows when the stream has become about twice as long: tables by distance may be too short then.
+
     Attributes:
         lengths: tokens of each row without padding; empty before the first forward.
         columns: columns fed, padding included: what `generate` counts with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, revision: Revision | None = None) -> None:
         self.lengths: tuple[int, ...] = ()
         self.columns = 0
+        self._revision = revision or Revision()
 
     def advance(self, counts: Sequence[int], columns: int) -> None:
         """Count the tokens of a forward: `counts` of each row, in so many columns."""
+        before = max(self.lengths, default=0)
         self.lengths = tuple(map(add, self.lengths, counts)) if self.lengths else tuple(counts)
+        if doubled(before) != doubled(max(self.lengths)):
+            self._revision.bump()
         self.columns += columns
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -36,7 +50,8 @@ class TokenCount:
 
 
 class Revision:
-    """Grows whenever a tensor of a cache is allocated or released, or when a window, pin, span or row changes.
+    """Grows whenever a tensor of a cache is allocated or released, when a window, pin, span or row changes, or when a
+    stream has become about twice as long.
 
     Addresses and rules that native code has bound stay valid as long as the number stays the same.
     """

@@ -15,12 +15,16 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
+from h2o_stream.logs import NumberLog
 
 Array = NDArray[Any]
 State = dict[str, Array]
 
 FINGERPRINT = "fingerprint"
 CHECKSUMS = "checksums"
+
+MARKS = ".marks"
+"""What follows the name of a log in that of the array [n, 2] with its marks."""
 
 
 def checksummed(state: State, name: str = CHECKSUMS) -> State:
@@ -110,6 +114,31 @@ def check_fingerprint(state: Mapping[str, Array], fingerprint: Mapping[str, Any]
     for name, value in ours.items():
         if theirs.get(name) != value:
             raise H2OStreamError(f"the state belongs to another {name}: {theirs.get(name)}, and this is {value}")
+
+
+def log_state(name: str, log: NumberLog) -> State:
+    """A log, whose end is marked, as arrays. They share its memory."""
+    return {name: log.array, name + MARKS: numpy.array(log.marks, numpy.int64).reshape(-1, 2)}
+
+
+def logs_of(state: Mapping[str, Array]) -> list[str]:
+    """The names of the logs in a state."""
+    return [name.removesuffix(MARKS) for name in state if name.endswith(MARKS)]
+
+
+def load_log(state: Mapping[str, Array], name: str) -> NumberLog:
+    """A log from the arrays of `log_state`.
+
+    Raises:
+        H2OStreamError: it is missing or damaged.
+    """
+    numbers, marks = require_array(state, name), state.get(name + MARKS)
+    if marks is None:  # earlier versions: the array is among those with checksums
+        return NumberLog(numbers)
+    length, crc = (0, 0) if not len(marks) else marks[-1].tolist()
+    if numbers.dtype != numpy.int32 or len(numbers) != length or zlib.crc32(numbers.data, 0) != crc:
+        raise H2OStreamError(f"the state is damaged: {name} is not what was saved")
+    return NumberLog(numbers, list(map(tuple, marks.tolist())))
 
 
 def with_prefix(state: Mapping[str, Array], prefix: str) -> State:

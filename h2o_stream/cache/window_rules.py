@@ -80,7 +80,7 @@ class WindowRules(ABC, Generic[Spec, Group]):
         """
         growth = self.growth(prompt)
         self.plan = growth.plan(window or growth.window(pins))
-        self.tokens = TokenCount()
+        self.tokens = TokenCount(self._revision)
         self.make_groups(self._revision)
         self.windows = WindowAssignment(self.plan, self.specs, self.max_distance, pins, transient)
         self.assign_windows()

@@ -21,6 +21,7 @@ from h2o_stream.options import Option, text_or_file
 from h2o_stream.texts import piped_text
 
 if TYPE_CHECKING:
+    from h2o_stream.session.jsonl import JsonlWriter
     from h2o_stream.ui.terminal import Terminal
 
 app = run.app("H2O")
@@ -180,13 +181,11 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
         raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
     if settings.sampling.temperature == BENCH:
         raise ConfigError(f"--temp {BENCH} is by the category of a question; h2o-stream has them, h2o-chat does not")
-    if chat.server is not None and output.jsonl is not None:
-        raise ConfigError("--jsonl has figures of a model in this process; leave out --server, or --jsonl")
     with run.outputs(output, chat.record) as (terminal, records):
         if chat.prompt is not None and not settings.model.tensor_parallel:
             chat = replace(chat, piped=_piped(terminal.note))
         if chat.server is not None:
-            run.leave("interrupted" if _chat_with(chat.server, chat, settings, sources, terminal) else None)
+            run.leave("interrupted" if _chat_with(chat.server, chat, settings, sources, terminal, records) else None)
             return
         if terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-":
             from h2o_stream.ui.loading_chat import LoadingChat
@@ -220,7 +219,12 @@ def _resumed(
 
 
 def _chat_with(
-    url: str, chat: ChatOptions, settings: Settings, sources: dict[str, tuple[Any, str]], terminal: Terminal
+    url: str,
+    chat: ChatOptions,
+    settings: Settings,
+    sources: dict[str, tuple[Any, str]],
+    terminal: Terminal,
+    records: JsonlWriter,
 ) -> bool:
     """Chat with a server. Returns whether Ctrl-C ended it. What is given here goes before the server's own options."""
     from h2o_stream.session.server import Server
@@ -230,7 +234,7 @@ def _chat_with(
     given = {name for name, (_, source) in sources.items() if source not in ("default", "session")}
     model = settings.model.model if "model" in given else None
     options = {name: value for name, value in values.items() if name in given}
-    with ServerChat(Server(url, chat.api_key, model), options, settings.system, chat, terminal) as ready:
+    with ServerChat(Server(url, chat.api_key, model), options, settings.system, chat, terminal, records) as ready:
         return ready.run()
 
 

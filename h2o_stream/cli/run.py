@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 
 from h2o_stream.cli.conversion import convert_plainly
 from h2o_stream.cli.seeds import hint, with_dashes
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError, install_command
 from h2o_stream.memory import limit_kernel_caches
 from h2o_stream.processes import Processes
 from h2o_stream.resources import NoHomeError, config_file
@@ -43,6 +43,9 @@ FAILED, WRONG_USAGE, INTERRUPTED, SIGNALLED = 1, 2, 130, 128
 
 INSTALLED_LATER = ("torch", "transformers", "accelerate", "matplotlib")
 """Packages without which `make chat` begins."""
+
+_SET_UP = Path(__file__).parents[2] / "set_up.py"
+"""Of a checkout: installs packages into its .venv."""
 
 _REPEATED = "H2O_REPEATED"
 """Environment variable of a command that runs again because torch was not installed."""
@@ -185,14 +188,19 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
 
 
 def _install_and_repeat(command: str, error: ModuleNotFoundError) -> None:
-    """In a checkout, install torch and the rest and run the command again, unless it has read from a pipe or a file."""
-    script = Path(__file__).parents[2] / "set_up.py"
+    """In a checkout's .venv, install torch and the rest and run the command again, unless it has read from a pipe or a
+    file.
+    """
     with suppress(OSError):
-        if script.exists() and stat.S_ISCHR(os.fstat(0).st_mode) and _REPEATED not in os.environ:
+        if _sets_up() and stat.S_ISCHR(os.fstat(0).st_mode) and _REPEATED not in os.environ:
             _complain(command, f"{_missing(error)}: it is installed now")
-            if subprocess.run([sys.executable, script, "all"], check=False).returncode == 0:
+            if subprocess.run([sys.executable, _SET_UP, "all"], check=False).returncode == 0:
                 os.environ[_REPEATED] = "1"
                 os.execv(sys.executable, sys.orig_argv)
+
+
+def _sets_up() -> bool:
+    return _SET_UP.exists() and Path(sys.prefix) == _SET_UP.parent / ".venv"
 
 
 def _missing(error: ModuleNotFoundError) -> str:
@@ -205,7 +213,7 @@ def _reason(error: Exception, debug: bool) -> str:
     if isinstance(error, H2OStreamError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in INSTALLED_LATER:
-        return f"{_missing(error)}; run make setup"
+        return f"{_missing(error)}; run {'make setup' if _sets_up() else install_command(error.name)}"
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # says pathlib
         return "this user has no home folder; set HOME"
     if isinstance(error, OSError) and error.strerror:  # a disk that is full, say

@@ -14,17 +14,33 @@ from h2o_stream.options import Option, parse_bytes
 app = run.app("H2O")
 
 
-def _serve_config(disk: str = "8GiB", max_body: str = "4MiB", **values: Any) -> ServeConfig:
-    return ServeConfig(disk=parse_bytes(disk, "--disk"), max_body=parse_bytes(max_body, "--max-body"), **values)
+def _serve_config(
+    disk: str = "8GiB",
+    max_body: str = "4MiB",
+    allow_host: list[str] = [],  # noqa: B006 - typer's default
+    allow_origin: list[str] = [],  # noqa: B006
+    **values: Any,
+) -> ServeConfig:
+    return ServeConfig(
+        disk=parse_bytes(disk, "--disk"),
+        max_body=parse_bytes(max_body, "--max-body"),
+        allow_host=tuple(allow_host),
+        allow_origin=tuple(allow_origin),
+        **values,
+    )
 
 
 SERVER = Group(
     _serve_config,
     "Server",
     like=ServeConfig,
-    host=Option("Address to listen on; 0.0.0.0 lets other machines in."),
+    host=Option("Address to listen on; 0.0.0.0 lets other machines in, with a key."),
     port=Option("Port to listen on; 0 takes a free one."),
-    api_key=Option("Clients must send this key."),
+    api_key=Option("Clients must send this key. Others can read it in the list of processes: better H2O_API_KEY."),
+    api_key_file=Option("Or one of the keys in this file, one a line; each has its own conversations."),
+    allow_anyone=Option("Let other machines in without a key.", "--allow-anyone"),
+    allow_host=Option("Name of this server behind a proxy, as in the Host of requests; repeated for more."),
+    allow_origin=Option("Pages that may use it, such as https://chat.example.org; repeated for more."),
     folder=Option("Where conversations are kept. (default: the user's data folder)"),
     awake=Option("Conversations in memory; the others sleep on disk."),
     running=Option("Replies made at once."),
@@ -61,21 +77,19 @@ def serve(
     output: OutputOptions,
 ) -> None:
     """Serve a model to any client of OpenAI's API, with endless conversations in constant memory."""
-    import uvicorn
-
     level = logging.WARNING if output.quiet else logging.INFO
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("h2o_stream").setLevel(logging.DEBUG if output.verbose else level)
     with run.outputs(output) as (terminal, _):
         with run.loading(model, terminal):
             from h2o_stream.serve.app import make_app
-            from h2o_stream.serve.connections import uvicorn_config
+            from h2o_stream.serve.connections import Server, uvicorn_config
             from h2o_stream.serve.requests import Options
             from h2o_stream.serve.service import Service, load_served
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
         address = f"http://{config.host}:{config.port}"
         terminal.note(f"Serving {service.name} on {address}/v1, and a page at {address}", style="dim")
-        uvicorn.Server(uvicorn_config(make_app(service), config)).run()
+        Server(uvicorn_config(make_app(service), config)).run()
 
 
 def main() -> None:

@@ -74,6 +74,10 @@ class SamplingConfig:
         repeat_last_n: how many of the reply's last tokens the penalties look at; -1 is all of them, 0 none.
         seed: of the sampler; None chooses one and reports it.
         max_tokens: maximum tokens of a reply.
+        min_tokens: the model does not end a reply before it has so many; a grammar or `stop` may.
+        thinking_budget: tokens after which thinking is ended; None is no limit.
+        thinking_message: said by the model before thinking is ended so.
+        logit_bias: added to the logits of tokens: pairs of an id and a number.
         stop: strings that end a reply and are not shown.
     """
 
@@ -91,6 +95,10 @@ class SamplingConfig:
     seed: int | None = None
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    thinking_budget: int | None = None
+    thinking_message: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.temperature, str):
@@ -128,6 +136,10 @@ class SamplingConfig:
             raise ConfigError(f"seed is {self.seed}; --seed must be between 0 and 2**63 - 1")
         if not 1 <= self.max_tokens < MAX_COUNT:
             raise ConfigError(f"max_tokens is {self.max_tokens}; --max-tokens must be at least 1, below {MAX_COUNT}")
+        if not 0 <= self.min_tokens < MAX_COUNT:
+            raise ConfigError(f"min_tokens is {self.min_tokens}; it must be 0 (none) or above, below {MAX_COUNT}")
+        if (budget := self.thinking_budget) is not None and not 0 <= budget < MAX_COUNT:
+            raise ConfigError(f"thinking_budget is {budget}; it must be 0 (no thinking) or above, below {MAX_COUNT}")
         if any(not stop for stop in self.stop):
             raise ConfigError("a stop string is empty; --stop needs at least one character")
 

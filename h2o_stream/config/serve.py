@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cached_property
+from ipaddress import ip_address
 from pathlib import Path
 
-from h2o_stream.errors import ConfigError
+from h2o_stream.errors import ConfigError, file_errors
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,10 @@ class ServeConfig:
         host: address to listen on.
         port: to listen on; 0 takes a free one.
         api_key: clients must send it as ``Authorization: Bearer``; None lets everybody in.
+        api_key_file: has such keys, one a line. Conversations belong to the key that began them.
+        allow_anyone: let other machines in without a key.
+        allow_host: further names of this server, as requests have them in ``Host``; ``*`` is all.
+        allow_origin: pages that may use it beside its own, as ``Origin`` has them; ``*`` is all.
         folder: where conversations are kept; None is the user's data folder.
         awake: conversations whose caches are in memory; the others sleep on disk.
         running: replies generated at once.
@@ -33,6 +40,10 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    api_key_file: Path | None = None
+    allow_anyone: bool = False
+    allow_host: tuple[str, ...] = ()
+    allow_origin: tuple[str, ...] = ()
     folder: Path | None = None
     awake: int = 64
     running: int = 64
@@ -56,3 +67,38 @@ class ServeConfig:
             raise ConfigError(f"--running {self.running} needs --awake {self.running} or more, not {self.awake}")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("the API key is empty; leave out --api-key to let everybody in")
+        for origin in self.allow_origin:
+            if origin not in ("*", "null") and not re.fullmatch(r"[\w.+-]+://[^/?#@]+", origin):
+                raise ConfigError(f"--allow-origin {origin}: write it like https://chat.example.org, without a path")
+        if not (self.api_keys or self.on_loopback or self.api_keys or self.allow_anyone):
+            raise ConfigError(
+                f"--host {self.host} lets other machines in; set a key by --api-key-file or H2O_API_KEY, "
+                "or say --allow-anyone"
+            )
+
+    @cached_property
+    def api_keys(self) -> tuple[str, ...]:
+        """All keys; none lets everybody in.
+
+        Raises:
+            ConfigError: the file has none.
+            DataError: it cannot be read.
+        """
+        keys = [self.api_key] if self.api_key is not None else []
+        if self.api_key_file is not None:
+            place = f"--api-key-file {self.api_key_file}"
+            with file_errors(place):
+                listed = self.api_key_file.expanduser().read_text("utf-8", errors="replace").splitlines()
+            found = [line.strip() for line in listed if line.strip() and not line.startswith("#")]
+            if not found:
+                raise ConfigError(f"{place} has no key; write one a line")
+            keys += found
+        return tuple(key.strip() for key in keys)
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only programs on this machine reach the server."""
+        try:
+            return self.host.lower() == "localhost" or ip_address(self.host).is_loopback
+        except ValueError:
+            return False

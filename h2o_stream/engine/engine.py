@@ -7,7 +7,6 @@ to stop, and the stream continues with the next prefill.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from typing import Any, Self
 import numpy
 
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.cache.state import Array, State, checksummed, require_array, verify_checksums
+from h2o_stream.cache.state import Array, State, checksummed, load_log, log_state, require_array, verify_checksums
 from h2o_stream.config import (
     PREFILL_STEP,
     AtContext,
@@ -30,6 +29,7 @@ from h2o_stream.engine.sampling import Sampler, Scores, check_rng_state
 from h2o_stream.engine.served import StreamCache, serve
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
+from h2o_stream.logs import NumberLog
 from h2o_stream.memory import trim_heap
 from h2o_stream.models.turn_tokens import end_tokens
 from h2o_stream.progress import ProgressCallback, ignore
@@ -86,7 +86,7 @@ class Engine:
         self.pinned_prefix = 0
         self.grammar: Grammar | None = None
         self.prefill_step = self.served.prefill_step
-        self.tokens = array("i")
+        self.tokens = NumberLog()
         self.end_tokens = end_tokens(self.served.generation, tokenizer)
         self._logits: Scores | None = None
         self._stream = self.cache.stream_number
@@ -131,7 +131,7 @@ class Engine:
         """Start a new stream with an empty cache. Pins stay."""
         self.cache.reset()
         self._logits = None
-        del self.tokens[:]
+        self.tokens = NumberLog()
         self._stream = self.cache.stream_number
 
     def set_sampling(self, sampling: SamplingConfig, reseed: bool = False) -> None:
@@ -149,12 +149,12 @@ class Engine:
         """
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
+        self.tokens = self.tokens.marked()
         arrays: State = {
-            "engine.tokens": numpy.array(self.tokens, numpy.int32),
             "engine.opening": numpy.array(self.pinned_prefix, numpy.int64),
             "engine.draws": self.sampler.rng_state,
         }
-        return self.served.state_dict() | checksummed(arrays, _CHECKSUMS)
+        return self.served.state_dict() | checksummed(arrays, _CHECKSUMS) | log_state("engine.tokens", self.tokens)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Replace the stream by a saved state. The next prefill and all sampling after it continue exactly.
@@ -165,13 +165,12 @@ class Engine:
             H2OStreamError: the state is damaged, or belongs to another model, dtype or policy. Nothing has changed.
         """
         verify_checksums(state, _CHECKSUMS)
-        tokens, pinned_prefix, rng_state = (
-            require_array(state, f"engine.{name}") for name in ("tokens", "opening", "draws")
-        )
+        tokens = load_log(state, "engine.tokens")
+        pinned_prefix, rng_state = (require_array(state, f"engine.{name}") for name in ("opening", "draws"))
         check_rng_state(rng_state)
         self.served.load_state_dict(state)
         self._logits = None
-        self.tokens[:] = array("i", tokens.tolist())
+        self.tokens = tokens
         self.pinned_prefix = int(pinned_prefix)
         self.sampler.rng_state = rng_state
         self._stream = self.cache.stream_number
@@ -257,6 +256,7 @@ class Engine:
         text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
         matcher = self.grammar.matcher(thinking) if self.grammar else None
         reply = list[int]()
+        self.sampler.end_tokens = [*self.end_tokens]
         while len(reply) < self.sampling.max_tokens:
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
@@ -269,8 +269,7 @@ class Engine:
                 raise H2OStreamError("there is nothing to continue: prefill a prompt first")
             started = time.perf_counter()
             try:
-                scores = matcher.masked(self._logits) if matcher else self._logits
-                token = self.sampler.sample(scores, reply)
+                token = self.sampler.sample(self._logits, reply, matcher.masked if matcher else None)
                 if matcher:
                     matcher.accept(token)
                 self._forward([token])
@@ -283,7 +282,7 @@ class Engine:
             elapsed_s += time.perf_counter() - started
             yield Token(token, piece, elapsed_s, len(self.tokens), self.cache.counts)
             if ended or text.stopped:
-                yield Finished("stop", text.flush())
+                yield Finished("stop", text.flush(), cut=text.stopped)
                 return
         yield Finished("length", text.flush())
 
@@ -293,7 +292,7 @@ class Engine:
 
     def _forward(self, tokens: list[int]) -> None:
         self._logits = None
-        self.tokens.extend(tokens)
+        self.tokens = self.tokens.append(tokens)
         try:
             self._logits = self.served.forward(tokens)
         except (MemoryError, RuntimeError) as error:

@@ -61,8 +61,10 @@ class Finished:
         reason: why.
         text: text held back as a possible start of a stop string, which turned out not to be one.
         detail: a line for the user if the reason is ``context`` or ``oom``.
+        cut: a stop string ended the reply, so the cache has text that is no part of it.
     """
 
     reason: Finish
     text: str = ""
     detail: str = ""
+    cut: bool = False

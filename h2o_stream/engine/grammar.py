@@ -12,6 +12,7 @@ import numpy
 from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
+from h2o_stream.engine.sampling import BANNED
 from h2o_stream.errors import DataError
 
 
@@ -49,6 +50,9 @@ class Grammar:
         DataError: it is no grammar, or has something that is not supported.
     """
 
+    ready = True
+    """Whether its matchers answer at once."""
+
     def __init__(
         self,
         tokenizer: Any,
@@ -57,26 +61,15 @@ class Grammar:
         rules: Mapping[str, Any] | str,
         thinking: Thinking | None = None,
     ) -> None:
-        from llguidance import LLMatcher
+        self._ends = tuple(sorted(end_tokens))
+        self._tokenizer, self._thinking = tokenizer, thinking
+        self._matcher, self._free = self._compile(vocabulary, rules)
 
-        ends, what = tuple(sorted(end_tokens)), "grammar" if isinstance(rules, str) else "JSON schema"
-        try:
-            lark = _as_lark(rules) if isinstance(rules, str) else ""
-            grammar = (
-                LLMatcher.grammar_from_lark(lark) if lark else LLMatcher.grammar_from_json_schema(json.dumps(rules))
-            )
-        except ValueError as error:
-            raise DataError(f"the {what} is not supported: {error}") from error
-        guided = _guided(tokenizer.backend_tokenizer.to_str(), vocabulary, ends)
-        self._matcher, self._ends = LLMatcher(guided, grammar, log_level=0), ends
-        if self._matcher.is_error():
-            raise DataError(f"the {what} is not supported: {self._matcher.get_error().splitlines()[0]}")
-        self._tokenizer, self._thinking, self._free = tokenizer, thinking, None
-        if thinking is not None:
-            added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
-            special = {token.content: number for number, token in added if guided.is_special_token(number)}
-            content = {"json_schema": rules} if isinstance(rules, Mapping) else {"lark_grammar": lark}
-            self._free = LLMatcher(guided, _after_thinking(content, thinking, special), log_level=0)
+    def _compile(self, vocabulary: int, rules: Mapping[str, Any] | str) -> tuple[Any, Any]:
+        """Llguidance's matchers, without thinking and after it; None if there is none."""
+        backend = self._tokenizer.backend_tokenizer
+        added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
+        return compile_rules(guided(backend.to_str(), vocabulary, self._ends), added, rules, self._thinking)
 
     def matcher(self, thinking: bool = False) -> Matcher:
         """For a reply that begins, or whose thinking has been begun by its prompt."""
@@ -106,9 +99,14 @@ class Matcher:
         """A copy of logits [V], in which tokens that must not come next are -inf."""
         return _masked(logits, self.allowed(len(logits)), self._ends)
 
-    def accept(self, token: int) -> bool:
-        """Append the sampled token. False if the grammar does not allow it."""
-        return bool(self._matcher.consume_token(token))
+    def accept(self, token: int) -> None:
+        """Append the sampled token."""
+        self._matcher.consume_token(token)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the grammar allows all tokens so far."""
+        return not self._matcher.is_error()
 
 
 class ThinkingMatcher(Matcher):
@@ -151,6 +149,7 @@ class ThinkingMatcher(Matcher):
     def masked(self, logits: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
         """See `Matcher`."""
         likeliest = int(logits.argmax())
+        self._alive = [matcher for matcher in self._alive if matcher.alive]
         if not self._text and len(self._alive) > 1 and not self._free.allowed(len(logits))[likeliest]:
             self._alive.remove(self._free)
         if not self._forced and likeliest in self._ends and self._within:
@@ -161,24 +160,24 @@ class ThinkingMatcher(Matcher):
             allowed |= matcher.allowed(len(logits))
         return _masked(logits, allowed, self._ends)
 
-    def accept(self, token: int) -> bool:
+    def accept(self, token: int) -> None:
         """See `Matcher`."""
         self._forced = self._forced[1:]
-        self._alive = [matcher for matcher in self._alive if matcher.accept(token)]
+        for matcher in self._alive:
+            matcher.accept(token)
         self._text += self._stream.step(self._backend, token) or ""
-        return bool(self._alive)
 
 
 def _masked(
     logits: NDArray[numpy.float32], allowed: NDArray[numpy.bool_], end_tokens: Sequence[int]
 ) -> NDArray[numpy.float32]:
     """Logits [V], in which only allowed tokens are left; only end tokens if the likeliest one is not allowed and the
-    reply may end.
+    reply may end, and is not too short.
     """
     ends = list(end_tokens)
-    if allowed[ends].any() and not allowed[logits.argmax()]:
-        ended = numpy.zeros_like(allowed)
-        ended[ends] = allowed[ends]
+    ended = numpy.zeros_like(allowed)
+    ended[ends] = allowed[ends] & (logits[ends] > BANNED)
+    if ended.any() and not allowed[logits.argmax()]:
         allowed = ended
     return numpy.where(allowed, logits, numpy.float32(-numpy.inf))
 
@@ -197,8 +196,40 @@ def _as_lark(rules: str) -> str:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
+def compile_rules(
+    tokenizer: Any, added: Mapping[int, str], rules: Mapping[str, Any] | str, thinking: Thinking | None
+) -> tuple[Any, Any]:
+    """Llguidance's matchers, without thinking and after it; None if there is none.
+
+    Args:
+        tokenizer: of `guided`.
+        added: texts of the added tokens.
+        rules: see `Grammar`.
+        thinking: likewise.
+
+    Raises:
+        DataError: see `Grammar`.
+    """
+    from llguidance import LLMatcher
+
+    what = "grammar" if isinstance(rules, str) else "JSON schema"
+    try:
+        lark = _as_lark(rules) if isinstance(rules, str) else ""
+        grammar = LLMatcher.grammar_from_lark(lark) if lark else LLMatcher.grammar_from_json_schema(json.dumps(rules))
+    except ValueError as error:
+        raise DataError(f"the {what} is not supported: {error}") from error
+    strict = LLMatcher(tokenizer, grammar, log_level=0)
+    if strict.is_error():
+        raise DataError(f"the {what} is not supported: {strict.get_error().splitlines()[0]}")
+    if thinking is None:
+        return strict, None
+    special = {text: number for number, text in added.items() if tokenizer.is_special_token(number)}
+    content = {"json_schema": rules} if isinstance(rules, Mapping) else {"lark_grammar": lark}
+    return strict, LLMatcher(tokenizer, _after_thinking(content, thinking, special), log_level=0)
+
+
 @lru_cache(maxsize=2)
-def _guided(serialized: str, vocabulary: int, end_tokens: tuple[int, ...]) -> Any:
+def guided(serialized: str, vocabulary: int, end_tokens: tuple[int, ...]) -> Any:
     """Llguidance's tokenizer; making it takes a second for large vocabularies."""
     from llguidance import LLTokenizer
 

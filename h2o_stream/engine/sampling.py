@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -45,6 +45,15 @@ _MIN_TEMPERATURE = 1e-20
 _MIN_SCORE = float(np.finfo(np.float32).min)
 """All scores but -inf are at least this."""
 
+BANNED = -1e30
+"""The score of a token that must not be sampled, unless a grammar leaves no other: below any logit, and finite."""
+
+_GREEDY_BELOW = 1e-6
+"""Float32 has no differences between logits that such a temperature would not make certain."""
+
+_LEAST_PENALTY, _MOST_PENALTY = 1e-6, 1e6
+"""Beyond these, penalized logits would not be finite, and no other token would be sampled."""
+
 _STATE_BYTES, _OLD_STATE_BYTES = 32, 5056
 """Sizes of a state of the random generator: now, and of torch's generator in earlier versions."""
 
@@ -66,8 +75,7 @@ SAID_LENGTH, MAX_SAID_LOSS = 12, 4.0
 """By default, other sequences of so many tokens count a little: sentences are not said again, but code is, in which a
 model is surer than that."""
 
-_MAX_DRY_EXCESS, _MAX_DRY_LOSS = 64, 1e30
-"""The loss is more than any logit, and finite: a grammar may leave no other token."""
+_MAX_DRY_EXCESS = 64
 
 SettingSource = Literal["given", "generation_config", "model", "default"]
 
@@ -87,6 +95,8 @@ class Sampler:
         focused: whether the reply is to follow what was just read or a schema: then our own temperature is at most
             `FOCUSED_TEMPERATURE`.
         forbidden: by token the one that does not follow it.
+        end_tokens: those that end a reply, which are not sampled before `SamplingConfig.min_tokens` others.
+        forced: the next tokens, whatever the model would say.
     """
 
     def __init__(
@@ -95,12 +105,15 @@ class Sampler:
         self.settings, self.sources = resolve(config, recommended, model_defaults)
         self._temperature, self._top_p = float(self.settings["temperature"]), float(self.settings["top_p"])
         self.focused, self.forbidden = False, dict[int, int]()
+        self.end_tokens, self.forced = list[int](), list[int]()
         self._top_k, self._min_p = int(self.settings["top_k"]), float(self.settings["min_p"])
         self.seed = broadcast(secrets.randbits(32)) if config.seed is None else config.seed
-        self.greedy = self._temperature == 0
-        self._penalty = float(self.settings["repetition_penalty"])
+        self.greedy = self._temperature < _GREEDY_BELOW
+        self._penalty = min(max(float(self.settings["repetition_penalty"]), _LEAST_PENALTY), _MOST_PENALTY)
         self._dry, self._dry_allowed = float(self.settings["dry_multiplier"]), int(self.settings["dry_allowed_length"])
         self._config = config
+        self._biased_ids = np.array([token for token, _ in config.logit_bias], np.int64)
+        self._biases = np.array([bias for _, bias in config.logit_bias], np.float32)
         self._bits = PCG64(self.seed)
         self._random = Generator(self._bits)
 
@@ -124,12 +137,13 @@ class Sampler:
         bits["state"]["inc"] = int.from_bytes(data[16:], "little")
         self._bits.state = bits
 
-    def sample(self, logits: Scores, reply: Sequence[int] = ()) -> int:
+    def sample(self, logits: Scores, reply: Sequence[int] = (), mask: Callable[[Scores], Scores] | None = None) -> int:
         """The next token.
 
         Args:
             logits: [V] float32.
             reply: the tokens of the reply so far, to which the penalties apply.
+            mask: makes the scores of tokens that must not come next -inf, in a copy.
 
         Raises:
             H2OStreamError: the logits contain NaN or infinity.
@@ -140,10 +154,13 @@ class Sampler:
                 f"the model's logits are not numbers ({logits[top]}): its weights are damaged or overflow their dtype; "
                 "try --dtype float32"
             )
-        scores = self._penalized(logits, reply)
+        if self.forced:
+            return self.forced.pop(0)
+        scores = self._biased(logits, reply)
+        scores = self._penalized(mask(scores) if mask else scores, reply)
         if reply and (forbidden := self.forbidden.get(reply[-1])) is not None:
             scores = scores.copy()
-            scores[forbidden] = _MIN_SCORE
+            scores[forbidden] = BANNED
         if scores is not logits:
             top = int(scores.argmax())
         if self.greedy:
@@ -151,6 +168,17 @@ class Sampler:
         ids, scores = self.candidates(scores)
         mass = _relative(scores).cumsum(dtype=np.float64)
         return int(ids[mass.searchsorted(self._random.random() * mass[-1], side="right")])
+
+    def _biased(self, logits: Scores, reply: Sequence[int]) -> Scores:
+        """Scores with what was asked for single tokens; without that, the logits themselves."""
+        early = len(reply) < self._config.min_tokens
+        if not early and not len(self._biases):
+            return logits
+        scores = logits.copy()
+        scores[self._biased_ids] += self._biases
+        if early:
+            scores[self.end_tokens] = BANNED
+        return scores
 
     def _penalized(self, logits: Scores, reply: Sequence[int]) -> Scores:
         """Scores with all penalties; without any, the logits themselves."""
@@ -284,7 +312,7 @@ def _dry_losses(multiplier: float, base: float, lengths: NDArray[np.int64], allo
     """What tokens lose that lengthen sequences, 0 for those that are shorter than is allowed."""
     excess = lengths - allowed
     losses = multiplier * np.power(base, np.clip(excess, 0, _MAX_DRY_EXCESS), dtype=np.float64)
-    return np.where(excess < 0, 0, np.minimum(losses, _MAX_DRY_LOSS)).astype(np.float32)
+    return np.where(excess < 0, 0, np.minimum(losses, -BANNED)).astype(np.float32)
 
 
 def nucleus(scores: Scores, top_p: float) -> TokenIds:

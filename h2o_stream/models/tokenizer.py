@@ -16,6 +16,12 @@ _UNKNOWN = "\ue000 \U000f0000"
 """A text that no vocabulary has: some tokenizers fail at it, whenever it comes."""
 
 
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`."""
+    tokens: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return tokens
+
+
 class FileTokenizer:
     """A tokenizer of the tokenizers library with a chat template. Methods and attributes are those of transformers.
 
@@ -96,7 +102,7 @@ class FileTokenizer:
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Encode a text. ``input_ids`` are its tokens."""
-        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        return {"input_ids": encode(self.backend_tokenizer, text, add_special_tokens)}
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -32,19 +32,22 @@ class Recall:
         last: what was decided about the candidates for the last message.
         source: returns all turns of the conversation; None if nobody keeps them but the index.
         notify: receives a line for the user when the index had to be rebuilt or cannot be written.
+        defers: whether turns are indexed by `add_deferred`, or when something is to be found, and not when they end.
     """
 
     def __init__(
         self,
         engine: Engine,
         config: RecallConfig,
-        turn_tokens: Callable[[], Mapping[int, range]],
+        turn_tokens: Callable[[int], range],
         place: Callable[[], Place | None],
     ) -> None:
         self.config = config
         self.last: tuple[Candidate, ...] = ()
         self.source: Callable[[], Sequence[SaidTurn]] | None = None
         self.notify: Callable[[str], None] = ignore
+        self.defers = False
+        self._deferred = list[SaidTurn]()
         self._engine, self._turn_tokens, self._answers = engine, turn_tokens, Answers(engine, place)
         self._mode: RecallMode = config.mode
         self._path: Path | None = None
@@ -97,14 +100,22 @@ class Recall:
     def add(self, turn: int, prompt: str, reply: str) -> None:
         """Index a turn that is in the stream."""
         if self._mode != "off":
-            self.synchronize()
-            self._index.add(turn, prompt, reply, self._finder()(turn, prompt, reply))
-            if self._mode == "wide":
-                self._answers.read(self._index)
+            self._deferred.append((turn, prompt, reply))
+            if not self.defers:
+                self.add_deferred()
+
+    def add_deferred(self) -> None:
+        """Index the turns that `add` has noted."""
+        if not self._deferred:
+            return
+        self.synchronize()
+        if self._mode == "wide":
+            self._answers.read(self._index)
 
     def truncate(self, turn: int) -> None:
         """The conversation has gone back to this turn; 0 for its start."""
         self._num_turns = turn if self._num_turns is None else min(turn, self._num_turns)
+        self._deferred = [said for said in self._deferred if said[0] <= turn]
 
     def use(self, path: Path | None) -> None:
         """Keep the index in this file from now on, or in a temporary one. It is compared with `source` when used."""
@@ -113,7 +124,7 @@ class Recall:
 
     def invalidate(self) -> None:
         """The conversation was replaced: compare the index with `source` before it is used again."""
-        self._num_turns, self._in_sync = None, False
+        self._num_turns, self._in_sync, self._deferred = None, False, []
 
     def synchronize(self) -> None:
         """Make the index match `source`, if it may differ."""
@@ -121,6 +132,9 @@ class Recall:
         if self._mode != "off" and self.source is not None and (not self._in_sync or self._index.stale):
             self._index.sync(self.source(), self._finder())
             self._in_sync = True
+        for said in self._deferred if self._mode != "off" else ():
+            self._index.add(*said, self._finder()(*said))
+        self._deferred = []
 
     def close(self) -> None:
         """Close the index. It is opened again when it is needed."""
@@ -150,10 +164,10 @@ class Recall:
 
     def _finder(self) -> Callable[[int, str, str], list[Passage]]:
         """Finds the passages of turns in the present stream."""
-        spans, stream, tokenizer = self._turn_tokens(), self._engine.tokens, self._engine.tokenizer
+        turn_tokens, stream, tokenizer = self._turn_tokens, self._engine.tokens, self._engine.tokenizer
 
         def passages(turn: int, prompt: str, reply: str) -> list[Passage]:
-            span = spans.get(turn, range(0))
+            span = turn_tokens(turn)
             return locate(tokenizer, stream[span.start : span.stop], span.start, turn, prompt, reply)
 
         return passages

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
 
-from h2o_stream.serve.chat import answer_chat, parse_chat, stream_chat
+from h2o_stream.serve.access import Gate
+from h2o_stream.serve.aside import LONG, PatientDecoder, aside
+from h2o_stream.serve.chat import answer_chat, parse_chat, previous_chat, stream_chat
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
 from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.fields import ELSEWHERE, Endpoint, read_fields
-from h2o_stream.serve.requests import is_kept
-from h2o_stream.serve.responses import answer_response, parse_response, stream_response
+from h2o_stream.serve.requests import is_kept, parse_json
+from h2o_stream.serve.response_events import stream_response
+from h2o_stream.serve.responses import answer_response, parse_response
 from h2o_stream.serve.service import Service
+from h2o_stream.serve.sse import streamed, while_connected
 from h2o_stream.serve.wording import renamed
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _PAGE = Path(__file__).with_name("page")
 
@@ -44,8 +46,6 @@ _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 """Of the page and its files. Nothing in it comes from elsewhere, and no text of a reply becomes a script."""
-
-_DONE = b"data: [DONE]\n\n"
 
 _UNKNOWN = "h2o-unknown-fields"
 """Header of answers: fields of the request that are not in the table."""
@@ -85,7 +85,11 @@ def make_app(service: Service) -> Starlette:
         ),
     ]
     handlers = {HTTPException: _http_error, Exception: _unexpected}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)  # type: ignore[arg-type]
+    middleware = [Middleware(Gate, access=service.access)]
+    if origins := service.config.allow_origin:
+        methods, headers = ("GET", "POST"), ("*",)
+        middleware.append(Middleware(CORSMiddleware, origins, allow_methods=methods, allow_headers=headers))
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers, middleware=middleware)  # type: ignore[arg-type]
 
 
 class _PageFiles(StaticFiles):
@@ -100,8 +104,8 @@ class _PageFiles(StaticFiles):
 
 async def _answer_get(service: Service, handler: Callable[[Service, Request], Response], request: Request) -> Response:
     try:
-        if not request.url.path.startswith("/health"):
-            _authorize(service, request)
+        if handler is not _health:
+            service.access.owner(request.headers)
         return handler(service, request)
     except ApiError as error:
         return _refusal(error)
@@ -115,8 +119,9 @@ async def _answer_post(
 ) -> Response:
     names: Mapping[str, str] = {}
     try:
-        _authorize(service, request)
-        fields, unknown, names = read_fields(await _body(service, request), endpoint)
+        request.state.owner = service.access.owner(request.headers)
+        body = await _body(service, request)
+        fields, unknown, names = await aside(request.state.size, partial(read_fields, body, endpoint))
         _check_names(service, fields.get("model"), unknown)
         response = await handler(service, request, fields)
         if unknown:
@@ -125,15 +130,8 @@ async def _answer_post(
         response = _refusal(renamed(error, names))
     except ClientDisconnect:
         response = Response(status_code=499)
-    service.metrics.answered(request.url.path, response.status_code)
+    service.metrics.answered(f"/v1/{endpoint}", response.status_code)
     return response
-
-
-def _authorize(service: Service, request: Request) -> None:
-    key = service.config.api_key
-    sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if key is not None and not hmac.compare_digest(sent.encode(), key.encode()):
-        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
 async def _body(service: Service, request: Request) -> dict[str, Any]:
@@ -148,7 +146,9 @@ async def _body(service: Service, request: Request) -> dict[str, Any]:
     except TimeoutError as error:
         raise ApiError(408, f"the request took longer than {service.config.unread_s:g} s to arrive") from error
     try:
-        body = json.loads(b"".join(parts))
+        data = b"".join(parts)
+        request.state.size = size
+        body = await aside(size, partial(parse_json, data, PatientDecoder if size >= LONG else None))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the request is not JSON: {str(error)[:100]}", code="invalid_json") from error
     if not isinstance(body, dict):
@@ -177,79 +177,31 @@ def _no_model(service: Service, name: str) -> ApiError:
 
 def _shown(names: Sequence[str]) -> str:
     """Names of a request, as a header can have them."""
-    return ", ".join(json.dumps(name[:60])[1:-1] for name in names[:10])
+    return ", ".join(name[:60].encode("unicode_escape").decode().replace(" ", r"\x20") for name in names[:10])
 
 
 async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_chat(body, service)
+    after, keep = previous_chat(body), is_kept(body)
+    asked = await aside(request.state.size, partial(parse_chat, body, service, request.state.owner))
     if not asked[2].stream:
-        return JSONResponse(await _while_connected(request, answer_chat(service, asked, is_kept(body))))
-    opened = service.replies(*asked, keep=is_kept(body))
-    return await _streamed(opened, lambda queues: stream_chat(service, asked, queues))
+        return JSONResponse(await while_connected(request, answer_chat(service, asked, after, keep)))
+    name = secrets.token_hex(16)
+    opened = service.replies(*asked, after, keep, response=name)
+    return await streamed(request, opened, partial(stream_chat, service, asked, name))
 
 
 async def _completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_completion(body, service)
+    asked = await aside(request.state.size, partial(parse_completion, body, service))
     if not asked.sampled.stream:
-        return JSONResponse(await _while_connected(request, answer_completion(service, asked)))
-    return await _streamed(asked.replies(service), lambda queues: stream_completion(service, asked, queues))
+        return JSONResponse(await while_connected(request, answer_completion(service, asked)))
+    return await streamed(request, asked.replies(service), partial(stream_completion, service, asked))
 
 
 async def _response(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    asked = parse_response(body, service)
+    asked = await aside(request.state.size, partial(parse_response, body, service, request.state.owner))
     if not asked.sampled.stream:
-        return JSONResponse(await _while_connected(request, answer_response(service, asked)))
-    opened = service.replies(asked.dialogue, asked.options, asked.sampled, asked.after, asked.keep)
-    return await _streamed(opened, lambda queues: stream_response(service, asked, queues), named=True)
-
-
-async def _while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:
-    """An answer; if the client leaves, it is not made any more."""
-    making, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(_left(request))
-    try:
-        await asyncio.wait((making, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if making.done():
-            return making.result()
-        raise ClientDisconnect
-    finally:
-        making.cancel()
-        leaving.cancel()
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _streamed(
-    opened: Any, chunks: Callable[[Any], AsyncIterator[Mapping[str, Any]]], named: bool = False
-) -> Response:
-    """Server-sent events. Refusals that are known before the first one have a status of their own."""
-    queues = await opened.__aenter__()
-
-    async def events() -> AsyncIterator[bytes]:
-        async for chunk in chunks(queues):
-            name = f"event: {chunk['type']}\n" if named else ""
-            yield f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
-        if not named:
-            yield _DONE
-
-    return _Events(opened, events())
-
-
-class _Events(StreamingResponse):
-    """Sends events, and closes what they come from at the end, also if the client has left before the first one."""
-
-    def __init__(self, opened: Any, events: AsyncIterator[bytes]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._opened = opened
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._opened.__aexit__(None, None, None)
+        return JSONResponse(await while_connected(request, answer_response(service, asked)))
+    return await streamed(request, asked.replies(service), partial(stream_response, service, asked), named=True)
 
 
 def _models(service: Service, request: Request) -> Response:
@@ -289,7 +241,7 @@ def _refusal(error: ApiError) -> JSONResponse:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code not in (404, 405):
         return _refusal(ApiError(error.status_code, error.detail))
-    path = request.url.path
+    path = request.scope["path"]
     why = next((why for part in path.split("/") if (why := ELSEWHERE.get(part))), error.detail)
     return _refusal(ApiError(error.status_code, f"{request.method} {path[:60]}: {why}. Served are {_SERVED}"))
 

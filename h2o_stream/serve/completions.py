@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_stream.serve.chat import merged
 from h2o_stream.serve.errors import wrong
+from h2o_stream.serve.logprobs import TextLogprobs
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.replies import Done, Failed, Message, Piece
 from h2o_stream.serve.requests import Options, Sampled, field, parse_sampled
 from h2o_stream.serve.service import Service, finished
-from h2o_stream.serve.usage import logprobs_of, report, text_logprobs, usage
+from h2o_stream.serve.sse import Messages, Queues
+from h2o_stream.serve.usage import logprobs_of, report, usage
 from h2o_stream.session.messages import encodable
 
 
@@ -29,7 +30,7 @@ class AskedCompletions:
     sampled: Sampled
 
     @asynccontextmanager
-    async def replies(self, service: Service) -> AsyncIterator[Sequence[asyncio.Queue[Message]]]:
+    async def replies(self, service: Service) -> AsyncIterator[Queues]:
         """See `Service.replies`; those of the first text come first."""
         async with AsyncExitStack() as stack:
             queues = list[asyncio.Queue[Message]]()
@@ -46,9 +47,12 @@ class AskedCompletions:
             usage([end for number, end in ends.items() if number // self.sampled.choices == text])
             for text in range(len(self.prompts))
         ]
-        cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in of_texts)
-        counts = {name: sum(each[name] for each in of_texts) for name in of_texts[0] if name != "prompt_tokens_details"}
-        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+        return {
+            name: {inner: sum(each[name][inner] for each in of_texts) for inner in value}
+            if isinstance(value, dict)
+            else sum(each[name] for each in of_texts)
+            for name, value in of_texts[0].items()
+        }
 
 
 def parse_completion(body: Mapping[str, Any], service: Service) -> AskedCompletions:
@@ -62,8 +66,8 @@ def parse_completion(body: Mapping[str, Any], service: Service) -> AskedCompleti
     if not prompts or not all(isinstance(text, str) and text for text in prompts):
         raise wrong("prompt", prompt, "a text or a list of texts, not token ids")
     logprobs = field(body, "logprobs", int)
-    sampled = parse_sampled(body, service.config.max_reply, ("max_tokens",), logprobs)
-    return AskedCompletions(tuple(map(encodable, prompts)), service.options.parse(body), sampled)
+    sampled = parse_sampled(body, service, ("max_tokens",), logprobs)
+    return AskedCompletions(tuple(map(encodable, prompts)), service.options.parse(body, ""), sampled)
 
 
 def _head(service: Service) -> dict[str, Any]:
@@ -80,25 +84,26 @@ async def answer_completion(service: Service, asked: AskedCompletions) -> dict[s
     for number, (end, pieces) in enumerate(replies):
         logprobs = None
         if sampled.logprobs is not None:
-            logprobs = text_logprobs(service.model.tokenizer, logprobs_of(pieces))
+            logprobs = TextLogprobs(service.texts).part(logprobs_of(pieces))
         choices.append({"index": number, "text": end.text, "finish_reason": end.finish, "logprobs": logprobs})
     ends = dict(enumerate(end for end, _ in replies))
     return {**_head(service), "choices": choices, "usage": asked.usage(ends), "h2o": report(ends[0])}
 
 
 async def stream_completion(
-    service: Service, asked: AskedCompletions, queues: Sequence[asyncio.Queue[Message]]
+    service: Service, asked: AskedCompletions, messages: Messages
 ) -> AsyncIterator[dict[str, Any]]:
     """The chunks of a streamed answer; an error ends it."""
     head, ends = _head(service), dict[int, Done]()
-    async for number, message in merged(queues):
+    parts = [TextLogprobs(service.texts) for _ in range(asked.sampled.choices * len(asked.prompts))]
+    async for number, message in messages:
         if isinstance(message, Failed):
             yield message.error.body()
             return
         if isinstance(message, Piece):
             logprobs = None
             if asked.sampled.logprobs is not None:
-                logprobs = text_logprobs(service.model.tokenizer, message.logprobs)
+                logprobs = parts[number].part(message.logprobs)
             choice = {"index": number, "text": message.text, "finish_reason": None, "logprobs": logprobs}
             yield {**head, "choices": [choice]}
         elif isinstance(message, Done):

@@ -1,55 +1,131 @@
-"""Connections: how uvicorn is set up, and clients that neither send a whole request nor read what they are sent."""
+"""Connections: how uvicorn is set up, how many there may be, and clients that neither send a whole request nor read
+what they are sent.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import os
+import resource
 import socket
-from typing import Any
+import threading
+from types import FrameType
+from typing import Any, ClassVar
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from h2o_stream.config import ServeConfig
+from h2o_stream.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 5
-"""Seconds that open connections have when the server stops."""
+_SHUTDOWN_S, _EXIT_S = 1, 1.8
+"""Seconds that open connections have when the server stops, and after which the process ends whatever it does: what
+was finished is on disk.
+"""
+
+_BACKLOG = 64
+"""Connections that are accepted at once, before the first of them is looked at."""
+
+_SESSION_FILES, _OTHER_FILES, _MAX_FILES = 5, 64, 2**16
+"""Descriptors of a conversation in memory with its grammar, those of everything else, and how many are asked for."""
+
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 _MAX_MS = 2**31 - 1
 """What fits in an option of a socket."""
 
 
+class Server(uvicorn.Server):
+    """Ends soon after a signal, whatever its threads do."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See uvicorn."""
+        timer = threading.Timer(_EXIT_S, os._exit, [128 + sig])
+        timer.daemon = True
+        timer.start()
+        super().handle_exit(sig, frame)
+
+
+def raise_file_limit() -> int:
+    """Allow the process as many descriptors as the system lets it have. Returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def max_connections(config: ServeConfig, files: int) -> int:
+    """How many connections leave the others the descriptors that they need.
+
+    Args:
+        config: of the server.
+        files: descriptors of the process.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    needed = _BACKLOG + _OTHER_FILES + _SESSION_FILES * config.awake
+    if files < needed + _BACKLOG:
+        raise ConfigError(
+            f"this process may have {files} open files, and --awake {config.awake} needs {needed + _BACKLOG}; "
+            "allow more (ulimit -n), or keep fewer awake"
+        )
+    return files - needed
+
+
 def uvicorn_config(app: Starlette, config: ServeConfig) -> uvicorn.Config:
-    """The settings of a uvicorn server for the application."""
+    """The settings of a uvicorn server for the application.
+
+    Raises:
+        ConfigError: the process may have too few open files.
+    """
+    limit = max_connections(config, raise_file_limit())
     return uvicorn.Config(
         app,
         config.host,
         config.port,
-        http=_impatient(config.unread_s),
-        log_level="warning",
+        http=_impatient(config.unread_s, limit),
+        ws="none",
+        log_config=None,  # it would close the log
         access_log=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
 
 
-def _impatient(limit_s: float) -> type[asyncio.Protocol]:
+def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
     """Uvicorn's protocol, which gives a client up that leaves what it was sent unread for so long, or whose headers do
     not arrive in this time. The application has a limit for bodies, uvicorn one for silence between two requests.
 
     A reply waits in memory while its client reads slowly. Without a limit, clients that never read would hold replies,
     and places among those that may wait, for ever.
+
+    There are so many connections at most. A new one takes the place of the oldest over which no request has arrived, or
+    whose client does not read.
     """
     limit_ms = math.ceil(min(limit_s * 1000, _MAX_MS))
 
-    class Impatient(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
+    class Impatient(H11Protocol):
+        _open: ClassVar[dict[Impatient, None]] = {}
+        _refused = False
         _timer: asyncio.TimerHandle | None = None
         _headers_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
+            if len(self._open) >= max_connections and not self._make_room():
+                self._refused = True
+                transport.write(_BUSY)
+                transport.close()
+                return
+            self._open[self] = None
             super().connection_made(transport)
             self._wait_for_headers()
             connection = transport.get_extra_info("socket")
@@ -57,6 +133,8 @@ def _impatient(limit_s: float) -> type[asyncio.Protocol]:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
         def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
             answered = self.cycle
             super().data_received(data)
             if self.cycle is not answered:
@@ -73,11 +151,24 @@ def _impatient(limit_s: float) -> type[asyncio.Protocol]:
             self._stop_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            if self._refused:
+                return
+            self._open.pop(self, None)
             self._stop_timer()
             self._stop_waiting_for_headers()
             if isinstance(exc, TimeoutError):
                 self._log()
             super().connection_lost(exc)
+
+        def _make_room(self) -> bool:
+            """Close the oldest connection that waits for its client. False if there is none."""
+            waiting = (x for x in self._open if not x.cycle or x.cycle.more_body or x.cycle.response_complete)
+            oldest = next(waiting, None) or next((x for x in self._open if x._timer is not None), None)
+            if oldest is None:
+                return False
+            del self._open[oldest]
+            oldest.transport.abort()
+            return True
 
         def _give_up(self) -> None:
             self._log()

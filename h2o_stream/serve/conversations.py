@@ -6,27 +6,29 @@ Everything here runs in the thread that owns the model, except `Conversations.co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.logs import Log
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.recall.terms import TermWeights
-from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.messages import Dialogue, Exchange, as_fed, chain, first_hash
+from h2o_stream.serve.errors import ApiError, no_response
+from h2o_stream.serve.messages import Dialogue, Exchange, as_fed, chain
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import WaitingEngine
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.messages import text_of
+from h2o_stream.session.messages import UserTurn, text_of
 from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
@@ -44,11 +46,13 @@ class Live:
         conversation: of a `WaitingEngine`.
         kept: what is known of it; None for one that is never saved.
         options: of it.
-        past: hash after the last turn.
+        past: hash after the last turn on disk.
         entries: of the turns that are in the cache and not on disk.
-        hashes: after each of these that is no pin.
+        exchanges: what each of these that is no pin consists of.
         before: entries of the turns of a branch that is not on disk yet.
         merged: past turns that are fed with the one to answer, see `as_fed`.
+        undone: the state before that turn, if a stop string may cut its reply off; None for an empty one.
+        response: the id by which a client goes on after the last of the entries.
     """
 
     conversation: Conversation
@@ -56,9 +60,11 @@ class Live:
     options: Options
     past: str
     entries: list[Entry] = field(default_factory=list)
-    hashes: list[str] = field(default_factory=list)
-    before: list[Entry] = field(default_factory=list)
+    exchanges: list[tuple[Exchange, ...]] = field(default_factory=list)
+    before: Log[Entry] = field(default_factory=Log)
     merged: tuple[Exchange, ...] = ()
+    undone: State | None = None
+    response: str = ""
 
     @property
     def engine(self) -> WaitingEngine:
@@ -69,14 +75,15 @@ class Live:
 
     def said(self) -> list[tuple[int, str, str]]:
         """The turns, for recall."""
-        return [(entry.turn, entry.prompt, entry.text) for entry in (*self.before, *self.entries)]
+        session = self.kept.session if self.kept else None
+        before = session.transcript.entries if session else self.before
+        return [(entry.turn, entry.prompt, entry.text) for turns in (before, self.entries) for entry in turns]
 
     def add(self, entry: Entry, *exchanges: Exchange) -> None:
         """Note a turn that is in the cache, and what it consists of; nothing for a pin."""
         self.entries.append(entry)
         if exchanges:
-            self.past = chain(self.past, exchanges)[-1]
-            self.hashes.append(self.past)
+            self.exchanges.append(exchanges)
 
 
 @dataclass(frozen=True)
@@ -118,34 +125,32 @@ class Conversations:
         """Make what recall needs of the model, before somebody waits for it."""
         self._terms.prepare()
 
-    def open(self, dialogue: Dialogue, options: Options, keep: bool) -> Opened:
-        """The conversation that continues a dialogue; with `keep` it is saved after each turn.
+    def open(self, dialogue: Dialogue, past: Sequence[str], options: Options, keep: bool) -> Opened:
+        """The conversation that continues a dialogue, with these hashes; with `keep` it is saved after each turn.
 
         Raises:
             ApiError: there is no room in the window.
         """
-        past = chain(first_hash(options.key, dialogue.system), dialogue.past)
         for known in range(len(dialogue.past), 0, -1):
-            for kept, turn in self._store.with_hash(past[known]):
+            for kept, turn in self._store.with_hash(past[known], options.owner):
                 if opened := self._known(kept, turn, options, keep):
                     return Opened(opened[0], dialogue.past[known:], opened[1], known)
         live = self._start(options, dialogue.system, past[0], keep)
         return Opened(live, dialogue.past, "read" if dialogue.past else "new", 0)
 
-    def open_after(self, name: str, turn: int, options: Options, keep: bool) -> Opened:
-        """The conversation of this id, as it was after a turn; with `keep` it is saved after each turn.
+    def open_after(self, response: str, options: Options, keep: bool) -> Opened:
+        """The conversation after the response of this id; with `keep` it is saved after each turn.
 
         Raises:
             ApiError: it is not kept any more, or has other options.
         """
-        kept = self._store.conversations.get(name)
+        kept, turn = self._store.with_id(response, options.owner) or (None, 0)
         if kept is not None and kept.key != options.key:
             what = "tools, window, policy, recall, think and pins must be those of the previous response"
             raise ApiError(400, what, "previous_response_id")
-        fits = kept is not None and 0 < turn < len(kept.hashes)
-        if kept is not None and fits and (opened := self._known(kept, turn, options, keep)):
+        if kept is not None and (opened := self._known(kept, turn, options, keep)):
             return Opened(opened[0], (), opened[1], turn)
-        raise ApiError(404, f"the response of turn {turn} is not kept any more", "previous_response_id", "not_found")
+        raise no_response()
 
     def open_raw(self, options: Options) -> Opened:
         """An empty stream for a text that is continued as it is, which is not kept."""
@@ -153,10 +158,16 @@ class Conversations:
         live.engine.unpin()
         return Opened(live, (), "new", 0)
 
-    def system_of(self, name: str) -> str | None:
-        """The system prompt of a conversation."""
-        kept = self._store.conversations.get(name)
-        return kept.system if kept else None
+    def system_before(self, response: str, owner: str) -> str | None:
+        """The system prompt of the conversation in which an owner got a response.
+
+        Raises:
+            ApiError: there is none.
+        """
+        found = self._store.with_id(response, owner)
+        if found is None:
+            raise no_response()
+        return found[0].system
 
     def _known(self, kept: Kept, turn: int, options: Options, keep: bool) -> tuple[Live, Origin] | None:
         """Continue a conversation after a turn, or branch there; None if the state is not available."""
@@ -165,20 +176,18 @@ class Conversations:
             if live := self.awake.pop(kept.id, None):
                 self.awake[kept.id] = live
                 return live, "continued"
-            if saved := self._store.saved(kept, turn):
-                live = self._load(kept, options, kept.system, saved, turn)
-                if live:
-                    self._make_room()
-                    self.awake[kept.id] = live
-                    return live, "continued"
+            if live := self._wake(kept, options, turn):
+                self._make_room()
+                self.awake[kept.id] = live
+                return live, "continued"
             return None
         saved = self._store.saved(kept, turn)
         if saved is None:
             return None
         branch = None
         if keep:
-            branch = self._store.create(kept.key, kept.system, kept.hashes[0])
-            branch.hashes, branch.turns = kept.hashes[: turn + 1], kept.turns[: turn + 1]
+            branch = self._store.create(kept.key, kept.system, kept.hashes[0], kept.owner)
+            branch.hashes, branch.turns = kept.hashes.first(turn + 1), kept.turns.first(turn + 1)
         live = self._load(branch, options, kept.system, saved, turn, kept)
         if live is None:
             return None
@@ -187,12 +196,23 @@ class Conversations:
             self.awake[branch.id] = live
         return live, "branched"
 
+    def _wake(self, kept: Kept, options: Options, turn: int) -> Live | None:
+        """Load a conversation after its last turn; None if the state is not available."""
+        live = None
+        with suppress(DataError):
+            self._store.wake(kept)
+            if saved := self._store.saved(kept, turn):
+                live = self._load(kept, options, kept.system, saved, turn)
+        if live is None:
+            kept.close()
+        return live
+
     def _load(
         self,
         kept: Kept | None,
         options: Options,
         system: str | None,
-        saved: tuple[State, list[Entry]],
+        saved: tuple[State, Log[Entry]],
         turn: int,
         source: Kept | None = None,
     ) -> Live | None:
@@ -204,9 +224,7 @@ class Conversations:
         except H2OStreamError as error:
             _log.warning("the state of conversation %s is not used: %s", origin.id, error)
             return None
-        live = Live(conversation, kept, options, origin.hashes[turn])
-        if source or options.recall != "off":
-            live.before = entries
+        live = Live(conversation, kept, options, origin.hashes[turn], before=entries)
         self._prepare_recall(live)
         return live
 
@@ -215,7 +233,7 @@ class Conversations:
             conversation = self._converse(options, system)
         except ConfigError as error:
             raise as_api_error(error, "messages", "context_length_exceeded") from error
-        kept = self._store.create(options.key, system, first) if keep else None
+        kept = self._store.create(options.key, system, first, options.owner) if keep else None
         live = Live(conversation, kept, options, first)
         self._prepare_recall(live)
         if kept:
@@ -226,10 +244,14 @@ class Conversations:
     def _converse(self, options: Options, system: str | None) -> Conversation:
         engine = WaitingEngine(self._model, options.cache, self._model.sampling)
         system = self._model.system if system is None else system
-        return Conversation(engine, system, self._model.stops, options.recall_config, options.thinking, options.tools)
+        return Conversation(
+            engine, system, self._model.stops, options.recall_config, options.thinking, options.tools, options.effort
+        )
 
     def _prepare_recall(self, live: Live) -> None:
-        live.conversation.recall.source = live.said
+        if live.kept and live.kept.session:
+            live.conversation.recall.use(live.kept.session.index_path)
+        live.conversation.recall.source, live.conversation.recall.defers = live.said, True
         live.conversation.recall.terms = self._terms
 
     @cached_property
@@ -246,6 +268,7 @@ class Conversations:
         """Forget what is in memory of a conversation."""
         if live.kept is not None:
             self.awake.pop(live.kept.id, None)
+            live.kept.close()
             if not live.kept.nbytes:
                 self._store.forget(live.kept)
         try:
@@ -264,15 +287,22 @@ class Conversations:
         plan = live.engine.cache.plan
         header = Header(self._model.name, plan.policy, plan.window, live.conversation.system)
         state = live.conversation.state_dict()
-        before = live.before if not live.kept.nbytes else []
-        self._store.save(live.kept, header, live.entries, live.hashes, state, before)
+        before = live.before if not live.kept.nbytes else ()
+        hashes, past = list[str](), live.past
+        for exchanges in live.exchanges:
+            past = chain(past, exchanges)[-1]
+            hashes.append(past)
+        live.conversation.recall.add_deferred()
+        self._store.save(live.kept, header, live.entries, hashes, state, before, live.response)
+        live.past = past
 
     def committed(self, live: Live) -> None:
         """Recognise the conversation by its saved turns, and forget those that there is no room for."""
         if live.kept is not None:
-            self._store.index(live.kept, live.kept.hashes[1:])
-        live.before = [*live.before, *live.entries] if live.options.recall != "off" else []
-        live.entries, live.hashes = [], []
+            if not live.kept.nbytes and live.kept.session:
+                live.conversation.recall.use(live.kept.session.index_path)
+            self._store.committed(live.kept, len(live.exchanges), filter(None, [live.response]))
+        live.entries, live.exchanges, live.before, live.response = [], [], Log(), ""
         for kept in self._store.to_forget(self.awake):
             self._store.forget(kept)
 
@@ -294,11 +324,24 @@ def turn_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
     for turn in as_fed(opened.unread, dialogue.user):
         if turn.reply is None:
             live.merged = turn.exchanges
+            keep = conversation.stops and conversation.engine.tokens
+            live.undone = conversation.state_dict() if keep else None
             yield from conversation.say(turn.user, dialogue.begun)
             return
         yield from _read(conversation.feed_turn(turn.user, turn.reply))
         entry = Entry(conversation.metadata.turns, text_of(turn.user), turn.reply, "told")
         live.add(entry, *turn.exchanges)
+
+
+def corrected_events(live: Live, user: UserTurn, turn: Turn) -> Iterator[Event]:
+    """Read a turn as its client has seen it, in place of what a stop string cut off, too. Yields the turn at last."""
+    conversation = live.conversation
+    if live.undone is None:
+        conversation.reset()
+    else:
+        conversation.load_state_dict(live.undone)
+    yield from _read(conversation.feed_turn(user, turn.text))
+    yield replace(turn, counts=live.engine.counts, cut=False)
 
 
 def raw_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:

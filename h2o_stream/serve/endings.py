@@ -8,17 +8,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.serve.conversations import Conversations, Event, Live, Opened
+from h2o_stream.serve.aside import LONG
+from h2o_stream.serve.conversations import Conversations, Event, Live, Opened, corrected_events
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.messages import Exchange, as_fed
+from h2o_stream.serve.messages import Dialogue, Exchange, as_fed
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
 from h2o_stream.serve.stream import LogprobSampler
+from h2o_stream.serve.tools import named
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.messages import text_of
 from h2o_stream.session.transcript import Entry
@@ -39,6 +42,9 @@ class Job:
         opened: the conversation.
         events: of it.
         event: what happened last and was not sent yet.
+        reading: the next event, if it comes from another thread.
+        ending: ends the reply after that.
+        corrected: the reply is complete, and the turn is read again as its client has seen it.
     """
 
     ask: Ask
@@ -53,6 +59,10 @@ class Job:
     pieces: list[str] = field(default_factory=list)
     thinking: list[str] = field(default_factory=list)
     tokens: int = 0
+    thought: int = 0
+    reading: Future[Event] | None = None
+    ending: Callable[[], None] | None = None
+    corrected: bool = False
 
     @property
     def live(self) -> Live:
@@ -62,7 +72,17 @@ class Job:
     @property
     def late(self) -> bool:
         """Whether the reply has taken too long."""
-        return time.monotonic() > self.deadline
+        return not self.corrected and time.monotonic() > self.deadline
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its next step may be long: not between tokens, if much is to be read."""
+        return (self.corrected or not self.tokens) and self._size >= LONG
+
+    @cached_property
+    def _size(self) -> int:
+        """Characters to be read."""
+        return Dialogue(None, self.opened.unread, self.ask.dialogue.user).size + sum(map(len, self.ask.options.pins))
 
 
 class Endings:
@@ -100,13 +120,22 @@ class Endings:
                 raise H2OStreamError(turn.detail)
             text = turn.text[len(job.ask.dialogue.begun) :]
             rest = text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
-            if any(rest):
+            if any(rest) and not job.corrected:
                 job.ask.try_send(Piece(*rest, ()))
+            if turn.cut and not job.ask.raw and not job.live.options.read(turn.text).calls:
+                (fed,) = as_fed(job.live.merged, job.ask.dialogue.user)
+                job.corrected, job.events = True, corrected_events(job.live, fed.user, turn)
+                return
             finish = "length" if turn.finish == "length" else "stop"
             self._save(job, turn.number, (text, turn.thinking), turn.finish, finish)
 
     def interrupt(self, job: Job, finish: str = "interrupted") -> None:
         """Stop a reply; what was said stays. Before its first token, the conversation goes back to where it was."""
+        if job.corrected:
+            return
+        if job.reading is not None:
+            job.ending = partial(self.interrupt, job, finish)
+            return
         with self._giving_up(job):
             close = getattr(job.events, "close", None)
             if close is not None:
@@ -119,6 +148,9 @@ class Endings:
 
     def give_up(self, job: Job, error: BaseException | None) -> None:
         """End a reply without its turn, and send its client the error, if there is one."""
+        if job.reading is not None:
+            job.ending = partial(self.give_up, job, error)
+            return
         if job in self._jobs:
             self._jobs.remove(job)
         self.discard(job.live)
@@ -147,13 +179,16 @@ class Endings:
         live, counts, dialogue = job.live, job.live.engine.counts, job.ask.dialogue
         (fed,) = as_fed(live.merged, dialogue.user)
         entry = Entry(turn, text_of(fed.user), f"{dialogue.begun}{said[0]}", "said", kind, "", said[1])
-        live.add(entry, *live.merged, Exchange(dialogue.user, live.options.read(entry.text)))
-        live.merged = ()
+        reply = live.options.read(entry.text)
+        if job.ask.calls:
+            reply = replace(reply, calls=named(reply.calls))
+        live.add(entry, *live.merged, Exchange(dialogue.user, reply))
+        live.merged, live.undone, live.response = (), None, job.ask.response
         kept = live.kept
-        seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, counts)
+        seen = Seen(job.seen_before, job.prompt_tokens, job.tokens, job.thought, counts)
         done = Done(
-            finish, *said, seen, kept.id if kept else "",
-            len(kept.hashes) - 1 + len(live.hashes) if kept else 0,
+            finish, *said, reply.calls if job.ask.calls else (), seen, kept.id if kept else "",
+            len(kept.hashes) - 1 + len(live.exchanges) if kept else 0,
             job.opened.origin, job.opened.known, len(job.opened.unread),
         )  # fmt: skip
         self._metrics.replied(seen, counts.evicted - job.evicted_before, job.ask.seconds)

@@ -40,3 +40,9 @@ def wrong(param: str, value: Any, accepted: str) -> ApiError:
     """The error for a field that has a wrong value."""
     shown = json.dumps(value, ensure_ascii=False, default=repr)
     return ApiError(400, f"{param} is {shown if len(shown) <= 60 else shown[:57] + '...'}; accepted: {accepted}", param)
+
+
+def no_response() -> ApiError:
+    """The error for an id of a response that its client cannot go on from."""
+    message = "there is no such response, or it is not kept any more"
+    return ApiError(404, message, "previous_response_id", "not_found")

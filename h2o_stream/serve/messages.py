@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from h2o_stream.errors import DataError
@@ -43,6 +44,12 @@ class Dialogue:
     past: tuple[Exchange, ...]
     user: UserTurn
     begun: str = ""
+
+    @cached_property
+    def size(self) -> int:
+        """Characters of all of it."""
+        turns = [self.user, *(turn for exchange in self.past for turn in (exchange.user, exchange.reply.text))]
+        return len(self.system or "") + sum(map(_size, turns))
 
 
 def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on: bool = False) -> Dialogue:
@@ -113,7 +120,7 @@ def _turn(messages: Sequence[Message]) -> UserTurn:
 def _parse_reply(message: Message, read: Callable[[str], Reply]) -> Reply:
     reply = read(message["content"])
     calls = [
-        Call(call["function"]["name"], call["function"]["arguments"], str(call.get("id", "")))
+        Call(call["function"]["name"], call["function"]["arguments"], str(call.get("id") or ""))
         for call in message.get("tool_calls", ())
     ]
     return Reply(reply.text, (*reply.calls, *calls))
@@ -129,8 +136,11 @@ def _parse_message(message: Any, place: str) -> Message:
     if content is None and role in ("assistant", "tool"):
         content = ""
     text = parse_content(content, f"{place}.content")
-    names = ("tool_call_id", "name") if role == "tool" else ()
-    parsed: dict[str, Any] = {"role": role, "content": text, **{x: message[x] for x in names if x in message}}
+    parsed: dict[str, Any] = {"role": role, "content": text}
+    for name in ("tool_call_id", "name") if role == "tool" else ():
+        if (value := message.get(name)) is not None and not isinstance(value, str):
+            raise wrong(f"{place}.{name}", value, "a text")
+        parsed |= {name: value} if value is not None else {}
     if calls:
         if role != "assistant":
             raise wrong(f"{place}.tool_calls", calls, "none but in an assistant's message")
@@ -187,6 +197,10 @@ def as_fed(past: Iterable[Exchange], last: UserTurn) -> Iterator[FedTurn]:
     yield FedTurn((*messages, *_messages(last)) if messages else last, None, tuple(merged))
 
 
+def _size(turn: UserTurn) -> int:
+    return len(turn) if isinstance(turn, str) else sum(len(message["content"]) for message in turn)
+
+
 def _messages(turn: UserTurn) -> Sequence[Message]:
     return [{"role": "user", "content": turn}] if isinstance(turn, str) else turn
 
@@ -205,11 +219,12 @@ def first_hash(settings: Sequence[Any], system: str | None) -> str:
 
 
 def next_hash(before: str, exchange: Exchange) -> str:
-    """The hash of a conversation with one more turn. Space around replies does not count: clients strip it."""
-    user, reply = exchange.user, exchange.reply
-    said = user if isinstance(user, str) else [[message["role"], message["content"]] for message in user]
-    calls = [[[call.name, call.arguments] for call in reply.calls]] if reply.calls else []
-    return _hash(before, said, reply.text.strip(), *calls)
+    """The hash of a conversation with one more turn: of all that a template may write. Space around replies does not
+    count: clients strip it.
+    """
+    reply = exchange.reply
+    calls = [[(call.name, call.arguments, call.id) for call in reply.calls]] if reply.calls else []
+    return _hash(before, exchange.user, reply.text.strip(), *calls)
 
 
 def chain(first: str, past: Iterable[Exchange]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from h2o_stream.cache.counts import CacheCounts
@@ -14,16 +14,14 @@ from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.stream import Logprob
+from h2o_stream.session.other_calls import Call
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Started:
-    """The conversation is open: its id, nothing if it is not kept, and the number that its turn will have."""
-
-    conversation: str
-    turn: int
+    """The conversation is open."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Seen:
-    """Tokens seen before, read for this reply, and replied; and where those of the conversation are after it."""
+    """Tokens seen before, read for this reply, and replied, of which some are thinking; and where those of the
+    conversation are after it.
+    """
 
     before: int
     read: int
     replied: int
+    thought: int
     counts: CacheCounts
 
 
@@ -53,6 +54,7 @@ class Done:
     Attributes:
         finish: ``stop``, ``length`` or ``interrupted``.
         text: all of it.
+        calls: of tools in it, if they are recognised.
         thinking: all of it.
         conversation: its id; nothing if it is not kept.
         turn: its number among the turns that a client can go back to.
@@ -62,6 +64,7 @@ class Done:
     finish: str
     text: str
     thinking: str
+    calls: tuple[Call, ...]
     seen: Seen
     conversation: str
     turn: int
@@ -86,19 +89,23 @@ class Ask:
 
     Attributes:
         dialogue: what it replies to; its system prompt and past turns do not count with `after`.
+        hashes: of the dialogue after each of its past turns, see `messages.chain`.
         options: of the conversation.
         config: how it is sampled.
         send: gets what happens, in the worker's thread.
         keep: whether the conversation is saved.
         logprobs: see `requests.Sampled`, as `slots`.
         grammar: what it must follow.
-        after: continue the conversation of this id after this turn.
+        after: continue after the response of this id.
+        response: the id of this one, by which a client goes on after it.
         raw: the user's text is continued as it is, without a chat template; it is not kept.
+        calls: whether calls of tools are recognised in it.
         pieces: whether pieces are sent before the end, which has the whole text.
         asked: when it was asked for, on the clock of `time.monotonic`.
     """
 
     dialogue: Dialogue
+    hashes: Sequence[str]
     options: Options
     config: SamplingConfig
     send: Callable[[Message], None]
@@ -106,8 +113,10 @@ class Ask:
     logprobs: int | None = None
     slots: bool = False
     grammar: Grammar | None = None
-    after: tuple[str, int] | None = None
+    after: str | None = None
+    response: str = ""
     raw: bool = False
+    calls: bool = False
     pieces: bool = True
     asked: float = field(default_factory=time.monotonic)
 

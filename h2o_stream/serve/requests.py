@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from h2o_stream.config import POLICIES, CacheConfig, RecallConfig, RecallMode, SamplingConfig
 from h2o_stream.errors import ConfigError
+from h2o_stream.native.slots import POLICIES as NATIVE
 from h2o_stream.serve.errors import wrong
 from h2o_stream.serve.messages import Reply
 from h2o_stream.serve.schemas import Schema, parse_schema
-from h2o_stream.serve.thinking import parse_thinking
+from h2o_stream.serve.thinking import parse_budget, parse_effort, parse_thinking
 from h2o_stream.serve.wording import as_api_error, renamed
 from h2o_stream.session.calls import CallFormat
 from h2o_stream.session.messages import Tool
+
+if TYPE_CHECKING:
+    from h2o_stream.serve.service import Service
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS = 8, 20, 4
 
 _NO_LIMIT, _FILL_CONTEXT, _ANY_SEED = -1, -2, -1
 """What clients of llama.cpp, vLLM and ollama send for no limit and for no seed."""
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape that is a character in a pair only."""
+
+_MAX_DEPTH = 100
+"""Levels of a request's JSON; other parsers have limits of this kind for the answers that repeat it."""
+
+_MAX_BIAS = 1e6
+_BIASES = "an object or a list of pairs of token ids or texts, each with a number or false"
 
 _KINDS = {
     str: "a text",
@@ -45,17 +60,23 @@ class Options:
         cache: windows and rules.
         recall: whether evicted passages are read again.
         thinking: whether the model thinks before it answers; None leaves it to the template.
+        has_efforts: whether the template says how much.
+        effort: how much; None leaves it to the template.
         pins: texts that are never evicted, fed before the first turn.
         tools: that the model may call, described before the first turn.
         calls: how the model writes calls; None without tools.
+        owner: whose it is, see `Access.owner`.
     """
 
     cache: CacheConfig
     recall: RecallMode = "off"
     thinking: bool | None = None
+    has_efforts: bool = False
+    effort: str | None = None
     pins: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
     calls: CallFormat | None = None
+    owner: str = ""
 
     def read(self, text: str) -> Reply:
         """A reply with its calls."""
@@ -70,19 +91,20 @@ class Options:
     def key(self) -> list[Any]:
         """What distinguishes conversations with other options, as JSON."""
         tools = [list(self.tools)] if self.tools else []
-        return [self.cache.policy, self.cache.window, self.recall, self.thinking, list(self.pins), *tools]
+        effort = [{"effort": self.effort}] if self.effort else []
+        return [self.cache.policy, self.cache.window, self.recall, self.thinking, list(self.pins), *tools, *effort]
 
-    def parse(self, body: Mapping[str, Any]) -> Options:
-        """The options of a request, with these as defaults.
+    def parse(self, body: Mapping[str, Any], owner: str) -> Options:
+        """The options of a request of this owner, with these as defaults.
 
         Raises:
             ApiError: one is wrong.
         """
-        found = self
+        found = replace(self, owner=owner)
         try:
             if (policy := field(body, "policy", str)) is not None:
-                if policy not in POLICIES or policy == "full":
-                    raise wrong("policy", policy, ", ".join(name for name in POLICIES if name != "full"))
+                if policy not in (served := served_policies()):
+                    raise wrong("policy", policy, ", ".join(served))
                 found = replace(found, cache=replace(found.cache, policy=policy))
             if (window := field(body, "window", int)) is not None:
                 found = replace(found, cache=replace(found.cache, window=window, auto_window=0, cache_size=None))
@@ -93,7 +115,9 @@ class Options:
             if recall not in get_args(RecallMode):
                 raise wrong("recall", recall, " or ".join(get_args(RecallMode)))
             found = replace(found, recall=recall)
-        found = replace(found, thinking=parse_thinking(body, found.thinking))
+        effort = parse_effort(body) or found.effort
+        effort = effort if self.has_efforts else None
+        found = replace(found, thinking=parse_thinking(body, found.thinking), effort=effort)
         if (pins := field(body, "pins", list)) is not None:
             if not all(isinstance(pin, str) and pin.strip() for pin in pins):
                 raise wrong("pins", pins, "a list of texts")
@@ -130,6 +154,38 @@ class Sampled:
     place: str = "response_format"
 
 
+def served_policies() -> list[str]:
+    """The policies that can be served without importing anything."""
+    rules = {name: POLICIES[name].rule for name in POLICIES.registered if name != "full"}
+    return [name for name, rule in rules.items() if rule in NATIVE]
+
+
+def parse_json(data: bytes, decoder: type[json.JSONDecoder] | None = None) -> Any:
+    """The value of a JSON text, read by a decoder.
+
+    Raises:
+        ValueError, RecursionError: it is none, has a number that is not finite or half a character, or is too deep.
+    """
+    value = json.loads(data.decode("utf-8-sig"), cls=decoder, parse_constant=_refuse_number, parse_float=_finite)
+    if _HALF.search(data):
+        json.dumps(value, ensure_ascii=False).encode()
+    level: list[Any] = [[value]]
+    for _ in range(_MAX_DEPTH):
+        inside = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"it is more than {_MAX_DEPTH} levels deep")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _refuse_number(text)
+
+
+def _refuse_number(text: str) -> float:
+    raise ValueError(f"{text[:20]} is not a finite number")
+
+
 def field(body: Mapping[str, Any], name: str, *kinds: type, of: str = "") -> Any:
     """A field of a request, or of its object `of`; None if it is missing.
 
@@ -138,12 +194,12 @@ def field(body: Mapping[str, Any], name: str, *kinds: type, of: str = "") -> Any
     """
     value = body.get(name)
     fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-    if value is None or (fits and (not isinstance(value, float) or isfinite(value))):
+    if value is None or (fits and (not isinstance(value, int | float) or abs(value) < 2**63)):
         return value
     raise wrong(of + name, value, " or ".join(_KINDS[kind] for kind in kinds))
 
 
-def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ...], logprobs: int | None) -> Sampled:
+def parse_sampled(body: Mapping[str, Any], service: Service, limits: tuple[str, ...], logprobs: int | None) -> Sampled:
     """What a request says about sampling; `limits` are the names of the field with the most tokens of a reply.
 
     Raises:
@@ -162,7 +218,11 @@ def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ..
         raise wrong("n", choices, f"1 to {MAX_CHOICES}")
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise wrong("top_logprobs" if "top_logprobs" in body else "logprobs", logprobs, f"0 to {MAX_LOGPROBS}")
-    top_k, seed = field(body, "top_k", int), field(body, "seed", int)
+    top_k, seed, max_reply = field(body, "top_k", int), field(body, "seed", int), service.config.max_reply
+    max_tokens = max_reply if wanted in (_NO_LIMIT, _FILL_CONTEXT) else min(wanted, max_reply)
+    min_tokens = max_tokens if field(body, "ignore_eos", bool) else field(body, "min_tokens", int) or 0
+    if min_tokens < 0:
+        raise wrong("min_tokens", min_tokens, "0 or more")
     try:
         config = SamplingConfig(
             temperature=field(body, "temperature", int, float),
@@ -171,7 +231,11 @@ def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ..
             min_p=field(body, "min_p", int, float),
             repetition_penalty=field(body, "repetition_penalty", int, float),
             seed=None if seed == _ANY_SEED else seed,
-            max_tokens=max_reply if wanted in (_NO_LIMIT, _FILL_CONTEXT) else min(wanted, max_reply),
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            logit_bias=parse_bias(body.get("logit_bias"), service.model.tokenizer, service.vocabulary),
+            thinking_budget=parse_budget(body),
+            thinking_message=field(body, "reasoning_budget_message", str) or "",
             stop=stops,
             **{name: value for name in _PENALTIES if (value := field(body, name, int, float)) is not None},
         )
@@ -189,6 +253,31 @@ def parse_sampled(body: Mapping[str, Any], max_reply: int, limits: tuple[str, ..
         schema,
         place=place,
     )
+
+
+def parse_bias(value: Any, tokenizer: Any, vocabulary: int) -> tuple[tuple[int, float], ...]:
+    """What is added to logits: OpenAI's object of token ids, or llama.cpp's list of pairs. Either may have texts, whose
+    tokens are all meant, and false, which excludes tokens.
+
+    Raises:
+        ApiError: it is something else, or there is no such token.
+    """
+    pairs = list(value.items()) if isinstance(value, dict) else value or []
+    found = dict[int, float]()
+    for pair in pairs if isinstance(pairs, list) else [value]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise wrong("logit_bias", value, _BIASES)
+        name, bias = pair
+        number = float(bias) if type(bias) in (int, float) and abs(bias) <= _MAX_BIAS else None
+        number = -_MAX_BIAS if bias is False else number
+        if isinstance(name, str) and not (isinstance(value, dict) and re.fullmatch("[0-9]{1,9}", name)):
+            tokens = tokenizer(name, add_special_tokens=False)["input_ids"]
+        else:
+            tokens = [int(name)] if isinstance(name, str) or type(name) is int else []
+        if number is None or not tokens or not all(0 <= token < vocabulary for token in tokens):
+            raise wrong("logit_bias", {str(name): bias}, f"{_BIASES}; tokens are 0 to {vocabulary - 1}")
+        found |= dict.fromkeys(tokens, number)
+    return tuple(found.items())
 
 
 def is_kept(body: Mapping[str, Any]) -> bool:

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
-from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
+from h2o_stream.config import EFFORT_VARIABLE, CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel, short_name
@@ -20,9 +19,13 @@ from h2o_stream.progress import ignore
 from h2o_stream.resources import private_data_folder
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.serve.access import Access
+from h2o_stream.serve.aside import aside
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.messages import Dialogue
+from h2o_stream.serve.grammars import Grammars
+from h2o_stream.serve.logprobs import TokenTexts
+from h2o_stream.serve.messages import Dialogue, chain, first_hash
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Message
 from h2o_stream.serve.requests import Options, Sampled
@@ -35,8 +38,6 @@ from h2o_stream.session.template import ChatTemplate
 _log = logging.getLogger(__name__)
 
 _DAY_S = 86_400.0
-GRAMMAR_S = 10.0
-"""Seconds that a schema may take until it is compiled, those before it included."""
 
 _RETRY_S = 2
 """Seconds after which a refused client should ask again."""
@@ -83,17 +84,19 @@ class Service:
     """
 
     def __init__(self, model: LoadedModel, config: ServeConfig, options: Options) -> None:
-        options = replace(options, cache=_with_window(model, options.cache, config.awake))
+        has_efforts = EFFORT_VARIABLE in str(model.tokenizer.chat_template)
+        options = replace(options, cache=_with_window(model, options.cache, config.awake), has_efforts=has_efforts)
         self.model, self.config, self.options, self.started = model, config, options, int(time.time())
         try:
             folder = config.folder or private_data_folder("served")
         except OSError as error:
             raise DataError(f"conversations cannot be kept: {error}; give a --folder for them") from error
         self.store = Store(folder, model.model.digest, config.states, config.disk, config.expiry_days * _DAY_S)
-        self.metrics = Metrics()
+        self.metrics, self.access = Metrics(), Access(config)
         self.conversations = Conversations(model, config, self.store)
         self.worker = Worker(model, self.conversations, config.running, config.timeout_s, self.metrics)
-        self._compiler = ThreadPoolExecutor(1, "h2o-grammar")
+        self._ends = end_tokens(model.model.generation, model.tokenizer)
+        self.grammars = Grammars(model.tokenizer, self._ends, self.vocabulary)
         self.active = 0
 
     def start(self) -> None:
@@ -108,12 +111,22 @@ class Service:
         return short_name(self.model.name)
 
     @cached_property
+    def texts(self) -> TokenTexts:
+        """What tokens stand for."""
+        return TokenTexts(self.model.tokenizer)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+        return int(self.model.model.description.output.rows)
+
+    @cached_property
     def call_format(self) -> CallFormat | None:
         """How the model writes calls of tools; None if it calls none."""
         return find_format(self.model.tokenizer)
 
     @cached_property
-    def special_tokens(self) -> dict[str, int]:
+    def added_tokens(self) -> dict[str, int]:
         """Ids of the added tokens by their texts: special ones, and others that are one token wherever they are."""
         added = self.model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items()}
@@ -122,28 +135,45 @@ class Service:
         """What a reply must follow after its thinking: a JSON schema or the form of calls; None if it is free.
 
         Raises:
-            ApiError: it is not supported, or takes too long.
+            ApiError: it is not supported, or takes too long, or too many are compiled.
         """
         rules = sampled.schema if sampled.rules is None else sampled.rules
         place = sampled.place if sampled.rules is None else "tools"
         if rules is None:
             return None
-        ends = end_tokens(self.model.model.generation, self.model.tokenizer)
-        tokenizer, vocabulary = self.model.tokenizer, self.model.model.description.output.rows
+        template = ChatTemplate(self.model.tokenizer, None, self._ends, options.thinking)
         try:
-            thinking = None if raw else ChatTemplate(tokenizer, None, ends, options.thinking).free_thinking
-            make = partial(Grammar, tokenizer, ends, vocabulary, rules, thinking)
-            async with asyncio.timeout(GRAMMAR_S):
-                return await asyncio.get_running_loop().run_in_executor(self._compiler, make)
-        except TimeoutError as error:
-            raise ApiError(400, f"it was not compiled in {GRAMMAR_S:g} s; use a simpler one", place) from error
+            return await self.grammars.make(rules, None if raw else template.free_thinking, options.owner)
         except H2OStreamError as error:
             raise as_api_error(error, place) from error
 
+    @cached_property
+    def _token_length(self) -> int:
+        """Most characters that a token stands for."""
+        return max(map(len, self.model.tokenizer.backend_tokenizer.get_vocab()))
+
+    def _check_room(self, dialogue: Dialogue, options: Options, after: str | None) -> None:
+        """Refuse what cannot fit into the window, or the positions, by its characters: without making tokens of it.
+
+        Raises:
+            ApiError: something is too long.
+        """
+        plan, told = options.cache.plan(), {"pins": sum(map(len, options.pins))}
+        if after is None:
+            told["messages"] = len(dialogue.system or "")
+        for name, size in told.items():
+            if size > plan.window * self._token_length:
+                message = f"{size} characters are to be kept, at least {size // self._token_length} tokens; a window of"
+                raise ApiError(400, f"{message} {plan.window} holds fewer", name, "context_length_exceeded")
+        context = self.model.model.context
+        if plan.positions == "absolute" and context and dialogue.size > context * self._token_length:
+            message = f"{dialogue.size} characters are more than the model's {context} positions"
+            raise ApiError(400, message, "messages", "context_length_exceeded")
+
     @asynccontextmanager
     async def replies(
-        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: tuple[str, int] | None = None,
-        keep: bool = True, raw: bool = False,
+        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: str | None = None,
+        keep: bool = True, raw: bool = False, response: str = "",
     ) -> AsyncIterator[Sequence[asyncio.Queue[Message]]]:  # fmt: skip
         """Ask for replies; a queue for each choice, of which only the first is kept. Leaving the block ends them.
 
@@ -157,9 +187,13 @@ class Service:
         self.active += len(queues)
         try:
             grammar = await self._grammar(sampled, options, raw)
+            await aside(dialogue.size, partial(self._check_room, dialogue, options, after))
+            first = first_hash(options.key, dialogue.system)
+            hashes = await aside(dialogue.size, partial(chain, first, dialogue.past))
             make = partial(
-                Ask, dialogue, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar, after=after,
-                raw=raw, asked=asked, pieces=sampled.stream or sampled.logprobs is not None,
+                Ask, dialogue, hashes, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar,
+                after=after, calls=sampled.calls, raw=raw, response=response, asked=asked,
+                pieces=sampled.stream or sampled.logprobs is not None,
             )  # fmt: skip
             for number, waiting in enumerate(queues):
                 config = sampled.config.of_choice(number)
@@ -188,7 +222,7 @@ class Service:
 
     def close(self) -> None:
         """Save and stop."""
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
         self.worker.stop()
         self.store.close()
 

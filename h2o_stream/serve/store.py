@@ -1,31 +1,36 @@
 """Conversations on disk: each is a session, with a file that says how it is recognised. Used by one process.
 
-A session holds the text of every turn and the states after the last ones; see `session.sessions`.
+A session holds the text of every turn and the states after the last ones; see `session.sessions`. The file has a line
+about the conversation, and one for each turn, which is written before the turn. So a turn costs two lines and a state,
+however many there are.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from h2o_stream.cache.state import Array, State
 from h2o_stream.errors import DataError, file_errors
+from h2o_stream.logs import Log
 from h2o_stream.resources import PRIVATE, write_atomically
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Entry, Header
 
 _log = logging.getLogger(__name__)
 
-_FILE = "serve.json"
+_FILE = "serve.jsonl"
 _ID = re.compile("[0-9a-f]{32}")
 
 
@@ -34,22 +39,36 @@ class Kept:
     """What is known of a conversation, awake or asleep.
 
     Attributes:
-        id: names its session.
+        id: names its session; it opens nothing, see `ids`.
         key: of its options, see `Options.key`.
         system: its system prompt.
         hashes: before the first turn, and after each; `turns` has the number of each turn in the session.
         turns: numbers of turns, 0 before the first.
+        owner: whose it is, see `Access.owner`.
+        ids: of responses, by which their clients go on; after how many turns they come.
         used: when it was used last, seconds since 1970.
         nbytes: on disk.
+        file_bytes: of the file, without lines of turns that were not saved.
+        session: while it is awake and on disk.
     """
 
     id: str
     key: list[Any]
     system: str | None
-    hashes: list[str]
-    turns: list[int] = field(default_factory=lambda: [0])
+    hashes: Log[str]
+    turns: Log[int] = field(default_factory=lambda: Log([0]))
+    owner: str = ""
+    ids: dict[str, int] = field(default_factory=dict)
     used: float = field(default_factory=time.time)
     nbytes: int = 0
+    file_bytes: int = 0
+    session: Session | None = None
+
+    def close(self) -> None:
+        """Close its session."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
 
 
 class Store:
@@ -79,46 +98,58 @@ class Store:
             except Timeout as error:
                 raise DataError(f"another h2o-serve uses {folder}; give each a --folder of its own") from error
             self._delete_unwritten()
-        self.conversations = {kept.id: kept for kept in self._read()}
-        self._by_hash: dict[str, list[str]] = {}
+            self._rewrite_older()
+        self.conversations = {kept.id: kept for kept in sorted(self._read(), key=lambda kept: kept.used)}
+        self.nbytes = sum(kept.nbytes for kept in self.conversations.values())
+        self._by_hash: dict[str, dict[str, int]] = {}
+        self._by_id: dict[str, Kept] = {}
         for kept in self.conversations.values():
-            for known in kept.hashes[1:]:
-                self._by_hash.setdefault(known, []).append(kept.id)
+            self._index(kept, 1, kept.ids)
 
     def close(self) -> None:
         """Let other servers use the folder."""
+        for kept in self.conversations.values():
+            kept.close()
         self._lock.release()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk."""
-        return sum(kept.nbytes for kept in [*self.conversations.values()])
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are free on this disk."""
         return shutil.disk_usage(self._folder).free
 
-    def with_hash(self, known: str) -> Iterator[tuple[Kept, int]]:
-        """Conversations that were in this state, and after how many turns; the newest first."""
-        for name in reversed(self._by_hash.get(known, ())):
-            kept = self.conversations[name]
-            if known in kept.hashes:
-                yield kept, kept.hashes.index(known)
+    def with_hash(self, known: str, owner: str) -> Iterator[tuple[Kept, int]]:
+        """Conversations of an owner that were in this state, and after how many turns; the newest first."""
+        for name, turn in reversed(self._by_hash.get(known, {}).items()):
+            if self.conversations[name].owner == owner:
+                yield self.conversations[name], turn
 
-    def create(self, key: list[Any], system: str | None, first: str) -> Kept:
+    def with_id(self, response: str, owner: str) -> tuple[Kept, int] | None:
+        """The conversation in which an owner got this response, and after how many turns."""
+        kept = self._by_id.get(response)
+        return (kept, kept.ids[response]) if kept is not None and kept.owner == owner else None
+
+    def create(self, key: list[Any], system: str | None, first: str, owner: str) -> Kept:
         """A new conversation, which is not on disk before its first turn."""
-        kept = Kept(secrets.token_hex(16), key, system, [first])
+        kept = Kept(secrets.token_hex(16), key, system, Log([first]), owner=owner)
         self.conversations[kept.id] = kept
         return kept
 
-    def saved(self, kept: Kept, turn: int) -> tuple[State, list[Entry]] | None:
+    def wake(self, kept: Kept) -> None:
+        """Open the session of a conversation, which stays open until `Kept.close`.
+
+        Raises:
+            DataError: see `Session`.
+        """
+        if kept.session is None:
+            kept.session = self._session(kept, create=kept.nbytes == 0)
+
+    def saved(self, kept: Kept, turn: int) -> tuple[State, Log[Entry]] | None:
         """The state after so many turns, and their entries; None if the state is not kept any more."""
-        with suppress(DataError), self._session(kept, create=False) as session:
+        with suppress(DataError), self._opened(kept) as session:
             number = kept.turns[turn]
             state = session.state(number)
             if state is not None:
-                return state, [entry for entry in session.transcript.entries if entry.turn <= number]
+                return state, session.transcript.entries.upto(number, lambda entry: entry.turn)
         return None
 
     def save(
@@ -129,6 +160,7 @@ class Store:
         hashes: Sequence[str],
         state: Mapping[str, Array],
         before: Sequence[Entry],
+        response: str = "",
     ) -> None:
         """Save turns and the state after them. `entries` and `hashes` belong together, those of pins have no hash.
 
@@ -139,58 +171,100 @@ class Store:
             hashes: after each turn that has one, the last ones of `entries`.
             state: after the last one.
             before: turns of a branch before the new ones, if it is not on disk yet.
+            response: the id by which its client goes on after the last turn.
 
         Raises:
             DataError: for example, the disk is full. The conversation is as it was.
         """
-        numbers = [entry.turn for entry in entries[len(entries) - len(hashes) :]]
-        longer = replace(kept, hashes=[*kept.hashes, *hashes], turns=[*kept.turns, *numbers], used=time.time())
-        with self._session(kept, create=True) as session:
-            if session.transcript.entries and session.transcript.entries[-1].turn > kept.turns[-1]:
-                session.undo(kept.turns[-1])  # a turn whose state could not be saved
-            record = json.dumps(_record(longer, self._model)).encode()
-            with file_errors(self._folder):
-                write_atomically(self._folder / kept.id / _FILE, record, PRIVATE)
-            if not session.transcript.entries and len(before) + len(entries) > 1:
-                last = entries[-1].turn
-                session.add_all(header, [*before, *entries], lambda turn: state if turn == last else None)
-            else:
-                for entry in entries[:-1]:
-                    session.add(entry, None, header)
-                session.add(entries[-1], state, header)
-        kept.hashes, kept.turns, kept.used = longer.hashes, longer.turns, longer.used
-        kept.nbytes = _size(self._folder / kept.id)
+        number, hashes_after, turns_after = len(entries) - len(hashes), kept.hashes, kept.turns
+        for known, entry in zip(hashes, entries[number:], strict=True):
+            hashes_after, turns_after = hashes_after.append(known), turns_after.append(entry.turn)
+        self.wake(kept)
+        session = kept.session
+        assert session is not None
+        if session.transcript.entries and session.transcript.entries[-1].turn > kept.turns[-1]:
+            session.undo(kept.turns[-1])  # a turn whose state could not be saved
+        file_bytes = self._write(kept, hashes_after, turns_after, response)
+        if not session.transcript.entries and len(before) + len(entries) > 1:
+            last = entries[-1].turn
+            session.add_all(header, [*before, *entries], lambda turn: state if turn == last else None)
+        else:
+            for entry in entries[:-1]:
+                session.add(entry, None, header)
+            session.add(entries[-1], state, header)
+        kept.hashes, kept.turns, kept.used, kept.file_bytes = hashes_after, turns_after, time.time(), file_bytes
+        if response:
+            kept.ids[response] = len(hashes_after) - 1
 
-    def index(self, kept: Kept, hashes: Sequence[str]) -> None:
-        """Recognise a conversation by these hashes from now on."""
-        for known in hashes:
-            names = self._by_hash.setdefault(known, [])
-            if kept.id not in names:
-                names.append(kept.id)
+    def _write(self, kept: Kept, hashes: Log[str], turns: Log[int], response: str) -> int:
+        """Write what the file of a conversation lacks. Returns its size."""
+        first = len(kept.hashes) if kept.file_bytes else 1
+        lines = list[Any](zip(hashes[first:], turns[first:], strict=True))
+        if response:
+            lines[-1] = (*lines[-1], response)
+        if not kept.file_bytes:
+            about = {"model": self._model, "key": kept.key, "system": kept.system, "owner": kept.owner}
+            lines.insert(0, {**about, "first": hashes[0]})
+        data, path = "".join(json.dumps(line) + "\n" for line in lines).encode(), self._folder / kept.id / _FILE
+        with file_errors(path), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE), "wb", 0) as file:
+            file.truncate(kept.file_bytes)
+            file.seek(kept.file_bytes)
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return kept.file_bytes + len(data)
+
+    def committed(self, kept: Kept, new: int, ids: Iterable[str] = ()) -> None:
+        """Recognise a conversation by its last turns, so many of them, which were saved, and by these ids of responses;
+        it is the one used last.
+        """
+        self._index(kept, len(kept.hashes) - new if kept.nbytes else 1, ids)
+        before, kept.nbytes = kept.nbytes, _size(self._folder / kept.id)
+        self.nbytes += kept.nbytes - before
+        self.conversations[kept.id] = self.conversations.pop(kept.id)
+
+    def _index(self, kept: Kept, first: int, ids: Iterable[str] = ()) -> None:
+        """Recognise a conversation by its hashes, from this one on, and by these ids."""
+        self._by_id.update(dict.fromkeys(ids, kept))
+        for turn, known in enumerate(kept.hashes[first:], first):
+            self._by_hash.setdefault(known, {})[kept.id] = turn
 
     def to_forget(self, awake: Mapping[str, Any]) -> list[Kept]:
         """Conversations that have expired or that there is no room for, without those that are awake."""
-        now, room = time.time(), self._max_bytes
+        now, excess = time.time(), self.nbytes - self._max_bytes
         found = []
-        for kept in sorted(self.conversations.values(), key=lambda kept: -kept.used):
-            room -= kept.nbytes
-            if kept.id not in awake and kept.nbytes and (room < 0 or now - kept.used > self._expiry_s):
+        for kept in self.conversations.values():
+            if excess <= 0 and now - kept.used <= self._expiry_s:
+                break
+            if kept.id not in awake and kept.nbytes:
                 found.append(kept)
+                excess -= kept.nbytes
         return found
 
     def forget(self, kept: Kept) -> None:
         """Delete a conversation."""
         for known in kept.hashes:
-            names = self._by_hash.get(known, [])
-            if kept.id in names:
-                names.remove(kept.id)
+            names = self._by_hash.get(known, {})
+            names.pop(kept.id, None)
             if not names:
                 self._by_hash.pop(known, None)
+        for response in kept.ids:
+            self._by_id.pop(response, None)
         self.conversations.pop(kept.id, None)
+        self.nbytes -= kept.nbytes
+        kept.close()
         shutil.rmtree(self._folder / kept.id, ignore_errors=True)
 
     def _session(self, kept: Kept, create: bool) -> Session:
         return Session(kept.id, self._folder, create, self._max_states, sync_states=False)
+
+    @contextmanager
+    def _opened(self, kept: Kept) -> Iterator[Session]:
+        """The session of a conversation, which is closed again unless it is awake."""
+        if kept.session is not None:
+            yield kept.session
+            return
+        with self._session(kept, create=False) as session:
+            yield session
 
     def _delete_unwritten(self) -> None:
         """Delete conversations whose first turn was being saved when a server was killed."""
@@ -199,25 +273,41 @@ class Store:
             if _ID.fullmatch(folder.name) and not (transcript.exists() and transcript.stat().st_size):
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def _rewrite_older(self) -> None:
+        """Bring the files of earlier versions, which were written anew each turn, into the form of today."""
+        for path in self._folder.glob("*/serve.json"):
+            if not _ID.fullmatch(path.parent.name):
+                continue
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(path.read_bytes())
+                hashes = record.pop("hashes")
+                lines = [{**record, "first": hashes[0]}, *zip(hashes[1:], record.pop("turns")[1:], strict=True)]
+                text = "".join(json.dumps(line) + "\n" for line in lines)
+                write_atomically(path.with_name(_FILE), text.encode(), PRIVATE)
+                path.unlink()
+
     def _read(self) -> Iterator[Kept]:
         for path in self._folder.glob(f"*/{_FILE}"):
             try:
-                record = json.loads(path.read_bytes())
+                about, *lines = path.read_bytes().splitlines(keepends=True)
+                record, kept_bytes = json.loads(about), len(about)
                 if record["model"] != self._model:
                     continue
-                kept = Kept(path.parent.name, record["key"], record["system"], record["hashes"], record["turns"])
-                with self._session(kept, create=False) as session:  # the file is written before the turn
-                    said = {0, *(entry.turn for entry in session.transcript.entries)}
-                count = next((n for n, turn in enumerate(kept.turns) if turn not in said), len(kept.turns))
-                kept.hashes, kept.turns = kept.hashes[:count], kept.turns[:count]
-                kept.used, kept.nbytes = path.stat().st_mtime, _size(path.parent)
+                kept = Kept(path.parent.name, record["key"], record["system"], Log([record["first"]]))
+                kept.owner = record.get("owner", "")
+                with self._session(kept, create=False) as session:
+                    said = {entry.turn for entry in session.transcript.entries}
+                for line in lines:
+                    known, turn, *response = json.loads(line) if line.endswith(b"\n") else ("", 0)
+                    if turn not in said:  # its line was written before it
+                        break
+                    kept.hashes, kept.turns = kept.hashes.append(known), kept.turns.append(turn)
+                    kept.ids.update(dict.fromkeys(response, len(kept.hashes) - 1))
+                    kept_bytes += len(line)
+                kept.used, kept.nbytes, kept.file_bytes = path.stat().st_mtime, _size(path.parent), kept_bytes
                 yield kept
             except (OSError, ValueError, KeyError, TypeError, DataError) as error:
                 _log.warning("%s is left alone: %s", path.parent, error)
-
-
-def _record(kept: Kept, model: str) -> dict[str, Any]:
-    return {"model": model, "key": kept.key, "system": kept.system, "hashes": kept.hashes, "turns": kept.turns}
 
 
 def _size(folder: Path) -> int:

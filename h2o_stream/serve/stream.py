@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,10 @@ PREFILL_STEP = 256
 """Prompt tokens at a time, between steps of other conversations."""
 
 
+_LEAST = -9999.0
+"""The logprob of what is impossible, as in OpenAI's API: JSON has no infinity."""
+
+
 @dataclass(frozen=True)
 class Logprob:
     """A sampled token, how likely it was, and the likeliest ones: ids and natural logarithms of probabilities."""
@@ -32,7 +36,7 @@ class Logprob:
 
 
 class LogprobSampler(Sampler):
-    """A sampler that notes how likely its tokens were, before temperature and all else.
+    """A sampler that notes how likely its tokens were, before a grammar, temperature and all else.
 
     Attributes:
         logprobs: how many likely tokens are noted beside the sampled one; None notes nothing.
@@ -47,9 +51,9 @@ class LogprobSampler(Sampler):
         super().__init__(config, recommended, model_defaults)
         self.sampled: list[Logprob] = []
 
-    def sample(self, logits: Scores, reply: Sequence[int] = ()) -> int:
+    def sample(self, logits: Scores, reply: Sequence[int] = (), mask: Callable[[Scores], Scores] | None = None) -> int:
         """See `Sampler`."""
-        token = super().sample(logits, reply)
+        token = super().sample(logits, reply, mask)
         if self.logprobs is not None:
             self.sampled.append(_logprob(logits, token, self.logprobs))
         return token
@@ -63,6 +67,7 @@ class LogprobSampler(Sampler):
 def _logprob(logits: Scores, token: int, count: int) -> Logprob:
     top = logits.max()
     total = float(top) + float(numpy.log(numpy.exp(logits - top, dtype=numpy.float64).sum()))
+    logits = numpy.maximum(logits, numpy.float32(total + _LEAST))
     best = numpy.argpartition(logits, -count)[-count:] if count else numpy.empty(0, numpy.int64)
     best = best[(-logits[best]).argsort(kind="stable")]
     likely = tuple((int(number), float(logits[number]) - total) for number in best)
@@ -140,10 +145,10 @@ class WaitingEngine(Engine):
         self.waiting, self._logits = (), logits
 
     def end_reply(self) -> None:
-        """Let the logits go: the next turn begins with a prompt."""
-        self._logits = None
+        """Let the logits and the grammar go: the next turn begins with a prompt."""
+        self._logits = self.grammar = None
 
     def _forward(self, tokens: list[int]) -> None:
         self._logits, self.waiting = None, tokens
-        self.tokens.extend(tokens)
+        self.tokens = self.tokens.append(tokens)
         self.cache.prepare(len(tokens))

@@ -85,11 +85,16 @@ def _named(choice: Any, tools: Sequence[Tool]) -> list[Tool]:
     return [tool for tool in tools if tool["function"]["name"] == name]
 
 
+def named(calls: Sequence[Call]) -> tuple[Call, ...]:
+    """Calls with new ids."""
+    return tuple(replace(call, id="".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_SIZE))) for call in calls)
+
+
 def as_tool_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Calls as a message has them, with new ids."""
+    """Calls as a message has them."""
     return [
         {
-            "id": "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_SIZE)),
+            "id": call.id,
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }

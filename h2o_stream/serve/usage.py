@@ -1,4 +1,4 @@
-"""What replies took, and how likely their tokens were, in the forms of the API."""
+"""What replies took, in the forms of the API."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def usage(ends: Sequence[Done]) -> dict[str, Any]:
         "completion_tokens": replied,
         "total_tokens": before + read + replied,
         "prompt_tokens_details": {"cached_tokens": before},
+        "completion_tokens_details": {"reasoning_tokens": sum(end.seen.thought for end in ends)},
     }
 
 
@@ -47,25 +48,3 @@ def slots(counts: CacheCounts) -> dict[str, int]:
 def logprobs_of(messages: Iterable[Message]) -> list[Logprob]:
     """Those of pieces, in order."""
     return [logprob for message in messages if isinstance(message, Piece) for logprob in message.logprobs]
-
-
-def chat_logprobs(tokenizer: Any, logprobs: Iterable[Logprob]) -> dict[str, Any]:
-    """In the form of chat completions."""
-    return {"content": [{**_logprob(tokenizer, x.token, x.logprob), "top_logprobs": [
-        _logprob(tokenizer, *likely) for likely in x.top]} for x in logprobs]}  # fmt: skip
-
-
-def text_logprobs(tokenizer: Any, logprobs: Sequence[Logprob]) -> dict[str, Any]:
-    """In the form of completions."""
-    texts = [tokenizer.decode([x.token]) for x in logprobs]
-    return {
-        "tokens": texts,
-        "token_logprobs": [x.logprob for x in logprobs],
-        "top_logprobs": [{tokenizer.decode([token]): value for token, value in x.top} for x in logprobs],
-        "text_offset": [sum(map(len, texts[:number])) for number in range(len(texts))],
-    }
-
-
-def _logprob(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
-    text = tokenizer.decode([token])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

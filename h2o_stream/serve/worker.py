@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.memory import trim_heap
@@ -19,6 +20,7 @@ from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
 from h2o_stream.native.stepper import PromptPlan
+from h2o_stream.serve.aside import Readers
 from h2o_stream.serve.conversations import Conversations, Opened, raw_events, turn_events
 from h2o_stream.serve.endings import Endings, Job
 from h2o_stream.serve.errors import ApiError
@@ -32,6 +34,9 @@ _log = logging.getLogger(__name__)
 PROMPT_TOKENS = 256
 """Prompt tokens that are read in a step."""
 
+
+_GRAMMAR_S = 0.001
+"""Seconds after which grammars are looked at again if nothing else is to be done."""
 
 _IDLE_S = 1.0
 """Seconds without replies after which free memory goes back to the system."""
@@ -60,6 +65,7 @@ class Worker:
         self._jobs: list[Job] = []
         self._stopped = False
         self._endings = Endings(self._jobs, conversations, metrics, self.call)
+        self._readers = Readers()
         self._thread = threading.Thread(target=self._run, name="h2o-serve")
 
     def start(self) -> None:
@@ -92,19 +98,21 @@ class Worker:
     # the thread
 
     def _run(self) -> None:
-        while not (self._stopped and not self._jobs and not self._endings.saving):
+        while not (self._stopped and all(map(_is_reading, self._jobs)) and not self._endings.saving):
             try:
                 self._take_actions()
                 self._start_jobs()
-                self._advance([job for job in self._jobs if not job.live.engine.waiting])
+                self._advance([job for job in self._jobs if _may_advance(job)])
                 self._forward()
+                if self._jobs and all(map(_awaits_grammar, self._jobs)):
+                    time.sleep(_GRAMMAR_S)
                 self._send()
             except Exception as error:  # noqa: BLE001 - nothing may end the server
                 for job in list(self._jobs):
                     self._endings.give_up(job, error)
 
     def _take_actions(self) -> None:
-        idle = not self._jobs and not (self._asked and self._endings.saving < self._running)
+        idle = all(map(_is_reading, self._jobs)) and not (self._asked and self._endings.saving < self._running)
         wait_s: float | None = _IDLE_S
         while True:
             try:
@@ -140,9 +148,9 @@ class Worker:
         if ask.raw:
             opened = conversations.open_raw(ask.options)
         elif ask.after is not None:
-            opened = conversations.open_after(*ask.after, ask.options, ask.keep)
+            opened = conversations.open_after(ask.after, ask.options, ask.keep)
         else:
-            opened = conversations.open(ask.dialogue, ask.options, ask.keep)
+            opened = conversations.open(ask.dialogue, ask.hashes, ask.options, ask.keep)
         try:
             self._begin(ask, opened)
         except Exception:
@@ -151,9 +159,8 @@ class Worker:
 
     def _begin(self, ask: Ask, opened: Opened) -> None:
         live = opened.live
-        name, turns = (live.kept.id, len(live.kept.hashes)) if live.kept else ("", 0)
         if live.kept is not None:
-            self._conversations.busy.add(name)
+            self._conversations.busy.add(live.kept.id)
         sampler = live.engine.sample_by(ask.config, ask.logprobs)
         live.engine.grammar = ask.grammar
         read = raw_events if ask.raw else turn_events
@@ -162,24 +169,32 @@ class Worker:
         job.evicted_before = live.engine.counts.evicted if job.seen_before else 0
         self._metrics.opened(opened.origin, ask.seconds)
         self._jobs.append(job)
-        _log.info(
-            "conversation %s %s: %d turns known, %d to read", name, opened.origin, opened.known, len(opened.unread)
-        )
-        if not ask.try_send(Started(name, turns + len(opened.unread))):
+        _log.info("a conversation is %s: %d turns known, %d to read", opened.origin, opened.known, len(opened.unread))
+        if not ask.try_send(Started()):
             self._endings.interrupt(job)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
         """Take each reply to its next event."""
         for job in jobs:
             try:
-                if job.late:
+                if job.reading is not None:
+                    event, job.reading = job.reading, None
+                    job.event = event.result()
+                    if job.ending is not None:
+                        job.ending()
+                        continue
+                elif job.late:
                     self._endings.interrupt(job, "length")
                     continue
-                job.event = next(job.events)
+                elif job.is_long:
+                    job.reading = self._readers.submit(partial(next, job.events), partial(self.call, _nothing))
+                    continue
+                else:
+                    job.event = next(job.events)
             except Exception as error:  # noqa: BLE001 - one reply must not end the others
                 self._endings.give_up(job, error)
                 continue
-            if isinstance(job.event, PrefillProgress):
+            if isinstance(job.event, PrefillProgress) and not job.corrected:
                 job.prompt_tokens = len(job.live.engine.tokens) - job.seen_before
 
     def _forward(self) -> None:
@@ -198,7 +213,7 @@ class Worker:
 
     def _begin_steps(self) -> Iterator[Job]:
         """Choose the replies that take a token."""
-        for job in [job for job in self._jobs if job.live.engine.steps]:
+        for job in [job for job in self._jobs if not job.reading and job.live.engine.steps]:
             try:
                 job.live.engine.begin_step()
             except Exception as error:  # noqa: BLE001 - one reply must not end the others
@@ -209,7 +224,7 @@ class Worker:
     def _begin_prompts(self) -> Iterator[tuple[Job, PromptPlan]]:
         """Choose parts of prompts, in turn."""
         budget = PROMPT_TOKENS
-        for job in [job for job in self._jobs if job.live.engine.reads]:
+        for job in [job for job in self._jobs if not job.reading and job.live.engine.reads]:
             if budget <= 0:
                 return
             budget -= len(job.live.engine.waiting)
@@ -225,7 +240,8 @@ class Worker:
     def _forward_together(
         self, steps: Sequence[Job], reads: Sequence[Job], plans: Sequence[PromptPlan], shared: bool
     ) -> None:
-        started, engines = time.perf_counter(), [job.live.engine for job in (*steps, *reads)]
+        started, jobs = time.perf_counter(), [*steps, *reads]
+        engines = [job.live.engine for job in jobs]
         steppers = [engine.stepper for engine in engines]
         try:
             if plans:
@@ -233,10 +249,10 @@ class Worker:
                 logits = self._batch.forward(steppers[: len(steps)], steppers[len(steps) :], tokens, plans)
             else:
                 logits = self._batch.step(steppers)
-            for engine, row in zip(engines, logits, strict=True):
-                engine.finish(row.copy() if shared else row)
+            for job, row in zip(jobs, logits, strict=True):
+                job.live.engine.finish(row.copy() if shared or job.is_long else row)
         except Exception as error:  # noqa: BLE001 - a step must not end the server
-            for job in (*steps, *reads):
+            for job in jobs:
                 self._endings.give_up(job, error)
             return
         self._metrics.stepped(len(engines), time.perf_counter() - started)
@@ -253,10 +269,12 @@ class Worker:
     def _send_token(self, job: Job, event: Token) -> None:
         if not job.tokens:
             self._metrics.first_token(job.ask.seconds)
-        job.tokens += 1
+        job.tokens, job.thought = job.tokens + 1, job.thought + (event.thinking is not None)
         job.pieces.append(event.text)
         job.thinking.append(event.thinking or "")
         logprobs = job.sampler.take()
+        if event.thinking is not None or event.id in job.live.engine.end_tokens:
+            logprobs = ()  # they are those of the text
         counts = event.counts if job.ask.slots else None
         if event.text or event.thinking or logprobs or counts:
             sent = job.ask.try_send(Piece(event.text, event.thinking or "", logprobs, counts))
@@ -268,3 +286,24 @@ class Worker:
             self._asked.remove(ask)
         for job in [job for job in self._jobs if job.ask is ask]:
             self._endings.interrupt(job)
+
+
+def _is_reading(job: Job) -> bool:
+    """Whether its next event is still being made in another thread."""
+    return job.reading is not None and not job.reading.done()
+
+
+def _may_advance(job: Job) -> bool:
+    if job.reading is not None:
+        return job.reading.done()
+    return not job.live.engine.waiting and not _awaits_grammar(job)
+
+
+def _awaits_grammar(job: Job) -> bool:
+    """Whether what may come next is still being found, in another process."""
+    grammar = job.live.engine.grammar
+    return grammar is not None and not job.live.engine.waiting and not grammar.ready
+
+
+def _nothing() -> None:
+    """Wakes the thread up."""

@@ -19,6 +19,7 @@ from h2o_stream.errors import DataError
 from h2o_stream.resources import private_data_folder
 from h2o_stream.session.folders import AUTOMATIC, SESSIONS, sessions_folder
 from h2o_stream.session.sessions import Session
+from h2o_stream.session.state_files import LOG_FILE
 
 _NAME_LETTERS = 32
 """Most letters of a name that is made of first words."""
@@ -84,7 +85,7 @@ def make_room(limit: int) -> None:
 
 
 def _remove_states(folder: Path) -> None:
-    for file in folder.glob("*.safetensors*"):
+    for file in (*folder.glob("*.safetensors*"), *folder.glob(f"*{LOG_FILE}")):
         file.unlink(missing_ok=True)
 
 

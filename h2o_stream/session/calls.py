@@ -7,8 +7,10 @@ that write them otherwise, as XML for example, have no format here. Nothing call
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -27,6 +29,7 @@ _REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
 """What templates raise on messages that they do not know."""
 _MAX_CALLS = 8
 """Calls in a reply that must call."""
+_URI = re.compile(r"[a-z]+:[\w:/.~-]+", re.ASCII)
 _PYTHON = "<|python_tag|>"
 """With which Llama may begin a call, though its template does not."""
 
@@ -136,14 +139,18 @@ class CallFormat:
             several: whether there may be several calls.
         """
         functions = [tool.get("function", tool) for tool in tools]
+        documents = _documents(functions)
+        write = partial(_json, lenient=not all(function.get("strict") is True for function in functions))
         more = several and self.several
         if self.key:
-            items = {"anyOf": [self._schema(function) for function in functions]}
+            items = {"anyOf": [self._schema(x["name"], y) for x, y in zip(functions, documents, strict=True)]}
             listed = {"type": "array", "items": items, "minItems": 1, **({} if more else {"maxItems": 1})}
-            call = _json(listed if self.listed else items)
+            call = write(listed if self.listed else items)
         else:
             between = _literal(self.between, special)
-            call = " | ".join(f"{json.dumps(x['name'])} {between} {_json(_parameters(x))}" for x in functions)
+            call = " | ".join(
+                f"{json.dumps(x['name'])} {between} {write(y)}" for x, y in zip(functions, documents, strict=True)
+            )
         repeated = f'call more{{0,{_MAX_CALLS - 1}}} "\\n"?' if more and not self.listed and self.opening else "call"
         opening, before = _literal(self.opening, special), "SPACE?" if self.opening and self.key else ""
         after = f"SPACE? {_literal(self.closing, special)}" if self.closing else ""
@@ -152,8 +159,8 @@ class CallFormat:
             f'more: "\\n" call\nbody: {call}\nSPACE: /[ \\n]/\n'
         )
 
-    def _schema(self, function: Mapping[str, Any]) -> dict[str, Any]:
-        properties = {"name": {"const": function["name"]}, self.key: _parameters(function)}
+    def _schema(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        properties = {"name": {"const": name}, self.key: parameters}
         schema = {"type": "object", "properties": properties, "required": ["name", self.key],
                   "additionalProperties": False}  # fmt: skip
         if not self.outer:
@@ -280,14 +287,27 @@ def _marked(found: CallFormat) -> CallFormat | None:
     return found if marked and named and not any(_ID in marker for marker in found.markers) else None
 
 
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    parameters = function.get("parameters")
-    return parameters if isinstance(parameters, Mapping) and parameters else {"type": "object"}
+def _documents(functions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The parameters of functions, each with an id of its own: where it is part of another schema, what it refers to is
+    still inside itself.
+    """
+    found = dict[str, Mapping[str, Any]]()
+    for number, function in enumerate(functions):
+        given = function.get("parameters")
+        parameters = dict(given) if isinstance(given, Mapping) and given else {"type": "object"}
+        parameters.pop("$schema", None)  # old ones have other names for ids
+        own = str(parameters.get("$id"))
+        own = own if _URI.fullmatch(own) and own not in found else f"urn:function:{number}"
+        found[own] = {**parameters, "$id": own}
+    return list(found.values())
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    """A schema as a part of a grammar, with space only where templates write it."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _SPACE})}"
+def _json(schema: Mapping[str, Any], lenient: bool) -> str:
+    """A schema as a part of a grammar, with space only where templates write it.
+
+    Unless it is strict, what no grammar can say is left out, as if the model called by itself.
+    """
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_SPACE, 'lenient': lenient, 'coerce_one_of': lenient}})}"
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from h2o_stream.cache.state import State
+from h2o_stream.cache.state import State, logs_of
 from h2o_stream.engine.sampling import RngState
+from h2o_stream.logs import Log
 from h2o_stream.session.conversation_state import ConversationState
 from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.transcript import Entry
@@ -30,13 +31,13 @@ class Checkpoint:
     metadata: ConversationState
     rng_state: RngState
     session: Session | None = None
-    unsaved: tuple[Entry, ...] = ()
+    unsaved: Log[Entry] = field(default_factory=Log)
     states: Mapping[int, State] = field(default_factory=dict)
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> Log[Entry]:
         """The turns so far, without those that were undone."""
-        return list(self.unsaved) if self.session is None else self.session.transcript.entries
+        return self.unsaved if self.session is None else self.session.transcript.entries
 
     @property
     def last_turn(self) -> int:
@@ -58,7 +59,7 @@ class Checkpoint:
         states = dict(self.states) if state is None else {**self.states, entry.turn: state}
         while len(states) > 1 and (len(states) > MAX_STATES or _num_bytes(states) > _MAX_STATES_BYTES):
             del states[next(iter(states))]
-        return replace(self, metadata=metadata, unsaved=(*self.unsaved, entry), states=states)
+        return replace(self, metadata=metadata, unsaved=self.unsaved.append(entry), states=states)
 
     def release(self) -> None:
         """Close the session, for other processes."""
@@ -69,5 +70,6 @@ class Checkpoint:
 
 
 def _num_bytes(states: Mapping[int, State]) -> int:
-    arrays = {id(array): array for state in states.values() for array in state.values()}  # some are shared
-    return sum(array.nbytes for array in arrays.values())
+    arrays = {id(array): array.nbytes for state in states.values() for array in state.values()}  # some are shared
+    logs = [id(state[name]) for state in states.values() for name in logs_of(state)]  # which are the conversation's
+    return sum(arrays.values()) - sum(arrays[log] for log in logs)

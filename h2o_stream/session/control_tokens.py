@@ -12,9 +12,13 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from h2o_stream.errors import DataError
+from h2o_stream.models.tokenizer import encode
 
 _SECRET = secrets.token_hex(8)
 """Part of the control tokens' other names, so that no text has them."""
+
+
+_NO_WORD = re.compile(r"\W")
 
 
 class ControlTokens:
@@ -35,6 +39,7 @@ class ControlTokens:
         self._guarded = re.compile(guarded, re.DOTALL)
         contents = sorted((token.content for token in self._tokens.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
+        self._parts = _parts(tuple(contents))
 
     def found(self, value: Any) -> str | None:
         """The first control token in the texts of a JSON value, keys included."""
@@ -42,12 +47,34 @@ class ControlTokens:
         return next((match.group() for match in matches if match), None)
 
     def guard(self, text: str) -> str:
-        """The user's text with its control tokens marked. Templates see the same text but for these marks."""
-        return self._pattern.sub(lambda match: f"{self._open}{match.group()}{self._close}", text)
+        """The user's text with its control tokens marked, and what would be one with the text of a template before or
+        after it. Templates see the same text but for these marks.
+        """
+        marked = self._pattern.sub(lambda match: self._marked(match.group()), text)
+        starts, ends = self._parts
+        core = marked.strip()
+        size = max((size for size in range(1, min(starts.size, len(core)) + 1) if core[-size:] in starts), default=0)
+        head = max((size for size in range(1, min(ends.size, len(core)) + 1) if core[:size] in ends), default=0)
+        if not size and not head:
+            return marked
+        rest = max(len(core) - size, head)
+        core = f"{self._marked(core[:head])}{core[head:rest]}{self._marked(core[rest:])}"
+        return f"{marked[: len(marked) - len(marked.lstrip())]}{core}{marked[len(marked.rstrip()) :]}"
+
+    def guard_all(self, value: Any) -> Any:
+        """A JSON value with its texts guarded."""
+        if isinstance(value, str):
+            return self.guard(value)
+        if isinstance(value, Mapping):
+            return {self.guard_all(key): self.guard_all(item) for key, item in value.items()}
+        return [self.guard_all(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def _marked(self, text: str) -> str:
+        return text and f"{self._open}{text}{self._close}"
 
     def unguard(self, text: str) -> str:
         """A rendered text without marks."""
-        return self._edges.sub("", text)
+        return self._edges.sub("", text) if self._nonce in text else text
 
     def encode(self, rendered: str) -> list[int]:
         """Tokens of a rendered text: the tokenizer's own, except that what `guard` has marked is plain text.
@@ -55,7 +82,7 @@ class ControlTokens:
         Raises:
             DataError: the tokenizer makes control tokens of plain text.
         """
-        parts = [self._edges.sub("", part) for part in self._guarded.split(rendered)]
+        parts = [self.unguard(part) for part in self._guarded.split(rendered)]
         num_controls = sum(len(self._pattern.findall(part)) for part in parts[::2])
         if len(parts) == 1:
             tokens: list[int] = self._tokenizer(parts[0], add_special_tokens=False)["input_ids"]
@@ -66,7 +93,7 @@ class ControlTokens:
 
     def _encode_aliased(self, text: str, num_controls: int) -> list[int]:
         tokenizer, numbers, unknown = self._aliased
-        tokens = [numbers.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
+        tokens = [numbers.get(token, token) for token in encode(tokenizer, text)]
         if self._count([token for token in tokens if token != unknown]) > num_controls:
             raise DataError("the tokenizer makes control tokens of this text; accepted: a text without their names")
         return tokens
@@ -77,6 +104,22 @@ class ControlTokens:
     @cached_property
     def _aliased(self) -> tuple[Tokenizer, Mapping[int, int], int | None]:
         return _with_secret_names(self._tokenizer.backend_tokenizer.to_str())
+
+
+class _Parts(frozenset[str]):
+    """Texts, and the length of the longest one."""
+
+    @cached_property
+    def size(self) -> int:
+        return max(map(len, self), default=0)
+
+
+@lru_cache(maxsize=4)
+def _parts(contents: tuple[str, ...]) -> tuple[_Parts, _Parts]:
+    """The texts with which control tokens begin, and end, without whole ones and parts of words."""
+    places = [(text, place) for text in contents for place in range(1, len(text))]
+    starts, ends = (text[:place] for text, place in places), (text[place:] for text, place in places)
+    return _Parts(filter(_NO_WORD.search, starts)), _Parts(filter(_NO_WORD.search, ends))
 
 
 def _alias(content: str) -> str:

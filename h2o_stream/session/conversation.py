@@ -56,6 +56,7 @@ class Conversation:
             also in other words.
         thinking: see `switch_thinking`; None leaves it to the model's template.
         tools: JSON schemas of tools, which the template describes before the first turn. They are never evicted.
+        effort: how much the model is to think, see `ChatTemplate`.
 
     Attributes:
         metadata: everything besides the token stream.
@@ -75,6 +76,7 @@ class Conversation:
         recall: RecallConfig | RecallMode = "off",
         thinking: bool | None = None,
         tools: Sequence[Tool] = (),
+        effort: str | None = None,
     ) -> None:
         self.engine = engine
         self._tools = parse_tools(tools)
@@ -82,10 +84,10 @@ class Conversation:
         self.recall = Recall(
             engine,
             config,
-            lambda: self.metadata.turn_tokens(len(engine.tokens)),
+            lambda turn: self.metadata.turn_tokens(turn, len(engine.tokens)),
             lambda: place_alone(ChatTemplate(engine.tokenizer, None, engine.end_tokens)),
         )
-        self._stops, self._thinking = stops, thinking
+        self._stops, self._thinking, self._effort = stops, thinking, effort
         self._rules: Mapping[str, Any] | str | None = None
         self.active = ActiveTurn()
         self.metadata = ConversationState(system, self._template(system), stream=engine.cache.stream_number)
@@ -95,6 +97,11 @@ class Conversation:
     def system(self) -> str | None:
         """The system prompt; None leaves it to the model's template."""
         return self.metadata.system
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end a reply."""
+        return *self.engine.sampling.stop, *self._stops
 
     @property
     def pins(self) -> list[str]:
@@ -117,7 +124,7 @@ class Conversation:
     @property
     def thoughts(self) -> tuple[range, ...]:
         """Indices of the tokens of the model's thinking."""
-        return merged((*self.metadata.thoughts, self.metadata.thinking))
+        return merged((*self.metadata.thought_ranges, self.metadata.thinking))
 
     @property
     def torn(self) -> bool:
@@ -125,7 +132,8 @@ class Conversation:
         return self.engine.torn or self.metadata.stream != self.engine.cache.stream_number
 
     def _template(self, system: str | None) -> ChatTemplate:
-        return ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens, self._thinking, self._tools)
+        engine = self.engine
+        return ChatTemplate(engine.tokenizer, system, engine.end_tokens, self._thinking, self._tools, self._effort)
 
     def switch_thinking(self, thinking: bool) -> None:
         """Let the model think before it answers, or not, from the next turn on.
@@ -215,6 +223,8 @@ class Conversation:
             sampler = self.engine.sampler
             sampler.focused = bool(recalled) or self.engine.grammar is not None
             sampler.forbidden = self._labels if recalled else {}
+            budget, end = self.engine.sampling.thinking_budget, self.engine.sampling.thinking_message
+            sampler.forced = template.thinking_end(end) if reply.thinks_beyond(budget) else []
             for generated in self.engine.decode(self._stops, template.marker_tokens, thinking):
                 if isinstance(generated, Finished):
                     yield reply.finish(self.metadata.turns, generated, self.engine)
@@ -222,6 +232,8 @@ class Conversation:
                 token = reply.add_token(generated)
                 if token.thinking is not None:
                     self.metadata = replace(self.metadata, thinking=range(start, token.seen))
+                if reply.thinks_beyond(budget) and not sampler.forced:
+                    sampler.forced = template.thinking_end(end)
                 yield token
 
     def feed_turn(self, text: UserTurn, reply: str) -> FeedEvents:
@@ -261,7 +273,8 @@ class Conversation:
         self._reconcile()
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
-        return self.engine.state_dict() | self.metadata.state_dict(len(self.engine.tokens))
+        self.metadata = self.metadata.marked()
+        return self.engine.state_dict() | self.metadata.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Replace the conversation by a saved state. It continues exactly as it would have without the interruption.
@@ -325,7 +338,7 @@ class Conversation:
     def _index(self, text: str, pieces: Sequence[str], before: int) -> None:
         self._reconcile()
         metadata = self.metadata
-        if not self.torn and metadata.starts and metadata.starts[-1][0] == metadata.turns > before:
+        if not self.torn and metadata.last_start[0] == metadata.turns > before:
             self.recall.add(metadata.turns, text, "".join(pieces))
 
     def _feed(self, prompt: Prompt, pending_pin: PendingPin | None = None) -> FeedEvents:
@@ -333,7 +346,7 @@ class Conversation:
         try:
             start = len(self.engine.tokens)
             recalled = range(start + prompt.recalled.start, start + prompt.recalled.stop)
-            starts = (*before.starts, (number, start))
+            starts = before.starts.append((number, start))
             self.metadata = replace(before, turns=number, starts=starts, pending_pin=pending_pin, recalled=recalled)
             if pending_pin is not None:
                 self.engine.cache.pin(pending_pin.start, pending_pin.stop)
@@ -363,8 +376,8 @@ class Conversation:
             else:
                 metadata = replace(metadata, pins=(*metadata.pins, pending.text))
             metadata = replace(metadata, pending_pin=None)
-        if metadata.starts and metadata.starts[-1][1] == fed:
-            metadata = replace(metadata, turns=metadata.turns - 1, starts=metadata.starts[:-1])
+        if metadata.last_start[1] == fed:
+            metadata = replace(metadata, turns=metadata.turns - 1, starts=metadata.starts.shortened(2))
         if ended:
             for served in filter(None, (metadata.recalled, metadata.thinking)):
                 self.engine.cache.evict_first(served.start, min(served.stop, fed))

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
-from h2o_stream.cache.state import Array, State, checksummed, decode_json, encode_json, verify_checksums
+from h2o_stream.cache.state import (
+    Array,
+    State,
+    checksummed,
+    decode_json,
+    encode_json,
+    load_log,
+    log_state,
+    verify_checksums,
+)
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.logs import NumberLog
 from h2o_stream.session.template import ChatTemplate
 
 _KEY = "conversation"
 _CHECKSUMS = "conversation.checksums"
+_STARTS, _THOUGHTS = "conversation.starts", "conversation.thoughts"
 
 
 @dataclass(frozen=True)
@@ -35,46 +47,60 @@ class PendingPin:
 class ConversationState:
     """A conversation without its tokens, of the stream with this `H2OCache.stream_number` and no other.
 
-    `starts` has number and first token index of each turn that has tokens. The ranges are indices of tokens: read again
-    for the current turn, its thinking so far, and that of each earlier turn that has any. A system prompt of None is
-    the template's.
+    `starts` has number and first token index of each turn that has tokens, one after the other, `thoughts` start and
+    stop of the thinking of each earlier turn that has any. The ranges are indices of tokens: read again for the current
+    turn, and its thinking so far. A system prompt of None is the template's.
     """
 
     system: str | None
     template: ChatTemplate = field(compare=False)
     turns: int = 0
-    starts: tuple[tuple[int, int], ...] = ()
+    starts: NumberLog = field(default_factory=NumberLog)
     pins: tuple[str, ...] = ()
     pending_pin: PendingPin | None = None
     recalled: range = range(0)
     thinking: range = range(0)
-    thoughts: tuple[range, ...] = ()
+    thoughts: NumberLog = field(default_factory=NumberLog)
     stream: int = 0
 
     def turn_spans(self, num_tokens: int) -> list[TurnSpan]:
         """The tokens of each turn in a stream of `num_tokens` tokens, in order and without gaps."""
-        stops = [*(start for _, start in self.starts[1:]), num_tokens]
-        return [TurnSpan(turn, start, stop) for (turn, start), stop in zip(self.starts, stops, strict=False)]
+        turns, starts = self.starts[::2], self.starts[1::2]
+        return [TurnSpan(*span) for span in zip(turns, starts, [*starts[1:], num_tokens], strict=False)]
 
-    def turn_tokens(self, num_tokens: int) -> dict[int, range]:
-        """The same token indices by turn."""
-        return {span.turn: range(span.start, span.stop) for span in self.turn_spans(num_tokens)}
+    def turn_tokens(self, turn: int, num_tokens: int) -> range:
+        """The token indices of a turn; none if it has no tokens."""
+        numbers = self.starts
+        place = 2 * bisect_left(range(len(numbers) // 2), turn, key=lambda at: numbers[2 * at])
+        if place == len(numbers) or numbers[place] != turn:
+            return range(0)
+        return range(numbers[place + 1], numbers[place + 3] if place + 2 < len(numbers) else num_tokens)
+
+    @property
+    def last_start(self) -> tuple[int, int]:
+        """Number and first token index of the last turn that has tokens; -1 if none has."""
+        return (self.starts[-2], self.starts[-1]) if self.starts else (-1, -1)
+
+    @property
+    def thought_ranges(self) -> list[range]:
+        """The tokens of the thinking of each earlier turn that has any."""
+        return list(map(range, self.thoughts[::2], self.thoughts[1::2]))
 
     def turn_over(self) -> ConversationState:
         """After the turn: what was read again is no longer marked, and its thinking is that of an earlier turn."""
-        thoughts = (*self.thoughts, self.thinking) if self.thinking else self.thoughts
+        thinking = self.thinking
+        thoughts = self.thoughts.append((thinking.start, thinking.stop)) if thinking else self.thoughts
         return replace(self, recalled=range(0), thinking=range(0), thoughts=thoughts)
 
-    def state_dict(self, num_tokens: int) -> State:
-        """The metadata as arrays, for a stream of `num_tokens` tokens."""
-        values = {
-            "turns": self.turns,
-            "passages": [astuple(span) for span in self.turn_spans(num_tokens)],
-            "pins": self.pins,
-            "thoughts": [(thought.start, thought.stop) for thought in self.thoughts],
-            "system": self.system,
-        }
-        return checksummed({_KEY: encode_json(values)}, _CHECKSUMS)
+    def marked(self) -> ConversationState:
+        """The same, as `state_dict` needs it."""
+        return replace(self, starts=self.starts.marked(), thoughts=self.thoughts.marked())
+
+    def state_dict(self) -> State:
+        """The metadata as arrays."""
+        values = {"turns": self.turns, "pins": self.pins, "system": self.system}
+        logs = log_state(_STARTS, self.starts) | log_state(_THOUGHTS, self.thoughts)
+        return checksummed({_KEY: encode_json(values)}, _CHECKSUMS) | logs
 
 
 def load_conversation_state(
@@ -89,8 +115,11 @@ def load_conversation_state(
     values = decode_json(state, _KEY)
     try:
         system, turns, pins = values["system"], int(values["turns"]), tuple(map(str, values["pins"]))
-        starts = tuple((int(turn), int(start)) for turn, start, _ in values["passages"])
-        thoughts = tuple(range(int(start), int(stop)) for start, stop in values.get("thoughts", ()))  # old: without
+        if "passages" in values:  # earlier versions
+            starts = NumberLog([number for span in values["passages"] for number in span[:2]])
+            thoughts = NumberLog([number for span in values.get("thoughts", ()) for number in span])
+        else:
+            starts, thoughts = load_log(state, _STARTS), load_log(state, _THOUGHTS)
     except (KeyError, TypeError, ValueError) as error:
         raise H2OStreamError("the state of the conversation is damaged") from error
     return ConversationState(system, make_template(system), turns, starts, pins, thoughts=thoughts)

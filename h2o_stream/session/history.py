@@ -14,9 +14,10 @@ from h2o_stream.cache.state import State
 from h2o_stream.engine.engine import TORN_MESSAGE
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import DataError, H2OStreamError
+from h2o_stream.logs import Log
 from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents
 from h2o_stream.session.messages import encodable
-from h2o_stream.session.sessions import Session
+from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.transactions import NoStateError, ResumeError, Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
 from h2o_stream.session.turn import Turn
@@ -45,7 +46,7 @@ class ConversationHistory:
         return self._transactions.checkpoint.session
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> Log[Entry]:
         """The turns so far, without those that were undone."""
         return self._transactions.checkpoint.entries
 
@@ -55,7 +56,7 @@ class ConversationHistory:
 
     def earlier_states(self) -> Iterator[tuple[int, State]]:
         """The states after the turns before the last one, by turn, newest first, as far back as they are readable."""
-        for entry in reversed(self.entries[:-1]):
+        for entry in reversed(self.entries[-MAX_STATES:-1]):
             if (state := self._readable_state(entry.turn)) is None:
                 return
             yield entry.turn, state
@@ -192,7 +193,7 @@ class ConversationHistory:
                 return
             in_memory = replayed.states if session.automatic else {}
             session.add_all(self.header(), replayed.entries, ({} if in_memory else replayed.states).get)
-            transactions.checkpoint = replace(replayed, session=session, unsaved=(), states=in_memory)
+            transactions.checkpoint = replace(replayed, session=session, unsaved=Log(), states=in_memory)
 
     def regenerate(self) -> str:
         """Undo the last turn so that its message, which is returned, can be said again.

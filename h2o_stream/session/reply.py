@@ -31,6 +31,11 @@ class GrowingReply:
         self._prompt, self._recalled, self._timings = prompt, recalled, Timings()
         self._disk_bytes = disk_bytes()
 
+    def thinks_beyond(self, budget: int | None) -> bool:
+        """Whether the reply is thinking, and has for so many tokens."""
+        within = self._splitter is not None and self._splitter.thinking
+        return within and budget is not None and self._num_thinking >= budget
+
     def add_progress(self, event: PrefillProgress) -> None:
         """Note what reading the prompt took so far."""
         self._timings.prompt_tokens, self._timings.prefill_s = event.done, event.elapsed_s
@@ -72,4 +77,5 @@ class GrowingReply:
             thinking="".join(self._thinking),
             thinking_tokens=self._num_thinking,
             disk_bytes=disk_bytes() - self._disk_bytes,
+            cut=event.cut,
         )

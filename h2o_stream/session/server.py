@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPException, HTTPResponse
 from typing import Any
@@ -44,16 +44,30 @@ class Server:
         self.model = model or str(models[0]["id"])
 
     def reply(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self,
+        messages: Callable[[], Sequence[Mapping[str, Any]]],
+        new: Sequence[Mapping[str, Any]],
+        previous: str | None,
+        options: Mapping[str, Any],
     ) -> Generator[dict[str, Any], None, None]:
         """The chunks of a reply to a conversation, as the server sends them. Closing the iterator stops the reply.
+
+        Args:
+            messages: returns all of it.
+            new: its messages after the answer `previous`.
+            previous: the id of an answer from which an h2o-serve goes on, if it still knows it.
+            options: fields of the request.
 
         Raises:
             DataError: the server refuses the request, or is gone.
         """
         streaming = {"stream": True, "stream_options": {"include_usage": True}}
-        body = {"model": self.model, "messages": messages, **streaming, **options}
-        with self._open("chat/completions", body) as response:
+        body = {"model": self.model, **streaming, **options}
+        response = None
+        if previous is not None:
+            with suppress(DataError):
+                response = self._open("chat/completions", {**body, "messages": new, "previous_response_id": previous})
+        with response or self._open("chat/completions", {**body, "messages": messages()}) as response:
             try:
                 for line in response:
                     if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":

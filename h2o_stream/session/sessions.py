@@ -66,7 +66,7 @@ class Session:
                 private_data_folder(SESSIONS)
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock = FileLock(self._folder / "lock", timeout=0)
+            self._lock = FileLock(self._folder / "lock", timeout=0, thread_local=False)  # any thread may close it
             self._lock.acquire()
             self.automatic = (self._folder / AUTOMATIC).exists()
             self.transcript = Transcript(path)
@@ -106,13 +106,14 @@ class Session:
 
         What is too large, or does not fit on the disk, is left out: the text can be fed again.
         """
-        entries, lines = {entry.turn: entry for entry in self.transcript.entries}, self.transcript.line_numbers
+        entries, lines = self.transcript.entries[-MAX_STATES:], self.transcript.line_numbers[-MAX_STATES:]
+        saved = [item for item in zip(lines, entries, strict=True) if item[1].turn in states][-_CLOSING_STATES:]
         room = AUTOMATIC_BYTES // 4
         with suppress(OSError):
-            for turn in sorted(set(states) & set(lines), reverse=True)[:_CLOSING_STATES]:
-                room -= sum(array.nbytes for array in states[turn].values())
+            for line, entry in reversed(saved):
+                room -= sum(array.nbytes for array in states[entry.turn].values())
                 if room >= 0:
-                    self._states.write(lines[turn], states[turn], turn_record(entries[turn]))
+                    self._states.write(line, states[entry.turn], turn_record(entry))
         self._prune()
 
     @property
@@ -130,7 +131,7 @@ class Session:
 
     def _prune(self) -> None:
         """Delete the states of turns that are too old or were undone."""
-        recent = list(self.transcript.line_numbers.values())[-self._max_states :]
+        recent = self.transcript.line_numbers[-self._max_states :]
         self._states.keep(lambda line: line in recent)
 
     def begin(self, header: Header) -> None:
@@ -190,6 +191,7 @@ class Session:
         """
         records = [turn_record(entry) for entry in entries]
         first, before = self.transcript.line_count + 2, self.transcript.line_count
+        self._states.start_logs()
         try:
             for line, (entry, record) in list(enumerate(zip(entries, records, strict=True), first))[
                 -self._max_states :
@@ -202,6 +204,7 @@ class Session:
         finally:
             if self.transcript.line_count == before:
                 self._states.keep(lambda number: number < first)
+                self._states.start_logs()
         self._prune()
 
     def undo(self, turn: int) -> None:
@@ -219,4 +222,4 @@ class Session:
         Raises:
             DataError: the file is damaged.
         """
-        return self._states.read(self.transcript.line_numbers.get(turn, 0), turn)
+        return self._states.read(self.transcript.line_of(turn), turn)

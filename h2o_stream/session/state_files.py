@@ -1,24 +1,39 @@
-"""The states of a session on disk."""
+"""The states of a session on disk.
+
+What grows with a conversation is not written again with each state: segments of memories are files that never change,
+logs are files that only get longer, of which a state names a length.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy
 from safetensors import SafetensorError, safe_open
 
-from h2o_stream.cache.state import Array, State
+from h2o_stream.cache.state import MARKS, Array, State, logs_of
 from h2o_stream.cache.token_memory import MEMORY_FILE, sealed_segments
 from h2o_stream.errors import DataError
 from h2o_stream.resources import PRIVATE, atomic_file, write_atomically
 from h2o_stream.session.mapped_file import map_file
 from h2o_stream.session.state_format import decode_state, write_state
 
-_SEGMENTS = "segments"
-"""What names the files of shared arrays in a file's metadata."""
+_SEGMENTS, _LOGS = "segments", "logs"
+"""What names the files of shared arrays in a file's metadata; of logs with their lengths."""
+
+LOG_FILE = ".log"
+"""What the names of files with logs end with."""
+
+_NUMBER = numpy.dtype("<i4")
+
+Mark = tuple[int, int]
+"""See `NumberLog.marks`."""
 
 
 class StateFiles:
@@ -31,6 +46,11 @@ class StateFiles:
 
     def __init__(self, folder: Path, sync: bool = True) -> None:
         self._folder, self._sync = folder, sync
+        self._logs = dict[str, tuple[str, set[Mark]]]()  # the file of each log, and marks of what is in it
+
+    def start_logs(self) -> None:
+        """Write logs into new files from now on, because what follows is another conversation."""
+        self._logs.clear()
 
     def write(self, line: int, state: Mapping[str, Array], record: Mapping[str, Any]) -> None:
         """Save the state after a line, together with the record of that line.
@@ -42,8 +62,11 @@ class StateFiles:
         for name, file in sealed.items():
             if not (path := self._folder / file).exists():
                 write_atomically(path, state[name].tobytes(), PRIVATE)
-        metadata = {"line": json.dumps(record, ensure_ascii=False), _SEGMENTS: json.dumps(sealed)}
-        others = {name: array for name, array in state.items() if name not in sealed}
+        logs = {name: (self._write_log(name, state), len(state[name])) for name in logs_of(state) if len(state[name])}
+        metadata = {
+            "line": json.dumps(record, ensure_ascii=False), _SEGMENTS: json.dumps(sealed), _LOGS: json.dumps(logs),
+        }  # fmt: skip
+        others = {name: array for name, array in state.items() if name not in sealed | logs}
         with atomic_file(self._path(line), PRIVATE, self._sync) as written:
             write_state(written, others, metadata)
 
@@ -58,10 +81,29 @@ class StateFiles:
             return None
         path = self._path(line)
         try:
-            segments = {name: map_file(self._folder / file) for name, file in self._segments(path).items()}
-            return decode_state(path.read_bytes()) | segments
-        except (SafetensorError, OSError) as error:
+            shared, logs = self._shared(path)
+            state = decode_state(path.read_bytes())
+            state |= {name: map_file(self._folder / file) for name, file in shared.items()}
+            for name, (file, length) in logs.items():
+                state[name] = numpy.fromfile(self._folder / file, _NUMBER, length)
+                self._logs[name] = file, _marks(state, name)
+            return state
+        except (SafetensorError, OSError, ValueError) as error:
             raise DataError(f"{path}: damaged: {error}") from error
+
+    def _write_log(self, name: str, state: Mapping[str, Array]) -> str:
+        """Write what a file lacks of a log, and return its name. Where nothing is known to be the same, it is new."""
+        file, known = self._logs.pop(name, ("", set()))
+        common = max(known & _marks(state, name), default=(0, 0))[0]
+        if not common or _size(self._folder / file) < common * _NUMBER.itemsize:
+            file, common = f"{name}-{secrets.token_hex(4)}{LOG_FILE}", 0
+        with os.fdopen(os.open(self._folder / file, os.O_WRONLY | os.O_CREAT, PRIVATE), "wb", 0) as written:
+            written.seek(common * _NUMBER.itemsize)
+            written.write(state[name][common:].astype(_NUMBER).data)
+            if self._sync:
+                os.fsync(written.fileno())
+        self._logs[name] = file, _marks(state, name)
+        return file
 
     def record(self, line: int) -> dict[str, Any] | None:
         """The record of a turn's line; None if its state is missing or damaged."""
@@ -81,22 +123,35 @@ class StateFiles:
         self._delete_unused()
 
     def _delete_unused(self) -> None:
-        """Delete the segments of memories that no state names any more."""
-        if not (files := set(self._folder.glob(f"{MEMORY_FILE}*"))):
+        """Delete the segments of memories and the logs that no state names any more."""
+        if not (files := {*self._folder.glob(f"{MEMORY_FILE}*"), *self._folder.glob(f"*{LOG_FILE}")}):
             return
         for path in self._folder.glob("state-*.safetensors"):
-            with suppress(SafetensorError, OSError):
-                files -= {self._folder / file for file in self._segments(path).values()}
+            with suppress(SafetensorError, OSError, ValueError):
+                shared, logs = self._shared(path)
+                files -= {self._folder / file for file in (*shared.values(), *(file for file, _ in logs.values()))}
         for file in files:
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 
     @staticmethod
-    def _segments(path: Path) -> dict[str, str]:
-        """The files of the arrays that a state shares with others, by their names."""
+    def _shared(path: Path) -> tuple[dict[str, str], dict[str, tuple[str, int]]]:
+        """The files of the arrays that a state shares with others, by their names; and of logs, with their lengths."""
         with safe_open(path, "np") as file:
-            segments: dict[str, str] = json.loads((file.metadata() or {}).get(_SEGMENTS, "{}"))
-        return {name: file for name, file in segments.items() if file.startswith(MEMORY_FILE) and "/" not in file}
+            metadata = file.metadata() or {}
+        segments, logs = (json.loads(metadata.get(name, "{}")) for name in (_SEGMENTS, _LOGS))
+        return (
+            {name: file for name, file in segments.items() if file.startswith(MEMORY_FILE) and "/" not in file},
+            {name: (file, length) for name, (file, length) in logs.items() if "/" not in file},
+        )
 
     def _path(self, line: int) -> Path:
         return self._folder / f"state-{line:08}.safetensors"
+
+
+def _marks(state: Mapping[str, Array], name: str) -> set[Mark]:
+    return set(map(tuple, state[name + MARKS].tolist()))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

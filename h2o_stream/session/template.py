@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS
+from h2o_stream.config import EFFORT_VARIABLE, THINKING_VARIABLES, THINKING_WORDS
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
 from h2o_stream.models.rendering import apply_template
@@ -64,7 +64,8 @@ class ChatTemplate:
     """Formats the turns of a conversation as token ids.
 
     With None, the system prompt, or whether the model is to think, is left to the template; only templates with a
-    switch for thinking follow it. The first turn describes the tools, which are JSON schemas.
+    switch for thinking follow it. `effort` is how much it is to think, for templates that say so. The first turn
+    describes the tools, which are JSON schemas.
     """
 
     def __init__(
@@ -74,23 +75,26 @@ class ChatTemplate:
         end_tokens: Collection[int],
         thinking: bool | None = None,
         tools: Sequence[Tool] = (),
+        effort: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._tools = list(tools)
         self._system = system
         self._thinking = thinking
         self._end_tokens = end_tokens
         self._added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special = tuple(token.content for token in self._added.values())
         self._controls = ControlTokens(tokenizer)
+        self._tools: list[Tool] = self._controls.guard_all(tools)
         self._nonce = secrets.token_hex(8)
-        self._variables, self._word = dict[str, bool | int](), ""
+        self._variables, self._word = dict[str, bool | int | str](), ""
         switch = "" if thinking is None else self.thinking_switch or ""
         if switch in THINKING_VARIABLES:
             on, off = THINKING_VARIABLES[switch]
             self._variables = {switch: on if thinking else off}
         elif switch:
             self._word = next(on for on, off in THINKING_WORDS if off == switch) if thinking else switch
+        if effort is not None:
+            self._variables[EFFORT_VARIABLE] = effort
 
     def first_turn(self, user: UserTurn) -> Prompt:
         """The first turn. Everything before the user's message is pinned, including system prompt and tools.
@@ -135,8 +139,11 @@ class ChatTemplate:
         return replace(prompt, tokens=[*prompt.tokens, *tokens], num_thinking=None)
 
     def _begun(self, text: str, thinking: bool) -> list[int]:
-        closing = self._controls.encode(f"\n{self.markers.closing}\n\n") if thinking and self.markers else []
-        return [*closing, *self._controls.encode(self._controls.guard(text))]
+        return [*(self.thinking_end() if thinking else ()), *self._controls.encode(self._controls.guard(text))]
+
+    def thinking_end(self, message: str = "") -> list[int]:
+        """The tokens that end thinking where it would go on."""
+        return self._controls.encode(self.markers.ended(self._controls.guard(message))) if self.markers else []
 
     @cached_property
     def markers(self) -> Markers | None:
@@ -247,17 +254,21 @@ class ChatTemplate:
 
     def _render_turn(self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]) -> str:
         """What the template makes of these very messages, with their control tokens marked."""
-        guarded = [{**message, "content": self._controls.guard(message["content"])} for message in messages]
+        guarded = [{**self._controls.guard_all(message), "role": message["role"]} for message in messages]
         system = self._system and self._controls.guard(self._system)
         marked = render(guarded, system)
         changed = system != self._system or guarded != list(messages)
-        if changed and self._controls.unguard(marked) != render(messages, self._system):
-            found = self._controls.found([self._system or "", *(message["content"] for message in messages)])
-            raise DataError(f"the chat template changes texts with the control token {found}; accepted: other texts")
+        if changed and self._controls.unguard(marked) != self._controls.unguard(render(messages, self._system)):
+            found = self._controls.found([self._system or "", *messages])
+            what = f"the control token {found}" if found else "a part of a control token at their edge"
+            raise DataError(f"the chat template changes texts with {what}; accepted: other texts")
         return marked
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, bool | int] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, bool | int | str] | None = None,
     ) -> str:
         options = {"add_generation_prompt": True, **(variables or self._variables)}
         try:

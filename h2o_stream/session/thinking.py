@@ -27,6 +27,11 @@ class Markers:
         """All of these texts."""
         return self.opening, self.closing, *self.skipped, *((self.ending,) if self.ending else ())
 
+    def ended(self, message: str) -> str:
+        """What ends thinking where it would go on, so that the answer follows."""
+        closing = f"{self.closing}{''.join(self.skipped)}"
+        return f"{message}{closing}" if self.skipped else f"{message}\n{closing}\n\n"
+
     def unclosed(self, text: str) -> str:
         """The end of a text from an opening on that is not closed; empty if there is none."""
         start = text.rfind(self.opening)

@@ -18,6 +18,7 @@ from h2o_stream.cache.state import State
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.engine.sampling import RngState
 from h2o_stream.errors import DataError, H2OStreamError, means_out_of_memory
+from h2o_stream.logs import Log
 from h2o_stream.recall.recall import SaidTurn
 from h2o_stream.session.checkpoint import Checkpoint
 from h2o_stream.session.conversation import Conversation
@@ -80,7 +81,7 @@ class Transactions:
         finally:
             self.discard_opened()
             checkpoint, self._opened = self.checkpoint, None
-            self.checkpoint = replace(checkpoint, session=None, unsaved=tuple(checkpoint.entries))
+            self.checkpoint = replace(checkpoint, session=None, unsaved=checkpoint.entries)
             self.conversation.recall.use(None)
             checkpoint.release()
 
@@ -169,7 +170,7 @@ class Transactions:
     def commit_up_to(self, turn: int) -> None:
         """Commit the current conversation, with the turns up to this one; 0 for none."""
         old = self.checkpoint
-        unsaved = tuple(entry for entry in old.unsaved if entry.turn <= turn)
+        unsaved = old.unsaved.upto(turn, lambda entry: entry.turn)
         states = {number: state for number, state in old.states.items() if number <= turn}
         self.checkpoint = Checkpoint(self.conversation.metadata, self.rng_state, old.session, unsaved, states)
 
@@ -183,7 +184,7 @@ class Transactions:
             return
         state = self.copy_state()  # closes the turn, so the metadata is final afterwards
         checkpoint, metadata = self.checkpoint, self.conversation.metadata
-        if not metadata.starts or metadata.starts[-1][0] != metadata.turns:  # nothing was fed
+        if metadata.last_start[0] != metadata.turns:  # nothing was fed
             self.checkpoint = replace(checkpoint, metadata=metadata)
             return
         if kind == "pinned" and metadata.pins == checkpoint.metadata.pins:  # cut off before its end
@@ -198,13 +199,13 @@ class Transactions:
             session.add(entry, None if session.automatic else state, self.header)
         except DataError:
             states = {} if state is None else {entry.turn: state}
-            self.checkpoint = replace(longer, unsaved=(), states=longer.states if session.automatic else states)
+            self.checkpoint = replace(longer, unsaved=Log(), states=longer.states if session.automatic else states)
             if not (session.automatic and self._refused):
                 self._refused = session.automatic
                 raise
             return
         self._refused = False
-        self.checkpoint = replace(longer, unsaved=(), states=longer.states if session.automatic else {})
+        self.checkpoint = replace(longer, unsaved=Log(), states=longer.states if session.automatic else {})
 
     def _start_session(self) -> None:
         """Keep the conversation in an automatic session from now on, if there is to be one.
@@ -228,7 +229,7 @@ class Transactions:
                 raise DataError(f"this chat is not kept, which is tried again after every turn: {error}") from error
             return
         self._refused = False
-        self.checkpoint = replace(checkpoint, session=session, unsaved=())
+        self.checkpoint = replace(checkpoint, session=session, unsaved=Log())
 
     def roll_back(self) -> None:
         """Return to the checkpoint. If its state is no longer available, the conversation is torn until a reset."""

@@ -10,16 +10,20 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from h2o_stream.errors import ConfigError, DataError, file_errors
+from h2o_stream.logs import Log
 from h2o_stream.resources import PRIVATE, write_atomically
 from h2o_stream.session.jsonl import build, check_type
 
 Kind = Literal["said", "told", "pinned"]
+
+_TURN = attrgetter("turn")
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class _Content:
 
     line_count: int = 0
     header: Header | None = None
-    entries: tuple[Entry, ...] = ()
-    line_numbers: tuple[int, ...] = ()
+    entries: Log[Entry] = field(default_factory=Log)
+    line_numbers: Log[int] = field(default_factory=Log)
 
     def with_record(self, record: Mapping[str, Any]) -> _Content:
         """A copy with one more line."""
@@ -68,11 +72,11 @@ class _Content:
         if kind == "turn":
             record = {"thinking": "", **record}  # only turns that have any write it
             entry = build(Entry, {field.name: record[field.name] for field in fields(Entry)})
-            return _Content(count, self.header, (*self.entries, entry), (*self.line_numbers, count))
+            return _Content(count, self.header, self.entries.append(entry), self.line_numbers.append(count))
         if kind == "undo":
             turn = check_type(record["turn"], int)
-            kept = len([entry for entry in self.entries if entry.turn <= turn])
-            return _Content(count, self.header, self.entries[:kept], self.line_numbers[:kept])
+            entries = self.entries.upto(turn, _TURN)
+            return _Content(count, self.header, entries, self.line_numbers.first(len(entries)))
         raise ValueError(kind)
 
 
@@ -96,9 +100,9 @@ class Transcript:
         return self._content.header
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> Log[Entry]:
         """Its turns, without those that were undone."""
-        return list(self._content.entries)
+        return self._content.entries
 
     @property
     def line_count(self) -> int:
@@ -106,16 +110,22 @@ class Transcript:
         return self._content.line_count
 
     @property
-    def line_numbers(self) -> dict[int, int]:
-        """The line number of each turn."""
-        turns = (entry.turn for entry in self._content.entries)
-        return dict(zip(turns, self._content.line_numbers, strict=True))
+    def line_numbers(self) -> Log[int]:
+        """The line number of each of them."""
+        return self._content.line_numbers
+
+    def line_of(self, turn: int) -> int:
+        """The line number of a turn; 0 if there is none."""
+        place = len(self.entries.upto(turn, _TURN)) - 1
+        return self.line_numbers[place] if place >= 0 and self.entries[place].turn == turn else 0
 
     def _read(self) -> None:
         with file_errors(self.path):
-            data = self.path.read_bytes()
-        self._size = data.rfind(b"\n") + 1  # an unterminated last line was being written at a crash
-        for number, line in enumerate(data[: self._size].splitlines(), 1):
+            lines = self.path.read_bytes().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                break  # was being written at a crash
+            self._size += len(line)
             try:
                 self._content = self._content.with_record(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -51,6 +51,7 @@ class Turn:
         detail: a line for the user if the reply was cut short.
         beyond_context: original positions have exceeded the model's trained context.
         thinking_tokens: number of tokens generated for it.
+        cut: see `Finished`.
         disk_bytes: read from disk meanwhile: weights that were not in memory, if there are many.
     """
 
@@ -67,6 +68,7 @@ class Turn:
     thinking: str = ""
     thinking_tokens: int = 0
     disk_bytes: int = 0
+    cut: bool = False
 
     def record(self, question_id: int | str | None = None) -> dict[str, Any]:
         """The turn as a ``--jsonl`` record. Only a turn with thinking has fields for it."""

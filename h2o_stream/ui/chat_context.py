@@ -193,7 +193,13 @@ class ChatContext:
         changed = cache if model is None else {"model": model}
         options = {name: value for name, value in changed.items() if name in self.sources}
         self.keep_options(f"/{next(iter(changed))}", **options)
-        self.jsonl.write({"type": "change", "turn": new.conversation.metadata.turns, **new.describe()})
+        self.record_change()
+
+    def record_change(self) -> None:
+        """Write a record of what the conversation goes on with."""
+        self.jsonl.write({
+            "type": "change", "turn": self.loaded.conversation.metadata.turns, **self.loaded.describe(),
+        })  # fmt: skip
 
     def _settings(self, model: str | None, cache: Mapping[str, Any]) -> Settings:
         """The settings of the conversation as it is now, with another model or cache."""

@@ -154,6 +154,8 @@ class Commands(SessionCommands):
         if self._context.feed(self._history.pin(argument)):
             counts = self._history.conversation.engine.counts
             self._terminal.note("pinned" + f"; window {counts.window_note}" * (counts.window > before))
+            if counts.window > before:
+                self._context.record_change()
 
     def _pins(self, argument: str) -> None:
         conversation = self._history.conversation

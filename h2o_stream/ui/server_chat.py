@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,12 @@ from rich.text import Text
 
 from h2o_stream.config import ChatConfig, SamplingConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.logs import Log
 from h2o_stream.resources import named_prompts, user_path
 from h2o_stream.session.automatic import automatic_session
+from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.messages import encodable
+from h2o_stream.session.run_record import run_record
 from h2o_stream.session.server import Server
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Entry, Header, export
@@ -39,23 +43,32 @@ class ServerChat:
     """
 
     def __init__(
-        self, server: Server, options: Mapping[str, Any], system: str | None, config: ChatConfig, terminal: Terminal
+        self,
+        server: Server,
+        options: Mapping[str, Any],
+        system: str | None,
+        config: ChatConfig,
+        terminal: Terminal,
+        jsonl: JsonlWriter,
     ) -> None:
         self._server, self._options, self._system = server, dict(options), system
-        self._config, self._terminal = config, terminal
-        self._entries = list[Entry]()
+        self._config, self._terminal, self._jsonl = config, terminal, jsonl
+        self._entries = Log[Entry]()
         self._session: Session | None = None
         self._automatic = terminal.interactive and config.prompt is None and config.history
         self._draft, self._edited = "", 0
+        self._previous: str | None = None  # the server's id of the last answer
         self._status = server.model
         self._leaving = False
 
     def __enter__(self) -> ServerChat:
+        self._jsonl.write(run_record("h2o-chat", server=self._server.url, model=self._server.model, **self._options))
         if self._config.session is not None:
             self._open(Session(self._config.session))
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._jsonl.write({"type": "summary", "turns": len(self._entries)})
         if self._session is not None:
             self._session.close()
 
@@ -108,12 +121,16 @@ class ServerChat:
             self._go_back(len(self._entries) - self._edited + 1)
             self._edited = 0
         message, text, thinking, finish = encodable(message), "", "", "interrupted"
-        chunks = self._server.reply([*self._messages(), {"role": "user", "content": message}], self._options)
+        new = {"role": "user", "content": message}
+        chunks = self._server.reply(lambda: [*self._messages(), new], [new], self._previous, self._options)
+        self._previous = None
         last: dict[str, Any] = {}
+        times = [time.perf_counter()]
         try:
             with closing(chunks), self._terminal.unechoed(), self._reply() as reply:
                 for chunk in chunks:
-                    last |= {name: chunk[name] for name in ("usage", "h2o") if chunk.get(name)}
+                    times[1:] = [times[1] if len(times) > 1 else time.perf_counter(), time.perf_counter()]
+                    last |= {name: chunk[name] for name in ("id", "usage", "h2o") if chunk.get(name)}
                     for choice in chunk.get("choices", ()):
                         delta = choice.get("delta") or {}
                         if thought := delta.get("reasoning_content"):
@@ -125,7 +142,10 @@ class ServerChat:
         except KeyboardInterrupt:
             finish = "interrupted"
         turn = self._entries[-1].turn + 1 if self._entries else 1
-        self._keep(Entry(turn, message, text, "said", finish, thinking=thinking))
+        self._previous = last.get("id") if "h2o" in last else None
+        entry = Entry(turn, message, text, "said", finish, thinking=thinking)
+        self._keep(entry)
+        self._jsonl.write(_record(entry, last, times))
         self._note(last, finish)
         return finish == "interrupted"
 
@@ -160,7 +180,7 @@ class ServerChat:
         return Header(self._server.model, "server", 0, self._system)
 
     def _keep(self, entry: Entry) -> None:
-        self._entries.append(entry)
+        self._entries = self._entries.append(entry)
         try:
             if self._session is None and self._automatic:
                 session = automatic_session(self._entries[0].prompt)
@@ -175,10 +195,10 @@ class ServerChat:
     def _go_back(self, count: int) -> list[Entry]:
         if not 1 <= count <= len(self._entries):
             raise H2OStreamError(f"cannot undo {count} turns, there are {len(self._entries)}")
-        kept, undone = self._entries[:-count], self._entries[-count:]
+        kept, undone = self._entries.first(len(self._entries) - count), self._entries[-count:]
         if self._session is not None:
             self._session.undo(kept[-1].turn if kept else 0)
-        self._entries = kept
+        self._entries, self._previous = kept, None
         return undone
 
     # commands
@@ -226,13 +246,13 @@ class ServerChat:
             self._session = None
         elif self._session is not None:
             self._session.begin(replace(self._header(), system=system))
-        self._entries, self._system = [], system
+        self._entries, self._system, self._previous = Log(), system, None
         self._terminal.note("Started a new conversation.")
 
     def _set(self, argument: str) -> None:
         name, value = parse_setting(argument)
         SamplingConfig(**{name: value})  # refuses what is out of range
-        self._options[name] = value
+        self._options[name], self._previous = value, None
         self._terminal.note(f"{name} is now {value}")
 
     def _file(self, argument: str) -> str:
@@ -253,6 +273,32 @@ class ServerChat:
 
     def _exit(self, argument: str) -> None:
         self._leaving = True
+
+
+def _record(entry: Entry, last: Mapping[str, Any], times: Sequence[float]) -> dict[str, Any]:
+    """A turn as a ``--jsonl`` record, as far as the server tells. Until its first chunk it reads the message.
+
+    Args:
+        entry: the turn.
+        last: what its last chunks had.
+        times: when it was asked for, and of the first and of the last chunk.
+    """
+    usage, slots = last.get("usage", {}), last.get("h2o", {}).get("slots", {})
+    known = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    names = {"window": "window", "seen": "seen_tokens", "cached": "cached_tokens", "evicted": "evicted_tokens"}
+    return {
+        "type": "turn",
+        "turn": entry.turn,
+        "prompt_tokens": usage["prompt_tokens"] - known if "prompt_tokens" in usage else None,
+        "new_tokens": usage.get("completion_tokens"),
+        "prefill_s": round(times[1] - times[0], 4) if len(times) > 1 else None,
+        "decode_s": round(times[2] - times[1], 4) if len(times) > 1 else None,
+        **{name: slots.get(key) for key, name in names.items()},
+        "cache_bytes": slots.get("nbytes"),
+        "text": entry.text,
+        **({"thinking": entry.thinking} if entry.thinking else {}),
+        "finish": entry.finish,
+    }
 
 
 def _number(text: str) -> int:

@@ -5,9 +5,9 @@
 #include <array>
 
 #include "buffer.h"
-#include "dot.h"
 #include "rounding.h"
 #include "threads.h"
+#include "vector_group.h"
 
 // Vectors of `size` elements and, for packed matrices, the same rounded in groups of 32 (rounding.h). Vectors
 // may be longer than a matrix has columns; the excess is ignored.

@@ -2,7 +2,7 @@
 // messages and what its cache held last; a reply has versions, of which `at` is shown and sent.
 "use strict";
 
-const PREFIX = "h2o-chat-";
+const PREFIX = "h2o-chat-", REQUEST_BYTES = 3 * 2 ** 20;
 let chats = stored();
 let chat = chats.find(each => each.id === sessionStorage.getItem("h2o-current")) || chats[0] || begun();
 
@@ -43,9 +43,17 @@ function contentOf(message) {
   return message.role === "user" ? message.content : version(message).content;
 }
 
-/** The first messages of the chat as the server takes them. */
-function sent(count) {
-  return chat.messages.slice(0, count).map(message => ({ role: message.role, content: contentOf(message) }));
+/** The first messages of the chat as the server takes them: those after the last reply of which it has told an id, or
+ * all that fit into a request. */
+function sent(count, all = false) {
+  const messages = chat.messages.slice(0, count);
+  const last = all ? -1 : messages.findLastIndex(message => message.role === "assistant" && version(message).id);
+  const taken = messages.slice(last + 1).map(message => ({ role: message.role, content: contentOf(message) }));
+  for (let size = 0, first = taken.length - 1; first >= 0; first -= 1) {
+    size += new Blob([JSON.stringify(taken[first])]).size;
+    if (size > REQUEST_BYTES && first < taken.length - 1) { taken.splice(0, first + (taken[first].role === "user" ? 2 : 1)); break; }
+  }
+  return { messages: taken, ...(last >= 0 && { previous_response_id: version(messages[last]).id }) };
 }
 
 function titleOf({ messages }) {

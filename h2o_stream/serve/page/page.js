@@ -148,8 +148,14 @@ async function refused(answer) {
   return new Error(answer.status === 401 ? `${error}; open this page with #key=... in its address` : error);
 }
 
-async function* chunks(body, signal) {
-  const answer = await fetch("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+/** The chunks of the answer to the first of these requests whose previous reply the server still knows. */
+async function* chunks(requests, signal) {
+  let answer;
+  for (const request of requests) {
+    const body = JSON.stringify({ ...request, stream: true, stream_options: { include_slots: true } });
+    answer = await fetch("/v1/chat/completions", { method: "POST", headers, body, signal });
+    if (answer.status !== 404) break;
+  }
   if (!answer.ok) throw await refused(answer);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = "", part; !(part = await reader.read()).done;) {
@@ -168,7 +174,8 @@ async function* chunks(body, signal) {
 async function reply(again = null) {
   stop();
   const asking = chat, message = again || replyMessage(), control = running = new AbortController();
-  const asked = sent(again ? -1 : undefined), before = message.at;
+  const count = again ? -1 : undefined, before = message.at;
+  const requests = [sent(count), sent(count, true)];  // the second one, if the server does not know the first any more
   if (again) message.at = message.versions.push({ content: "", thinking: "" }) - 1;
   else chat.messages.push(message);
   draw();
@@ -186,8 +193,8 @@ async function reply(again = null) {
     if (near) scrollTo(0, document.body.scrollHeight);
   };
   try {
-    const body = { messages: asked, stream: true, stream_options: { include_slots: true } };
-    for await (const chunk of chunks(body, control.signal)) {
+    for await (const chunk of chunks(requests, control.signal)) {
+      now.id = chunk.id;
       const delta = chunk.choices[0]?.delta || {};
       now.thinking += delta.reasoning_content || "";
       now.content += delta.content || "";

@@ -1,0 +1,65 @@
+"""Long work of requests: in threads that nobody else waits for, and in pieces between which others have their turn.
+
+Python threads take turns, except during a single call of a library. Tokenizers let others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from json import scanner
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LONG = 10_000
+"""Characters from which a request is long: so many are tokenized in 15 ms."""
+
+_READERS = 2
+
+
+async def aside(size: int, work: Callable[[], T]) -> T:
+    """The result of work on so many characters, from another thread if they are many."""
+    return work() if size < LONG else await asyncio.to_thread(work)
+
+
+class PatientDecoder(json.JSONDecoder):
+    """Reads JSON as `json.loads` does, in Python but for the strings, so that other threads go on meanwhile."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+class Readers:
+    """Threads for the long steps of replies. They do not keep a process from ending."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._started = False
+
+    def submit(self, work: Callable[[], T], done: Callable[[], None]) -> Future[T]:
+        """Do work in a thread, which then calls `done`."""
+        if not self._started:
+            self._started = True
+            for number in range(_READERS):
+                threading.Thread(target=self._run, name=f"h2o-read-{number}", daemon=True).start()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - the worker raises it
+                future.set_exception(error)
+            done()
+
+        self._work.put(run)
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()

@@ -1,0 +1,114 @@
+"""The process that compiles grammars, and says token by token what they allow; see `grammars`.
+
+It makes llguidance's tokenizer once. For each grammar it forks a process with limits of memory and time: a schema of
+two kilobytes can ask for all memory and for years, whatever llguidance's own limits are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+from h2o_stream.engine.grammar import compile_rules, guided
+from h2o_stream.errors import DataError
+from h2o_stream.session.thinking import Markers
+
+MAX_BYTES, COMPILE_S, REPLY_S = 2**28, 5, 600
+"""Memory of a grammar beside that of the tokenizer, and processor seconds until it is compiled and of all that follows;
+the last limit only ends what its server has left behind."""
+
+_NICE = 10
+
+_STEP = struct.Struct("<Ii")
+"""Number of a reply, and the grammar it begins with, or -1; the tokens follow."""
+
+
+def step_message(reply: int, grammar: int, tokens: Sequence[int]) -> bytes:
+    """The message that appends tokens to a reply."""
+    return _STEP.pack(reply, grammar) + struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def main() -> None:
+    """Fork a process for each connection that arrives, until the server is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with Connection(int(sys.argv[1])) as server, suppress(EOFError):
+        told = json.loads(server.recv_bytes())
+        tokenizer = guided(told["tokenizer"], told["vocabulary"], tuple(told["ends"]))
+        added = {int(number): text for number, text in told["added"].items()}
+        server.send_bytes(b"")
+        while True:
+            handle = recv_handle(server)
+            if os.fork() == 0:
+                server.close()
+                with Connection(handle) as client, suppress(EOFError, OSError):
+                    _serve(client, tokenizer, added)
+                os._exit(0)
+            os.close(handle)
+
+
+def _serve(client: Connection, tokenizer: Any, added: Mapping[int, str]) -> None:
+    client.send_bytes(str(os.getpid()).encode())
+    asked = json.loads(client.recv_bytes())
+    _limit(COMPILE_S)
+    os.nice(_NICE)
+    thinking = asked["thinking"] and Markers(**asked["thinking"])
+    try:
+        grammars = [x for x in compile_rules(tokenizer, added, asked["rules"], thinking) if x is not None]
+        masks = [list(_masks(grammar, asked["begun"])) for grammar in grammars]
+    except DataError as error:
+        client.send_bytes(b"-" + str(error)[:1000].encode(errors="replace"))
+        return
+    except RecursionError:
+        client.send_bytes(b"-it is too deep")
+        return
+    client.send_bytes(b"+")
+    for mask in (mask for of_one in masks for mask in of_one):
+        client.send_bytes(mask)
+    resource.setrlimit(resource.RLIMIT_CPU, (REPLY_S, REPLY_S))
+    replies = dict[int, Any]()
+    while True:
+        message = client.recv_bytes()
+        number, grammar = _STEP.unpack_from(message)
+        if grammar >= 0:
+            replies[number] = grammars[grammar].deep_copy()
+        for (token,) in struct.iter_unpack("<i", message[_STEP.size :]):
+            replies[number].consume_token(token)
+        client.send_bytes(struct.pack("<I", number) + _mask(replies[number]))
+
+
+def _limit(seconds: int) -> None:
+    with open("/proc/self/statm") if sys.platform == "linux" else open(os.devnull) as file:  # noqa: PTH123
+        pages = int((file.read().split() or ["0"])[0])
+    memory = pages * resource.getpagesize() + MAX_BYTES
+    if pages:
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, REPLY_S))
+
+
+def _masks(grammar: Any, tokens: Sequence[int]) -> Iterator[bytes]:
+    """What is allowed before each of these tokens, and after the last one."""
+    begun = grammar.deep_copy()
+    yield _mask(begun)
+    for token in tokens:
+        begun.consume_token(token)
+        yield _mask(begun)
+
+
+def _mask(matcher: Any) -> bytes:
+    """The tokens that may come next, a bit for each; nothing if the grammar does not allow those before."""
+    mask = b"" if matcher.is_error() else bytes(matcher.compute_bitmask())
+    return b"" if matcher.is_error() else mask
+
+
+if __name__ == "__main__":
+    main()

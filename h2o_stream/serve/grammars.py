@@ -1,0 +1,295 @@
+"""Grammars in processes of their own, which can be ended: what a client asks for stops neither others nor the server.
+
+Compiling a grammar, and finding what it allows after a token, may take any time and memory. The process of a grammar
+works while the model takes its step; see `grammar_process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from h2o_stream.engine.grammar import Grammar
+from h2o_stream.errors import DataError
+from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.grammar_process import COMPILE_S, step_message
+from h2o_stream.session.thinking import Markers
+
+PLACES, SHORT_S, STEP_S = 8, 0.5, 2.0
+"""Grammars that are compiled at once, seconds that each has while others wait, and seconds of a token."""
+
+_POLL_S = 0.02
+
+
+class Grammars:
+    """Compiles grammars for one model.
+
+    Args:
+        tokenizer: see `Grammar`, as the others.
+    """
+
+    def __init__(self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int) -> None:
+        self._values = tokenizer, end_tokens, vocabulary
+        self._threads, self._free, self._lock = ThreadPoolExecutor(PLACES, "h2o-grammar"), PLACES, threading.Lock()
+        self._queues = dict[str, deque[asyncio.Future[None]]]()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._server: Connection | None = None
+        self._closed = False
+
+    async def make(self, rules: Mapping[str, Any] | str, thinking: Markers | None, owner: str) -> Grammar:
+        """Compile a grammar, see `Grammar`. Those of an owner wait for each other, not for those of other owners.
+
+        Raises:
+            DataError: it is not supported, or takes too long.
+            ApiError: others wait, and it takes longer than they have time.
+        """
+        await self._take_place(owner)
+        left = threading.Event()
+        try:
+            make = partial(_RemoteGrammar, self, left, *self._values, rules, thinking)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+        finally:
+            left.set()
+            self._pass_place()
+
+    async def _take_place(self, owner: str) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(owner, deque()).append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():
+                self._pass_place()
+            raise
+
+    def _pass_place(self) -> None:
+        """Let the next one of the owner who has waited longest begin."""
+        while self._queues:
+            owner = next(iter(self._queues))
+            queue = self._queues.pop(owner)
+            place = queue.popleft()
+            if queue:
+                self._queues[owner] = queue
+            if not place.done():
+                place.set_result(None)
+                return
+        self._free += 1
+
+    @property
+    def crowded(self) -> bool:
+        """Whether others wait until something is compiled."""
+        return bool(self._queues)
+
+    def connect(self) -> Connection:
+        """A connection to a new process."""
+        for again in (True, False):
+            try:
+                with self._lock:
+                    if self._closed:
+                        raise DataError("the server is stopping")
+                    ours, theirs = socket.socketpair()
+                    with theirs:
+                        server, process = self._started()
+                        send_handle(server, theirs.fileno(), process.pid)
+                    return Connection(ours.detach())
+            except OSError:
+                ours.close()
+                if not again:
+                    raise
+                self._end()
+        raise AssertionError
+
+    def _started(self) -> tuple[Connection, subprocess.Popen[bytes]]:
+        if self._server is None or self._process is None:
+            ours, theirs = socket.socketpair()
+            command = [sys.executable, "-m", "h2o_stream.serve.grammar_process", str(theirs.fileno())]
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()], start_new_session=True,
+                )  # fmt: skip
+            self._server = Connection(ours.detach())
+            tokenizer, ends, vocabulary = self._values
+            backend = tokenizer.backend_tokenizer
+            added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
+            told = {"tokenizer": backend.to_str(), "vocabulary": vocabulary, "ends": sorted(ends), "added": added}
+            self._server.send_bytes(json.dumps(told).encode())
+            self._server.recv_bytes()
+        return self._server, self._process
+
+    def close(self) -> None:
+        """End all of its processes."""
+        with self._lock:
+            self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._end()
+
+    def _end(self) -> None:
+        process, server, self._process, self._server = self._process, self._server, None, None
+        if server is not None:
+            server.close()
+        if process is not None:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class _RemoteGrammar(Grammar):
+    """A grammar in a process, which ends with the last matcher."""
+
+    def __init__(self, grammars: Grammars, left: threading.Event, *values: Any) -> None:
+        self._grammars, self._left = grammars, left
+        super().__init__(*values)
+
+    def _compile(self, vocabulary: int, rules: Mapping[str, Any] | str) -> tuple[Any, Any]:
+        opening = self._thinking.opening if self._thinking else ""
+        begun = self._tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
+        asked = {"rules": rules, "thinking": asdict(self._thinking) if self._thinking else None, "begun": begun}  # type: ignore[call-overload]
+        try:
+            process = self._process = _Process(self._grammars.connect())
+            process.connection.send_bytes(json.dumps(asked).encode())
+            process.wait_compiled(self._grammars, self._left)
+            answer = process.connection.recv_bytes()
+            if not answer.startswith(b"+"):
+                raise DataError(answer[1:].decode(errors="replace"))
+            masks = [[process.connection.recv_bytes() for _ in (0, *begun)] for _ in range(1 + bool(self._thinking))]
+        except (EOFError, OSError) as error:
+            raise DataError("it takes too much memory or time; use a simpler one") from error
+        strict, *free = (_RemoteMatcher(process, number, begun, known) for number, known in enumerate(masks))
+        return strict, free[0] if free else None
+
+    @property
+    def ready(self) -> bool:  # type: ignore[override]
+        """Whether its matchers answer at once; they raise an error if they take too long."""
+        return self._process.ready
+
+
+class _Process:
+    """A grammar's process.
+
+    Attributes:
+        connection: to it.
+        masks: what it allows, by the number of a reply.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.masks = connection, dict[int, bytes]()
+        self._pid = int(connection.recv_bytes())
+        self._waiting, self._asked, self._replies = 0, 0.0, 0
+
+    def wait_compiled(self, grammars: Grammars, left: threading.Event) -> None:
+        """Wait until it is compiled, or nobody waits for it.
+
+        Raises:
+            DataError, ApiError: it takes too long.
+        """
+        began = time.monotonic()
+        while not self.connection.poll(_POLL_S):
+            took = time.monotonic() - began
+            if grammars.crowded and took > SHORT_S:
+                self.kill()
+                message = f"it was not compiled in {SHORT_S:g} s, and others wait; ask again, or use a simpler one"
+                raise ApiError(503, message, code="grammar_busy", retry_after_s=2)
+            if took > COMPILE_S or left.is_set():
+                self.kill()
+                raise DataError(f"it was not compiled in {COMPILE_S} s; use a simpler one")
+
+    def begin(self) -> int:
+        """The number of a new reply."""
+        self._replies += 1
+        return self._replies
+
+    def append(self, reply: int, message: bytes) -> None:
+        """Append tokens to a reply, see `step_message`."""
+        self.masks.pop(reply, None)
+        self._waiting, self._asked = self._waiting + 1, time.monotonic()
+        with suppress(OSError):  # it is found when the answer is awaited
+            self.connection.send_bytes(message)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `mask` answers at once, with an error perhaps."""
+        with suppress(OSError, EOFError):
+            while self._waiting and self.connection.poll(0):
+                self._receive()
+            return not self._waiting or time.monotonic() - self._asked > STEP_S
+        return True
+
+    def mask(self, reply: int) -> bytes:
+        """What may come next.
+
+        Raises:
+            DataError: it takes too long.
+        """
+        try:
+            while reply not in self.masks and self.connection.poll(max(self._asked + STEP_S - time.monotonic(), 0)):
+                self._receive()
+            return self.masks[reply]
+        except (OSError, EOFError, KeyError) as error:
+            self.kill()
+            raise DataError("the schema or grammar takes too much memory or time; use a simpler one") from error
+
+    def _receive(self) -> None:
+        answer = self.connection.recv_bytes()
+        self._waiting -= 1
+        self.masks[struct.unpack_from("<I", answer)[0]] = answer[4:]
+
+    def kill(self) -> None:
+        """End it."""
+        with suppress(OSError, EOFError):
+            if not self.connection.poll(0):  # else it has answered, or is gone
+                os.kill(self._pid, signal.SIGKILL)
+        self.connection.close()
+
+
+class _RemoteMatcher:
+    """A reply that follows a grammar in a process; does what llguidance's matcher does."""
+
+    def __init__(self, process: _Process, grammar: int, begun: list[int], known: list[bytes]) -> None:
+        self._process, self._grammar, self._begun, self._known = process, grammar, begun, known
+        self._tokens, self._reply = list[int](), 0
+
+    def deep_copy(self) -> _RemoteMatcher:
+        """Another reply, which begins."""
+        return _RemoteMatcher(self._process, self._grammar, self._begun, self._known)
+
+    def consume_token(self, token: int) -> None:
+        """Append a token."""
+        if self._reply:
+            self._process.append(self._reply, step_message(self._reply, -1, [token]))
+            return
+        self._tokens.append(token)
+        if self._tokens != self._begun[: len(self._tokens)]:
+            self._reply = self._process.begin()
+            self._process.append(self._reply, step_message(self._reply, self._grammar, self._tokens))
+
+    def compute_bitmask(self) -> bytes:
+        """What may come next, a bit for each token."""
+        mask = self._process.mask(self._reply) if self._reply else self._known[len(self._tokens)]
+        if not mask:
+            raise DataError("the schema or grammar is too complex to be followed further; use a simpler one")
+        return mask
+
+    def is_error(self) -> bool:
+        """Whether the tokens are not allowed."""
+        return not (self._process.mask(self._reply) if self._reply else self._known[len(self._tokens)])

@@ -1,0 +1,196 @@
+"""What a turn costs after 100 turns and after 100,000: operations, bytes read, written and allocated, not seconds."""
+
+import os
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_stream import CacheConfig, Engine, SamplingConfig
+from h2o_stream.cache import group_rules, shared_state
+from h2o_stream.config import ModelConfig
+from h2o_stream.logs import MAX_MARKS, Log, NumberLog
+from h2o_stream.session.automatic import automatic_session
+from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.history import ConversationHistory
+from h2o_stream.session.sessions import Session
+from h2o_stream.session.transcript import Entry, _Content
+from tests.serve_load import post
+from tests.served import Running
+from tests.test_history import make, said  # noqa: F401
+
+pytestmark = [
+    pytest.mark.usefixtures("own_home"),
+    pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what Linux counts"),
+]
+
+LENGTHS = 100, 100_000
+TOKENS = 20
+"""Of each turn that is only said to have been."""
+
+
+def cost(action: Callable[[], object]) -> numpy.ndarray[Any, Any]:
+    """Calls of functions, bytes read, bytes written, and most bytes allocated at once."""
+    calls = [0]
+
+    def count(frame: object, event: str, argument: object) -> None:
+        calls[0] += event in ("call", "c_call")
+
+    def moved() -> list[int]:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return [int(fields["rchar"]), int(fields["wchar"])]
+
+    profile = sys.getprofile()
+    tracemalloc.start()
+    before = moved()
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(profile)
+    after, peak = moved(), tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return numpy.array([calls[0], *(y - x for x, y in zip(before, after, strict=True)), peak])
+
+
+def lengthen(session: Session, turns: int) -> None:
+    """Let a session with turns have so many, without the time that they take."""
+    transcript, content = session.transcript, session.transcript._content
+    shift = turns - len(content.entries)
+    entries = [Entry(number, "A message", "ok") for number in range(1, shift + 1)]
+    entries += [replace(entry, turn=entry.turn + shift) for entry in content.entries]
+    transcript._content = _Content(turns + 1, content.header, Log(entries), Log(range(2, turns + 2)))
+    transcript._size += 100 * shift
+    os.truncate(transcript.path, transcript._size)
+
+
+def older(conversation: Conversation, turns: int) -> None:
+    """Let a conversation with turns have so many before them: what it holds is of the last ones."""
+    engine, metadata = conversation.engine, conversation.metadata
+    shift, said_before = (turns - metadata.turns) * TOKENS, turns - metadata.turns
+    engine.tokens = NumberLog(numpy.concatenate((numpy.zeros(shift, numpy.int32), engine.tokens.array)))
+    cache: Any = engine.cache
+    cache.tokens.lengths, cache.tokens.columns = (len(engine.tokens),), len(engine.tokens)
+    for group in cache.head_groups:
+        tensors = group.tensors()
+        tensors["seen"] += shift
+        tensors["index"][tensors["index"] >= 0] += shift
+    starts = numpy.arange(1, said_before + 1)[:, None] * [1, TOKENS] - [0, TOKENS]
+    later = metadata.starts.array.reshape(-1, 2) + numpy.array([said_before, shift])
+    conversation.metadata = replace(
+        metadata, turns=turns, starts=NumberLog(numpy.concatenate((starts, later)).reshape(-1))
+    )
+
+
+@pytest.mark.parametrize("kind", ["automatic", "named"])
+def test_a_turn_of_the_chat(make: Callable[..., ConversationHistory], kind: str) -> None:  # noqa: F811
+    costs = []
+    for turns in LENGTHS:
+        history = make()
+        if kind == "named":
+            history.open(f"talk-{turns}")
+        else:
+            history.keep(automatic_session)
+        said(history, "Tell me about the sea.", "And the tower?")
+        assert history.session is not None
+        lengthen(history.session, turns)
+        older(history.conversation, turns)
+        states = {turns: history.conversation.state_dict()}
+        transactions = history._transactions
+        transactions.checkpoint = replace(
+            transactions.checkpoint, metadata=history.conversation.metadata, states=states
+        )
+        said(history, "Once more.")  # what is only now as long is written once
+        costs.append(cost(lambda history=history: said(history, "And the light?")))  # type: ignore[misc]
+        assert len(history.entries) == turns + 2
+        history.close()
+    assert (costs[1] <= 1.1 * costs[0] + [50, 500, 500, 5000]).all(), costs
+
+
+def test_a_turn_of_the_server(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [0]
+
+    def count(frame: object, event: str, argument: object) -> None:
+        calls[0] += event in ("call", "c_call")
+
+    with monkeypatch.context() as patch:  # threads that begin now are counted
+        patch.setattr(threading, "_profile_hook", count)
+        server = Running(tmp_path, ModelConfig(model=str(tiny_folder), dtype="float32"))
+    costs = []
+    try:
+        for turns in LENGTHS:
+            said = None
+
+            def say(text: str) -> None:
+                nonlocal said
+                body = {"input": text, "temperature": 0, "max_output_tokens": 8, "previous_response_id": said}
+                status, answer = post(server.url, "/v1/responses", body)
+                assert status == 200, answer
+                said = answer["id"]
+
+            say("Tell me about the sea.")
+            say("And the tower?")
+            conversations = server.service.conversations
+            live = conversations.awake[next(reversed(conversations.awake))]
+            kept = live.kept
+            assert kept is not None
+            assert kept.session is not None
+            shift = turns - len(kept.session.transcript.entries)
+            lengthen(kept.session, turns)
+            older(live.conversation, turns)
+            kept.hashes = Log([*map(str, range(shift)), *kept.hashes])
+            kept.turns = Log(range(turns + 1))
+            server.service.store._index(kept, 1)
+            kept.ids[said.removeprefix("resp_")] = turns
+            for again in ("Once more.", "And again."):
+                say(again)
+            before, moved = calls[0], cost(lambda: say("And the light?"))
+            costs.append([calls[0] - before, *moved[1:]])
+            assert len(kept.session.transcript.entries) == turns + 3
+    finally:
+        server.close()
+    assert (numpy.array(costs[1]) <= 1.1 * numpy.array(costs[0]) + [50, 500, 500, 5000]).all(), costs
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=30))
+def test_logs_are_as_lists(steps: list[tuple[int, int]]) -> None:
+    """Whatever is appended to which version."""
+    versions = [(Log[int](), NumberLog(), list[int]())]
+    for value, back in steps:
+        log, numbers, expected = versions[max(len(versions) - 1 - back, 0)]
+        if value == 5 and expected:
+            versions.append((log.first(len(expected) - 1), numbers.shortened(1), expected[:-1]))
+        else:
+            versions.append((log.append(value), numbers.append([value]).marked(), [*expected, value]))
+    for log, numbers, expected in versions:
+        assert list(log) == list(numbers) == expected
+        assert log[-2:] == numbers[-2:] == expected[-2:]
+        assert len(numbers.marks) <= MAX_MARKS
+        assert all(NumberLog(numbers[:length]).marked().marks[-1] == (length, crc) for length, crc in numbers.marks)
+        assert (numbers == versions[-1][1]) is (expected == versions[-1][2]) is (log == versions[-1][0])
+
+
+def test_rotations_of_the_distances_there_are(talker: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of all that the model was trained for: 65,536 of Llama's would take 32 MB."""
+    monkeypatch.setattr(shared_state, "_MIN_LENGTH", 32)
+    found, greedy = [], SamplingConfig(temperature=0, max_tokens=600)
+    for everything in (False, True):
+        if everything:
+            monkeypatch.setattr(group_rules, "doubled", lambda length: 2**20)
+        with Engine(talker(context=65536), tokenizer, CacheConfig(window=64), greedy) as engine:
+            engine.end_tokens = frozenset()
+            list(engine.prefill([*range(3, 59)]))
+            list(engine.decode())
+            table: Any = engine.cache.head_groups[0].table
+            rows = {len(rows) for rows in table._tables.values()}
+            assert everything or max(rows) <= 8192
+            found.append([*engine.tokens])
+    assert found[0] == found[1]

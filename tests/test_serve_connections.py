@@ -1,0 +1,134 @@
+"""More connections than there is room for, logs, and the end of a server."""
+
+import json
+import logging
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from h2o_stream import startup
+from h2o_stream.config import ServeConfig
+from h2o_stream.errors import ConfigError
+from h2o_stream.native import library
+from h2o_stream.serve.connections import max_connections, raise_file_limit
+from tests.serve_kill import Server
+from tests.serve_load import post
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+
+def test_connections_leave_files_for_the_rest() -> None:
+    assert 200 < max_connections(ServeConfig(), 1024) < 1024 - 3 * 64
+    assert max_connections(ServeConfig(), 4096) - max_connections(ServeConfig(), 1024) == 3072
+    with pytest.raises(ConfigError, match="ulimit"):
+        max_connections(ServeConfig(), 256)
+    assert max_connections(ServeConfig(awake=4, running=4), 256) > 0
+
+
+def test_the_process_may_have_as_many_files_as_the_system_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+        assert raise_file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Server]:
+    """A server with few descriptors, whose log is in its folder."""
+    folder = tmp_path_factory.mktemp("small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        options = ("-m", str(tiny_folder), "--window", "64", "--dtype", "float32", "--awake", "8", "--running", "8")
+        with Server(folder / "served", *options, files=320) as server:
+            yield server
+
+
+def open_files(process: int) -> int:
+    return len([*Path(f"/proc/{process}/fd").iterdir()])
+
+
+def test_more_connections_than_files(small: Server) -> None:
+    """They neither end the server, nor keep others out, nor fill the log; the oldest of those that wait is closed."""
+    body = {"messages": [{"role": "user", "content": "Still there?"}], "max_tokens": 2}
+    with ExitStack() as stack:
+        for number in range(240):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", small.port), timeout=10))
+            if number % 3:
+                connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
+            if number % 3 == 2:
+                connection.sendall(b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+            if number % 80 == 79:
+                assert small.is_healthy()
+        assert post(small.url, "/v1/chat/completions", body)[0] == 200
+        assert open_files(small.process.pid) < 320
+    assert post(small.url, "/v1/chat/completions", body)[0] == 200
+    (log,) = (small.folder.parent).rglob("h2o-stream.log")
+    assert log.stat().st_size < 2**16
+
+
+def test_a_log_is_private_and_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state" / "x.log"
+    monkeypatch.setattr(startup, "log_file", lambda: path)
+    monkeypatch.setattr(startup, "_MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    path.parent.mkdir()
+    path.write_text("from an earlier version\n")
+    path.chmod(0o644)
+    startup._start_log()
+    (handler,) = logging.root.handlers
+    for number in range(200):
+        logging.getLogger("x").warning("line %d", number)
+    assert {file.name for file in path.parent.iterdir()} == {"x.log", "x.log.1"}
+    for file in path.parent.iterdir():
+        assert file.stat().st_size < 1200
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert "line 199" in path.read_text()
+    handler.close()
+    path.parent.chmod(0o500)
+    for _ in range(2):  # it can neither be opened again nor moved, for root it can
+        logging.getLogger("x").warning("more")
+    path.parent.chmod(0o700)
+
+
+def test_a_log_that_cannot_be_opened_again_stops_nobody(tmp_path: Path) -> None:
+    """As after uvicorn had closed it, when there was no descriptor left."""
+    code = (
+        "import logging, os, resource, sys\n"
+        "from h2o_stream import startup\n"
+        f"startup.log_file = lambda: __import__('pathlib').Path({str(tmp_path / 'x.log')!r})\n"
+        "startup._start_log()\n"
+        "logging.root.handlers[-1].close()\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "logging.getLogger('x').warning('lost')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).stderr == b""
+
+
+BOMB = {"type": "string", "allOf": [{"type": "string", "pattern": f"^.*(a|b){{{n}}}.*$"} for n in range(1, 40)]}
+
+
+def test_a_signal_ends_everything_soon(small: Server) -> None:
+    """In the middle of a stream that nobody reads, and of a schema without an end."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": BOMB}}
+    with ExitStack() as stack:
+        for more in ({"stream": True, "max_tokens": 2000}, {"response_format": schema}):
+            body = json.dumps({"messages": [{"role": "user", "content": "Write."}], **more}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", small.port)))
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        time.sleep(0.3)
+        began = time.monotonic()
+        small.process.send_signal(signal.SIGTERM)
+        small.process.wait(10)
+        assert time.monotonic() - began < 2.5

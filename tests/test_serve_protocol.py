@@ -1,0 +1,384 @@
+"""Whatever is asked: answers are what they claim to be, streamed or not, and refusals come before the first byte.
+
+Longer: ``pytest tests/test_serve_protocol.py --hypothesis-profile long`` until it is interrupted.
+"""
+
+import copy
+import enum
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import openai
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from pydantic_core import from_json
+from transformers import PreTrainedTokenizerBase
+
+from h2o_stream.config import POLICIES, CacheConfig, ModelConfig
+from h2o_stream.native import library
+from h2o_stream.registry import Registry
+from h2o_stream.serve.stream import LogprobSampler
+from tests.fixtures import compared, make_llama, saved
+from tests.served import Running
+from tests.test_serve_tools import STRICT
+from tests.test_tools import HERMES, TIME
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+TYPES: dict[str, tuple[Any, Any]] = {
+    "chat/completions": (ChatCompletion, ChatCompletionChunk),
+    "completions": (Completion, Completion),
+    "responses": (Response, ResponseStreamEvent),
+}
+ADAPTERS = {end: tuple(map(TypeAdapter, types)) for end, types in TYPES.items()}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
+    changed = copy.copy(tokenizer)
+    changed.chat_template = HERMES
+    changed.add_tokens(["<tool_call>", "</tool_call>"])
+    model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
+    running = Running(
+        tmp_path_factory.mktemp("served"), ModelConfig(str(compared(model)), dtype="float32"), CacheConfig(window=300)
+    )
+    yield running
+    running.close()
+
+
+def send(server: Running, endpoint: str, body: bytes) -> tuple[int, str, bytes]:
+    """Status, type and bytes of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        connection.request("POST", f"/v1/{endpoint}", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.headers["content-type"], answer.read()
+    finally:
+        connection.close()
+
+
+def answered(server: Running, endpoint: str, body: Any) -> tuple[int, list[Any]]:
+    """Status and JSON of an answer, or of its events, all of which are of the types of the openai package."""
+    data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    status, kind, sent = send(server, endpoint, data)
+    if status != 200:
+        error = from_json(sent, allow_inf_nan=False)["error"]
+        assert kind == "application/json"
+        assert status in (400, 404, 413), error
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str)
+        assert len(error["message"]) < 2000
+        return status, [error]
+    whole, event = ADAPTERS[endpoint]
+    if kind == "application/json":
+        whole.validate_json(sent, strict=True)
+        return status, [from_json(sent, allow_inf_nan=False)]
+    assert kind.startswith("text/event-stream")
+    parts = [part.removeprefix(b"event: ").partition(b"data: ") for part in sent.split(b"\n\n")]
+    assert parts.pop() == (b"", b"", b"")
+    if endpoint != "responses":
+        assert parts.pop() == (b"", b"data: ", b"[DONE]")
+    events = [from_json(data, allow_inf_nan=False) for _, _, data in parts]
+    for _, _, data in parts:
+        if endpoint == "completions":  # the package has no type for parts of them, which have not ended
+            data = data.replace(b'"finish_reason": null', b'"finish_reason": "stop"')
+        event.validate_json(data, strict=True)
+    if endpoint == "responses":
+        assert [name.strip().decode() for name, _, _ in parts] == [each["type"] for each in events]
+        assert [each["sequence_number"] for each in events] == [*range(len(events))]
+    return status, events
+
+
+def whole_of(endpoint: str, events: list[Any]) -> Any:
+    """What a client of a stream has in the end."""
+    if endpoint == "responses":
+        return texts_of(endpoint, events[-1]["response"])
+    found: dict[int, list[Any]] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        text, calls, finish = found.setdefault(choice["index"], ["", [], None])
+        delta = choice.get("delta", {"content": choice.get("text")})
+        calls += [(call["function"]["name"], call["function"]["arguments"]) for call in delta.get("tool_calls", ())]
+        found[choice["index"]] = [text + (delta.get("content") or ""), calls, choice["finish_reason"] or finish]
+    return [found[number] for number in sorted(found)]
+
+
+def texts_of(endpoint: str, answer: Any) -> Any:
+    """The same of an answer that came whole."""
+    if endpoint == "responses":
+        items = [
+            (item["type"], item.get("name"), item.get("arguments"), item.get("content")) for item in answer["output"]
+        ]
+        return items, answer["status"]
+    choices = list[Any]()
+    for choice in answer["choices"]:
+        message = choice.get("message", {"content": choice.get("text")})
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        choices.append([message["content"] or "", calls, choice["finish_reason"]])
+    return choices
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"é": {"enum": ["日本", "\n"]}},
+    "required": ["é"],
+    "additionalProperties": False,
+}
+RESPONSE_TOOL = {"type": "function", **STRICT["function"]}  # type: ignore[dict-item]
+TEXTS = st.sampled_from(
+    ["Hi.", "日本語 é 😀", "<|im_end|>", "x<|im_end|", ">", "", " ", "\n\n", "\ud800", "a" * 300, "\0"]
+)
+ODD = st.one_of(
+    st.sampled_from([None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, -(10**400)]),
+    st.sampled_from([1e-40, 1e308, 0.5, "", "x", "\udfff"]),
+    st.recursive(st.none(), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2)),
+)  # fmt: skip
+NUMBERS: dict[str, Any] = {
+    "temperature": st.sampled_from([0, 0.0, 1, 2.5, 1e-40, 1e-300]), "top_p": st.sampled_from([1, 0.5, 1e-9]),
+    "top_k": st.sampled_from([-1, 0, 1, 40, 10**6]), "min_p": st.sampled_from([0, 0.05, 1.0]),
+    "repetition_penalty": st.sampled_from([1, 1.3, 1e-300, 1e300]), "frequency_penalty": st.sampled_from([0, 2, -2]),
+    "seed": st.sampled_from([0, 7, -1, 2**63 - 1]), "stop": st.sampled_from(["e", ["a", " "], [], ["😀"]]),
+    "min_tokens": st.sampled_from([0, 3, 100]), "ignore_eos": st.booleans(),
+    "logit_bias": st.sampled_from([{"5": 100}, [["e", False]], [[3, 1.5]], {"99999999": 1}, {"\ud800": 1}]),
+    "window": st.sampled_from([64, 300, 1, 2**40]), "policy": st.sampled_from(["h2o", "recent", "keydiff", "full"]),
+    "recall": st.sampled_from(["auto", "off"]), "pins": st.sampled_from([[], ["Keep."], ["\ud800"]]),
+    "stream_options": st.sampled_from([{"include_usage": True}, {"include_slots": True}, {}]),
+    "user": TEXTS, "model": TEXTS, "metadata": st.sampled_from([{"a": "b"}, {"\ud800": "x"}, {}]),
+}  # fmt: skip
+OF_CHAT: dict[str, Any] = {
+    "tool_choice": st.sampled_from(["auto", "none", "required"]),
+    "parallel_tool_calls": st.booleans(), "store": st.booleans(),
+    "think": st.sampled_from([True, False, "low", "no"]), "thinking_budget_tokens": st.sampled_from([-1, 0, 5]),
+    "reasoning_effort": st.sampled_from(["none", "low", "high", "most"]),
+}  # fmt: skip
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool", "x"]), "content": TEXTS}),
+    min_size=1, max_size=4,
+)  # fmt: skip
+PLAIN = [{"role": "user", "content": "Hi."}]
+FORMAT = st.just({"type": "json_object", "schema": SCHEMA})
+LOGPROBS = {"logprobs": st.booleans(), "top_logprobs": st.sampled_from([0, 2, 20])}
+FIELDS: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        **NUMBERS, **OF_CHAT, **LOGPROBS, "n": st.sampled_from([1, 2]), "messages": MESSAGES,
+        "tools": st.sampled_from([[STRICT, TIME], []]), "response_format": FORMAT,
+    },
+    "completions": {
+        **NUMBERS, "n": st.sampled_from([1, 2]), "logprobs": st.sampled_from([0, 3]), "response_format": FORMAT,
+        "prompt": st.lists(TEXTS, max_size=2),
+    },
+    "responses": {
+        **NUMBERS, **OF_CHAT, "input": MESSAGES | TEXTS, "instructions": TEXTS, "tools": st.just([RESPONSE_TOOL]),
+        "truncation": st.sampled_from(["auto", "disabled", "x"]),
+        "previous_response_id": st.sampled_from(["x", "resp_1"]),
+        "text": st.just({"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}),
+        "conversation": st.just("c"), "background": st.booleans(), "prompt": st.just({"id": "p"}),
+    },
+}  # fmt: skip
+BASE: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": PLAIN, "max_tokens": 12, "temperature": 0},
+    "completions": {"prompt": "Hi.", "max_tokens": 12, "temperature": 0},
+    "responses": {"input": "Hi.", "max_output_tokens": 12, "temperature": 0},
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """An endpoint and a request: some fields with values that clients send, and seldom one with any value."""
+    endpoint = draw(st.sampled_from([*FIELDS]))
+    names = draw(st.lists(st.sampled_from([*FIELDS[endpoint]]), max_size=5, unique=True))
+    body = copy.deepcopy(BASE[endpoint]) | {name: draw(FIELDS[endpoint][name]) for name in names}
+    if names and not draw(st.integers(0, 3)):
+        body[names[0]] = draw(ODD)
+    return endpoint, body
+
+
+@given(requests())
+def test_any_request(server: Running, request_: tuple[str, dict[str, Any]]) -> None:
+    """The status is the same streamed, and so is the text if it is not drawn."""
+    endpoint, body = request_
+    status, (whole,) = answered(server, endpoint, body)
+    streamed, events = answered(server, endpoint, {**body, "stream": True})
+    assert streamed == status, (whole, events)
+    if status != 200:
+        assert events[0]["message"] == whole["message"]
+    elif body.get("temperature") == 0 or body.get("seed", -1) not in (-1, None):
+        assert whole_of(endpoint, events) == texts_of(endpoint, whole)
+    if status == 200 and "choices" in whole and body.get("logprobs") is not None:
+        check_logprobs(whole, events)
+
+
+def check_logprobs(whole: Any, events: list[Any]) -> None:
+    """Their bytes are those of the text, and the parts of a stream have what an answer has."""
+    for choice in whole["choices"]:
+        logprobs = choice["logprobs"]
+        if logprobs is None:
+            continue
+        parts = [x["logprobs"] for each in events for x in each["choices"] if x["index"] == choice["index"]]
+        if "content" in logprobs:
+            said = b"".join(bytes(each["bytes"]) for each in logprobs["content"])
+            assert (choice["message"]["content"] or "") in said.decode("utf-8", "replace")
+            streamed = [each for part in parts if part for each in part["content"]]
+            assert len(streamed) == len(logprobs["content"])
+            assert all(-1e4 < x["logprob"] <= 0 for each in streamed for x in (each, *each["top_logprobs"]))
+        else:
+            offsets = [offset for part in parts if part for offset in part["text_offset"]]
+            assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+            assert offsets == sorted(offsets)
+
+
+RAW: list[bytes] = [
+    b"", b"[]", b"3", b"nothing", b"[" * 100_000, b'{"a": ' * 100_000, b"\xff\xfe{", b'{"prompt": "\xed\xa0\x80"}',
+    b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
+    b'{"prompt": "x", "x": Infinity}', b'{"prompt": "x", "x": 1e999}', b'{"prompt": "x", "x": "\\udc00"}',
+    b'{"prompt": "x", "\\ud800": 1}', '{"prompt": "x"}'.encode("utf-16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", RAW, ids=lambda body: repr(body[:20]))
+def test_what_is_no_json_is_refused(server: Running, body: bytes) -> None:
+    status, _, sent = send(server, "completions", body)
+    assert (status, from_json(sent)["error"]["code"]) == (400, "invalid_json")
+
+
+DEEP: Any = "x"
+for _ in range(300):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("endpoint", FIELDS)
+@pytest.mark.parametrize(
+    "name", ["metadata", "tools", "tool_choice", "input", "messages", "response_format", "text", "x"]
+)
+def test_nothing_is_too_deep(server: Running, endpoint: str, name: str) -> None:
+    tool = {"type": "function", "name": "f", "function": {"name": "f"}, "parameters": {"x": DEEP}}
+    for value in (
+        DEEP,
+        {"x": DEEP},
+        {**tool, "x": DEEP},
+        [tool],
+        [{"type": "message", "role": "user", "content": DEEP}],
+    ):
+        body = BASE[endpoint] | {name: value}
+        assert answered(server, endpoint, body)[0] == answered(server, endpoint, body | {"stream": True})[0]
+
+
+@pytest.mark.parametrize("endpoint", FIELDS)
+def test_an_error_in_a_stream(server: Running, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients raise it: the answer that has begun is not taken for a whole one."""
+    sample, count = LogprobSampler.sample, iter(range(3))
+
+    def fails(self: LogprobSampler, *given: Any) -> int:
+        if next(count, None) is None:
+            raise ZeroDivisionError
+        return sample(self, *given)
+
+    client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    create = {"chat/completions": client.chat.completions, "completions": client.completions}.get(
+        endpoint, client.responses
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(LogprobSampler, "sample", fails)
+        with pytest.raises(openai.APIError, match="ZeroDivisionError"):
+            list(create.create(model="h2o", stream=True, **BASE[endpoint]))
+    count = iter(range(3))
+    with monkeypatch.context() as patched:
+        patched.setattr(LogprobSampler, "sample", fails)
+        if endpoint == "responses":
+            _, events = answered(server, endpoint, BASE[endpoint] | {"stream": True})
+            assert (events[-1]["type"], events[-1]["code"]) == ("error", None)
+
+
+def test_what_a_stop_string_cuts_off_is_forgotten(server: Running) -> None:
+    """The next turn goes on from what the client has seen, as if it had been told so."""
+    said = server.say("Tell me.", max_tokens=30, store=False)["choices"][0]["message"]["content"]
+    history = ["Tell me."]
+    for _ in range(2):
+        stop = said[len(said) // 2 :][:4]
+        answer = server.say(*history, max_tokens=30, stop=[stop])
+        text = answer["choices"][0]["message"]["content"]
+        assert text == said[: said.find(stop)]
+        assert answer["usage"]["completion_tokens"] > 1
+        live = server.service.conversations.awake[answer["h2o"]["conversation"]]
+        tokenizer, tokens = live.engine.tokenizer, [*live.engine.tokens]
+        assert tokenizer.decode(tokens).endswith(f"{text}<|im_end|>")
+        assert len(tokens) == answer["h2o"]["seen_tokens"]
+        history += [text, "And then?"]
+        fresh = server.say(*history, max_tokens=30, store=False, recall="auto")  # another key: read as a whole
+        assert fresh["h2o"]["origin"] == "read"
+        again = server.say(*history, max_tokens=30, store=False)
+        assert again["h2o"]["origin"] == "branched"
+        said = again["choices"][0]["message"]["content"]
+        assert said == fresh["choices"][0]["message"]["content"]
+
+
+def test_policies_that_need_torch_are_refused_without_it(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(self: Any, entry: Any) -> None:
+        raise AssertionError(f"{entry.name} is imported")
+
+    monkeypatch.setattr(Registry, "_load", loads)
+    for name in (*POLICIES.entry_points(), "full", "sink", "nothing"):
+        if name not in POLICIES.registered or name == "full":
+            status, answer = server.ask("Hi.", policy=name)
+            assert (status, answer["error"]["param"]) == (400, "policy"), name
+    assert server.ask("Hi.", policy="recent")[0] == 200
+
+
+class Colour(enum.Enum):
+    RED, BLUE = "red", "blue"
+
+
+class Place(pydantic.BaseModel):
+    name: Literal["Bern", "Genf"]
+    inside: "Place | None" = None
+
+
+class Trip(pydantic.BaseModel):
+    """A trip."""
+
+    places: list[Place] = pydantic.Field(min_length=1, max_length=2, description="Where to <|im_end|")
+    colour: Colour
+    more: dict[Literal["a"], bool] | None = None
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"]
+    of: Place
+
+
+class Both(pydantic.BaseModel):
+    one: Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+    two: Annotated[int, pydantic.Field(ge=1, le=9)]
+
+
+@pytest.mark.parametrize("models", [[Place], [Trip], [Both], [Place, Both]], ids=str)
+@pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
+def test_schemas_that_pydantic_writes(server: Running, endpoint: str, models: list[type[pydantic.BaseModel]]) -> None:
+    """Tools whose parameters have definitions, which refer to each other and to themselves, can be forced."""
+    functions = [{"name": model.__name__, "parameters": model.model_json_schema()} for model in models]
+    chat = endpoint == "chat/completions"
+    tools = [{"type": "function", **({"function": x} if chat else x)} for x in functions]
+    for model in models:
+        named = {"name": model.__name__}
+        choice = {"type": "function", **({"function": named} if chat else named)}
+        limit = {"max_tokens" if chat else "max_output_tokens": 90}
+        body = BASE[endpoint] | limit | {"tools": tools, "tool_choice": choice, "store": False}
+        status, (answer,) = answered(server, endpoint, body)
+        assert status == 200, answer
+        if chat and answer["choices"][0]["finish_reason"] == "tool_calls":
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
+            assert isinstance(model.model_validate_json(call["function"]["arguments"]), model)
+        elif not chat and answer["status"] == "completed":
+            (item,) = answer["output"]
+            assert isinstance(model.model_validate_json(item["arguments"]), model)
