@@ -39,6 +39,9 @@ _NUCLEUS_CUTOFFS = 1e-4, 1e-6, 1e-45
 """The nucleus is searched among tokens above the first probability, then above the second, then among all that have
 one: float32 has no smaller number than the third."""
 
+_LOW_TEMPERATURE, _HIGH_SCORE = 1e-3, 1e20
+"""Beyond these, quotients of scores may not be numbers of float32: those of differences are."""
+
 _MIN_TEMPERATURE = 1e-20
 """Lower ones are taken for this: the likeliest token is certain long before, and float32 has quotients of logits."""
 
@@ -220,7 +223,10 @@ class Sampler:
             scores: [V] float32.
         """
         if (temperature := self._temperature_now) != 1:
+            peak = scores.max()
             with np.errstate(over="ignore"):  # of tokens without any probability
+                if temperature < _LOW_TEMPERATURE or abs(peak) > _HIGH_SCORE:
+                    scores = scores - peak
                 scores = scores / np.float32(max(temperature, _MIN_TEMPERATURE))
         ids = None
         if self._top_k or self._top_p == 1:
