@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import openai
 import pydantic
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -43,7 +43,7 @@ ADAPTERS = {end: tuple(map(TypeAdapter, types)) for end, types in TYPES.items()}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
-    changed = copy.copy(tokenizer)
+    changed = copy.deepcopy(tokenizer)
     changed.chat_template = HERMES
     changed.add_tokens(["<tool_call>", "</tool_call>"])
     model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
@@ -382,3 +382,50 @@ def test_schemas_that_pydantic_writes(server: Running, endpoint: str, models: li
         elif not chat and answer["status"] == "completed":
             (item,) = answer["output"]
             assert isinstance(model.model_validate_json(item["arguments"]), model)
+
+
+def message_of(endpoint_events: list[Any], streamed: bool) -> tuple[dict[str, Any], Any]:
+    """The message that a client sends back, and the report of the server."""
+    if not streamed:
+        return endpoint_events[0]["choices"][0]["message"], endpoint_events[0]["h2o"]
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for event in endpoint_events:
+        delta = event["choices"][0]["delta"] if event["choices"] else {}
+        message["content"] += delta.get("content") or ""
+        if "tool_calls" in delta:
+            calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta["tool_calls"]]
+            message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
+    return message, next(event["h2o"] for event in endpoint_events if "conversation" in event.get("h2o", ()))
+
+
+TURN = st.fixed_dictionaries({
+    "text": st.sampled_from(["Hi.", "Tell me.", "日本 <tool_call> x", "<|im_end|"]),
+    "stream": st.booleans(),
+    "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "weather"}}]),
+    "stop": st.sampled_from([None, "e", [" a", "s", "o"]]),
+    "max_tokens": st.sampled_from([1, 7, 40]),
+    "parallel_tool_calls": st.booleans(),
+    "seed": st.integers(0, 99),
+})  # fmt: skip
+
+
+@settings(max_examples=settings.default.max_examples // 5)
+@given(st.lists(TURN, min_size=2, max_size=4))
+def test_conversations_go_on(server: Running, turns: list[dict[str, Any]]) -> None:
+    """What a client has seen and sends back is the history that the server knows."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": f"Be brief. {turns[0]['seed']}"}]
+    for number, turn in enumerate(turns):
+        more = {name: value for name, value in turn.items() if name != "text"}
+        if messages[-1]["role"] != "tool":
+            messages.append({"role": "user", "content": f"{turn['text']} {number}"})
+        body = {"messages": messages, "tools": [STRICT, TIME], "temperature": 1, **more}
+        status, answer = answered(server, "chat/completions", body)
+        assert status == 200, answer
+        message, report = message_of(answer, turn["stream"])
+        if number:
+            assert (report["origin"], report["turns_known"]) == ("continued", number), messages
+        if not message["content"] and not message.get("tool_calls"):
+            return  # a client has nothing to send back
+        messages.append(message)
+        results = ({"role": "tool", "tool_call_id": call["id"]} for call in message.get("tool_calls", ()))
+        messages += [{**result, "content": "18 degrees"} for result in results]

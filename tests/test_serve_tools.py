@@ -11,7 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
+from h2o_stream.serve import tools
+from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Exchange, Reply, as_fed, chain, next_hash, parse_dialogue
+from h2o_stream.serve.requests import Options
 from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
 from tests.fixtures import compared, make_llama, saved
 from tests.in_turn import in_turn
@@ -182,6 +185,18 @@ class TestMessages:
         assert key({**CALLING, "content": ""}, stripped) == key()
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [{"description": "x" * tools.MAX_TOOLS}, {"enum": [0] * tools.MAX_TOOLS}, {"x" * tools.MAX_TOOLS: 1}],
+    ids=["text", "values", "key"],
+)
+def test_tools_of_any_length_are_no_work(parameters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "parse_tools", lambda _: pytest.fail("they are looked at"))
+    function = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(ApiError, match="characters"):
+        tools.parse_tool_options({"tools": [function]}, Options(CacheConfig()), None)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
     changed = copy.copy(tokenizer)
@@ -302,6 +317,22 @@ class TestServer:
             messages=[WARM], tool_choice="required", parallel_tool_calls=False, **ASKED | {"tools": [STRICT]}
         ).choices[0]
         assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_schema_is_for_replies_that_call_nothing(self, client: Any, stream: bool) -> None:
+        """As agents ask for it: tools first, then an answer in a form."""
+        schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+        asked = ASKED | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+        for likely, calls in (("<tool_call>", True), ("{", False)):
+            got = client.chat.completions.create(
+                messages=[WARM], parallel_tool_calls=False, stream=stream, logit_bias={likely: 100}, **asked
+            )
+            chunks = [chunk.choices[0] for chunk in got] if stream else [got.choices[0]]
+            parts = [chunk.delta if stream else chunk.message for chunk in chunks]
+            called, text = [call for part in parts for call in part.tool_calls or ()], [part.content for part in parts]
+            assert (len(called), chunks[-1].finish_reason == "tool_calls") == (calls, calls)
+            if not calls:
+                assert "".join(filter(None, text)).startswith("{")
 
     def test_a_choice_to_call_nothing_or_by_itself(self, client: Any) -> None:
         texts = [

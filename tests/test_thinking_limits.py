@@ -105,7 +105,7 @@ def test_biases_and_shortest_replies(tokenizer: PreTrainedTokenizerBase) -> None
     reply = list[int]()
     while not ends & {*reply}:  # the grammar ends it all the same
         reply.append(short.sample(numpy.zeros(len(tokenizer), numpy.float32), reply, matcher.masked))
-        assert matcher.accept(reply[-1])
+        matcher.accept(reply[-1])
     assert json.loads(tokenizer.decode(reply[:-1])) in SCHEMA["enum"]
 
 

@@ -91,7 +91,7 @@ async def answer_chat(
         if end.calls:
             message["content"] = options.read(end.text).text or None
             message["tool_calls"] = as_tool_calls(end.calls)
-        if sampled.rules:
+        if sampled.forced:
             message["content"] = None
         logprobs = None
         if sampled.logprobs is not None:
@@ -107,7 +107,7 @@ async def answer_chat(
 
 def _finish(end: Done, sampled: Sampled) -> str:
     """Why a reply ended. One that was cut off may have more calls to make than it has, unless one was asked for."""
-    return "tool_calls" if end.calls and (end.finish == "stop" or sampled.rules) else end.finish
+    return "tool_calls" if end.calls and (end.finish == "stop" or sampled.forced) else end.finish
 
 
 async def stream_chat(
@@ -116,7 +116,7 @@ async def stream_chat(
     """The chunks of a streamed answer; an error ends it. Calls of tools come whole, at the end."""
     _, options, sampled = asked
     splitters = [
-        CallSplitter(options.calls, sampled.rules is not None) if options.calls and sampled.calls else None
+        CallSplitter(options.calls, sampled.forced) if options.calls and sampled.calls else None
         for _ in range(sampled.choices)
     ]
     head = _head("chat.completion.chunk", service, f"chatcmpl-{name}")

@@ -23,7 +23,7 @@ from h2o_stream.session.messages import Tool
 if TYPE_CHECKING:
     from h2o_stream.serve.service import Service
 
-MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS = 8, 20, 4
+MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_STOP = 8, 20, 4, 1000
 
 _NO_LIMIT, _FILL_CONTEXT, _ANY_SEED = -1, -2, -1
 """What clients of llama.cpp, vLLM and ollama send for no limit and for no seed."""
@@ -137,7 +137,8 @@ class Sampled:
         logprobs: how many likely tokens are listed for each; None for none of them, 0 for the sampled one only.
         slots: whether a stream says after each token what is in the cache.
         schema: what the reply must be: a JSON schema, or a grammar (see `Grammar`); None for any text.
-        rules: what it must be so that it calls tools, in llguidance's form of Lark.
+        rules: what it must be so that it calls tools, or follows the schema, in llguidance's form of Lark.
+        forced: whether it must call tools.
         place: the field with the schema.
         calls: whether calls of tools are recognised in it.
     """
@@ -150,6 +151,7 @@ class Sampled:
     slots: bool = False
     schema: Schema | None = None
     rules: str | None = None
+    forced: bool = False
     calls: bool = False
     place: str = "response_format"
 
@@ -207,8 +209,8 @@ def parse_sampled(body: Mapping[str, Any], service: Service, limits: tuple[str, 
     """
     stop = field(body, "stop", str, list)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
-        raise wrong("stop", stop, f"a text, or at most {MAX_STOPS}")
+    if len(stops) > MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP for text in stops):
+        raise wrong("stop", stop, f"a text, or at most {MAX_STOPS}, of up to {MAX_STOP} characters")
     limit, wanted = next(
         ((name, value) for name in limits if (value := field(body, name, int)) is not None), (limits[0], _NO_LIMIT)
     )

@@ -33,7 +33,7 @@ class _Events:
     def __init__(self, service: Service, asked: AskedResponse) -> None:
         self._service, self._asked = service, asked
         calls = asked.options.calls if asked.sampled.calls else None
-        self._splitter = CallSplitter(calls, asked.sampled.rules is not None) if calls else None
+        self._splitter = CallSplitter(calls, asked.sampled.forced) if calls else None
         self._texts: dict[str, list[str]] = {}
         self._open = ""
         self._index = 0
@@ -52,7 +52,7 @@ class _Events:
             yield from self._grow("message", self._splitter.push(message.text) if self._splitter else message.text)
         else:
             rest = self._splitter.flush()[0] if self._splitter else ""
-            yield from self._grow("message", rest, even_if_empty=not message.calls and not self._asked.sampled.rules)
+            yield from self._grow("message", rest, even_if_empty=not message.calls and not self._asked.sampled.forced)
             yield from self._end(message)
 
     def _grow(self, kind: str, text: str, even_if_empty: bool = False) -> Iterator[dict[str, Any]]:

@@ -203,7 +203,7 @@ def _output(asked: AskedResponse, end: Done, status: str) -> list[dict[str, Any]
     """The items of an answer: thinking, text and calls."""
     place, text = asked.id, asked.options.read(end.text).text if end.calls else end.text
     items = [thinking_item(place, end.thinking)] if end.thinking else []
-    if not asked.sampled.rules and (text or not end.calls):
+    if not asked.sampled.forced and (text or not end.calls):
         items.append(message_item(place, text, status))
     for number, call in enumerate(as_tool_calls(end.calls)):
         named = {"id": f"fc_{place}_{number}", "call_id": call["id"], **call["function"]}

@@ -30,6 +30,9 @@ _REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
 _MAX_CALLS = 8
 """Calls in a reply that must call."""
 _URI = re.compile(r"[a-z]+:[\w:/.~-]+", re.ASCII)
+_MAX_SIZE = 2**18
+"""Characters of a text with calls."""
+
 _PYTHON = "<|python_tag|>"
 """With which Llama may begin a call, though its template does not."""
 
@@ -69,8 +72,10 @@ class CallFormat:
 
     def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
         """The text of a reply without its calls, and these. A call that is cut off after complete ones is dropped; any
-        other that is not complete is text.
+        other that is not complete is text, and so is all of what no model writes, for its length.
         """
+        if len(text) > _MAX_SIZE:
+            return text, ()
         found = self._parse(text)
         return found if found[1] or not self.names else read_calls(text, self.names)
 
@@ -130,13 +135,16 @@ class CallFormat:
             arguments = value.get(self.key, {})
         return Call(replace_surrogates(name), encodable_json(arguments)) if isinstance(arguments, dict) else None
 
-    def grammar(self, tools: Sequence[Tool], special: Mapping[str, int], several: bool) -> str:
+    def grammar(
+        self, tools: Sequence[Tool], special: Mapping[str, int], several: bool, text: Mapping[str, Any] | None = None
+    ) -> str:
         """The grammar, in llguidance's form of Lark, of replies that call one of the tools, or several of them.
 
         Args:
             tools: those that may be called.
             special: ids of the special tokens, which are not text to the grammar, by their texts.
             several: whether there may be several calls.
+            text: the JSON schema of replies that call nothing; None if they must.
         """
         functions = [tool.get("function", tool) for tool in tools]
         documents = _documents(functions)
@@ -154,8 +162,9 @@ class CallFormat:
         repeated = f'call more{{0,{_MAX_CALLS - 1}}} "\\n"?' if more and not self.listed and self.opening else "call"
         opening, before = _literal(self.opening, special), "SPACE?" if self.opening and self.key else ""
         after = f"SPACE? {_literal(self.closing, special)}" if self.closing else ""
+        start = repeated if text is None else f"calls | text\ncalls: {repeated}\ntext: %json {json.dumps(text)}"
         return (
-            f"%llguidance {{}}\nstart: {repeated}\ncall: {opening} {before} body {after}\n"
+            f"%llguidance {{}}\nstart: {start}\ncall: {opening} {before} body {after}\n"
             f'more: "\\n" call\nbody: {call}\nSPACE: /[ \\n]/\n'
         )
 
