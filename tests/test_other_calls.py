@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_stream.serve.messages import parse_dialogue
+from h2o_stream.session import other_calls
 from h2o_stream.session.calls import CallFormat, CallSplitter
 from h2o_stream.session.other_calls import Call, certain_size, read_calls
 from tests.test_tools import TIME, WEATHER
@@ -160,3 +161,24 @@ class TestHistories:
         for silent in ({"role": "assistant"}, {"role": "assistant", "content": None}):
             dialogue = parse_dialogue([{"role": "user", "content": "a"}, silent, {"role": "user", "content": "b"}])
             assert dialogue.past[0].reply.text == ""
+
+
+@pytest.mark.parametrize("unit", ["{", '{"', '{"name":', "[{", '{"name": "weather", ', '<tool_call>{"name":', "{ }x{"])
+def test_texts_that_would_take_long(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As histories have them that somebody made up; what is looked at in vain is limited, for any length."""
+    form = CallFormat("<tool_call>", "</tool_call>", "arguments", names=frozenset({"weather"}))
+    looked, read = [0], other_calls._read
+
+    def counted(text: str, start: int) -> Any:
+        looked[0] += len(text)
+        return read(text, start)
+
+    monkeypatch.setattr(other_calls, "_read", counted)
+    for text in (unit * (200_000 // len(unit)), unit * (4_000_000 // len(unit))):
+        assert form.parse(text)[0].startswith(unit)
+        assert looked[0] < 10 * other_calls._MAX_WORK
+
+
+def test_a_call_after_much_code() -> None:
+    code = "if (x) { y[0] = {}; }\n" * 300
+    assert read_calls(f'{code}{{"name": "weather", "arguments": {{}}}}', {"weather"})[1] == (Call("weather", {}),)

@@ -249,7 +249,8 @@ class TestClient:
         assert [model.id for model in client.models.list()] == [long_folder.name]
 
     @pytest.mark.parametrize(
-        "more", [{"temperature": -1}, {"n": 99}, {"tools": [{"type": "function"}]}, {"stop": [""]}]
+        "more",
+        [{"temperature": -1}, {"n": 99}, {"tools": [{"type": "function"}]}, {"stop": [""]}, {"stop": "x" * 1001}],
     )
     def test_wrong_requests(self, client: Any, more: dict[str, Any]) -> None:
         with pytest.raises(openai.BadRequestError):

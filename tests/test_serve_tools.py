@@ -11,7 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
+from h2o_stream.serve import tools
+from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Exchange, Reply, as_fed, chain, next_hash, parse_dialogue
+from h2o_stream.serve.requests import Options
 from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
 from h2o_stream.session.messages import parse_tools
 from h2o_stream.session.template import ChatTemplate
@@ -182,6 +185,18 @@ class TestMessages:
         assert len({key(), *others}) == 1 + len(others)
         stripped = {**result, "content": [{"type": "text", "text": "18"}]}
         assert key({**CALLING, "content": ""}, stripped) == key()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"description": "x" * tools.MAX_TOOLS}, {"enum": [0] * tools.MAX_TOOLS}, {"x" * tools.MAX_TOOLS: 1}],
+    ids=["text", "values", "key"],
+)
+def test_tools_of_any_length_are_no_work(parameters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "parse_tools", lambda _: pytest.fail("they are looked at"))
+    function = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(ApiError, match="characters"):
+        tools.parse_tool_options({"tools": [function]}, Options(CacheConfig()), None)
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ from h2o_stream.models.fitting import Precision, choose_precision, dtype_name
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
+from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
@@ -320,6 +321,8 @@ def _open_source(source: str, notify: Callable[[str], None]) -> tuple[GgufFile |
     if not path.is_file():
         return None, source
     file = GgufFile(path)
+    if note := missing_name(file):
+        notify(note)
     return file, str(export_config(file, notify))
 
 

@@ -92,6 +92,7 @@ class Stepper:
     Attributes:
         takes_prompts: whether `prompt` serves the model.
         why_not: why the cache as it is now cannot be served, or nothing.
+        dtype: of keys and values.
         revision: of the cache, for which the addresses of its slots are bound.
         binding: number of these addresses, which those of no other stepper and no other time have.
         streams: [B] `abi.STREAM`, the rows of the next step.
@@ -106,6 +107,7 @@ class Stepper:
         dense_prompts: bool = False,
     ) -> None:
         self.cache, self.model, self._unchanged = cache, model, unchanged
+        self.dtype = model.description.dtype
         self._native = native
         self._layers: list[BoundLayer] = []
         self.revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
@@ -250,8 +252,7 @@ class Stepper:
         chunk = cache.plan.chunk or new
         ends = [min(start + chunk, new) for start in range(0, new, chunk)]
         after = [[length + end for end in ends] for length in lengths]
-        dtype = self.model.description.dtype
-        cache.make_room_for_prompt(self._shapes, dtype, (*lengths, *chain.from_iterable(after)), rows)
+        cache.make_room_for_prompt(self._shapes, self.dtype, (*lengths, *chain.from_iterable(after)), rows)
         return PromptPlan(chunk, self._limits(after)) if self._bind(chunk) else None
 
     def end_prompt(self) -> None:

@@ -30,10 +30,14 @@ from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.grammar_process import COMPILE_S, step_message
+from h2o_stream.serve.schemas import is_larger
 from h2o_stream.session.thinking import Markers
 
 PLACES, SHORT_S, STEP_S = 8, 0.5, 2.0
 """Grammars that are compiled at once, seconds that each has while others wait, and seconds of a token."""
+
+MAX_SIZE = 2**20
+"""Characters of a grammar."""
 
 _POLL_S = 0.02
 
@@ -162,6 +166,8 @@ class _RemoteGrammar(Grammar):
         super().__init__(*values)
 
     def _compile(self, vocabulary: int, rules: Mapping[str, Any] | str) -> tuple[Any, Any]:
+        if is_larger(rules, MAX_SIZE):
+            raise DataError(f"it has more than {MAX_SIZE} characters; use a simpler one")
         opening = self._thinking.opening if self._thinking else ""
         begun = self._tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
         asked = {"rules": rules, "thinking": asdict(self._thinking) if self._thinking else None, "begun": begun}  # type: ignore[call-overload]

@@ -23,7 +23,7 @@ from h2o_stream.session.messages import Tool
 if TYPE_CHECKING:
     from h2o_stream.serve.service import Service
 
-MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS = 8, 20, 4
+MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_STOP = 8, 20, 4, 1000
 
 _NO_LIMIT, _FILL_CONTEXT, _ANY_SEED = -1, -2, -1
 """What clients of llama.cpp, vLLM and ollama send for no limit and for no seed."""
@@ -209,8 +209,8 @@ def parse_sampled(body: Mapping[str, Any], service: Service, limits: tuple[str, 
     """
     stop = field(body, "stop", str, list)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
-        raise wrong("stop", stop, f"a text, or at most {MAX_STOPS}")
+    if len(stops) > MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP for text in stops):
+        raise wrong("stop", stop, f"a text, or at most {MAX_STOPS}, of up to {MAX_STOP} characters")
     limit, wanted = next(
         ((name, value) for name in limits if (value := field(body, name, int)) is not None), (limits[0], _NO_LIMIT)
     )

@@ -15,6 +15,18 @@ Schema = Mapping[str, Any] | str
 _OBJECT: Schema = {"type": "object"}
 
 
+def is_larger(value: Any, limit: int) -> bool:
+    """Whether a JSON value has more characters in its texts and more values than this, counted together."""
+    left, values = limit, [value]
+    while values and left >= 0:
+        value = values.pop()
+        left -= 1 + (len(value) if isinstance(value, str | list | dict) else 0)
+        if isinstance(value, list | dict) and left >= 0:
+            values += value
+            values += value.values() if isinstance(value, dict) else ()
+    return left < 0
+
+
 def parse_schema(body: Mapping[str, Any]) -> tuple[Schema | None, str]:
     """What the reply must be, None for any text, and the field that says so.
 

@@ -12,12 +12,17 @@ from typing import Any
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.requests import Options, Sampled, field
+from h2o_stream.serve.schemas import is_larger
 from h2o_stream.session.calls import CallFormat
 from h2o_stream.session.messages import Tool, parse_tools
 from h2o_stream.session.other_calls import Call
 
 _ID_LETTERS, _ID_SIZE = string.ascii_letters + string.digits, 9
 """What Mistral's templates accept as the id of a call."""
+
+
+MAX_TOOLS = 2**18
+"""Characters and values of all tools of a request."""
 
 
 def parse_tool_options(body: Mapping[str, Any], options: Options, form: CallFormat | None) -> Options:
@@ -34,6 +39,9 @@ def parse_tool_options(body: Mapping[str, Any], options: Options, form: CallForm
     tools = field(body, "tools", list)
     if not tools:
         return options
+    if is_larger(tools, MAX_TOOLS):
+        message = f"tools are kept with the system prompt, and must have fewer than {MAX_TOOLS} characters"
+        raise ApiError(400, message, "tools", "context_length_exceeded")
     try:
         parsed = parse_tools(tools)
     except DataError as error:

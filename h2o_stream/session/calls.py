@@ -29,6 +29,9 @@ _REFUSALS = (TemplateError, TypeError, ValueError, AttributeError, LookupError)
 _MAX_CALLS = 8
 """Calls in a reply that must call."""
 _URI = re.compile(r"[a-z]+:[\w:/.~-]+", re.ASCII)
+_MAX_SIZE = 2**18
+"""Characters of a text with calls."""
+
 _PYTHON = "<|python_tag|>"
 """With which Llama may begin a call, though its template does not."""
 
@@ -68,8 +71,10 @@ class CallFormat:
 
     def parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
         """The text of a reply without its calls, and these. A call that is cut off after complete ones is dropped; any
-        other that is not complete is text.
+        other that is not complete is text, and so is all of what no model writes, for its length.
         """
+        if len(text) > _MAX_SIZE:
+            return text, ()
         found = self._parse(text)
         return found if found[1] or not self.names else read_calls(text, self.names)
 

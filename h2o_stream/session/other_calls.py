@@ -34,6 +34,9 @@ _BEGUN_OBJECT = re.compile(r'(?:\[\s*){0,2}(?:\{\s*(?:"(?P<key>\w*)(?P<closed>"\
 _NAMED = re.compile(r'"(?:name|tool|tool_name|function_name)"\s*:\s*"([^"\\]*)"')
 _JSON, _START = re.compile(r"[{\[]"), re.compile(r"[`<{\[]")
 _WORDS, _ESCAPE = ("true", "false", "null", "-"), len("\\ud83d")
+_MAX_WORK = 2**25
+"""Characters that are looked at until the rest of a text is no call: for each bracket, those of the whole text."""
+
 _DECODER = json.JSONDecoder(strict=False)
 
 
@@ -91,8 +94,8 @@ def certain_size(text: str, names: Collection[str]) -> tuple[int, int]:
 
 def _find(text: str, names: Collection[str]) -> Iterator[_Found]:
     """The calls in a text. Nothing inside of other JSON is one."""
-    place = 0
-    while (start := _JSON.search(text, place)) is not None:
+    place = work = 0
+    while work <= _MAX_WORK and (start := _JSON.search(text, place)) is not None:
         place, first = start.end(), start.start()
         read = _read(text, first)
         if read.incomplete:
@@ -105,6 +108,7 @@ def _find(text: str, names: Collection[str]) -> Iterator[_Found]:
             place = stop
         elif read.value is not None:
             place = read.stop
+        work += len(text)
 
 
 def _read(text: str, start: int) -> _Read:
