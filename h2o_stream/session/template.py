@@ -126,20 +126,20 @@ class ChatTemplate:
             tokens = tokens[next((i for i, token in enumerate(start, 1) if token in self._end_tokens), 0) :]
         return Prompt(tokens, num_thinking=self._num_thinking(tokens, after))
 
-    def reply(self, text: str, thinking: bool = False) -> list[int]:
+    def reply(self, text: str, thinking: bool = False, own: bool = False) -> list[int]:
         """A past reply, with the token that ends it if the template has one. If the prompt has begun thinking, that is
-        ended first.
+        ended first. In the model's own words, what marks calls of tools are control tokens.
         """
         ends = [token for token in self._controls.encode(self._following[0]) if token in self._end_tokens]
-        return [*self._begun(text, thinking), *ends[:1]]
+        return [*self._begun(text, thinking, self._call_markers if own else ()), *ends[:1]]
 
     def begin(self, prompt: Prompt, text: str) -> Prompt:
         """The prompt with the start of its reply. If it has begun thinking, that is ended first."""
         tokens = self._begun(text, prompt.num_thinking is not None)
         return replace(prompt, tokens=[*prompt.tokens, *tokens], num_thinking=None)
 
-    def _begun(self, text: str, thinking: bool) -> list[int]:
-        return [*(self.thinking_end() if thinking else ()), *self._controls.encode(self._controls.guard(text))]
+    def _begun(self, text: str, thinking: bool, kept: Collection[str] = ()) -> list[int]:
+        return [*(self.thinking_end() if thinking else ()), *self._controls.encode(self._controls.guard(text, kept))]
 
     def thinking_end(self, message: str = "") -> list[int]:
         """The tokens that end thinking where it would go on."""
@@ -155,6 +155,12 @@ class ChatTemplate:
         """How thinking is marked that may come before an answer that follows rules; None if it is switched off."""
         begun = self.markers is not None and self.markers.unclosed(self._opening[1])
         return None if self._thinking is False and self.thinking_switch and not begun else self.markers
+
+    @cached_property
+    def _call_markers(self) -> Collection[str]:
+        """The control tokens that mark calls of tools."""
+        calls = find_format(self._tokenizer) if self._tools else None
+        return {token for token in self._special if calls and any(token in text for text in calls.markers)}
 
     @cached_property
     def marker_tokens(self) -> dict[int, str]:
