@@ -340,7 +340,7 @@ def corrected_events(live: Live, user: UserTurn, turn: Turn) -> Iterator[Event]:
         conversation.reset()
     else:
         conversation.load_state_dict(live.undone)
-    yield from _read(conversation.feed_turn(user, turn.text))
+    yield from _read(conversation.feed_turn(user, turn.text, own=True))
     yield replace(turn, counts=live.engine.counts, cut=False)
 
 

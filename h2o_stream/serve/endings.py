@@ -126,7 +126,7 @@ class Endings:
             rest = text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
             if any(rest) and not job.corrected:
                 job.ask.try_send(Piece(*rest, ()))
-            if turn.cut and not job.ask.raw and not job.live.options.read(turn.text).calls:
+            if turn.cut and not job.ask.raw:
                 (fed,) = as_fed(job.live.merged, job.ask.dialogue.user)
                 job.corrected, job.events = True, corrected_events(job.live, fed.user, turn)
                 return
