@@ -12,12 +12,15 @@ from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from h2o_stream import UnsupportedModelError
+from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.models import gguf_export
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_pretokenizer import _REGEXES
 from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
+from h2o_stream.progress import ignore
+from h2o_stream.runtime.loading import load_model
 from tests.fixtures import make_llama
 from tests.gguf_files import finish, write_model
 from tests.in_turn import in_turn
@@ -123,13 +126,19 @@ def test_merges_are_ignored_where_llama3_ignores_them(name: str, ignored: bool, 
     assert load(name).backend_tokenizer.model.ignore_merges is ignored
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("no-such", "the unknown pre-tokenizer 'no-such'"), (None, "names no pre-tokenizer")]
-)
-def test_unknown_ones_are_refused(name: str | None, words: str, load: Callable[[str | None], Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"small.gguf .*{words}.* transformers' format") as error:
-        load(name)
+def test_unknown_ones_are_refused(load: Callable[[str | None], Any]) -> None:
+    words = "small.gguf has the unknown pre-tokenizer 'no-such'.* transformers' format"
+    with pytest.raises(UnsupportedModelError, match=words) as error:
+        load("no-such")
     assert "\n" not in str(error.value)
+
+
+def test_old_files_are_split_as_by_llama_cpp_and_say_so(load: Callable[[str | None], Any], tmp_path: Path) -> None:
+    default, missing = (load(name).backend_tokenizer for name in ("default", None))
+    assert missing.pre_tokenizer.__getstate__() == default.pre_tokenizer.__getstate__()
+    notes: list[str] = []
+    load_model(ModelConfig(str(tmp_path / "small.gguf")), CacheConfig(window=32), "auto", notes.append, ignore)
+    assert [note for note in notes if "tokenizer.ggml.pre" in note and "\n" not in note] == notes[:1]
 
 
 def test_as_llama_cpp_splits(tmp_path: Path) -> None:
@@ -143,13 +152,14 @@ def test_as_llama_cpp_splits(tmp_path: Path) -> None:
     pairs = sorted({text[at : at + 2] for text in letters for at in range(len(text) - 1)})
     tokens = ["<unk>", "<s>", "</s>", *sorted(BYTES.alphabet()), *pairs]
     path = tmp_path / "small.gguf"
-    for name in _REGEXES:
+    for name in (*_REGEXES, None):
         writer = gguf.GGUFWriter(path, "llama")
         for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "head_count"):
             getattr(writer, f"add_{key}")(32)
         writer.add_layer_norm_rms_eps(1e-5)
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(name)
+        if name is not None:
+            writer.add_tokenizer_pre(name)
         writer.add_token_list(tokens)
         writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
         writer.add_token_merges([" ".join(pair) for pair in pairs])

@@ -118,8 +118,8 @@ class TestAccepts:
     def test_rounding_in_float32(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Deep models with large weights amplify it, Gemma 4 in its real shape for one."""
         errors = list[float]()
-        error_of = verification.error_of
-        monkeypatch.setattr(verification, "error_of", lambda *both: errors.append(error_of(*both)) or errors[-1])
+        last_error = verification.last_error
+        monkeypatch.setattr(verification, "last_error", lambda *both: errors.append(last_error(*both)) or errors[-1])
         model = make_llama(layers=24, heads=2, groups=2)
         for name, weight in model.named_parameters():
             weight.data *= 4 if "proj" in name else 1

@@ -5,8 +5,8 @@ single tokens. Anything a model does with its queries, keys and values that the 
 logits. Native code is verified with the same tokens, against the same logits.
 
 Logits in bfloat16 may differ by rounding alone as much as by a mistake: rounding grows with outliers and massive
-activations. Where they do differ, it is measured: logits must be about as near to those in float32 as the model's own
-are. Where they are not, the same model computes in float32 through the cache, too, and that decides.
+activations. The same weights in float32 tell them apart. Native code therefore computes with keys, values and states in
+float32, too, and that decides, as it does where logits of eager code differ.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
-from h2o_stream.cache.rounding import EXACT_STEP, PRECISE, ROUNDED_STEP, ROUNDINGS, in_float32, rounded_embedding
-from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
+from h2o_stream.cache.rounding import PRECISE, in_dtype, rounded_embedding
+from h2o_stream.cache.tolerance import EXACT, ROUNDED, ROUNDINGS, Rounding, error_of, last_error, rounding_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.native.tensor_stepper import TensorStepper
@@ -47,12 +47,14 @@ PROMPT, STEPS, CHUNK = 24, 3, 16
 _SAMPLES = 4
 """Ways in which an embedding is rounded, if need be: few change the expert of a token whose router nearly ties."""
 
-_EXACT, _ROUNDED = (EXACT_STEP, 0.01), (ROUNDED_STEP, 0.5)
-"""By how much the embedding is rounded, and the limit of the tolerance, whatever rounding does: in float32, where every
-layer adds some rounding of its own, and in fewer bits."""
+_PRECISE = EXACT._replace(tolerance=1e-3)
+"""What is rounding in float32 for models in fewer bits: packed weights are multiplied with vectors of about 14 bits."""
 
-_OWN = 2
-"""In fewer bits, logits may be this many times as far from those in float32 as the model's own."""
+_GROSS = ROUNDED._replace(tolerance=ROUNDED.limit)
+"""What is rounding in fewer bits for code that computes the same in float32."""
+
+Make = Callable[[CacheConfig], Callable[[list[int]], NDArray[numpy.float32]]]
+"""Gives the forward of a stream through a cache."""
 
 _CANNOT = (UnsupportedModelError, MemoryError, RuntimeError)
 """What a model raises that cannot compute in float32, or not in this memory."""
@@ -114,7 +116,7 @@ class Verification:
         if has_additions(model):
             return None
         names = [name for _, name in self._attention]
-        environment = f"{input_device(model).type} {model.dtype} {tolerance_of(model)} {names}"
+        environment = f"{input_device(model).type} {model.dtype} {rounding_of(model)} {names}"
         return f"{model_digest(model)} {environment} {self._config} {[*map(version_of, _VERSIONS)]}"
 
     def cached(self, engine: str, why_not: Callable[[], str]) -> str:
@@ -154,78 +156,89 @@ class Verification:
             ours = self._through(cache, steps)
             if ours is None:
                 return steps.why_not if steps else ""
-            reason = self._difference(ours)
-            precise = self._precise_difference(kernels) if reason and steps is None else None
-            return reason if precise is None else precise
+            return self._verdict(ours, lambda: self._in_float32(kernels, make_steps), native=kernels is not None)
 
-    def _precise_difference(self, kernels: Kernels | None) -> str | None:
-        """The same in float32, for a model in fewer bits; None if it cannot compute in it."""
-        exact = self._exact
-        if exact is None:
-            return None
+    def _in_float32(
+        self, kernels: Kernels | None, make_steps: Callable[[H2OCache], TensorStepper] | None
+    ) -> Tensor | None:
+        """[1, n, V] through the cache, computed in float32; None if native steps cannot run."""
         cache = as_class_for(self._model, self._new_cache(PRECISE))
         cache.kernels = kernels
-        try:
-            with in_float32(self._model):
-                ours = self._through(cache, None)
-        except _CANNOT:
-            return None
-        assert ours is not None, "no native steps"
-        error, limit = error_of(ours, exact), _EXACT[1]
-        return (
-            ""
-            if error < limit
-            else f"in float32 its logits are off by {error:.1e} of their rms, {limit:.0e} is rounding"
-        )
+        steps = make_steps(cache) if make_steps else None
+        if steps:
+            steps.use_float32()
+        return self._through(cache, steps, PRECISE)
 
     @functools.cached_property
     def _exact(self) -> Tensor | None:
-        """[1, n, V], the model's own logits in float32; None if it computes in that already, or cannot."""
-        if tolerance_of(self._model) != ROUNDED_TOLERANCE or input_device(self._model).type == "meta":
+        """[1, n, V], the model's own logits in float32; None if it cannot compute in it."""
+        if any(x.is_meta for x in self._model.parameters()):
             return None
         try:
-            with in_float32(self._model):
+            with in_dtype(self._model, PRECISE):
                 return self._logits().float()
         except _CANNOT:
             return None
 
-    def why_not_served(self, make: Callable[[CacheConfig], Callable[[list[int]], NDArray[numpy.float32]]]) -> str:
+    def why_not_served(self, make: Make, make_in_float32: Make) -> str:
         """Why the logits of a model of the runtime differ from the model's own, or nothing.
 
         Args:
             make: gives the forward of a stream through a cache: from tokens to the logits [V] after the last one.
+            make_in_float32: the same with keys and values in float32.
 
         Raises:
             UnsupportedModelError: the model cannot compute these tokens.
         """
-        with undisturbed(self._model):
-            self._expected = self._logits()
+
+        def served(make: Make) -> Tensor:
             forward, tokens = make(self._config), self._tokens[0].tolist()
             parts = tokens[: self._prompt], *([token] for token in tokens[self._prompt :])
-            found = numpy.stack([forward(list(part)) for part in parts])
-            return self._difference(torch.from_numpy(found)[None])
+            return torch.from_numpy(numpy.stack([forward(list(part)) for part in parts]))[None]
 
-    def _difference(self, ours: Tensor) -> str:
-        """Why logits [1, n, V] of the last tokens differ from the model's own, or nothing."""
+        with undisturbed(self._model):
+            self._expected = self._logits()
+            return self._verdict(served(make), lambda: served(make_in_float32), native=True)
+
+    def _verdict(self, ours: Tensor, in_float32: Callable[[], Tensor | None], native: bool) -> str:
+        """Why logits differ from the model's own, or nothing.
+
+        Args:
+            ours: [1, n, V], of the last tokens.
+            in_float32: computes the same in float32.
+            native: whether native code computes them, which is compared in float32 in any case.
+        """
         assert self._expected is not None, "the model's own logits come first"
         # Native code is compared by the last ones only, so that no others are kept.
         expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
-        error, tolerance = _last_error(ours, expected), tolerance_of(self._model)
-        step, limit = _ROUNDED if tolerance == ROUNDED_TOLERANCE else _EXACT
-        if error < tolerance:
+        if rounding_of(self._model) is EXACT:
+            return self._difference(ours, expected, EXACT)
+        if not native and last_error(ours, expected) < ROUNDED.tolerance:
             return ""
-        if (exact := self._exact) is not None:
-            error = _last_error(ours, exact)
-            tolerance = min(max(tolerance, _OWN * _last_error(expected, exact)), limit)
+        try:
+            exact = self._exact
+            precise = None if exact is None else in_float32()
+        except _CANNOT:
+            precise = None
+        if exact is None or precise is None:
+            return self._difference(ours, expected, ROUNDED)
+        reason = self._difference(precise, exact, _PRECISE, PRECISE)
+        return reason or (self._difference(ours, expected, _GROSS) if native else "")
+
+    def _difference(self, ours: Tensor, expected: Tensor, rounding: Rounding, dtype: torch.dtype | None = None) -> str:
+        """Why logits differ by more than rounding, or nothing; computed in this dtype, by default that of the model."""
+        error, tolerance = last_error(ours, expected), rounding.tolerance
         for seed in range(_SAMPLES):
             if error < tolerance:
-                break
-            with rounded_embedding(self._model, step, seed):
-                rounded = self._logits()
-            rounding = _last_error(rounded, expected)
-            tolerance = min(max(tolerance, ROUNDINGS * rounding), limit)
+                return ""
+            with in_dtype(self._model, dtype), rounded_embedding(self._model, rounding.step, seed):
+                own = last_error(self._logits(), expected)
+            tolerance = min(max(tolerance, ROUNDINGS * own), rounding.limit)
+        where = "in float32 " if dtype else ""
         return (
-            "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
+            ""
+            if error < tolerance
+            else f"{where}its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
         )
 
     def continues(self) -> bool:
@@ -238,8 +251,9 @@ class Verification:
 
         def halves(dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
             cache = as_class_for(self._model, self._new_cache(dtype))
-            both = [self._fed(cache, part) for part in self._tokens.tensor_split(2, 1)]
-            return both[1], self._logits()[:, -both[1].shape[1] :]
+            _, last = (self._fed(cache, part) for part in self._tokens.tensor_split(2, 1))
+            assert last is not None, "no native steps"
+            return last, self._logits()[:, -last.shape[1] :]
 
         return not self.cached("continues", why_not)
 
@@ -257,13 +271,13 @@ class Verification:
             compute: gives both; gets the dtype of states if it is another one than usual.
         """
         with undisturbed(self._model):
-            if error_of(*compute(None)) < tolerance_of(self._model):
+            if error_of(*compute(None)) < rounding_of(self._model).tolerance:
                 return True
-            if tolerance_of(self._model) != ROUNDED_TOLERANCE:
+            if rounding_of(self._model) is EXACT:
                 return False
             try:
-                with in_float32(self._model):
-                    return error_of(*compute(PRECISE)) < _EXACT[1]
+                with in_dtype(self._model, PRECISE):
+                    return error_of(*compute(PRECISE)) < EXACT.limit
             except _CANNOT:
                 return None
 
@@ -276,26 +290,31 @@ class Verification:
             raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
         return logits
 
-    def _through(self, cache: H2OCache, steps: TensorStepper | None) -> Tensor | None:
+    def _through(self, cache: H2OCache, steps: TensorStepper | None, dtype: torch.dtype | None = None) -> Tensor | None:
         """[1, n, V] through the cache; None if native steps cannot run."""
         tokens, found = self._tokens, []
         for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
-            # The first token after the prompt goes through the model and the kernels of its layers.
-            native = steps if number == 0 else None
-            logits = steps.run(part) if steps and number > 1 else self._fed(cache, part, native)
+            # Once, the first token after the prompt goes through the model and the kernels of its layers.
+            native = None if number == 1 and dtype is None else steps
+            logits = self._fed(cache, part, native, dtype)
             if logits is None:
                 return None
             found.append(logits)
         return torch.cat(found, 1)
 
-    def _fed(self, cache: H2OCache, tokens: Tensor, steps: TensorStepper | None = None) -> Tensor:
-        """[1, n, V] of tokens [1, n] that continue a stream, natively if `steps` take prompts."""
+    def _fed(
+        self, cache: H2OCache, tokens: Tensor, steps: TensorStepper | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        """[1, n, V] of tokens [1, n] that continue a stream: by `steps`, which need not take prompts, or the model."""
         kwargs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
         cache.prepare_forward(kwargs)
+        if steps and cache.tokens.lengths:
+            return steps.run(tokens)
         if steps and (logits := steps.run_prompt(tokens)) is not None:
             return logits
         cache.use_own_dtypes()
-        with using_h2o_attention(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
+        failing = failing_as(f"{type(self._model).__name__} through this cache")
+        with in_dtype(self._model, dtype), using_h2o_attention(self._model), failing:
             logits = logits_of(self._model(**kwargs))
         cache.count_forward()
         return logits
@@ -308,9 +327,3 @@ class Verification:
                 replace(x, state_like={name: like.to(dtype) for name, like in x.state_like.items()}) for x in specs
             ]
         return H2OCache(self._config, specs, self._max_distance, self._learned)
-
-
-def _last_error(ours: Tensor, theirs: Tensor) -> float:
-    """`error_of` of logits [1, n, V] and [1, m, V] of the last tokens of both."""
-    count = min(ours.shape[1], theirs.shape[1])
-    return error_of(ours[:, -count:], theirs[:, -count:])

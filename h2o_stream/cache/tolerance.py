@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-_TOLERANCE = 1e-4
-"""Root mean square of the differences of logits in float32, as a share of that of the logits."""
+
+class Rounding(NamedTuple):
+    """What is rounding in some dtype, as root mean squares relative to that of the logits.
+
+    Attributes:
+        tolerance: of a model that does not amplify rounding.
+        step: by how much an embedding is rounded to see whether it does, relative to its numbers.
+        limit: of the tolerance, whatever rounding does.
+    """
+
+    tolerance: float
+    step: float
+    limit: float
 
 
-ROUNDED_TOLERANCE = 0.08
-"""The same for fewer bits, if the model does not amplify rounding."""
+EXACT, ROUNDED = Rounding(1e-4, 2.0**-22, 0.01), Rounding(0.08, 2.0**-8, 0.5)
+"""In float32, where every layer adds some rounding of its own, and in fewer bits."""
 
+ROUNDINGS = 3
+"""Results may be off by this many times the effect of a rounded embedding."""
 
-_EXACT = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
+_EXACT_DTYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 """Types whose rounding never matters, even if amplified."""
 
 
@@ -31,9 +44,15 @@ def error_of(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def tolerance_of(model: Any) -> float:
-    """How far logits of a model may be off if it does not amplify rounding, see `error_of`."""
-    exact = torch.get_float32_matmul_precision() == "highest" and _EXACT.issuperset(
+def last_error(ours: Tensor, theirs: Tensor) -> float:
+    """`error_of` of logits [1, n, V] and [1, m, V] of the last tokens of both."""
+    count = min(ours.shape[1], theirs.shape[1])
+    return error_of(ours[:, -count:], theirs[:, -count:])
+
+
+def rounding_of(model: Any) -> Rounding:
+    """`EXACT` or `ROUNDED`, by what a model computes in."""
+    exact = torch.get_float32_matmul_precision() == "highest" and _EXACT_DTYPES.issuperset(
         tensor.dtype for tensor in (*model.parameters(), *model.buffers())
     )
-    return _TOLERANCE if exact else ROUNDED_TOLERANCE
+    return EXACT if exact else ROUNDED

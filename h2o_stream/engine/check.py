@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def _compared(source: Source, loaded: LoadedModel, digest: str) -> Known:
     found = _tokenizer_difference(tokenizer, loaded.tokenizer)
     if not found:
         verification = Verification(loaded.model, "gap", "auto", ())
-        found = verification.why_not_served(lambda config: model.serve(config).forward)
+        precise = replace(model, description=replace(description, dtype="float32"))
+        found = verification.why_not_served(*(lambda config, x=x: x.serve(config).forward for x in (model, precise)))
     if not found:
         return Known(digest, doubt=described)
     reason = f"{described}; {found}" if described else found

@@ -70,6 +70,9 @@ _REGEXES = {name: regexes for regexes, names in _SPLITS.items() for name in name
 _IGNORE_MERGES = frozenset(_SPLITS[_LLAMA3,].split()) - {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"} | {"tekken"}
 """Pieces that are tokens are not merged from bytes."""
 
+_NAME, _DEFAULT = "tokenizer.ggml.pre", "default"
+"""The key of the name, and llama.cpp's name for files without one."""
+
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 """Writes the bytes of text in letters that stand for them."""
 
@@ -78,14 +81,23 @@ def pre_tokenizer(file: GgufFile) -> tuple[pre_tokenizers.PreTokenizer, bool]:
     """How a file's tokenizer splits text, and whether pieces that are tokens are not merged from bytes.
 
     Raises:
-        UnsupportedModelError: the file names no pre-tokenizer, or an unknown one.
+        UnsupportedModelError: the file names an unknown pre-tokenizer.
     """
-    name: Any = file.metadata.get("tokenizer.ggml.pre")
-    if name not in _REGEXES:
-        what = f"has the unknown pre-tokenizer {name!r}" if name else "names no pre-tokenizer"
+    name: Any = file.metadata.get(_NAME, _DEFAULT)
+    if not isinstance(name, str) or name not in _REGEXES:
         raise UnsupportedModelError(
-            f"{file.path.name} {what} (tokenizer.ggml.pre), so text would be split wrongly; "
+            f"{file.path.name} has the unknown pre-tokenizer {name!r} ({_NAME}), so text would be split wrongly; "
             "take the model in transformers' format, or a newer GGUF file"
         )
     splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in _REGEXES[name]]
     return pre_tokenizers.Sequence([*splits, BYTES]), name in _IGNORE_MERGES
+
+
+def missing_name(file: GgufFile) -> str:
+    """What to tell the user of a file that does not say how its tokenizer splits text, or nothing."""
+    if file.metadata.get("tokenizer.ggml.model") != "gpt2" or _NAME in file.metadata:
+        return ""
+    return (
+        f"{file.path.name} is old: it does not say how its tokenizer splits text ({_NAME}). It is split as by "
+        "llama.cpp, which may cost quality; a newer GGUF file is better."
+    )

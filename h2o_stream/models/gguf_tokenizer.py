@@ -65,7 +65,7 @@ def _converted(file: GgufFile, split: PreTokenizer, ignore_merges: bool) -> File
     backend = Tokenizer(
         models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix="", ignore_merges=ignore_merges)
     )
-    if file.metadata["tokenizer.ggml.pre"] in _COMPOSED:
+    if file.metadata.get("tokenizer.ggml.pre") in _COMPOSED:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = split
     backend.decoder = decoders.ByteLevel()

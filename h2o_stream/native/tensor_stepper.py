@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.rounding import EXACT_STEP, ROUNDED_STEP, ROUNDINGS, rounded_embedding
-from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
+from h2o_stream.cache.rounding import rounded_embedding
+from h2o_stream.cache.tolerance import ROUNDINGS, error_of, rounding_of
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native.stepper import Stepper
 
@@ -31,6 +31,10 @@ class TensorStepper:
     def why_not(self) -> str:
         """See `Stepper`."""
         return self._stepper.why_not
+
+    def use_float32(self) -> None:
+        """Keep keys and values in float32 and take prompts, whatever the model's weights are."""
+        self._stepper.dtype, self._stepper.takes_prompts = "float32", True
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
         """See `h2o_stream.attachment.forward.Stepper`."""
@@ -99,17 +103,13 @@ class CheckedStepper:
         found = [*trace[:-1], logits[:, -1]]
         if self._off(found, expected, [0.0] * len(found)):
             restored(None)
-            with rounded_embedding(self._model, EXACT_STEP if self._is_exact else ROUNDED_STEP):
+            with rounded_embedding(self._model, rounding_of(self._model).step):
                 rounded = restored(self._eager(kwargs))
             own = [ROUNDINGS * error_of(*both) for both in zip(rounded, expected, strict=True)]
             if reason := self._off(found, expected, own):
                 raise H2OStreamError(f"{reason}; use --engine eager")
             self._stepper.run(tokens)
         return self._stepper.as_models_own(logits)
-
-    @property
-    def _is_exact(self) -> bool:
-        return tolerance_of(self._model) != ROUNDED_TOLERANCE
 
     def _eager(self, kwargs: dict[str, Any]) -> list[Tensor]:
         """[B, n] of the last token: the residual stream before every layer, then the logits."""
@@ -121,7 +121,7 @@ class CheckedStepper:
     def _off(self, found: list[Tensor], expected: list[Tensor], rounding: list[float]) -> str:
         """The first of these that differ by more than rounding, or nothing."""
         for number, (ours, theirs, own) in enumerate(zip(found, expected, rounding, strict=True)):
-            error, limit = error_of(ours, theirs), max(tolerance_of(self._model), own)
+            error, limit = error_of(ours, theirs), max(rounding_of(self._model).tolerance, own)
             if not error < limit:
                 layer = f"layer {number - 1}" if number else "the embedding"
                 where = (

@@ -16,6 +16,7 @@ from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
+from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.native import library
@@ -82,6 +83,8 @@ def _load_without_torch(
         description = source.describe(progress, notify)
         windows = source.windows(description, progress) if measures_heads(cache, parameters.max_distance) else ()
         ready = tokenizer.result()
+    if isinstance(source, ModelFile) and (note := missing_name(source.file)):
+        notify(note)
     check = BackgroundCheck(config.model, path, source.variant) if known is None and can_check() else None
     digest = file_digest(path, source.variant)
     model = source.model(
