@@ -201,8 +201,7 @@ class Service:
                 pieces=sampled.stream or sampled.logprobs is not None,
             )  # fmt: skip
             for number, waiting in enumerate(queues):
-                seed = sampled.config.seed
-                config = sampled.config if seed is None else replace(sampled.config, seed=(seed + number) % 2**63)
+                config = sampled.config.of_choice(number)
                 asks.append(make(config=config, send=_sender(waiting), keep=keep and not (raw or number)))
             for ask in reversed(asks):  # branches are opened before the conversation goes on
                 self.worker.submit(ask)

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from h2o_stream.config import EFFORT_VARIABLE, THINKING_VARIABLES, THINKING_WORDS
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
+from h2o_stream.models.rendering import apply_template
 from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.answer_head import Place, Text
 from h2o_stream.runtime.first_layers import MAX_TOKENS
@@ -275,10 +276,10 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, bool | int | str] | None = None,
     ) -> str:
-        options = {"tokenize": False, "add_generation_prompt": True, **(variables or self._variables)}
+        options = {"add_generation_prompt": True, **(variables or self._variables)}
         try:
             messages = _with_word(messages, self._word)
-            return str(self._tokenizer.apply_chat_template(messages, tools=list(tools) or None, **options))
+            return apply_template(self._tokenizer, messages, list(tools) or None, **options)
         except (TemplateError, TypeError) as error:
             message = f"the chat template fails: {error}; use a model with another template"
             raise UnsupportedModelError(message) from error
