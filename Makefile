@@ -54,10 +54,11 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Known vulnerabilities of the installed packages. Needs the package index.
+# Known vulnerabilities of the versions that this project is tested with. Needs PyPI itself, which has the data; a mirror
+# may have none, and then it fails. Run it each night.
 audit: setup-dev
 	$(PIP) install pip-audit
-	$(BIN)/python -m pip_audit --skip-editable
+	$(BIN)/python -m pip_audit -r constraints.txt --no-deps --disable-pip --strict
 
 # The long runs of docs/reliability.md.
 soak: setup-dev
