@@ -23,6 +23,7 @@ from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import POLICIES, CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.native import library
 from h2o_stream.registry import Registry
+from h2o_stream.serve.logprobs import TokenTexts
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.replies import Done, Piece, Seen, Started
 from h2o_stream.serve.requests import Options, Sampled
@@ -376,3 +377,15 @@ def test_the_items_of_events_are_those_of_the_response(pieces: Any, finish: str,
     for index, item in enumerate(output):
         deltas = "".join(x["delta"] for x in events if x.get("output_index") == index and x["type"].endswith(".delta"))
         assert deltas == (item["arguments"] if "arguments" in item else "".join(x["text"] for x in item["content"]))
+
+
+def test_bytes_of_tokens_that_are_no_characters() -> None:
+    """Of vocabularies that have pieces with bytes beside them; those of bytes only are tried above."""
+    pieces = ["▁a", "<0xE2>", "é", "<s>"]
+    added = {3: SimpleNamespace(content="<s>")}
+    backend = SimpleNamespace(
+        decoder="Sequence", id_to_token=pieces.__getitem__, get_added_tokens_decoder=lambda: added
+    )
+    texts = TokenTexts(SimpleNamespace(backend_tokenizer=backend))
+    assert [texts.bytes_of(number) for number in range(4)] == [b" a", b"\xe2", "é".encode(), b"<s>"]
+    assert texts.text_of(1) == r"\xe2"

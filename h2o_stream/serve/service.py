@@ -28,7 +28,7 @@ from h2o_stream.serve.logprobs import TokenTexts
 from h2o_stream.serve.messages import Dialogue, chain, first_hash
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Message
-from h2o_stream.serve.requests import Options, Sampled
+from h2o_stream.serve.requests import Model, Options, Sampled
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.serve.worker import Worker
@@ -119,6 +119,11 @@ class Service:
     def vocabulary(self) -> int:
         """Number of logits."""
         return int(self.model.model.description.output.rows)
+
+    @property
+    def limits(self) -> Model:
+        """What requests are checked against."""
+        return Model(self.model.tokenizer, self.vocabulary, self.config.max_reply)
 
     @cached_property
     def call_format(self) -> CallFormat | None:
