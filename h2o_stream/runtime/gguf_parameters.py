@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_config import check_rope, check_sizes
 from h2o_stream.native.abi import NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
@@ -53,7 +54,10 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
 
     Raises:
         DescriptionError: it has parameters or weights that are not known here, or misses one.
+        ModelNotFoundError: its parameters do not fit each other or the weights.
     """
+    check_sizes(file)
+    check_rope(file)
     name = file.architecture
     if name not in ARCHITECTURES:
         raise DescriptionError(f"{name} is not in the table of architectures")
@@ -110,7 +114,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             latent_queries=int(get("attention.q_lora_rank") or 0),
             mixer=_mixer(get) if get("ssm.time_step_rank") else None,
         )
-    except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 

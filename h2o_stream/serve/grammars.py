@@ -29,17 +29,17 @@ from typing import Any
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.grammar_process import COMPILE_S, step_message
+from h2o_stream.serve.grammar_process import step_message
 from h2o_stream.serve.schemas import is_larger
 from h2o_stream.session.thinking import Markers
 
-PLACES, SHORT_S, STEP_S = 8, 0.5, 2.0
-"""Grammars that are compiled at once, seconds that each has while others wait, and seconds of a token."""
+PLACES, COMPILE_S, SHORT_S, STEP_S = 8, 10.0, 0.5, 2.0
+"""Grammars that are compiled at once, seconds that each has, also while others wait, and seconds of a token."""
 
 MAX_SIZE = 2**20
 """Characters of a grammar."""
 
-_POLL_S = 0.02
+_POLL_S, _QUICK_S, _NICE = 0.02, 0.2, 15
 
 
 class Grammars:
@@ -94,7 +94,7 @@ class Grammars:
             place = queue.popleft()
             if queue:
                 self._queues[owner] = queue
-            if not place.done():
+            if not place.done():  # else its client has left
                 place.set_result(None)
                 return
         self._free += 1
@@ -102,7 +102,7 @@ class Grammars:
     @property
     def crowded(self) -> bool:
         """Whether others wait until something is compiled."""
-        return bool(self._queues)
+        return any(not place.done() for queue in [*self._queues.values()] for place in [*queue])
 
     def connect(self) -> Connection:
         """A connection to a new process."""
@@ -201,7 +201,7 @@ class _Process:
     def __init__(self, connection: Connection) -> None:
         self.connection, self.masks = connection, dict[int, bytes]()
         self._pid = int(connection.recv_bytes())
-        self._waiting, self._asked, self._replies = 0, 0.0, 0
+        self._waiting, self._asked, self._replies, self._slow = 0, 0.0, 0, False
 
     def wait_compiled(self, grammars: Grammars, left: threading.Event) -> None:
         """Wait until it is compiled, or nobody waits for it.
@@ -212,13 +212,14 @@ class _Process:
         began = time.monotonic()
         while not self.connection.poll(_POLL_S):
             took = time.monotonic() - began
+            self._slow_down(took)
             if grammars.crowded and took > SHORT_S:
                 self.kill()
                 message = f"it was not compiled in {SHORT_S:g} s, and others wait; ask again, or use a simpler one"
                 raise ApiError(503, message, code="grammar_busy", retry_after_s=2)
             if took > COMPILE_S or left.is_set():
                 self.kill()
-                raise DataError(f"it was not compiled in {COMPILE_S} s; use a simpler one")
+                raise DataError(f"it was not compiled in {COMPILE_S:g} s; use a simpler one")
 
     def begin(self) -> int:
         """The number of a new reply."""
@@ -238,7 +239,11 @@ class _Process:
         with suppress(OSError, EOFError):
             while self._waiting and self.connection.poll(0):
                 self._receive()
-            return not self._waiting or time.monotonic() - self._asked > STEP_S
+            if not self._waiting:
+                return True
+            took = time.monotonic() - self._asked
+            self._slow_down(took)
+            return took > STEP_S
         return True
 
     def mask(self, reply: int) -> bytes:
@@ -259,6 +264,13 @@ class _Process:
         answer = self.connection.recv_bytes()
         self._waiting -= 1
         self.masks[struct.unpack_from("<I", answer)[0]] = answer[4:]
+
+    def _slow_down(self, took: float) -> None:
+        """Let others have the processors if it takes longer than most."""
+        if took > _QUICK_S and not self._slow:
+            self._slow = True
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._pid, _NICE)
 
     def kill(self) -> None:
         """End it."""
