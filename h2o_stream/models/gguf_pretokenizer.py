@@ -84,7 +84,7 @@ def pre_tokenizer(file: GgufFile) -> tuple[pre_tokenizers.PreTokenizer, bool]:
         UnsupportedModelError: the file names an unknown pre-tokenizer.
     """
     name: Any = file.metadata.get(_NAME, _DEFAULT)
-    if name not in _REGEXES:
+    if not isinstance(name, str) or name not in _REGEXES:
         raise UnsupportedModelError(
             f"{file.path.name} has the unknown pre-tokenizer {name!r} ({_NAME}), so text would be split wrongly; "
             "take the model in transformers' format, or a newer GGUF file"

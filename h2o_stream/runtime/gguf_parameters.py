@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_config import check_rope, check_sizes
 from h2o_stream.native.abi import NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
@@ -52,6 +53,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
     """The parameters of a GGUF file.
 
     Raises:
+        ModelNotFoundError: its metadata contradict its weights.
         DescriptionError: it has parameters or weights that are not known here, or misses one.
     """
     name = file.architecture
@@ -62,6 +64,8 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
     def get(key: str) -> Any:
         return file.metadata.get(f"{name}.{key}")
 
+    check_sizes(file)
+    check_rope(file)
     for key, value in file.metadata.items():
         inner = key.removeprefix(f"{name}.")
         if inner != key and inner not in _KEYS and value not in _NEUTRAL.get(inner, ()):
@@ -110,7 +114,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             latent_queries=int(get("attention.q_lora_rank") or 0),
             mixer=_mixer(get) if get("ssm.time_step_rank") else None,
         )
-    except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 
