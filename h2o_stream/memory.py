@@ -10,6 +10,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from h2o_stream.errors import OutOfMemoryError
+
 
 def limit_kernel_caches() -> None:
     """Limit the caches of compiled kernels to 200 in oneDNN and 16 in torch; call before importing torch.
@@ -22,10 +24,16 @@ def limit_kernel_caches() -> None:
 
 
 def anonymous_memory(size: int) -> mmap.mmap:
-    """So many bytes of zeros outside the heap, which go back to the system when nothing refers to them any more."""
-    if not hasattr(mmap, "MAP_ANONYMOUS"):
-        return mmap.mmap(-1, size)
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """So many bytes of zeros outside the heap, which go back to the system when nothing refers to them any more.
+
+    Raises:
+        OutOfMemoryError: there are not so many.
+    """
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    try:
+        return mmap.mmap(-1, size, **flags)
+    except (OSError, OverflowError) as error:
+        raise OutOfMemoryError(f"there are no {format_bytes(size)} of memory; lower --window") from error
 
 
 def trim_heap() -> None:

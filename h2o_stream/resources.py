@@ -186,10 +186,19 @@ def private_data_folder(name: str = "") -> Path:
     """
     folder = data_folder() / name
     for path in dict.fromkeys((data_folder(), folder)):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if hasattr(os, "getuid") and path.stat().st_uid == os.getuid() and path.stat().st_mode & 0o077:
-            path.chmod(0o700)
+        make_private_folder(path)
     return folder
+
+
+def make_private_folder(path: Path) -> None:
+    """Create a folder that only the user may list; one that is there and the user's becomes so.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if hasattr(os, "getuid") and path.stat().st_uid == os.getuid() and path.stat().st_mode & 0o077:
+        path.chmod(0o700)
 
 
 def remove_oldest(folder: Path, pattern: str, keep: int) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 
-from h2o_stream.resources import PRIVATE, NoHomeError, log_file
+from h2o_stream.resources import PRIVATE, NoHomeError, log_file, make_private_folder
 
 LOADER, LOG = "h2o-loader", "h2o-log"
 """Names of the thread that imports and loads, and of the handler of the log file."""
@@ -66,7 +66,7 @@ def _start_log() -> None:
     handler: logging.Handler = logging.NullHandler()
     try:
         path = log_file()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         handler = _LogFile(path, encoding="utf-8")
     except (NoHomeError, OSError):
         pass

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, Engine, SamplingConfig
@@ -22,7 +22,7 @@ from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transcript import Entry, _Content
+from h2o_stream.session.transcript import Entry, Header, Transcript, _Content, header_record, last_turn, turn_record
 from tests.serve_load import post
 from tests.served import Running
 from tests.test_history import make, said  # noqa: F401
@@ -194,3 +194,20 @@ def test_rotations_of_the_distances_there_are(talker: Any, tokenizer: Any, monke
             assert everything or max(rows) <= 8192
             found.append([*engine.tokens])
     assert found[0] == found[1]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["turn", "undo"]), st.integers(0, 9000)), max_size=6), st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_last_turn_is_found_at_the_end(tmp_path: Path, steps: list[tuple[str, int]], cut: bool) -> None:
+    path = tmp_path / "transcript.jsonl"
+    path.unlink(missing_ok=True)
+    transcript = Transcript(path)
+    transcript.append(header_record(Header("m", "h2o", 64, None)))
+    for kind, size in steps:
+        turn = len(transcript.entries) + 1
+        entry = turn_record(Entry(turn, "x" * size, "ok"))
+        transcript.append(entry if kind == "turn" else {"type": "undo", "turn": max(turn - 2, 0)})
+    if cut:
+        with path.open("ab") as file:
+            file.write(b'{"type": "turn", "turn": 99')
+    assert last_turn(path) == (transcript.entries[-1].turn if transcript.entries else 0)

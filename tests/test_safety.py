@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import subprocess
+import time
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 
 import h2o_stream
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.models import template_limits
 from h2o_stream.models.load import load
+from h2o_stream.models.rendering import render
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.requests import read_requests
@@ -155,3 +159,58 @@ class TestFuzzing:
         done = invoke("h2o-chat", "-m", loaded_folder, "-n", "1", "-q", typed=typed.encode("utf-8", "surrogatepass"))  # type: ignore[arg-type]
         assert done.exit_code == 0, (typed, done.stderr)
         assert "unexpected" not in done.stderr, (typed, done.stderr)
+
+
+def again(first: str, then: str, last: str = "{{ n.x }}") -> str:
+    """A template that makes something of what it has made before, 60 times."""
+    begin = "{% set n = namespace(x=" + first + ") %}{% for i in range(60) %}{% set n.x = "
+    return begin + then + " %}{% endfor %}" + last
+
+
+TEMPLATES = {
+    "a range": "{% for i in range(10**9) %}{% endfor %}",
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops with text": "{% for i in range(99999) %}{% for j in range(99999) %}"
+    + "abc" * 99
+    + "{% endfor %}{% endfor %}",
+    "calls of itself": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "endless calls": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a search in a loop": "{% set s = 'a' * 10**7 %}{% for i in range(99999) %}{{ 'b' in s }}{% endfor %}",
+    "a product": "{{ 'a' * 10**10 }}",
+    "a list": "{{ [0] * 10**10 }}",
+    "a power": "{{ 10 ** (10 ** 9) }}",
+    "a width": "{{ 'a'.ljust(10**10) }}",
+    "a filter's width": "{{ 'a' | center(10**10) }}",
+    "a format": "{{ '%1000000000d' % 1 }}",
+    "another format": "{{ '{:>{}}'.format(1, 10**10) }}",
+    "doubling": again("'ab'", "n.x ~ n.x"),
+    "sums": again("'ab'", "n.x + n.x"),
+    "replacing": again("'a'", "n.x.replace('a', 'aa')"),
+    "lists of lists": again("[1]", "[n.x, n.x]"),
+    "their JSON": again("[1]", "[n.x, n.x]", "{{ n.x | tojson }}"),
+    "no number": "{{ 1 // 0 }}",
+    "nesting": "{% for i in [1] %}" * 60 + "{% endfor %}" * 60,
+    "brackets": "{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}",
+    "length": " " * 2**21,
+}
+
+
+@in_turn("name", TEMPLATES)
+def test_chat_templates_that_never_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused in one line before they take much time or memory."""
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.02)
+    begun = time.thread_time()
+    with pytest.raises(TemplateError) as refused:
+        render(TEMPLATES[name], [{"role": "user", "content": "Hi"}])
+    assert "\n" not in str(refused.value)
+    assert time.thread_time() - begun < 0.5
+
+
+def test_long_conversations_are_within_the_limits() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.first %}<s>{% endif %}[{{ m.role | upper }}] "
+        "{{ m.content.replace('\r\n', '\n') | trim ~ (loop.index * 1000 + 1700000000) }}{% endfor %}"
+    )
+    for messages, size in ((1, 4_000_000), (20_000, 100)):
+        text = render(template, [{"role": "user", "content": "x" * size}] * messages)
+        assert len(text) > messages * size

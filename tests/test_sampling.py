@@ -31,9 +31,48 @@ from h2o_stream.engine.sampling import (
     repeating,
     resolve,
 )
+from h2o_stream.models.generation_config import GenerationConfig
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.session.questions import Question, set_temperature
 from tests.in_turn import in_turn
+
+EXTREMES = {
+    "temperature": (0, 1e-300, 1e-40, 5e-324, 1e-20, 1.0, 1e6, 1e300, -1e-300, 10**400, float("nan"), float("inf")),
+    "top_p": (5e-324, 1e-40, 0.5, 1, 1 - 1e-16, 0, 10**400, float("nan")),
+    "top_k": (0, 1, 5, 2**31 - 1, 2**31, 2**63, 10**400, -1),
+    "min_p": (0, 5e-324, 1.0, 10**400, float("nan")),
+    "repetition_penalty": (1e-300, 1e-6, 1e6, 1e40, 10**400, float("nan"), 0),
+    "dry_multiplier": (0, 1e6, 1e300, 10**400, float("nan")),
+    "dry_allowed_length": (0, 1, 2**31 - 1, 2**63, 10**400),
+    "frequency_penalty": (-2, 2, 10**400, float("nan")),
+    "repeat_last_n": (-1, 0, 2**31 - 1, 2**64, 10**400),
+    "seed": (0, 2**63 - 1, 2**63, -1, 10**400),
+    "max_tokens": (1, 2**31 - 1, 2**31, 10**400),
+}
+"""Numbers at the edges of settings, and beyond them."""
+
+
+@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in EXTREMES.items()}),
+       st.lists(st.sampled_from((0.0, -1e30, 1e30, -1e4, 20.0, 1e-40, 1.0)), min_size=8, max_size=8))  # fmt: skip
+def test_numbers_at_the_edges(settings: dict[str, Any], logits: list[float]) -> None:
+    """They are refused in a line that names the option, or sampled by."""
+    try:
+        config = SamplingConfig(**settings)
+    except ConfigError as error:
+        words = str(error)
+        assert "--" in words
+        assert "\n" not in words
+        return
+    samplers = [Sampler(config.of_choice(number), None) for number in range(2)]
+    for sampler in samplers:
+        assert 0 <= sampler.sample(scores_of(*logits), [1, 2, 1, 2]) < len(logits)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": float("nan")}, {"top_k": -5}, {"min_p": [1]}])
+def test_a_generation_config_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Sampler(SamplingConfig(), GenerationConfig(**wrong))
+    assert Sampler(SamplingConfig(**dict.fromkeys(wrong, 1)), GenerationConfig(**wrong))
 
 
 def scores_of(*scores: float) -> Any:

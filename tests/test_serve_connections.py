@@ -82,13 +82,14 @@ def test_a_log_is_private_and_small(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(startup, "log_file", lambda: path)
     monkeypatch.setattr(startup, "_MAX_LOG_BYTES", 1000)
     monkeypatch.setattr(logging.root, "handlers", [])
-    path.parent.mkdir()
+    path.parent.mkdir(mode=0o755)
     path.write_text("from an earlier version\n")
     path.chmod(0o644)
     startup._start_log()
     (handler,) = logging.root.handlers
     for number in range(200):
         logging.getLogger("x").warning("line %d", number)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert {file.name for file in path.parent.iterdir()} == {"x.log", "x.log.1"}
     for file in path.parent.iterdir():
         assert file.stat().st_size < 1200

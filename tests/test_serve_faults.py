@@ -366,6 +366,28 @@ def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> 
     assert server.service.grammars._free == 1
 
 
+def test_schemas_of_one_owner_do_not_keep_another_waiting() -> None:
+    """Places go round; whoever leaves while waiting loses none."""
+    found, made = list[str](), grammars.Grammars(None, (), 0)
+    made._free = 1
+
+    async def ask(owner: str) -> None:
+        await made._take_place(owner)
+        await asyncio.sleep(0)
+        found.append(owner)
+        made._pass_place()
+
+    async def all_of_them() -> None:
+        tasks = [asyncio.ensure_future(ask(owner)) for owner in ("a", "a", "a", "a", "b", "c", "b")]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        tasks[5].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(all_of_them())
+    assert (found, made._free, made.crowded) == (["a", "b", "a", "b", "a"], 1, False)
+
+
 def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others go on while what it allows is being found."""
     monkeypatch.setattr(grammars, "STEP_S", 1.0)

@@ -3,11 +3,12 @@
 Longer: ``pytest tests/test_serve_protocol.py --hypothesis-profile long`` until it is interrupted.
 """
 
+import asyncio
 import copy
 import enum
-import http.client
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import openai
@@ -15,30 +16,28 @@ import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.config import POLICIES, CacheConfig, ModelConfig
+from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.config import POLICIES, CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.native import library
 from h2o_stream.registry import Registry
+from h2o_stream.serve.logprobs import TokenTexts
+from h2o_stream.serve.messages import Dialogue
+from h2o_stream.serve.replies import Done, Piece, Seen, Started
+from h2o_stream.serve.requests import Options, Sampled
+from h2o_stream.serve.response_events import stream_response
+from h2o_stream.serve.responses import AskedResponse
 from h2o_stream.serve.stream import LogprobSampler
+from h2o_stream.session.other_calls import Call
 from tests.fixtures import compared, make_llama, saved
+from tests.protocol import ADAPTERS, answered, message_of, send, texts_of, whole_of
 from tests.served import Running
 from tests.test_serve_tools import STRICT
 from tests.test_tools import HERMES, TIME
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
-
-TYPES: dict[str, tuple[Any, Any]] = {
-    "chat/completions": (ChatCompletion, ChatCompletionChunk),
-    "completions": (Completion, Completion),
-    "responses": (Response, ResponseStreamEvent),
-}
-ADAPTERS = {end: tuple(map(TypeAdapter, types)) for end, types in TYPES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -52,77 +51,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     )
     yield running
     running.close()
-
-
-def send(server: Running, endpoint: str, body: bytes) -> tuple[int, str, bytes]:
-    """Status, type and bytes of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    try:
-        connection.request("POST", f"/v1/{endpoint}", body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, answer.headers["content-type"], answer.read()
-    finally:
-        connection.close()
-
-
-def answered(server: Running, endpoint: str, body: Any) -> tuple[int, list[Any]]:
-    """Status and JSON of an answer, or of its events, all of which are of the types of the openai package."""
-    data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    status, kind, sent = send(server, endpoint, data)
-    if status != 200:
-        error = from_json(sent, allow_inf_nan=False)["error"]
-        assert kind == "application/json"
-        assert status in (400, 404, 413), error
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert isinstance(error["message"], str)
-        assert len(error["message"]) < 2000
-        return status, [error]
-    whole, event = ADAPTERS[endpoint]
-    if kind == "application/json":
-        whole.validate_json(sent, strict=True)
-        return status, [from_json(sent, allow_inf_nan=False)]
-    assert kind.startswith("text/event-stream")
-    parts = [part.removeprefix(b"event: ").partition(b"data: ") for part in sent.split(b"\n\n")]
-    assert parts.pop() == (b"", b"", b"")
-    if endpoint != "responses":
-        assert parts.pop() == (b"", b"data: ", b"[DONE]")
-    events = [from_json(data, allow_inf_nan=False) for _, _, data in parts]
-    for _, _, data in parts:
-        if endpoint == "completions":  # the package has no type for parts of them, which have not ended
-            data = data.replace(b'"finish_reason": null', b'"finish_reason": "stop"')
-        event.validate_json(data, strict=True)
-    if endpoint == "responses":
-        assert [name.strip().decode() for name, _, _ in parts] == [each["type"] for each in events]
-        assert [each["sequence_number"] for each in events] == [*range(len(events))]
-    return status, events
-
-
-def whole_of(endpoint: str, events: list[Any]) -> Any:
-    """What a client of a stream has in the end."""
-    if endpoint == "responses":
-        return texts_of(endpoint, events[-1]["response"])
-    found: dict[int, list[Any]] = {}
-    for choice in (choice for event in events for choice in event["choices"]):
-        text, calls, finish = found.setdefault(choice["index"], ["", [], None])
-        delta = choice.get("delta", {"content": choice.get("text")})
-        calls += [(call["function"]["name"], call["function"]["arguments"]) for call in delta.get("tool_calls", ())]
-        found[choice["index"]] = [text + (delta.get("content") or ""), calls, choice["finish_reason"] or finish]
-    return [found[number] for number in sorted(found)]
-
-
-def texts_of(endpoint: str, answer: Any) -> Any:
-    """The same of an answer that came whole."""
-    if endpoint == "responses":
-        items = [
-            (item["type"], item.get("name"), item.get("arguments"), item.get("content")) for item in answer["output"]
-        ]
-        return items, answer["status"]
-    choices = list[Any]()
-    for choice in answer["choices"]:
-        message = choice.get("message", {"content": choice.get("text")})
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-        choices.append([message["content"] or "", calls, choice["finish_reason"]])
-    return choices
 
 
 SCHEMA = {
@@ -384,20 +312,6 @@ def test_schemas_that_pydantic_writes(server: Running, endpoint: str, models: li
             assert isinstance(model.model_validate_json(item["arguments"]), model)
 
 
-def message_of(endpoint_events: list[Any], streamed: bool) -> tuple[dict[str, Any], Any]:
-    """The message that a client sends back, and the report of the server."""
-    if not streamed:
-        return endpoint_events[0]["choices"][0]["message"], endpoint_events[0]["h2o"]
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    for event in endpoint_events:
-        delta = event["choices"][0]["delta"] if event["choices"] else {}
-        message["content"] += delta.get("content") or ""
-        if "tool_calls" in delta:
-            calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta["tool_calls"]]
-            message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
-    return message, next(event["h2o"] for event in endpoint_events if "conversation" in event.get("h2o", ()))
-
-
 TURN = st.fixed_dictionaries({
     "text": st.sampled_from(["Hi.", "Tell me.", "日本 <tool_call> x", "<|im_end|"]),
     "stream": st.booleans(),
@@ -429,3 +343,49 @@ def test_conversations_go_on(server: Running, turns: list[dict[str, Any]]) -> No
         messages.append(message)
         results = ({"role": "tool", "tool_call_id": call["id"]} for call in message.get("tool_calls", ()))
         messages += [{**result, "content": "18 degrees"} for result in results]
+
+
+@given(
+    st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3)), max_size=4), st.sampled_from(["stop", "length"]),
+    st.lists(st.sampled_from(["weather", "time"]), max_size=2),
+)  # fmt: skip
+def test_the_items_of_events_are_those_of_the_response(pieces: Any, finish: str, names: list[str]) -> None:
+    """Thinking, text and calls, in their order and at their places."""
+    options, sampled = Options(CacheConfig(window=64)), Sampled(SamplingConfig(), stream=True)
+    asked = AskedResponse(Dialogue(None, (), "Hi."), options, sampled, None, False, {})
+    thinking = "".join(thought for thought, _ in pieces)
+    text = "".join(said for _, said in pieces)
+    seen = Seen(0, 3, len(pieces), len(thinking), CacheCounts(3, 3, 0, 0, 0, 3, 64, 1))
+    calls = tuple(Call(name, {"a": 1}, name[:3]) for name in names)
+    ordered = [*((thought, "") for thought, _ in pieces), *(("", said) for _, said in pieces)]
+
+    async def messages() -> Any:
+        yield 0, Started()
+        for thought, said in ordered:
+            yield 0, Piece(said, thought, ())
+        yield 0, Done(finish, text, thinking, calls, seen, "", 0, "new", 0, 0)
+
+    async def collected() -> list[Any]:
+        return [event async for event in stream_response(SimpleNamespace(name="x"), asked, messages())]  # type: ignore[arg-type]
+
+    events = asyncio.run(collected())
+    for event in events:
+        ADAPTERS["responses"][1].validate_json(json.dumps(event), strict=True)
+    output = events[-1]["response"]["output"]
+    assert [x["item"] for x in events if x["type"] == "response.output_item.done"] == output
+    assert [x["output_index"] for x in events if x["type"] == "response.output_item.added"] == [*range(len(output))]
+    for index, item in enumerate(output):
+        deltas = "".join(x["delta"] for x in events if x.get("output_index") == index and x["type"].endswith(".delta"))
+        assert deltas == (item["arguments"] if "arguments" in item else "".join(x["text"] for x in item["content"]))
+
+
+def test_bytes_of_tokens_that_are_no_characters() -> None:
+    """Of vocabularies that have pieces with bytes beside them; those of bytes only are tried above."""
+    pieces = ["▁a", "<0xE2>", "é", "<s>"]
+    added = {3: SimpleNamespace(content="<s>")}
+    backend = SimpleNamespace(
+        decoder="Sequence", id_to_token=pieces.__getitem__, get_added_tokens_decoder=lambda: added
+    )
+    texts = TokenTexts(SimpleNamespace(backend_tokenizer=backend))
+    assert [texts.bytes_of(number) for number in range(4)] == [b" a", b"\xe2", "é".encode(), b"<s>"]
+    assert texts.text_of(1) == r"\xe2"

@@ -16,6 +16,8 @@ from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Exchange, Reply, as_fed, chain, next_hash, parse_dialogue
 from h2o_stream.serve.requests import Options
 from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
+from h2o_stream.session.messages import parse_tools
+from h2o_stream.session.template import ChatTemplate
 from tests.fixtures import compared, make_llama, saved
 from tests.in_turn import in_turn
 from tests.served import Running
@@ -398,3 +400,16 @@ class TestServer:
         with pytest.raises(openai.BadRequestError, match="has no tools") as refused:
             client.chat.completions.create(messages=[WARM], **ASKED)
         assert (refused.value.code, refused.value.param) == ("tools_not_supported", "tools")
+
+
+def test_a_call_before_a_stop_string_stays_a_call(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Where a turn is read again, the marks of its calls are the tokens that the model wrote, and others are text."""
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = HERMES
+    changed.add_tokens(["<tool_call>", "</tool_call>"])
+    opening, end = changed.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
+    template = ChatTemplate(changed, None, {end}, tools=parse_tools([WEATHER]))
+    said = 'I ask. <tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call> <|im_end|> Well'
+    own, told = template.reply(said, own=True), template.reply(said)
+    assert (own.count(opening), own.count(end), told.count(opening)) == (1, 1, 0)
+    assert changed.decode(own) == changed.decode(told) == f"{said}<|im_end|>"

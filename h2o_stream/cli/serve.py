@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -87,6 +88,8 @@ def serve(
             from h2o_stream.serve.requests import Options
             from h2o_stream.serve.service import Service, load_served
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
+        gc.collect()
+        gc.freeze()  # a collection, during which all threads wait, is of what requests have made
         address = f"http://{config.host}:{config.port}"
         terminal.note(f"Serving {service.name} on {address}/v1, and a page at {address}", style="dim")
         Server(uvicorn_config(make_app(service), config)).run()

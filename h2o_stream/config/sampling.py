@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from h2o_stream.config.model import DEFAULT_MODEL
@@ -29,6 +29,12 @@ MODEL_SAMPLING: Mapping[str, Mapping[str, float]] = {
 """Sampling of models, by a part of the name, where their generation config says nothing."""
 
 MAX_DRY_BASE = 4
+
+MAX_SEED, MAX_COUNT = 2**63, 2**31
+"""More than all seeds, and than all numbers of tokens."""
+
+MAX_SCALE = 1e6
+"""Largest temperature, repetition penalty either way, and multiplier: float32 has what they make of logits."""
 
 BENCH = "bench"
 BENCH_TEMPERATURES: Mapping[str, float] = {
@@ -100,40 +106,46 @@ class SamplingConfig:
                 raise ConfigError(
                     f"temperature is {self.temperature!r}; --temp takes a number, or {BENCH} in h2o-stream"
                 )
-        elif self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; --temp must be 0 (greedy) or above")
+        elif self.temperature is not None and not 0 <= self.temperature <= MAX_SCALE:
+            limits = f"0 (greedy) or above, up to {MAX_SCALE:g}"
+            raise ConfigError(f"temperature is {self.temperature}; --temp must be {limits}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; --top-p must be above 0 and at most 1")
-        if self.top_k is not None and self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}; --top-k must be 0 (all) or above")
+        if self.top_k is not None and not 0 <= self.top_k < MAX_COUNT:
+            raise ConfigError(f"top_k is {self.top_k}; --top-k must be 0 (all) or above, below {MAX_COUNT}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p is {self.min_p}; --min-p must be between 0 and 1")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
-            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; --repetition-penalty must be above 0")
-        if self.dry_multiplier is not None and not 0 <= self.dry_multiplier < float("inf"):
-            raise ConfigError(f"dry_multiplier is {self.dry_multiplier}; --dry-multiplier must be 0 (none) or above")
+        if (penalty := self.repetition_penalty) is not None and not 1 / MAX_SCALE <= penalty <= MAX_SCALE:
+            limits = f"above 0, from {1 / MAX_SCALE:g} to {MAX_SCALE:g}"
+            raise ConfigError(f"repetition_penalty is {penalty}; --repetition-penalty must be {limits}")
+        if self.dry_multiplier is not None and not 0 <= self.dry_multiplier <= MAX_SCALE:
+            limits = f"0 (none) or above, up to {MAX_SCALE:g}"
+            raise ConfigError(f"dry_multiplier is {self.dry_multiplier}; --dry-multiplier must be {limits}")
         if not 1 <= self.dry_base <= MAX_DRY_BASE:
             raise ConfigError(f"dry_base is {self.dry_base}; --dry-base must be between 1 and {MAX_DRY_BASE}")
-        if (length := self.dry_allowed_length) is not None and length < 0:
-            raise ConfigError(
-                f"dry_allowed_length is {length}; --dry-allowed-length must be 0 (the default rules) or above"
-            )
+        if (length := self.dry_allowed_length) is not None and not 0 <= length < MAX_COUNT:
+            limits = f"0 (the default rules) or above, below {MAX_COUNT}"
+            raise ConfigError(f"dry_allowed_length is {length}; --dry-allowed-length must be {limits}")
         for name in ("frequency_penalty", "presence_penalty"):
             if not -MAX_PENALTY <= (value := getattr(self, name)) <= MAX_PENALTY:
                 limits = f"between -{MAX_PENALTY} and {MAX_PENALTY}"
                 raise ConfigError(f"{name} is {value}; --{name.replace('_', '-')} must be {limits}")
-        if self.repeat_last_n < -1 or self.repeat_last_n != int(self.repeat_last_n):
+        if not -1 <= self.repeat_last_n < MAX_COUNT or self.repeat_last_n != int(self.repeat_last_n):
             raise ConfigError(f"repeat_last_n is {self.repeat_last_n}; --repeat-last-n must be -1 (all) or a number")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
+        if self.seed is not None and not 0 <= self.seed < MAX_SEED:
             raise ConfigError(f"seed is {self.seed}; --seed must be between 0 and 2**63 - 1")
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {self.max_tokens}; --max-tokens must be at least 1")
-        if self.min_tokens < 0:
-            raise ConfigError(f"min_tokens is {self.min_tokens}; it must be 0 (none) or above")
-        if self.thinking_budget is not None and self.thinking_budget < 0:
-            raise ConfigError(f"thinking_budget is {self.thinking_budget}; it must be 0 (no thinking) or above")
+        if not 1 <= self.max_tokens < MAX_COUNT:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; --max-tokens must be at least 1, below {MAX_COUNT}")
+        if not 0 <= self.min_tokens < MAX_COUNT:
+            raise ConfigError(f"min_tokens is {self.min_tokens}; it must be 0 (none) or above, below {MAX_COUNT}")
+        if (budget := self.thinking_budget) is not None and not 0 <= budget < MAX_COUNT:
+            raise ConfigError(f"thinking_budget is {budget}; it must be 0 (no thinking) or above, below {MAX_COUNT}")
         if any(not stop for stop in self.stop):
             raise ConfigError("a stop string is empty; --stop needs at least one character")
+
+    def of_choice(self, number: int) -> SamplingConfig:
+        """The same with a seed of its own, if there is one, for one of several replies to the same."""
+        return self if self.seed is None else replace(self, seed=(self.seed + number) % MAX_SEED)
 
 
 def model_sampling(name: str) -> Mapping[str, float]:

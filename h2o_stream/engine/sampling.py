@@ -11,6 +11,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from h2o_stream.config import (
     FOCUSED_TEMPERATURE,
     SamplingConfig,
 )
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.processes import broadcast
 
 Scores = NDArray[np.float32]
@@ -37,6 +38,12 @@ RngState = NDArray[np.uint8]
 _NUCLEUS_CUTOFFS = 1e-4, 1e-6, 1e-45
 """The nucleus is searched among tokens above the first probability, then above the second, then among all that have
 one: float32 has no smaller number than the third."""
+
+_LOW_TEMPERATURE, _HIGH_SCORE = 1e-3, 1e20
+"""Beyond these, quotients of scores may not be numbers of float32: those of differences are."""
+
+_MIN_TEMPERATURE = 1e-20
+"""Lower ones are taken for this: the likeliest token is certain long before, and float32 has quotients of logits."""
 
 _MIN_SCORE = float(np.finfo(np.float32).min)
 """All scores but -inf are at least this."""
@@ -142,12 +149,12 @@ class Sampler:
             mask: makes the scores of tokens that must not come next -inf, in a copy.
 
         Raises:
-            H2OStreamError: the logits contain NaN.
+            H2OStreamError: the logits contain NaN or infinity.
         """
         top = int(logits.argmax())  # a NaN, if there is one
-        if math.isnan(logits[top]):
+        if not math.isfinite(logits[top]):
             raise H2OStreamError(
-                "the model's logits are not numbers (NaN): its weights are damaged or overflow their dtype; "
+                f"the model's logits are not numbers ({logits[top]}): its weights are damaged or overflow their dtype; "
                 "try --dtype float32"
             )
         if self.forced:
@@ -216,7 +223,11 @@ class Sampler:
             scores: [V] float32.
         """
         if (temperature := self._temperature_now) != 1:
-            scores = scores / np.float32(temperature)
+            peak = scores.max()
+            with np.errstate(over="ignore"):  # of tokens without any probability
+                if temperature < _LOW_TEMPERATURE or abs(peak) > _HIGH_SCORE:
+                    scores = scores - peak
+                scores = scores / np.float32(max(temperature, _MIN_TEMPERATURE))
         ids = None
         if self._top_k or self._top_p == 1:
             ids = _at_least(scores, _largest(scores, self._top_k) if self._top_k else _MIN_SCORE)
@@ -234,7 +245,11 @@ class Sampler:
 def resolve(
     config: SamplingConfig, recommended: Any, model_defaults: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, SettingSource]]:
-    """The values to sample by, and where they come from. Arguments as for `Sampler`."""
+    """The values to sample by, and where they come from. Arguments as for `Sampler`.
+
+    Raises:
+        ConfigError: the model's generation config is out of range.
+    """
     settings, sources = dict[str, float](), dict[str, SettingSource]()
     for name, neutral in _NEUTRAL.items():
         given = getattr(config, name)
@@ -249,6 +264,11 @@ def resolve(
         if name == "dry_multiplier" and (settings["temperature"] == 0 or sources["repetition_penalty"] != "default"):
             found = {"given": given, "default": 0.0}
         sources[name], settings[name] = next(item for item in found.items() if item[1] is not None)
+    try:
+        values: dict[str, Any] = settings
+        replace(config, **values)
+    except TypeError as error:
+        raise ConfigError(f"the model's generation config has {settings}, which are not all numbers") from error
     return settings, sources
 
 

@@ -106,6 +106,7 @@ def _safetensors_spans(file: BinaryIO, size: int) -> list[tuple[int, int]]:
     try:
         header: dict[str, Any] = json.loads(file.read(length))
         offsets = [info["data_offsets"] for name, info in header.items() if name != "__metadata__"]
-        return [(8 + length + start, end - start) for start, end in offsets]
-    except (ValueError, TypeError, KeyError, AttributeError):
+        spans = [(8 + length + start, end - start) for start, end in offsets]
+        return spans if all(0 <= start <= start + count <= size for start, count in spans) else []
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return []

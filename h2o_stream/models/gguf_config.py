@@ -29,6 +29,20 @@ _DIMENSIONS = (
     "expert_count",
     "expert_feed_forward_length",
     "expert_shared_feed_forward_length",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "rope.dimension_count_swa",
+)
+_OPTIONAL_DIMENSIONS = (
+    "attention.key_length_mla",
+    "attention.value_length_mla",
+    "attention.kv_lora_rank",
+    "attention.q_lora_rank",
+    "embedding_length_per_layer_input",
+    "ssm.group_count",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
 )
 
 _CONFIG_SIZES = {
@@ -75,11 +89,12 @@ def check_sizes(file: GgufFile) -> None:
             missing or too many.
     """
     largest_dim = max((size for tensor in file.tensors.values() for size in tensor.shape), default=0)
-    for key in ("block_count", *_DIMENSIONS):
+    for key in ("block_count", *_DIMENSIONS, *_OPTIONAL_DIMENSIONS):
         limit = len(file.tensors) if key == "block_count" else largest_dim
         value = _read_metadata(file, key)
+        optional = isinstance(value, list) or key in _OPTIONAL_DIMENSIONS or key.startswith("expert_")
         for size in value if isinstance(value, list) else [] if value is None else [value]:
-            least = 0 if isinstance(value, list) or key.startswith("expert_") else 1  # no experts, or none in a layer
+            least = 0 if optional else 1  # no experts, or none in a layer
             if type(size) is not int or not least <= size <= limit:
                 raise file.damaged(f"{file.architecture}.{key} is {size!r}, not a number from 1 to {limit}")
     layers = {int(name.split(".")[1]) for name in file.tensors if re.match(r"blk\.\d+\.", name)}
@@ -102,6 +117,15 @@ def check_rope(file: GgufFile) -> None:
             continue
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise file.damaged(f"{file.architecture}.{key} is {value!r}, not a positive number")
+    for end in ("", "_swa"):
+        size = _read_metadata(file, f"attention.key_length{end}")
+        heads, hidden = (_read_metadata(file, key) for key in ("attention.head_count", "embedding_length"))
+        if size is None and not end and type(heads) is int and type(hidden) is int:
+            size = hidden // heads
+        dims = _read_metadata(file, f"rope.dimension_count{end}")
+        if type(dims) is int and type(size) is int and dims > size:
+            reason = f"{file.architecture}.rope.dimension_count{end} is {dims}, more than the {size} numbers of a head"
+            raise file.damaged(reason)
 
 
 def correct_config(config: Any, file: GgufFile) -> Any:

@@ -34,6 +34,7 @@ from h2o_stream.memory import free_bytes, trim_heap
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.fitting import Precision, choose_precision, dtype_name
+from h2o_stream.models.folder_sizes import check_folder
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
@@ -93,9 +94,7 @@ def load(
                     f"{config.model} does not fit into the memory of {config.device}; take --quantize int4, "
                     "--device-map auto or a smaller --model"
                 ) from error
-            if isinstance(error, OSError | ValueError | KeyError | RuntimeError | SafetensorError):
-                raise _load_error(config.model, source, error) from error
-            raise
+            raise _load_error(config.model, source, error) from error  # numbers of a config can raise anything
 
 
 class _Loader:
@@ -306,7 +305,7 @@ def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = ignore) 
         local = {"local_files_only": True} if config.offline else {}
         try:
             return _tokenizer_class(file).from_pretrained(source, **local)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # as does the tokenizers library
             raise _load_error(config.model, source, error) from error
 
 
@@ -319,6 +318,8 @@ def _open_source(source: str, notify: Callable[[str], None]) -> tuple[GgufFile |
     """The GGUF file, if `source` is one, and the folder or Hub id with config and tokenizer."""
     path = Path(source)
     if not path.is_file():
+        if path.is_dir():
+            check_folder(path)
         return None, source
     file = GgufFile(path)
     if note := missing_name(file):

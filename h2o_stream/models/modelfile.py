@@ -18,6 +18,7 @@ from h2o_stream.errors import ConfigError, UnsupportedModelError
 from h2o_stream.models.go_template import as_jinja
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.other_tools import ollama_layers
+from h2o_stream.models.rendering import apply_template
 from h2o_stream.models.templates import with_template
 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -124,7 +125,7 @@ def _rendered(tokenizer: Any) -> list[str]:
     texts = list[str]()
     for messages in (_SAMPLE, _SAMPLE[1:]):
         try:
-            texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)))
+            texts.append(apply_template(tokenizer, messages, add_generation_prompt=True))
         except (TemplateError, TypeError):
             texts.append("")
     return texts

@@ -12,8 +12,9 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from h2o_stream.models.template_limits import LimitedSandbox, limited
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the thinking in a message; templates read the first of them, those of gpt-oss the second."""
@@ -23,9 +24,31 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], /, **variables:
     """The text that a chat template makes of messages. Values must be those of JSON.
 
     Raises:
-        TemplateError: the template is invalid, or rejects the messages.
+        TemplateError: the template is invalid, rejects the messages, or takes more than it may (`template_limits`).
     """
-    return _compiled(template).render(messages=[_normalized(message) for message in messages], **variables)
+    try:
+        with limited(messages, variables):
+            return _compiled(template).render(messages=[_normalized(message) for message in messages], **variables)
+    except TemplateError:
+        raise
+    except Exception as error:  # templates can raise anything
+        raise TemplateError((str(error) or type(error).__name__).splitlines()[0]) from error
+
+
+def apply_template(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """What the chat template of a tokenizer, ours or transformers', makes of a conversation. Tools are JSON schemas.
+
+    Raises:
+        TemplateError: see `render`.
+        ValueError: there is no template.
+    """
+    given = {"tools": tools, "documents": None, "add_generation_prompt": False, **variables}
+    return render(tokenizer.get_chat_template(tools=tools), messages, **{**tokenizer.special_tokens_map, **given})
 
 
 def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,10 +60,12 @@ def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _compiled(template: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    environment = LimitedSandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, loopcontrols],
+        more_filters={"tojson": _to_json},
     )
-    environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

@@ -12,6 +12,9 @@ from tokenizers import AddedToken, Tokenizer
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.rendering import render
 
+_UNKNOWN = "\ue000 \U000f0000"
+"""A text that no vocabulary has: some tokenizers fail at it, whenever it comes."""
+
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
     """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`."""
@@ -58,6 +61,7 @@ class FileTokenizer:
             config = _read_config(folder)
             _add_tokens(backend, config.get("added_tokens_decoder", {}))
             named = {name: _content(value) for name, value in config.items() if _is_named(name, value)}
+            backend.encode(_UNKNOWN)
             extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
             if isinstance(extra, Mapping):
                 named, extra = named | {name: _content(value) for name, value in extra.items()}, []
@@ -155,8 +159,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if there is no such file."""
-    values: dict[str, Any] = json.loads(_read_text(path)) if path.exists() else {}
+    """The object in a JSON file, empty if there is no such file.
+
+    Raises:
+        ValueError: it is something else than an object.
+    """
+    values = json.loads(_read_text(path)) if path.exists() else {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is no JSON object")
     return values
 
 

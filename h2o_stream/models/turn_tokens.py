@@ -9,6 +9,8 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import AddedToken
 
+from h2o_stream.models.rendering import apply_template
+
 BEGINNINGS = (
     "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|begin_of_sentence|>", "<BOS_TOKEN>", "[BOS]", "<|bos|>",
     "[gMASK]", "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
@@ -116,7 +118,7 @@ def _talk() -> list[dict[str, str]]:
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str | None:
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return apply_template(tokenizer, messages, add_generation_prompt=True)
     except _REFUSALS:
         return None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import MAX_VERSIONS
-from h2o_stream.native.matrix import DescriptionError, Matrix, Norm
+from h2o_stream.native.matrix import DescriptionError, Matrix, Norm, check_count
 from h2o_stream.native.pointers import Array, pointer
 
 
@@ -29,15 +29,30 @@ class AltUp:
     correction: Array
     embedding_scale: Array | None
 
+    def check_sizes(self, hidden: int, versions: int) -> None:
+        """Raises DescriptionError if it is not of so many versions of the residual stream."""
+        check_count(self.router, versions * hidden, "the router of versions")
+        check_count(self.prediction, versions**3, "the prediction of versions")
+        check_count(self.correction, versions**2, "the correction of versions")
+        check_count(self.embedding_scale, hidden, "the scale of an embedding")
+
 
 @dataclass(frozen=True, eq=False)
 class Laurel:
-    """scale * (x + attention + y + norm(right(left(y)))) for the attention's input y."""
+    """scale * (x + attention + y + norm(right(left(y)))) for the attention's input y.
+
+    Raises:
+        DescriptionError: sizes do not fit.
+    """
 
     left: Matrix
     right: Matrix
     norm: Norm
     scale: float
+
+    def __post_init__(self) -> None:
+        self.right.check_shape(self.left.columns, self.left.rows, "the second matrix of a residual of low rank")
+        self.norm.check_size(self.right.rows, "the norm of a residual of low rank")
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import GateKind
-from h2o_stream.native.matrix import NO_NORM, DescriptionError, Matrix, Norm
+from h2o_stream.native.matrix import NO_NORM, DescriptionError, Matrix, Norm, check_count, require
 from h2o_stream.native.pointers import Array, pointer
+
+_MAX_QKV, _MAX_LATENT = 4, 2
+"""Matrices that an attention can have, see `abi.h`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,9 @@ class Attention:
         temperature: of queries.
         clip: largest magnitude in the vector; 0 for any.
         value_scale: factor on values.
+
+    Raises:
+        DescriptionError: sizes do not fit.
     """
 
     query_heads: int
@@ -147,10 +154,65 @@ class Attention:
     clip: float = 0.0
     value_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        size, width, heads = self.head_size, self.value_size, f"{self.query_heads} heads of {self.head_size}"
+        whole = min(self.query_heads, self.kv_heads, size, width) > 0 and self.query_heads % self.kv_heads == 0
+        require(whole, f"{heads} do not share {self.kv_heads} keys and values of {width}")
+        parts = len(self.qkv), len(self.latent)
+        require(0 < parts[0] <= _MAX_QKV and parts[1] <= _MAX_LATENT, f"{heads} are in {parts} parts")
+        require(self.out.columns == self.query_heads * width, f"{heads} do not fit {self.out.columns} columns")
+        if self.rope:
+            turned = self.rope.rotary_dims
+            limit = f"RoPE turns {turned} numbers (rope.dimension_count, partial_rotary_factor) of a head of {size}"
+            require(0 < turned <= size, limit)
+        for order in (self.elements, self.rope.order if self.rope else None):
+            require(order is None or sorted(order.tolist()) == [*range(size)], f"{heads} are in a wrong order")
+        normed = (self.query_heads, self.kv_heads) if self.norms_all_heads else (1, 1)
+        self.query_norm.check_size(normed[0] * size, "the norm of queries")
+        self.key_norm.check_size(normed[1] * size, "the norm of keys")
+        self.value_norm.check_size(width, "the norm of values")
+        self.output_norm.check_size(self.out.columns, "the norm of an attention's output")
+        check_count(self.sink_logits, self.query_heads, "the learned sinks")
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Check that everything that is read of the vector is in it."""
+        end = max(start + matrix.rows for start, matrix in zip(self._starts, self.qkv, strict=True))
+        places = [(start, 0, 0, 0) for start in self._starts]
+        for latent in self.latent:
+            latent.norm.check_size(latent.matrix.columns, "the norm of a latent vector")
+            places += [(latent.start, 0, 0, latent.matrix.columns), (latent.end, 0, 0, 0)]
+            end = max(end, latent.end + latent.matrix.rows)
+        at, last_query, last_key = self.heads, self.query_heads - 1, self.kv_heads - 1
+        places.append((at.query_offset, at.query_stride, last_query, self.head_size))
+        if self.source is None:
+            tail = self.key_tail or Tail(0, 0)
+            require(0 <= tail.size <= self.head_size, f"keys of {self.head_size} end with {tail.size} shared numbers")
+            places.append((at.key_offset, at.key_stride, last_key, self.head_size - tail.size))
+            places.append((at.value_offset, at.value_stride, last_key, self.value_size))
+            places.append((tail.offset, 0, 0, tail.size))
+        if gate := self.gate:
+            require(gate.size in (1, self.value_size), f"a gate of {gate.size} is for values of {self.value_size}")
+            places.append((gate.offset, gate.stride, last_query, gate.size))
+        for offset, stride, last, size in places:
+            inside = offset >= 0 and stride >= 0 and offset + last * stride + size <= end
+            require(inside, f"heads from {offset} on, {stride} apart, are not all in a vector of {end}")
+
     @property
     def matrices(self) -> list[Matrix]:
         """See `FeedForward`."""
         return [*self.qkv, *(latent.matrix for latent in self.latent), self.out]
+
+    @property
+    def _starts(self) -> Sequence[int]:
+        """Where the output of each matrix starts in the vector."""
+        return self.columns or [0, *accumulate(matrix.rows for matrix in self.qkv[:-1])]
+
+    def check_hidden(self, hidden: int) -> None:
+        """Raises DescriptionError if a matrix is not to or from so many numbers."""
+        for matrix in self.qkv:
+            matrix.check_shape(matrix.rows, hidden, "a projection to queries, keys or values")
+        self.out.check_shape(hidden, self.out.columns, "the output projection of an attention")
 
     def fill(self, struct: abi.Layer) -> None:
         """Fill the structure of a layer."""
@@ -161,11 +223,8 @@ class Attention:
         struct.key_norm = self.key_norm.to_struct(normed[1] * self.head_size)
         struct.norms_all_heads, struct.norms_after_rope = self.norms_all_heads, self.norms_after_rope
         struct.attention.sink_logits = pointer(self.sink_logits, "float32", self.query_heads)
-        column = 0
-        for index, matrix in enumerate(self.qkv):
-            struct.qkv[index] = matrix.to_struct()
-            struct.qkv_columns[index] = self.columns[index] if self.columns else column
-            column += matrix.rows
+        for index, (matrix, column) in enumerate(zip(self.qkv, self._starts, strict=True)):
+            struct.qkv[index], struct.qkv_columns[index] = matrix.to_struct(), column
         struct.qkv_count, struct.qkv_clip = len(self.qkv), self.clip
         for index, latent in enumerate(self.latent):
             norm = latent.norm.to_struct(latent.matrix.columns)

@@ -16,12 +16,13 @@ from h2o_stream.native import abi
 from h2o_stream.native.abi import Activation
 from h2o_stream.native.altup import AltUp, Laurel, Versions, fill_altup, fill_laurel, fill_versions
 from h2o_stream.native.attention import Attention
+from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.matrix import DENSE as DENSE
-from h2o_stream.native.matrix import NO_NORM
+from h2o_stream.native.matrix import NO_NORM, require
 from h2o_stream.native.matrix import DescriptionError as DescriptionError
 from h2o_stream.native.matrix import Matrix as Matrix
 from h2o_stream.native.matrix import Norm as Norm
-from h2o_stream.native.mixers import Mixer, fill_mixer
+from h2o_stream.native.mixers import Mixer, check_mixer, fill_mixer
 from h2o_stream.native.pointers import Array, pointer
 
 
@@ -36,6 +37,10 @@ class FeedForward(Protocol):
     def nbytes(self) -> int:
         """Bytes of weights that a decode step reads."""
 
+    @property
+    def hidden(self) -> int:
+        """Numbers that it takes and gives."""
+
     def fill(self, struct: abi.Layer) -> None:
         """Fill the structure of a layer."""
 
@@ -48,6 +53,9 @@ class Mlp:
         parameters: of the activation, see `abi.h`.
         inner_norm: of what goes into `down`.
         gate_deviations: only what is above the gates' mean by so many standard deviations goes on; None for all.
+
+    Raises:
+        DescriptionError: sizes do not fit.
     """
 
     gate: Matrix | None
@@ -57,6 +65,19 @@ class Mlp:
     parameters: tuple[float, ...] = ()
     inner_norm: Norm = NO_NORM
     gate_deviations: float | None = None
+
+    def __post_init__(self) -> None:
+        inner = self.up.rows
+        self.down.check_shape(self.hidden, inner, "the last matrix of an MLP")
+        if self.gate:
+            self.gate.check_shape(inner, self.hidden, "the gates of an MLP")
+        require(self.gate is not None or self.gate_deviations is None, "an MLP without gates leaves some of them out")
+        self.inner_norm.check_size(inner, "the norm in an MLP")
+
+    @property
+    def hidden(self) -> int:
+        """See `FeedForward`."""
+        return self.up.columns
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -87,11 +108,18 @@ class OwnEmbedding:
         gate: [size, hidden]; its activation is that of the MLP.
         out: [hidden, size].
         norm: of what is added.
+
+    Raises:
+        DescriptionError: sizes do not fit.
     """
 
     gate: Matrix
     out: Matrix
     norm: Norm
+
+    def __post_init__(self) -> None:
+        self.out.check_shape(self.gate.columns, self.gate.rows, "the projection of a layer's embedding")
+        self.norm.check_size(self.out.rows, "the norm of a layer's embedding")
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +174,27 @@ class Layer:
         laurel = [self.laurel.left, self.laurel.right] if self.laurel else []
         return [*attention, *mixing, *laurel, *([own.gate, own.out] if own else [])]
 
+    def check_sizes(self, hidden: int, versions: int) -> None:
+        """Check that all parts are of a residual stream of so many numbers.
+
+        Raises:
+            DescriptionError: one is not.
+        """
+        if self.attention:
+            self.attention.check_hidden(hidden)
+        if self.mixer:
+            check_mixer(self.mixer, hidden)
+        own, laurel = self.own_embedding, self.laurel
+        parts = [self.mlp and self.mlp.hidden, own and own.out.rows, laurel and laurel.left.columns]
+        for size in parts:
+            require(size in (None, hidden), f"a part of a layer takes {size} numbers, not {hidden}")
+        for name in NORM_ROLES:
+            getattr(self, name).check_size(hidden, f"the norm {name}")
+        require((self.altup is not None) == bool(versions), "not all layers update versions of the residual stream")
+        if self.altup:
+            require(self.own_embedding is not None, "a layer with versions of the residual stream has no embedding")
+            self.altup.check_sizes(hidden, versions)
+
     def fill(self, struct: abi.Layer, hidden: int, first_state: int) -> None:
         """Fill a structure, except for the fields that depend on a cache.
 
@@ -154,7 +203,7 @@ class Layer:
             hidden: size of the residual stream.
             first_state: number of states of mixers in all layers before.
         """
-        for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+        for name in NORM_ROLES:
             setattr(struct, name, getattr(self, name).to_struct(hidden))
         struct.parallel, struct.output_scale = self.parallel, self.output_scale
         if self.attention:
@@ -214,6 +263,9 @@ class Description:
         layer_embeddings: those of each layer.
         versions: those of the residual stream, if there are several.
         placeholders: tokens that stand for something else than text, which the model itself has to take.
+
+    Raises:
+        DescriptionError: sizes do not fit, or no layer attends.
     """
 
     layers: Sequence[Layer]
@@ -232,6 +284,44 @@ class Description:
     layer_embeddings: LayerEmbeddings | None = None
     versions: Versions | None = None
     placeholders: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        hidden, versions = self.embedding.columns, self.versions
+        self.output.check_shape(self.output.rows, hidden, "the output layer")
+        tokens = self.embedding.rows
+        require(tokens >= self.output.rows, f"{self.output.rows} tokens can be said, and {tokens} can be read")
+        require(any(layer.attention for layer in self.layers), "no layer attends")
+        self.embedding_norm.check_size(hidden, "the norm of embeddings")
+        self.norm.check_size(hidden, "the last norm")
+        for matrix in [*versions.first, *versions.last] if versions else []:
+            matrix.check_shape(hidden, hidden, "a projection between versions of the residual stream")
+        for number, layer in enumerate(self.layers):
+            layer.check_sizes(hidden, 1 + len(versions.first) if versions else 0)
+            self._check_layer(number, layer)
+        if embeddings := self.layer_embeddings:
+            columns = embeddings.embedding.columns
+            embeddings.norm.check_size(columns // len(self.layers), "the norm of layers' embeddings")
+            embeddings.projection.check_shape(columns, hidden, "the projection to layers' embeddings")
+
+    def _check_layer(self, number: int, layer: Layer) -> None:
+        """Check what a layer takes from the model or from an earlier layer."""
+        if layer.own_embedding:
+            size, columns = layer.own_embedding.gate.rows, 0
+            if self.layer_embeddings:
+                columns = self.layer_embeddings.embedding.columns
+            require(columns == size * len(self.layers), f"layers' embeddings are {columns} numbers, not {size} of each")
+        if layer.attention is None or (source := layer.attention.source) is None:
+            return
+        lender = self.layers[source].attention if 0 <= source < number else None
+        fits = (
+            lender is not None
+            and lender.source is None
+            and all(
+                getattr(lender, name) == getattr(layer.attention, name)
+                for name in ("kv_heads", "head_size", "value_size")
+            )
+        )
+        require(fits, f"layer {number} does not fit the keys of layer {source}")
 
     @property
     def supports_absolute(self) -> bool:

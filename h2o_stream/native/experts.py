@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Activation, GateLayout, GroupWorth, Scoring
 from h2o_stream.native.description import DescriptionError, Matrix, Mlp
-from h2o_stream.native.matrix import Norm
+from h2o_stream.native.matrix import Norm, check_count, require
 from h2o_stream.native.pointers import Array, pointer
 
 
@@ -42,6 +42,16 @@ class Router:
     jitter: float = 0.0
     weighs_inputs: bool = False
     factors: Array | None = None
+
+    def __post_init__(self) -> None:
+        count, groups = self.matrix.rows, self.groups
+        require(0 < self.chosen <= count, f"tokens go through {self.chosen} of {count} experts")
+        if groups:
+            left = self.chosen_groups * (count // groups)
+            fits = groups > 0 and count % groups == 0 and 0 < self.chosen_groups <= groups and self.chosen <= left
+            require(fits, f"tokens go through {self.chosen} experts of too few or unequal groups")
+        check_count(self.choice_bias, count, "the bias of experts")
+        check_count(self.factors, count, "the factors of experts")
 
 
 def halves_of(both: Matrix, inner: int) -> tuple[Matrix, Matrix]:
@@ -106,7 +116,12 @@ class Experts:
     beside: BesideMlp | None = None
 
     def __post_init__(self) -> None:
-        count, hidden, inner, stride = self.count, self.router.matrix.columns, self.inner_size, self.stride
+        count, hidden, inner, stride = self.count, self.hidden, self.inner_size, self.stride
+        if self.shared_gate:
+            self.shared_gate.check_shape(1, hidden, "the gate of the shared expert")
+        require(self.shared is None or self.shared.hidden == hidden, "the shared expert does not fit the others")
+        for norm in (getattr(self.beside, field.name) for field in fields(BesideMlp)) if self.beside else ():
+            norm.check_size(hidden, "a norm beside experts")
         apart = self.gate_layout == GateLayout.APART
         rows = (count - 1) * stride + (inner if apart else 2 * inner)
         needed = [("gate", self.gate, rows, hidden, stride), ("up", self.up, rows, hidden, stride)]
@@ -117,18 +132,19 @@ class Experts:
             if (matrix.rows, matrix.columns) != (rows, columns):
                 raise DescriptionError(f"{name} of {count} experts has {matrix.rows} rows of {matrix.columns}")
             matrix.row_range(step, 0)
+        require(0 < inner <= stride, f"{count} experts of {inner} rows are {stride} rows apart")
         if apart == (self.up is None) or (self.gate is None and not apart):
             raise DescriptionError(f"the gates of {count} experts are neither apart nor with other rows")
         if self.router.weighs_inputs and any(m is not None and m.bias is not None for m in (self.gate, self.up)):
             raise DescriptionError("the inputs of experts with biases are weighed")
-        groups = self.router.groups
-        if groups and (count % groups or self.router.chosen > self.router.chosen_groups * (count // groups)):
-            raise DescriptionError(f"tokens go through {self.router.chosen} experts of too few or unequal groups")
-        if not 0 < self.router.chosen <= count:
-            raise DescriptionError(f"tokens go through {self.router.chosen} of {count} experts")
         own = self.activation, self.parameters
         if self.shared and (self.shared.activation, self.shared.parameters) != own:
             raise DescriptionError("the shared expert has another activation than the others")
+
+    @property
+    def hidden(self) -> int:
+        """See `FeedForward`."""
+        return self.router.matrix.columns
 
     @property
     def count(self) -> int:
@@ -138,7 +154,7 @@ class Experts:
     def expert(self, index: int) -> Mlp:
         """One of the experts, in the same memory; gates must be apart."""
         assert self.up is not None
-        first, hidden = index * self.stride, self.router.matrix.columns
+        first, hidden = index * self.stride, self.hidden
         gate = self.gate.row_range(first, self.inner_size) if self.gate else None
         up, down = self.up.row_range(first, self.inner_size), self.down.row_range(index * hidden, hidden)
         return Mlp(gate, up, down, self.activation, self.parameters)
@@ -186,7 +202,7 @@ class Experts:
             factors=pointer(router.factors, "float32", self.count),
         )
         if norms := self.beside:
-            hidden = router.matrix.columns
+            hidden = self.hidden
             struct.experts.router_norm = norms.router.to_struct(hidden)
             struct.experts.input_norm = norms.inputs.to_struct(hidden)
             struct.experts.output_norm = norms.output.to_struct(hidden)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from h2o_stream.native.attention import Attention, HeadOffsets, Latent, Rope, Tail
-from h2o_stream.native.matrix import NO_NORM, DescriptionError, Matrix, Norm
+from h2o_stream.native.matrix import NO_NORM, DescriptionError, Matrix, Norm, require
 from h2o_stream.native.pointers import Array
+
+_MAX_SIZE = 2**24
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,21 @@ class LatentSizes:
         rotated: last elements of queries and keys, which RoPE rotates; all keys have the same ones.
         rest: elements before these.
         value_size: of values.
+
+    Raises:
+        DescriptionError: there are none of some.
     """
 
     rank: int
     rotated: int
     rest: int
     value_size: int
+
+    def __post_init__(self) -> None:
+        sizes = self.rank, self.rotated, self.rest, self.value_size
+        fits = 0 < min(sizes) <= max(sizes) < _MAX_SIZE and self.rotated % 2 == 0
+        names = "attention.kv_lora_rank, rope.dimension_count, the rest of attention.key_length, attention.value_length"
+        require(fits, f"{names} are {sizes}")
 
     @property
     def head_size(self) -> int:

@@ -7,11 +7,26 @@ from typing import Final
 
 from h2o_stream.native import abi, packing
 from h2o_stream.native.abi import MatrixKind, NormKind
-from h2o_stream.native.pointers import Array, pointer
+from h2o_stream.native.pointers import Array, numbers_in, pointer
 
 
 class DescriptionError(Exception):
     """The model cannot be described; the message gives the reason in one line."""
+
+
+def require(fits: bool, what: str) -> None:
+    """Raises DescriptionError with what does not fit, unless it fits.
+
+    Whatever is handed to native code was compared like this before: it trusts sizes.
+    """
+    if not fits:
+        raise DescriptionError(what)
+
+
+def check_count(array: Array | None, count: int, what: str) -> None:
+    """Raises DescriptionError if there is an array that is not so many numbers."""
+    if array is not None and numbers_in(array) != count:
+        raise DescriptionError(f"{what} is {numbers_in(array)} numbers, not {count}")
 
 
 DENSE = {
@@ -43,6 +58,11 @@ class Matrix:
     columns: int
     kind: MatrixKind
     scale: float = 1.0
+
+    def check_shape(self, rows: int, columns: int, what: str) -> None:
+        """Raises DescriptionError if it has another shape."""
+        if (self.rows, self.columns) != (rows, columns):
+            raise DescriptionError(f"{what} has {self.rows} rows of {self.columns}, not {rows} of {columns}")
 
     def row_range(self, first: int, count: int) -> Matrix:
         """Rows [first, first + count) in the same memory.
@@ -86,6 +106,11 @@ class Norm:
     weight: Array | None = None
     bias: Array | None = None
     epsilon: float = 0.0
+
+    def check_size(self, size: int, what: str) -> None:
+        """Raises DescriptionError if its weights are not so many."""
+        for array in (self.weight, self.bias):
+            check_count(array, size, what)
 
     def to_struct(self, size: int) -> abi.Norm:
         """As a C structure, of a norm whose weights are `size` numbers."""

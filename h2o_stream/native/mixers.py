@@ -8,7 +8,7 @@ from typing import Protocol
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import MixerKind
-from h2o_stream.native.matrix import DescriptionError, Matrix, Norm
+from h2o_stream.native.matrix import DescriptionError, Matrix, Norm, check_count, require
 from h2o_stream.native.pointers import Array, pointer
 
 
@@ -33,6 +33,13 @@ class Mixer(Protocol):
 
     def fill(self, struct: abi.Mixer) -> None:
         """Fill the fields that only this kind has."""
+
+
+def check_mixer(mixer: Mixer, hidden: int) -> None:
+    """Raises DescriptionError if a mixer does not take and give so many numbers."""
+    for matrix in mixer.projections:
+        matrix.check_shape(matrix.rows, hidden, "a projection of a recurrent mixer")
+    mixer.out.check_shape(hidden, mixer.out.columns, "the output projection of a recurrent mixer")
 
 
 def fill_mixer(mixer: Mixer, struct: abi.Mixer, first_state: int) -> None:
@@ -68,6 +75,7 @@ class Convolution:
     def __post_init__(self) -> None:
         if not 0 < self.kernel <= abi.MAX_KERNEL:
             raise DescriptionError(f"a convolution over {self.kernel} tokens; at most {abi.MAX_KERNEL} are supported")
+        check_count(self.bias, self.channels, "the bias of a convolution")
 
     @property
     def channels(self) -> int:
@@ -179,6 +187,13 @@ class GatedDelta:
     def __post_init__(self) -> None:
         keys, values = self.key_heads * self.key_size, self.heads * self.value_size
         _check_heads(self, 2 * (keys + values + self.heads))
+        self.norm.check_size(self.value_size, "the norm of a recurrent mixer")
+        shared, rows = self.heads // self.key_heads, sum(matrix.rows for matrix in self.projections)
+        sizes = {"query": self.key_size, "key": self.key_size, "beta": shared, "decay": shared}
+        for name, size in {**sizes, "value": shared * self.value_size, "gate": shared * self.value_size}.items():
+            at = getattr(self.columns, name)
+            inside = min(at.offset, at.stride) >= 0 and at.offset + (self.key_heads - 1) * at.stride + size <= rows
+            require(inside, f"the {name} of {self.key_heads} heads from {at.offset} on is not in {rows} rows")
 
     @property
     def states(self) -> dict[str, tuple[int, ...]]:
@@ -239,8 +254,10 @@ class Mamba2:
 
     def __post_init__(self) -> None:
         _check_heads(self, 2 * (self.inner + self.keys) + self.heads)
-        if self.inner % self.norm_groups:
-            raise DescriptionError(f"{self.inner} numbers are not normed in {self.norm_groups} equal parts")
+        parts = f"{self.inner} numbers are not normed in {self.norm_groups} equal parts"
+        require(self.norm_groups > 0 and self.inner % self.norm_groups == 0, parts)
+        self.norm.check_size(self.inner, "the norm of a recurrent mixer")
+        check_count(self.skip, self.heads, "the skips of a recurrent mixer")
 
     @property
     def inner(self) -> int:
@@ -275,6 +292,8 @@ class Mamba2:
 
 def _check_heads(mixer: GatedDelta | Mamba2, needed: int) -> None:
     """Check that matrices and convolution fit the heads of a mixer, which projects to `needed` numbers."""
+    numbers = mixer.key_heads, mixer.heads, mixer.key_size, mixer.value_size
+    require(min(numbers) > 0, f"a recurrent mixer has key heads, heads, and sizes of these of {numbers}")
     keys, values = mixer.key_heads * mixer.key_size, mixer.heads * mixer.value_size
     rows = sum(matrix.rows for matrix in mixer.projections)
     fits = rows == needed and mixer.convolution.channels == 2 * keys + values and mixer.out.columns == values
@@ -282,3 +301,5 @@ def _check_heads(mixer: GatedDelta | Mamba2, needed: int) -> None:
         raise DescriptionError(f"projections to {rows} do not fit {mixer.heads} heads of {mixer.value_size} numbers")
     if len(mixer.projections) > abi.MAX_PROJECTIONS:
         raise DescriptionError(f"{len(mixer.projections)} projections; at most {abi.MAX_PROJECTIONS} are supported")
+    check_count(mixer.rate, mixer.heads, "the rates of a recurrent mixer")
+    check_count(mixer.decay_bias, mixer.heads, "the biases of decays in a recurrent mixer")

@@ -39,7 +39,7 @@ def pointer(array: Array | None, dtype: str, count: int, *, strided: bool = Fals
         return 0
     if isinstance(array, numpy.ndarray):
         plain = type(array) in (numpy.ndarray, numpy.memmap) and array.dtype == _NUMPY_DTYPES.get(dtype, dtype)
-        if plain and (strided or array.flags.c_contiguous) and array.size >= count:
+        if plain and array.flags.aligned and (strided or array.flags.c_contiguous) and array.size >= count:
             return array.ctypes.data
         strides, device = str(array.strides), "cpu"
     else:
@@ -53,6 +53,7 @@ def pointer(array: Array | None, dtype: str, count: int, *, strided: bool = Fals
             and (strided or array.is_contiguous())
             and not array.is_neg()
             and array.numel() >= count
+            and array.data_ptr() % array.element_size() == 0
         ):
             address: int = array.data_ptr()
             return address
@@ -61,6 +62,11 @@ def pointer(array: Array | None, dtype: str, count: int, *, strided: bool = Fals
         f"native code takes {count} numbers of {dtype} in the memory of the CPU, not a {type(array).__name__} of "
         f"{array.dtype} {tuple(array.shape)} with strides {strides} on {device}; use --engine eager"
     )
+
+
+def numbers_in(array: Array) -> int:
+    """How many numbers an array has."""
+    return int(array.size if isinstance(array, numpy.ndarray) else array.numel())
 
 
 def dtype_name(dtype: Any) -> str:

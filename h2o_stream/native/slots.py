@@ -53,16 +53,23 @@ class BoundLayer:
         head_groups: with their slots allocated.
         attention: filled with what the cache knows; the caller sets sizes, scaling and softcap.
         new_tokens: how many are attended to at once, beside those in slots; 0 for decode steps only.
+        reach: tokens of a stream up to which it is valid; None for any.
     """
 
-    def __init__(self, head_groups: Sequence[GroupRules], attention: AttentionLayer, new_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        head_groups: Sequence[GroupRules],
+        attention: AttentionLayer,
+        new_tokens: int = 0,
+        reach: int | None = None,
+    ) -> None:
         self.head_groups, first = head_groups, head_groups[0]
         plan, protection = first.plan, first.protection
         whole = range(attention.kv_heads)
         all_heads = [whole if group.heads is None or len(head_groups) == 1 else group.heads for group in head_groups]
         self._heads = [numpy.asarray(heads, numpy.int32) for heads in all_heads]
         pins, transient = _bounds(protection.pins), _bounds(protection.transient)
-        rope = self._rope(new_tokens)
+        rope = self._rope(new_tokens, reach)
         self._alive = pins, transient, rope
         self.attention = attention
         attention.policy = POLICIES[first.rule]
@@ -102,14 +109,18 @@ class BoundLayer:
         self._sinks = sinks  # kept alive
         self.attention.sink_logits = pointer(sinks, "float32", self.attention.query_heads)
 
-    def _rope(self, new_tokens: int) -> Array | None:
+    def _rope(self, new_tokens: int, reach: int | None) -> Array | None:
+        """The table of rotations: no longer than the stream, however long a context the model was trained for."""
         table = self.head_groups[0].table
         if table is None:
             return None
-        distances = [group.max_distance(group.num_slots + new_tokens) for group in self.head_groups]
-        if any(group.memory for group in self.head_groups):
-            distances.append(config.MEMORY_DISTANCE + 1)
-        return table.on_cpu(max(distances))
+        limit = max(group.max_distance(group.num_slots + new_tokens) for group in self.head_groups)
+        limit = limit if reach is None else min(limit, reach)
+        return table.on_cpu(max(limit, config.MEMORY_DISTANCE + 1) if self._has_memory else limit)
+
+    @property
+    def _has_memory(self) -> bool:
+        return any(group.memory for group in self.head_groups)
 
     @staticmethod
     def _fill(rows: Any, attention: AttentionLayer, group: GroupRules, heads: NDArray[Any]) -> None:

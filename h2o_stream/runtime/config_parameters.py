@@ -13,7 +13,7 @@ from h2o_stream.native.abi import Activation, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
 from h2o_stream.runtime.file_ropes import RopeParameters
-from h2o_stream.runtime.parameters import ExpertParameters, Parameters
+from h2o_stream.runtime.parameters import MAX_LAYERS, ExpertParameters, Parameters, check_range
 from h2o_stream.runtime.rotations import Floats, rope_frequencies
 
 Config = Mapping[str, Any]
@@ -84,7 +84,8 @@ def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
         DescriptionError: its type or a parameter is not known here, or one is missing.
     """
     kind = _MODEL_TYPES.get(str(config.get("model_type")))
-    if kind is None or not all(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ()):
+    names = config.get("architectures") or []
+    if kind is None or not (isinstance(names, list) and all(str(name).endswith("ForCausalLM") for name in names)):
         raise DescriptionError(f"{config.get('model_type')} is not in the table of checkpoints")
     architecture = ARCHITECTURES[kind.architecture]
     architecture = replace(architecture, checkpoint_names={**architecture.checkpoint_names, **kind.names})
@@ -98,6 +99,7 @@ def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
         hidden, heads, layers = (
             int(config[key]) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
+        check_range(layers, "num_hidden_layers", MAX_LAYERS)
         head_size = int(config.get("head_dim") or kind.head_size or hidden // heads)
         sliding = _sliding(kind, config, layers)
         local, main = (None if rope is None else _scaled(rope, head_size) for rope in _ropes(config))
@@ -121,7 +123,7 @@ def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
             embedding_scale=hidden**0.5 if architecture.scales_embeddings else 1.0,
             experts=_experts(kind, config),
         )
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 
@@ -176,6 +178,7 @@ def _scaled(rope: Config, head_size: int) -> RopeParameters:
     return RopeParameters(_frequencies(rope, head_size))
 
 
+@numpy.errstate(all="ignore")
 def _frequencies(rope: Config, head_size: int) -> Floats:
     """[rotary_dims / 2] float32, computed as transformers does."""
     plain = rope_frequencies(float(rope["rope_theta"]), int(head_size * float(rope.get("partial_rotary_factor", 1))))

@@ -33,6 +33,7 @@ from h2o_stream.native.description import (
 from h2o_stream.native.experts import BesideMlp, Experts, Router, halves_of
 from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import NORM_ROLES
+from h2o_stream.native.matrix import require
 from h2o_stream.runtime.altup import layer_altup, layer_laurel, versions_of
 from h2o_stream.runtime.architectures import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import rounded
@@ -254,6 +255,7 @@ class _FileReader:
         qkv = [weights.matrix(name, number, count, parameters.hidden_size) for name, count in rows.items()]
         out = weights.matrix("attn_output", number, parameters.hidden_size, query_rows)
         if source is not None:
+            require(source in self._attentions, f"layer {number} uses keys of layer {source}, which has none")
             lender, name = self._attentions[source], f"the attention of layer {number}"
             rope = self._rope(number, size)
             return borrowing_attention(lender, source, size, qkv[0], norms[0], rope, out, parameters.scaling, name)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from h2o_stream.models.gguf import GgufFile
+from h2o_stream.native.abi import MAX_VERSIONS
+from h2o_stream.native.matrix import require
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,21 @@ class AltUpParameters:
         active: the one that layers read.
         rank: of the residuals of low rank.
         gate_deviations: of each layer, see `native.description.Mlp`.
+
+    Raises:
+        DescriptionError: they do not fit each other.
     """
 
     count: int
     active: int
     rank: int
     gate_deviations: tuple[float | None, ...]
+
+    def __post_init__(self) -> None:
+        count = f"altup.num_inputs is {self.count}, not a number from 2 to {MAX_VERSIONS}"
+        require(1 < self.count <= MAX_VERSIONS, count)
+        active = f"altup.active_idx is {self.active}, not a number from 0 to {self.count - 1}"
+        require(0 <= self.active < self.count, active)
 
 
 def altup_of(file: GgufFile, get: Callable[[str], Any]) -> AltUpParameters:

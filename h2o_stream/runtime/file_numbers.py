@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.native.matrix import require
 from h2o_stream.runtime.architectures import Architecture
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
@@ -28,7 +29,9 @@ def row_orders(architecture: Architecture, parameters: Parameters) -> Orders:
     """Orders of the rows of a file's tensors as they are needed, by their names in a layer."""
     orders: dict[str, NDArray[numpy.int64]] = {}
     if architecture.interleaved:  # queries and keys in halves, out of a file that has them in pairs
-        head = numpy.arange(parameters.head_size).reshape(-1, 2).T.ravel()
+        size = parameters.head_size
+        require(size % 2 == 0, f"heads of {size} numbers (attention.key_length) are not pairs")
+        head = numpy.arange(size).reshape(-1, 2).T.ravel()
         for name, heads in (("attn_q", parameters.query_heads), ("attn_k", parameters.kv_heads)):
             orders[name] = (numpy.arange(heads)[:, None] * parameters.head_size + head).ravel()
     mixer = parameters.mixer
@@ -52,8 +55,10 @@ def as_needed(
 ) -> Floats:
     """The numbers [n] of a vector of a GGUF file as the model's dtype holds them; the rest as for `GgufWeights`."""
     if (order := orders.get(name)) is not None:
+        require(numbers.size % len(order) == 0, f"{name} is {numbers.size} numbers, not rows of {len(order)}")
         numbers = numbers.reshape(len(order), -1)[order].reshape(-1)
     if name == "ssm_a":  # transformers has its logarithm
+        require(bool((numbers < 0).all()), f"{name} has numbers that are not negative")
         return -numpy.exp(rounded(numpy.log(-numbers), dtype))
     has_offset = name.endswith("norm") and kind == "weight" and name not in architecture.other_forms
     offset = numpy.float32(architecture.norm_offset if has_offset else 0)

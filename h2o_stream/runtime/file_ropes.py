@@ -13,9 +13,9 @@ from typing import Any
 import numpy
 
 from h2o_stream.models.gguf import UNROTATED, GgufFile
-from h2o_stream.native.description import DescriptionError
+from h2o_stream.native.matrix import DescriptionError, check_count, require
 from h2o_stream.runtime.architectures import Architecture
-from h2o_stream.runtime.rotations import Floats, rope_frequencies, yarn_frequencies
+from h2o_stream.runtime.rotations import MAX_FLOAT, Floats, rope_frequencies, yarn_frequencies
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +27,9 @@ class RopeParameters:
         scale: factor on rotated queries and keys.
         fixed: whether nothing else depends on positions, see `native.description.Rope`.
         max_distance: up to which this is so, 0 for any.
+
+    Raises:
+        DescriptionError: they are no numbers.
     """
 
     frequencies: Floats
@@ -34,7 +37,18 @@ class RopeParameters:
     fixed: bool = True
     max_distance: int = 0
 
+    def __post_init__(self) -> None:
+        require(bool(numpy.isfinite(self.frequencies).all()), "the frequencies of RoPE are not all numbers")
+        require(abs(self.scale) < MAX_FLOAT, f"rope.scaling.attn_factor makes {self.scale}, not a number")
+        require(self.max_distance >= 0, f"rope.scaling.original_context_length is {self.max_distance}")
 
+    def check_head(self, size: int) -> None:
+        """Raises DescriptionError if it turns more numbers than a head has."""
+        dims, keys = 2 * len(self.frequencies), "rope.dimension_count, partial_rotary_factor"
+        require(dims <= size, f"RoPE turns {dims} numbers ({keys}), more than the {size} of a head")
+
+
+@numpy.errstate(all="ignore")
 def ropes_of(
     file: GgufFile, architecture: Architecture, head_size: int, sliding: Sequence[int | None]
 ) -> tuple[RopeParameters | None, ...]:
@@ -75,9 +89,9 @@ def _scaled(file: GgufFile, get: Callable[[str], Any], theta: float, dims: int, 
     kind, factor, attention = get("scaling.type"), get("scaling.factor"), float(get("scaling.attn_factor") or 1.0)
     if "rope_factors_short.weight" in file.tensors:
         limit = int(get("scaling.original_context_length"))
-        return RopeParameters(plain / _factors(file, "rope_factors_short"), attention, False, limit)
+        return RopeParameters(plain / _factors(file, "rope_factors_short", len(plain)), attention, False, limit)
     if "rope_freqs.weight" in file.tensors:
-        factors = _factors(file, "rope_freqs")
+        factors = _factors(file, "rope_freqs", len(plain))
         return RopeParameters(numpy.where(factors < UNROTATED, plain / factors, numpy.float32(0)), attention)
     if kind in (None, "none") or not factor or factor == 1:
         scaled = RopeParameters(plain, attention)
@@ -120,10 +134,12 @@ def yarn_magnitude(factor: float, share: float = 1.0) -> float:
     return 0.1 * share * math.log(factor) + 1
 
 
-def _factors(file: GgufFile, name: str) -> Floats:
-    """What divides the frequencies."""
+def _factors(file: GgufFile, name: str, count: int) -> Floats:
+    """What divides so many frequencies."""
     tensor = file.tensors[f"{name}.weight"]
     if tensor.type.name != "F32":
         raise DescriptionError(f"its RoPE factors are {tensor.type.name}")
     factors: Floats = file.blocks(tensor).view(numpy.float32)
+    check_count(factors, count, f"{name}.weight")
+    require(bool((factors > 0).all()), f"{name}.weight has factors that are not positive")
     return factors

@@ -53,9 +53,11 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
     """The parameters of a GGUF file.
 
     Raises:
-        ModelNotFoundError: its metadata contradict its weights.
         DescriptionError: it has parameters or weights that are not known here, or misses one.
+        ModelNotFoundError: its parameters do not fit each other or the weights.
     """
+    check_sizes(file)
+    check_rope(file)
     name = file.architecture
     if name not in ARCHITECTURES:
         raise DescriptionError(f"{name} is not in the table of architectures")
@@ -64,8 +66,6 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
     def get(key: str) -> Any:
         return file.metadata.get(f"{name}.{key}")
 
-    check_sizes(file)
-    check_rope(file)
     for key, value in file.metadata.items():
         inner = key.removeprefix(f"{name}.")
         if inner != key and inner not in _KEYS and value not in _NEUTRAL.get(inner, ()):
@@ -114,7 +114,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             latent_queries=int(get("attention.q_lora_rank") or 0),
             mixer=_mixer(get) if get("ssm.time_step_rank") else None,
         )
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 

@@ -9,8 +9,28 @@ from dataclasses import dataclass
 from h2o_stream.native.abi import GroupWorth, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
+from h2o_stream.native.matrix import require
 from h2o_stream.runtime.file_altup import AltUpParameters
 from h2o_stream.runtime.file_ropes import RopeParameters
+from h2o_stream.runtime.rotations import MAX_FLOAT
+
+MAX_SIZE, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW = 2**24, 2**16, 2**31 - 1, 2**20
+"""Largest vectors, numbers of layers, token indices, and windows that are held whole: beyond all models."""
+
+
+_FACTORS = ("scaling", "softcap", "logit_softcap", "embedding_scale", "residual_scale", "logit_scale", "epsilon")
+
+
+def check_range(value: int, what: str, limit: int, minimum: int = 1) -> None:
+    """Raises DescriptionError unless a whole number is in a range."""
+    require(minimum <= value <= limit, f"{what} is {value}, not a number from {minimum} to {limit}")
+
+
+def _check_number(value: float, what: str) -> None:
+    """Raises DescriptionError unless a number is finite in float32."""
+    require(
+        not isinstance(value, complex) and abs(value) < MAX_FLOAT, f"{what} is {value}, not a number that float32 has"
+    )
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,9 @@ class ExpertParameters:
         scale: factor on weights.
         groups: of equal size, 0 if the experts are in none.
         chosen_groups: how many of them a token's experts are chosen from.
+
+    Raises:
+        DescriptionError: they do not fit each other.
     """
 
     count: int
@@ -38,6 +61,15 @@ class ExpertParameters:
     scale: float
     groups: int = 0
     chosen_groups: int = 0
+
+    def __post_init__(self) -> None:
+        check_range(self.count, "expert_count, num_experts", MAX_SIZE)
+        check_range(self.chosen, "expert_used_count, num_experts_per_tok", self.count)
+        check_range(self.inner_size, "the size of experts", MAX_SIZE)
+        check_range(self.shared_size, "the size of the shared expert", MAX_SIZE, 0)
+        check_range(self.groups, "expert_group_count", self.count, 0)
+        check_range(self.chosen_groups, "expert_group_used_count", self.groups, 0)
+        _check_number(self.scale, "expert_weights_scale")
 
     @property
     def group_worth(self) -> GroupWorth:
@@ -54,6 +86,9 @@ class MixerParameters:
         heads: of values.
         key_size: of queries and keys.
         value_size: of values.
+
+    Raises:
+        DescriptionError: they do not fit each other.
     """
 
     key_heads: int
@@ -61,14 +96,30 @@ class MixerParameters:
     key_size: int
     value_size: int
 
+    def __post_init__(self) -> None:
+        check_range(self.heads, "ssm.time_step_rank", MAX_SIZE)
+        check_range(self.key_heads, "ssm.group_count", self.heads)
+        require(self.heads % self.key_heads == 0, f"{self.heads} heads do not share {self.key_heads} (ssm.group_count)")
+        check_range(self.key_size, "ssm.state_size", MAX_SIZE // self.key_heads)
+        check_range(self.value_size, "ssm.inner_size of a head", MAX_SIZE // self.heads)
+
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a layer, where they are not those of all: see `Parameters`."""
+    """Sizes of a layer, where they are not those of all: see `Parameters`. A layer without attention has no heads.
+
+    Raises:
+        DescriptionError: one is out of range.
+    """
 
     head_size: int
     kv_heads: int
     inner_size: int
+
+    def __post_init__(self) -> None:
+        check_range(self.head_size, "attention.key_length, head_dim", MAX_SIZE)
+        check_range(self.kv_heads, "attention.head_count_kv, num_key_value_heads", MAX_SIZE, 0)
+        check_range(self.inner_size, "feed_forward_length, intermediate_size", MAX_SIZE, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +156,9 @@ class Parameters:
         borrowing: the last layers, so many, use keys and values of the last layer of their kind before them.
         own_embedding: size of the embeddings of tokens in each layer, 0 for none.
         altup: of versions of the residual stream, None if there is one.
+
+    Raises:
+        DescriptionError: they do not fit each other.
     """
 
     num_layers: int
@@ -137,6 +191,39 @@ class Parameters:
     own_embedding: int = 0
     altup: AltUpParameters | None = None
 
+    def __post_init__(self) -> None:
+        layers = self.num_layers
+        check_range(layers, "block_count, num_hidden_layers", MAX_LAYERS)
+        check_range(self.hidden_size, "embedding_length, hidden_size", MAX_SIZE)
+        check_range(self.inner_size, "feed_forward_length, intermediate_size", MAX_SIZE, 0)
+        check_range(self.vocabulary, "vocab_size", MAX_SIZE)
+        check_range(self.query_heads, "attention.head_count, num_attention_heads", MAX_SIZE)
+        check_range(self.context, "context_length, max_position_embeddings", MAX_TOKENS)
+        check_range(self.borrowing, "attention.shared_kv_layers", layers - 1, 0)
+        check_range(self.own_embedding, "embedding_length_per_layer_input", MAX_SIZE // layers, 0)
+        check_range(self.latent_queries, "attention.q_lora_rank", MAX_SIZE, 0)
+        counts = {len(self.ropes), len(self.sliding), len(self.layer_shapes) or layers}
+        counts |= {len(self.altup.gate_deviations)} if self.altup else set()
+        require(counts == {layers}, f"numbers are not given for {layers} layers (block_count)")
+        for name in _FACTORS:
+            _check_number(getattr(self, name), name)
+        if self.temperature:
+            _check_number(self.temperature[0], "attention.temperature_scale")
+            check_range(self.temperature[1], "rope.scaling.original_context_length", MAX_TOKENS)
+        for number, (rope, window) in enumerate(zip(self.ropes, self.sliding, strict=True)):
+            self._check_layer(self.layer_shape(number), rope, window)
+
+    def _check_layer(self, shape: LayerShape, rope: RopeParameters | None, window: int | None) -> None:
+        """Check what may differ from layer to layer."""
+        size, heads = shape.head_size, shape.kv_heads or 1
+        require(self.query_heads % heads == 0, f"{self.query_heads} query heads do not share {heads} (head_count_kv)")
+        check_range(size, "the size of a head", MAX_SIZE // self.query_heads)
+        if rope:
+            limit = self.latent.rotated if self.latent else size
+            rope.check_head(limit)
+        if window is not None:
+            check_range(window, "sliding_window", MAX_WINDOW if None in self.sliding else MAX_TOKENS)
+
     def layer_shape(self, layer: int) -> LayerShape:
         """Sizes of a layer."""
         shared = LayerShape(self.head_size, self.kv_heads, self.inner_size)
@@ -166,7 +253,9 @@ class Parameters:
     @property
     def windows(self) -> list[int | None]:
         """The windows of layers that slide while others do not; such layers do not follow the plan of a cache."""
-        return [None] * self.num_layers if None not in self.sliding else list(self.sliding)
+        if None not in self.sliding:
+            return [None] * self.num_layers
+        return [window and min(window, self.context) for window in self.sliding]
 
     @property
     def refused_positions(self) -> Collection[str]:

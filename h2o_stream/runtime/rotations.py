@@ -7,7 +7,13 @@ import math
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.native.matrix import require
+
 Floats = NDArray[numpy.float32]
+
+MAX_FLOAT = float(numpy.finfo(numpy.float32).max)
+MAX_ROTARY_DIMS = 2**16
+"""Most numbers of a head that RoPE turns, before it is known how many the head has."""
 
 
 class Rotations:
@@ -34,15 +40,24 @@ class Rotations:
         return self._table
 
 
+@numpy.errstate(all="ignore")  # `RopeParameters` refuses what comes of numbers out of range
 def rope_frequencies(theta: float, rotary_dims: int) -> Floats:
     """[rotary_dims / 2] float32, angles per position of plain RoPE.
 
     Computed in float32 as transformers does, so that the numbers are the same.
+
+    Raises:
+        DescriptionError: these are not numbers of a RoPE.
     """
+    dims = "rope.dimension_count, partial_rotary_factor of a head"
+    fits = 0 < rotary_dims <= MAX_ROTARY_DIMS and rotary_dims % 2 == 0
+    require(fits, f"RoPE turns {rotary_dims} numbers ({dims}), not an even number up to {MAX_ROTARY_DIMS}")
+    require(0 < theta < MAX_FLOAT, f"rope.freq_base, rope_theta is {theta}, not a positive number")
     exponents = numpy.arange(0, rotary_dims, 2, dtype=numpy.float32) / numpy.float32(rotary_dims)
     return numpy.float32(1) / numpy.float32(theta) ** exponents
 
 
+@numpy.errstate(all="ignore")
 def yarn_frequencies(
     theta: float, rotary_dims: int, factor: float, context: int, betas: tuple[float, float], whole_ramp: bool = True
 ) -> Floats:
@@ -55,7 +70,12 @@ def yarn_frequencies(
         context: positions of the original model.
         betas: rotations within `context`: from the first on none are stretched, up to the second all.
         whole_ramp: between these, frequencies are mixed from one whole dimension to another.
+
+    Raises:
+        DescriptionError: these are not numbers of a RoPE.
     """
+    fits = all(0 < x < MAX_FLOAT for x in (factor, context, *betas)) and theta != 1
+    require(fits, f"YaRN has the factor {factor}, the context {context} and the betas {betas} for base {theta}")
     plain = rope_frequencies(theta, rotary_dims)
     low, high = (rotary_dims * math.log(context / (beta * 2 * math.pi)) / (2 * math.log(theta)) for beta in betas)
     if whole_ramp:

@@ -14,12 +14,14 @@ from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, WeightSizes, choose_precision
+from h2o_stream.models.folder_sizes import check_folder
 from h2o_stream.models.generation_config import read_generation_config
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.packed_folder import MIN_BYTES, MIN_GGUF_BYTES, packed_folder
 from h2o_stream.models.templates import with_template
 from h2o_stream.models.tokenizer import FileTokenizer, read_object
 from h2o_stream.native.description import Description, DescriptionError
+from h2o_stream.native.matrix import require
 from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
 from h2o_stream.runtime.checkpoint_packing import KINDS, PackedCheckpoint, packed_size
@@ -83,7 +85,10 @@ class Source(ABC):
             DescriptionError: weights are missing or cannot be packed.
             OutOfMemoryError: there is no memory for them.
         """
-        return describe_file(self.architecture, self.parameters, self._weights(progress, notify), self.dtype)
+        found = describe_file(self.architecture, self.parameters, self._weights(progress, notify), self.dtype)
+        layers = zip(found.layers, self.parameters.windows, strict=True)
+        require(any(layer.attention and window is None for layer, window in layers), "no layer attends to all tokens")
+        return found
 
     @abstractmethod
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
@@ -206,6 +211,7 @@ class Checkpoint(Source):
     def __init__(
         self, name: str, path: Path, dtype: str, quantize: str, notify: Callable[[str], None] = ignore
     ) -> None:
+        check_folder(path)
         try:
             config = read_object(path / "config.json")
             architecture, parameters = parameters_of_config(config)

@@ -198,7 +198,9 @@ class CheckpointWeights:
         """The matrices of all experts of a layer below each other, as a copy; None if there are none."""
         names = (f"{module}.weight".replace(_EXPERTS, f"{_EXPERTS}{number}.") for number in itertools.count())
         arrays = [self.arrays[name] for name in itertools.takewhile(self.arrays.__contains__, names)]
-        return numpy.concatenate(arrays) if arrays else None
+        if len({(array.shape[1:], array.dtype) for array in arrays}) > 1:
+            raise DescriptionError(f"the experts of {module} have different sizes")
+        return numpy.concatenate(arrays) if arrays and arrays[0].ndim else None
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights` and `dense_matrix`."""
@@ -210,7 +212,8 @@ class CheckpointWeights:
         stored = self.arrays.get(self._architecture.parameter_name(name, layer, kind))
         if stored is None:
             return None
-        return _with_offset(rounded(as_floats(stored, name), self._dtype), self._architecture, name, kind)
+        numbers = as_floats(stored, name).reshape(-1)
+        return _with_offset(rounded(numbers, self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
@@ -269,6 +272,8 @@ SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """The tensors of a safetensors file by name, as views of the mapped file; bfloat16 numbers are uint16.
 
+    Those at addresses that numbers of their size cannot have are copied.
+
     Raises:
         DescriptionError: the file is damaged, or has other dtypes.
     """
@@ -276,12 +281,13 @@ def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
     try:
         size = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:size])
-        return {
+        views = {
             name: numpy.frombuffer(
                 data, _DTYPES[entry["dtype"]], math.prod(entry["shape"]), size + entry["data_offsets"][0]
             ).reshape(entry["shape"])
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        return {name: view if view.flags.aligned else view.copy() for name, view in views.items()}
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DescriptionError(f"{path} is damaged: {error}") from error

@@ -52,7 +52,7 @@ def parse_chat(body: Mapping[str, Any], service: Service, owner: str = "") -> tu
         raise wrong("top_logprobs", top, "nothing without logprobs")
     logprobs = (top or 0) if field(body, "logprobs", bool) else None
     limits = ("max_completion_tokens", "max_tokens")
-    sampled = parse_sampled(body, service, limits, logprobs)
+    sampled = parse_sampled(body, service.limits, limits, logprobs)
     sampled = parse_tool_choice(body, sampled, options, service.added_tokens)
     check_begun(body, dialogue, sampled)
     return dialogue, options, sampled

@@ -66,7 +66,7 @@ def parse_completion(body: Mapping[str, Any], service: Service) -> AskedCompleti
     if not prompts or not all(isinstance(text, str) and text for text in prompts):
         raise wrong("prompt", prompt, "a text or a list of texts, not token ids")
     logprobs = field(body, "logprobs", int)
-    sampled = parse_sampled(body, service, ("max_tokens",), logprobs)
+    sampled = parse_sampled(body, service.limits, ("max_tokens",), logprobs)
     return AskedCompletions(tuple(map(encodable, prompts)), service.options.parse(body, ""), sampled)
 
 

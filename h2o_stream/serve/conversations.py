@@ -131,7 +131,7 @@ class Conversations:
         Raises:
             ApiError: there is no room in the window.
         """
-        for known in range(len(dialogue.past), 0, -1):
+        for known in self._store.last_known(past):
             for kept, turn in self._store.with_hash(past[known], options.owner):
                 if opened := self._known(kept, turn, options, keep):
                     return Opened(opened[0], dialogue.past[known:], opened[1], known)
@@ -340,7 +340,7 @@ def corrected_events(live: Live, user: UserTurn, turn: Turn) -> Iterator[Event]:
         conversation.reset()
     else:
         conversation.load_state_dict(live.undone)
-    yield from _read(conversation.feed_turn(user, turn.text))
+    yield from _read(conversation.feed_turn(user, turn.text, own=True))
     yield replace(turn, counts=live.engine.counts, cut=False)
 
 

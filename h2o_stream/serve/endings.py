@@ -29,6 +29,9 @@ from h2o_stream.session.turn import Turn
 
 _log = logging.getLogger(__name__)
 
+_MANY = 100
+"""Unread turns from which they are not even counted between the steps of others."""
+
 _WRITERS = 2
 """Threads that save conversations."""
 
@@ -77,12 +80,13 @@ class Job:
     @property
     def is_long(self) -> bool:
         """Whether its next step may be long: not between tokens, if much is to be read."""
-        return (self.corrected or not self.tokens) and self._size >= LONG
+        return (self.corrected or not self.tokens) and self._reads_much
 
     @cached_property
-    def _size(self) -> int:
-        """Characters to be read."""
-        return Dialogue(None, self.opened.unread, self.ask.dialogue.user).size + sum(map(len, self.ask.options.pins))
+    def _reads_much(self) -> bool:
+        """Whether many characters are to be read, or many turns."""
+        unread, pins = self.opened.unread, sum(map(len, self.ask.options.pins))
+        return len(unread) >= _MANY or Dialogue(None, unread, self.ask.dialogue.user).size + pins >= LONG
 
 
 class Endings:
@@ -122,7 +126,7 @@ class Endings:
             rest = text[len("".join(job.pieces)) :], turn.thinking[len("".join(job.thinking)) :]
             if any(rest) and not job.corrected:
                 job.ask.try_send(Piece(*rest, ()))
-            if turn.cut and not job.ask.raw and not job.live.options.read(turn.text).calls:
+            if turn.cut and not job.ask.raw:
                 (fed,) = as_fed(job.live.merged, job.ask.dialogue.user)
                 job.corrected, job.events = True, corrected_events(job.live, fed.user, turn)
                 return

@@ -29,12 +29,12 @@ from typing import Any
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.grammar_process import COMPILE_S, step_message
+from h2o_stream.serve.grammar_process import step_message
 from h2o_stream.serve.schemas import is_larger
 from h2o_stream.session.thinking import Markers
 
-PLACES, SHORT_S, STEP_S = 8, 0.5, 2.0
-"""Grammars that are compiled at once, seconds that each has while others wait, and seconds of a token."""
+PLACES, COMPILE_S, SHORT_S, STEP_S = 8, 10.0, 0.5, 2.0
+"""Grammars that are compiled at once, seconds that each has, also while others wait, and seconds of a token."""
 
 MAX_SIZE = 2**20
 """Characters of a grammar."""
@@ -94,7 +94,7 @@ class Grammars:
             place = queue.popleft()
             if queue:
                 self._queues[owner] = queue
-            if not place.done():
+            if not place.done():  # else its client has left
                 place.set_result(None)
                 return
         self._free += 1
@@ -102,7 +102,7 @@ class Grammars:
     @property
     def crowded(self) -> bool:
         """Whether others wait until something is compiled."""
-        return bool(self._queues)
+        return any(not place.done() for queue in [*self._queues.values()] for place in [*queue])
 
     def connect(self) -> Connection:
         """A connection to a new process."""
@@ -218,7 +218,7 @@ class _Process:
                 raise ApiError(503, message, code="grammar_busy", retry_after_s=2)
             if took > COMPILE_S or left.is_set():
                 self.kill()
-                raise DataError(f"it was not compiled in {COMPILE_S} s; use a simpler one")
+                raise DataError(f"it was not compiled in {COMPILE_S:g} s; use a simpler one")
 
     def begin(self) -> int:
         """The number of a new reply."""

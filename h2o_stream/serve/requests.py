@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from h2o_stream.config import POLICIES, CacheConfig, RecallConfig, RecallMode, SamplingConfig
 from h2o_stream.errors import ConfigError
@@ -19,9 +19,6 @@ from h2o_stream.serve.thinking import parse_budget, parse_effort, parse_thinking
 from h2o_stream.serve.wording import as_api_error, renamed
 from h2o_stream.session.calls import CallFormat
 from h2o_stream.session.messages import Tool
-
-if TYPE_CHECKING:
-    from h2o_stream.serve.service import Service
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_STOP = 8, 20, 4, 1000
 
@@ -201,7 +198,16 @@ def field(body: Mapping[str, Any], name: str, *kinds: type, of: str = "") -> Any
     raise wrong(of + name, value, " or ".join(_KINDS[kind] for kind in kinds))
 
 
-def parse_sampled(body: Mapping[str, Any], service: Service, limits: tuple[str, ...], logprobs: int | None) -> Sampled:
+@dataclass(frozen=True)
+class Model:
+    """What a request is checked against: a model's tokenizer, its number of logits, and the most tokens of a reply."""
+
+    tokenizer: Any
+    vocabulary: int
+    max_reply: int
+
+
+def parse_sampled(body: Mapping[str, Any], model: Model, limits: tuple[str, ...], logprobs: int | None) -> Sampled:
     """What a request says about sampling; `limits` are the names of the field with the most tokens of a reply.
 
     Raises:
@@ -220,7 +226,7 @@ def parse_sampled(body: Mapping[str, Any], service: Service, limits: tuple[str, 
         raise wrong("n", choices, f"1 to {MAX_CHOICES}")
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise wrong("top_logprobs" if "top_logprobs" in body else "logprobs", logprobs, f"0 to {MAX_LOGPROBS}")
-    top_k, seed, max_reply = field(body, "top_k", int), field(body, "seed", int), service.config.max_reply
+    top_k, seed, max_reply = field(body, "top_k", int), field(body, "seed", int), model.max_reply
     max_tokens = max_reply if wanted in (_NO_LIMIT, _FILL_CONTEXT) else min(wanted, max_reply)
     min_tokens = max_tokens if field(body, "ignore_eos", bool) else field(body, "min_tokens", int) or 0
     if min_tokens < 0:
@@ -235,7 +241,7 @@ def parse_sampled(body: Mapping[str, Any], service: Service, limits: tuple[str, 
             seed=None if seed == _ANY_SEED else seed,
             max_tokens=max_tokens,
             min_tokens=min_tokens,
-            logit_bias=parse_bias(body.get("logit_bias"), service.model.tokenizer, service.vocabulary),
+            logit_bias=parse_bias(body.get("logit_bias"), model.tokenizer, model.vocabulary),
             thinking_budget=parse_budget(body),
             thinking_message=field(body, "reasoning_budget_message", str) or "",
             stop=stops,

@@ -78,7 +78,7 @@ def parse_response(body: Mapping[str, Any], service: Service, owner: str = "") -
         system_before = service.conversations.system_before(after, owner)
         if instructions not in (None, system_before):
             raise wrong("instructions", instructions, "those of the previous response; they cannot change")
-    sampled = parse_sampled(body, service, ("max_output_tokens",), None)
+    sampled = parse_sampled(body, service.limits, ("max_output_tokens",), None)
     text = field(body, "text", dict) or {}
     if (schema := parse_format(text.get("format"), "text.format")) is not None:
         sampled = replace(sampled, schema=schema, place="text.format")

@@ -28,7 +28,7 @@ from h2o_stream.serve.logprobs import TokenTexts
 from h2o_stream.serve.messages import Dialogue, chain, first_hash
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Message
-from h2o_stream.serve.requests import Options, Sampled
+from h2o_stream.serve.requests import Model, Options, Sampled
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.serve.worker import Worker
@@ -120,6 +120,11 @@ class Service:
         """Number of logits."""
         return int(self.model.model.description.output.rows)
 
+    @property
+    def limits(self) -> Model:
+        """What requests are checked against."""
+        return Model(self.model.tokenizer, self.vocabulary, self.config.max_reply)
+
     @cached_property
     def call_format(self) -> CallFormat | None:
         """How the model writes calls of tools; None if it calls none."""
@@ -196,8 +201,7 @@ class Service:
                 pieces=sampled.stream or sampled.logprobs is not None,
             )  # fmt: skip
             for number, waiting in enumerate(queues):
-                seed = sampled.config.seed
-                config = sampled.config if seed is None else replace(sampled.config, seed=(seed + number) % 2**63)
+                config = sampled.config.of_choice(number)
                 asks.append(make(config=config, send=_sender(waiting), keep=keep and not (raw or number)))
             for ask in reversed(asks):  # branches are opened before the conversation goes on
                 self.worker.submit(ask)

@@ -25,8 +25,8 @@ from h2o_stream.cache.state import Array, State
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.logs import Log
 from h2o_stream.resources import PRIVATE, write_atomically
-from h2o_stream.session.sessions import Session
-from h2o_stream.session.transcript import Entry, Header
+from h2o_stream.session.sessions import TRANSCRIPT, Session
+from h2o_stream.session.transcript import Entry, Header, last_turn
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +116,10 @@ class Store:
     def free_bytes(self) -> int:
         """Bytes that are free on this disk."""
         return shutil.disk_usage(self._folder).free
+
+    def last_known(self, hashes: Sequence[str]) -> Iterator[int]:
+        """Which of these hashes any conversation has, the last one first, without the first."""
+        return (number for number in range(len(hashes) - 1, 0, -1) if hashes[number] in self._by_hash)
 
     def with_hash(self, known: str, owner: str) -> Iterator[tuple[Kept, int]]:
         """Conversations of an owner that were in this state, and after how many turns; the newest first."""
@@ -269,7 +273,7 @@ class Store:
     def _delete_unwritten(self) -> None:
         """Delete conversations whose first turn was being saved when a server was killed."""
         for folder in self._folder.iterdir():
-            transcript = folder / "transcript.jsonl"
+            transcript = folder / TRANSCRIPT
             if _ID.fullmatch(folder.name) and not (transcript.exists() and transcript.stat().st_size):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -295,11 +299,10 @@ class Store:
                     continue
                 kept = Kept(path.parent.name, record["key"], record["system"], Log([record["first"]]))
                 kept.owner = record.get("owner", "")
-                with self._session(kept, create=False) as session:
-                    said = {entry.turn for entry in session.transcript.entries}
+                said = last_turn(path.with_name(TRANSCRIPT))
                 for line in lines:
                     known, turn, *response = json.loads(line) if line.endswith(b"\n") else ("", 0)
-                    if turn not in said:  # its line was written before it
+                    if not 0 < turn <= said:  # its line was written before it
                         break
                     kept.hashes, kept.turns = kept.hashes.append(known), kept.turns.append(turn)
                     kept.ids.update(dict.fromkeys(response, len(kept.hashes) - 1))

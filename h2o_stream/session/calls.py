@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from h2o_stream.engine.text import overlap, shared_length
+from h2o_stream.models.rendering import apply_template
 from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.messages import Tool, encodable_json
 from h2o_stream.session.other_calls import Call, calls_in, certain_size, read_calls
@@ -224,7 +225,7 @@ def find_format(tokenizer: Any) -> CallFormat | None:
             *messages,
             {"role": "tool", "content": _RESULT, "tool_call_id": _ID},
         ]
-        return str(tokenizer.apply_chat_template(said, tools=[_TOOL], tokenize=False)).rpartition(_USER)[2]
+        return apply_template(tokenizer, said, [_TOOL]).rpartition(_USER)[2]
 
     try:
         plain = render({"role": "assistant", "content": _REPLY})

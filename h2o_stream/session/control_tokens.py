@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -46,11 +46,11 @@ class ControlTokens:
         matches = (self._pattern.search(text) for text in _texts(value))
         return next((match.group() for match in matches if match), None)
 
-    def guard(self, text: str) -> str:
-        """The user's text with its control tokens marked, and what would be one with the text of a template before or
-        after it. Templates see the same text but for these marks.
+    def guard(self, text: str, kept: Collection[str] = ()) -> str:
+        """The user's text with its control tokens marked, but for those kept, and what would be one with the text of a
+        template before or after it. Templates see the same text but for these marks.
         """
-        marked = self._pattern.sub(lambda match: self._marked(match.group()), text)
+        marked = self._pattern.sub(lambda x: x.group() if x.group() in kept else self._marked(x.group()), text)
         starts, ends = self._parts
         core = marked.strip()
         size = max((size for size in range(1, min(starts.size, len(core)) + 1) if core[-size:] in starts), default=0)

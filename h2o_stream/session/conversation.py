@@ -236,8 +236,9 @@ class Conversation:
                     sampler.forced = template.thinking_end(end)
                 yield token
 
-    def feed_turn(self, text: UserTurn, reply: str) -> FeedEvents:
-        """Feed a past turn: the user's message, as in `say`, and the reply to it. Nothing is generated.
+    def feed_turn(self, text: UserTurn, reply: str, own: bool = False) -> FeedEvents:
+        """Feed a past turn: the user's message, as in `say`, and the reply to it, in the model's `own` words or a
+        client's. Nothing is generated.
 
         Yields:
             The engine's events. The last one is `Finished` if the turn could not be fed completely.
@@ -245,12 +246,12 @@ class Conversation:
         Raises:
             H2OStreamError: the stream is torn.
         """
-        return self.active.start(self._feed_turn(parse_turn(text), reply))
+        return self.active.start(self._feed_turn(parse_turn(text), reply, own=own))
 
-    def _feed_turn(self, message: UserTurn, reply: str, pin: bool = False) -> FeedEvents:
+    def _feed_turn(self, message: UserTurn, reply: str, pin: bool = False, own: bool = False) -> FeedEvents:
         text, prompt, start = text_of(message), self._prompt(message), len(self.engine.tokens)
         pending = PendingPin(text, start + prompt.num_pinned, start + len(prompt.tokens)) if pin else None
-        tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None)]
+        tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None, own)]
         with self._indexing(text, [] if pin else [reply]):
             yield from self._feed(Prompt(tokens, prompt.num_pinned), pending)
 

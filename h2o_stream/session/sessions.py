@@ -23,6 +23,8 @@ from h2o_stream.session.folders import AUTOMATIC, SESSIONS, open_elsewhere, sess
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record
 
+TRANSCRIPT = "transcript.jsonl"
+
 MAX_STATES = 8
 """Number of turns that can be undone."""
 
@@ -58,7 +60,7 @@ class Session:
 
         self._max_states = max_states
         self.name, self._folder = name, session_folder(name, folder)
-        path = self._folder / "transcript.jsonl"
+        path = self._folder / TRANSCRIPT
         try:
             if not create and not (path.exists() and path.stat().st_size):  # without a line it was never started
                 raise unknown_session(name)

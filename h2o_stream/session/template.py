@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from h2o_stream.config import EFFORT_VARIABLE, THINKING_VARIABLES, THINKING_WORDS
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
+from h2o_stream.models.rendering import apply_template
 from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.answer_head import Place, Text
 from h2o_stream.runtime.first_layers import MAX_TOKENS
@@ -125,20 +126,20 @@ class ChatTemplate:
             tokens = tokens[next((i for i, token in enumerate(start, 1) if token in self._end_tokens), 0) :]
         return Prompt(tokens, num_thinking=self._num_thinking(tokens, after))
 
-    def reply(self, text: str, thinking: bool = False) -> list[int]:
+    def reply(self, text: str, thinking: bool = False, own: bool = False) -> list[int]:
         """A past reply, with the token that ends it if the template has one. If the prompt has begun thinking, that is
-        ended first.
+        ended first. In the model's own words, what marks calls of tools are control tokens.
         """
         ends = [token for token in self._controls.encode(self._following[0]) if token in self._end_tokens]
-        return [*self._begun(text, thinking), *ends[:1]]
+        return [*self._begun(text, thinking, self._call_markers if own else ()), *ends[:1]]
 
     def begin(self, prompt: Prompt, text: str) -> Prompt:
         """The prompt with the start of its reply. If it has begun thinking, that is ended first."""
         tokens = self._begun(text, prompt.num_thinking is not None)
         return replace(prompt, tokens=[*prompt.tokens, *tokens], num_thinking=None)
 
-    def _begun(self, text: str, thinking: bool) -> list[int]:
-        return [*(self.thinking_end() if thinking else ()), *self._controls.encode(self._controls.guard(text))]
+    def _begun(self, text: str, thinking: bool, kept: Collection[str] = ()) -> list[int]:
+        return [*(self.thinking_end() if thinking else ()), *self._controls.encode(self._controls.guard(text, kept))]
 
     def thinking_end(self, message: str = "") -> list[int]:
         """The tokens that end thinking where it would go on."""
@@ -154,6 +155,12 @@ class ChatTemplate:
         """How thinking is marked that may come before an answer that follows rules; None if it is switched off."""
         begun = self.markers is not None and self.markers.unclosed(self._opening[1])
         return None if self._thinking is False and self.thinking_switch and not begun else self.markers
+
+    @cached_property
+    def _call_markers(self) -> Collection[str]:
+        """The control tokens that mark calls of tools."""
+        calls = find_format(self._tokenizer) if self._tools else None
+        return {token for token in self._special if calls and any(token in text for text in calls.markers)}
 
     @cached_property
     def marker_tokens(self) -> dict[int, str]:
@@ -269,10 +276,10 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, bool | int | str] | None = None,
     ) -> str:
-        options = {"tokenize": False, "add_generation_prompt": True, **(variables or self._variables)}
+        options = {"add_generation_prompt": True, **(variables or self._variables)}
         try:
             messages = _with_word(messages, self._word)
-            return str(self._tokenizer.apply_chat_template(messages, tools=list(tools) or None, **options))
+            return apply_template(self._tokenizer, messages, list(tools) or None, **options)
         except (TemplateError, TypeError) as error:
             message = f"the chat template fails: {error}; use a model with another template"
             raise UnsupportedModelError(message) from error

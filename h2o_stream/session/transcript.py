@@ -25,6 +25,8 @@ Kind = Literal["said", "told", "pinned"]
 
 _TURN = attrgetter("turn")
 
+_TAIL_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -179,6 +181,28 @@ class Transcript:
             data = b"".join((before, *self._deferred, *map(_line, records)))
             write_atomically(self.path, data, PRIVATE)
         self._content, self._size, self._deferred = content, len(data), ()
+
+
+def last_turn(path: Path) -> int:
+    """Number of the last turn of a transcript, without reading more than its last line; 0 if it has none.
+
+    Raises:
+        DataError: it cannot be read, or its last line is damaged.
+    """
+    with file_errors(path), path.open("rb") as file:
+        size, length = file.seek(0, os.SEEK_END), _TAIL_BYTES
+        while True:
+            file.seek(max(size - length, 0))
+            *lines, _ = file.read().split(b"\n")  # what was being written at a crash has no end
+            if len(lines) > 1 or length >= size:
+                break
+            length *= 2
+    try:
+        record = json.loads(lines[-1]) if lines else {}
+        turn: int = check_type(record.get("turn", 0), int)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: its last line is not a line of a transcript") from error
+    return turn
 
 
 def header_record(header: Header) -> dict[str, Any]:

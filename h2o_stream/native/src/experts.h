@@ -51,10 +51,13 @@ inline void compute_scores(const Experts& experts, const float* logits, float* s
   for (int64_t i = 0; i < count; ++i) scores[i] /= sum;
 }
 
+// A number by which experts are compared: also those of NaN can be chosen, each once.
+inline float comparable(float x) { return std::max(std::numeric_limits<float>::lowest(), x); }
+
 // Writes the choices [chosen] of a token, see `kSparseMixer`. `left` has room for the logits of all experts.
 inline void mix_sparsely(const Experts& experts, const float* logits, float* left, Choice* choices) {
   const int64_t count = experts.router.rows;
-  std::copy_n(logits, count, left);
+  std::transform(logits, logits + count, left, comparable);
   for (int64_t i = 0; i < experts.chosen; ++i) {
     float* best = std::max_element(left, left + count);
     const float highest = *best;
@@ -100,7 +103,9 @@ inline void choose(const Experts& experts, const float* logits, float* scratch, 
   if (experts.scoring == kSparseMixer) {
     mix_sparsely(experts, logits, worths, choices);
   } else {
-    for (int64_t i = 0; i < count; ++i) worths[i] = scores[i] + (experts.choice_bias ? experts.choice_bias[i] : 0.f);
+    for (int64_t i = 0; i < count; ++i) {
+      worths[i] = comparable(scores[i] + (experts.choice_bias ? experts.choice_bias[i] : 0.f));
+    }
     if (experts.groups) drop_groups(experts, worths);
     for (int64_t i = 0; i < chosen; ++i) {
       float* best = std::max_element(worths, worths + count);

@@ -1,0 +1,124 @@
+"""Model files whose numbers do not fit each other or the weights: refused in one line, whoever reads them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.models.load import load
+from h2o_stream.native.description import DescriptionError
+from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.runtime.sources import Checkpoint, ModelFile
+from tests.hostile_models import Folder, Gguf, attempt, search
+from tests.hostile_seeds import checkpoint_seed, gguf_names, gguf_seed
+from tests.in_turn import in_turn
+
+SOME, COUNT = ("SmolLM3", "Gemma 4, experts", "Qwen3-Next"), 150
+
+
+@pytest.fixture(scope="module")
+def smollm3(tmp_path_factory: pytest.TempPathFactory) -> Gguf:
+    return gguf_seed("SmolLM3", tmp_path_factory.mktemp("hostile") / "a.gguf")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return checkpoint_seed("Llama 3", tmp_path_factory.mktemp("hostile") / "llama")
+
+
+def test_mutated_files(tmp_path: Path) -> None:
+    """Some of those that `make sanitize` tries."""
+    seeds: list[Gguf | Folder] = [gguf_seed(name, tmp_path / "seed.gguf") for name in SOME]
+    seeds += [checkpoint_seed(name, tmp_path / name) for name in ("Mixtral",)]
+    counts = Counter[str]()
+    assert [*search(seeds, range(COUNT), lambda _: False, counts)] == []
+    assert counts["served"] > COUNT / 20
+    assert counts["refused"] > COUNT / 4
+
+
+@pytest.mark.exhaustive
+def test_all_families(tmp_path: Path) -> None:
+    seeds = [gguf_seed(name, tmp_path / "seed.gguf") for name in gguf_names()]
+    assert [*search(seeds, range(3000), lambda number: number % 10 == 0, Counter())] == []
+
+
+KEYS: list[tuple[str, Any, str]] = [
+    ("rope.dimension_count", 32, "rope.dimension_count is 32, more than the 16 numbers of a head"),
+    ("rope.dimension_count", 7, "not an even number"),
+    ("block_count", 2**31 - 1, "block_count is 2147483647, not a number from 1 to"),
+    ("attention.head_count", 3, "do not share"),
+    ("attention.head_count", 2**64 - 1, "head_count"),
+    ("attention.key_length", 15, "different sizes"),
+    ("context_length", 0, "context_length"),
+    ("context_length", 2**63, "context_length"),
+    ("embedding_length", 32, "not"),
+    ("attention.layer_norm_rms_epsilon", float("nan"), "epsilon"),
+    ("rope.freq_base", -1.0, "rope.freq_base"),
+    ("attention.scale", float("inf"), "scaling"),
+]
+
+
+@in_turn("key, value, words", KEYS)
+def test_numbers_of_a_file(key: str, value: Any, words: str, smollm3: Gguf, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    smollm3._with(f"smollm3.{key}", value).write(path)
+    with pytest.raises((DescriptionError, H2OStreamError)) as refused:
+        ModelFile("model", path, "float32").describe(print)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+CONFIG: list[tuple[str, Any, str]] = [
+    ("partial_rotary_factor", 1.5, "partial_rotary_factor is 1.5"),
+    ("num_hidden_layers", 2**31 - 1, "num_hidden_layers is 2147483647, not a number up to"),
+    ("hidden_size", 2**40, "hidden_size is 1099511627776"),
+    ("head_dim", -8, "head_dim is -8"),
+    ("num_attention_heads", 10**400, "num_attention_heads is 1"),
+    ("max_position_embeddings", 2**40, "max_position_embeddings"),
+    ("vocab_size", True, "vocab_size is True"),
+]
+
+
+@in_turn("key, value, words", CONFIG)
+def test_numbers_of_a_config(key: str, value: Any, words: str, llama: Folder, tmp_path: Path) -> None:
+    """Neither reader makes anything of them."""
+    config = {**json.loads(llama.files["config.json"]), key: value}
+    folder = tmp_path / "model"
+    Folder({**llama.files, "config.json": json.dumps(config).encode()}).write(folder)
+    for read in (
+        lambda: Checkpoint("model", folder, "float32", "none"),
+        lambda: load(ModelConfig(str(folder)), CacheConfig()),
+    ):
+        with pytest.raises(H2OStreamError) as refused:
+            read()
+        assert words in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+def test_the_table_of_rotations_is_as_long_as_the_stream(smollm3: Gguf, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    smollm3._with("smollm3.context_length", 2**31 - 1).write(path)
+    source = ModelFile("model", path, "float32")
+    runtime: RuntimeModel = source.model(source.describe(print), (), "", str)
+    served = runtime.serve(CacheConfig("recent", window=16, chunk=8, positions="gap"))
+    served.forward(list(range(3, 23)))
+    rows = [layer.attention.rope_rows for layer in served.stepper.model.layers if layer.attention.rope]
+    assert max(rows) <= 64
+    for token in range(60):
+        served.forward([token])
+    rows = [layer.attention.rope_rows for layer in served.stepper.model.layers if layer.attention.rope]
+    assert 80 <= max(rows) <= 256
+
+
+def test_experts_of_a_router_without_numbers(tmp_path: Path) -> None:
+    """Each is chosen once, also by NaN: a prompt of many tokens ends."""
+    file = gguf_seed("ERNIE 4.5 MoE", tmp_path / "model.gguf")
+    router = next(tensor for tensor in file.tensors if "ffn_gate_inp" in tensor.name)
+    nan = b"\0\0\xc0\x7f" * (len(file.data[router.name]) // 4)
+    broken = Gguf(file.values, file.raw, file.tensors, {**file.data, router.name: nan})
+    broken._with("ernie4_5-moe.expert_used_count", 4).write(tmp_path / "model.gguf")
+    assert attempt(tmp_path / "model.gguf", with_torch=False) == "served"
