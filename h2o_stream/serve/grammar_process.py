@@ -26,8 +26,6 @@ MAX_BYTES, COMPILE_S, REPLY_S = 2**28, 5, 600
 """Memory of a grammar beside that of the tokenizer, and processor seconds until it is compiled and of all that follows;
 the last limit only ends what its server has left behind."""
 
-_NICE = 10
-
 _STEP = struct.Struct("<Ii")
 """Number of a reply, and the grammar it begins with, or -1; the tokens follow."""
 
@@ -59,7 +57,6 @@ def _serve(client: Connection, tokenizer: Any, added: Mapping[int, str]) -> None
     client.send_bytes(str(os.getpid()).encode())
     asked = json.loads(client.recv_bytes())
     _limit(COMPILE_S)
-    os.nice(_NICE)
     thinking = asked["thinking"] and Markers(**asked["thinking"])
     try:
         grammars = [x for x in compile_rules(tokenizer, added, asked["rules"], thinking) if x is not None]

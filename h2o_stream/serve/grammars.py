@@ -39,7 +39,7 @@ PLACES, COMPILE_S, SHORT_S, STEP_S = 8, 10.0, 0.5, 2.0
 MAX_SIZE = 2**20
 """Characters of a grammar."""
 
-_POLL_S = 0.02
+_POLL_S, _QUICK_S, _NICE = 0.02, 0.2, 15
 
 
 class Grammars:
@@ -201,7 +201,7 @@ class _Process:
     def __init__(self, connection: Connection) -> None:
         self.connection, self.masks = connection, dict[int, bytes]()
         self._pid = int(connection.recv_bytes())
-        self._waiting, self._asked, self._replies = 0, 0.0, 0
+        self._waiting, self._asked, self._replies, self._slow = 0, 0.0, 0, False
 
     def wait_compiled(self, grammars: Grammars, left: threading.Event) -> None:
         """Wait until it is compiled, or nobody waits for it.
@@ -212,6 +212,7 @@ class _Process:
         began = time.monotonic()
         while not self.connection.poll(_POLL_S):
             took = time.monotonic() - began
+            self._slow_down(took)
             if grammars.crowded and took > SHORT_S:
                 self.kill()
                 message = f"it was not compiled in {SHORT_S:g} s, and others wait; ask again, or use a simpler one"
@@ -238,7 +239,11 @@ class _Process:
         with suppress(OSError, EOFError):
             while self._waiting and self.connection.poll(0):
                 self._receive()
-            return not self._waiting or time.monotonic() - self._asked > STEP_S
+            if not self._waiting:
+                return True
+            took = time.monotonic() - self._asked
+            self._slow_down(took)
+            return took > STEP_S
         return True
 
     def mask(self, reply: int) -> bytes:
@@ -259,6 +264,13 @@ class _Process:
         answer = self.connection.recv_bytes()
         self._waiting -= 1
         self.masks[struct.unpack_from("<I", answer)[0]] = answer[4:]
+
+    def _slow_down(self, took: float) -> None:
+        """Let others have the processors if it takes longer than most."""
+        if took > _QUICK_S and not self._slow:
+            self._slow = True
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._pid, _NICE)
 
     def kill(self) -> None:
         """End it."""
