@@ -175,6 +175,10 @@ class TestModels:
         assert "\n" not in str(refused.value)
         assert "damaged" not in str(refused.value)
 
+    def test_a_part_of_no_number(self, tmp_path: Path) -> None:
+        with pytest.raises(H2OStreamError, match="it is part 1 of 'x', which are no numbers"):
+            GgufFile(written(tmp_path / "a.gguf", split__no=1, split__count="x", tensors=("a",)))
+
     @pytest.mark.parametrize("name", FILES)
     def test_other_files(self, tmp_path: Path, name: str) -> None:
         data, words = FILES[name]

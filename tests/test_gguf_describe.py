@@ -17,6 +17,7 @@ from h2o_stream.models import gguf_export
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
+from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from tests.gguf_files import MERGES, TOKENS, composed, key, string
 
 
@@ -160,8 +161,21 @@ class TestDescribed:
         content, current = small.read_bytes(), GgufFile(small).metadata[f"llama.{name}"]
         old, new = (key(f"llama.{name}", T.UINT32, number) for number in (current, size))
         (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
-        with pytest.raises(ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 to"):
-            export_config(GgufFile(tmp_path / "bad.gguf"), pytest.fail)
+        for read in (lambda file: export_config(file, pytest.fail), parameters_of_gguf):
+            with pytest.raises(
+                ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 t"
+            ):
+                read(GgufFile(tmp_path / "bad.gguf"))
+
+    @pytest.mark.parametrize("more", [-1, 1])
+    def test_another_number_of_layers(self, small: Path, tmp_path: Path, cache_folder: Path, more: int) -> None:
+        """The rest would be left out without a word."""
+        count = GgufFile(small).metadata["llama.block_count"]
+        old, new = (key("llama.block_count", T.UINT32, number) for number in (count, count + more))
+        (tmp_path / "bad.gguf").write_bytes(small.read_bytes().replace(old, new))
+        for read in (lambda file: export_config(file, pytest.fail), parameters_of_gguf):
+            with pytest.raises(ModelNotFoundError, match=f"block_count is {count + more}, and it has {count} layers"):
+                read(GgufFile(tmp_path / "bad.gguf"))
 
     @settings(max_examples=25, deadline=None)
     @given(st.data())

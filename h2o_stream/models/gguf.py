@@ -71,8 +71,11 @@ class GgufFile:
         self.metadata, self._spans = self._open(self.path)
         if what := describe_gguf(self.metadata, self.tensors):
             raise UnsupportedModelError(f"{path} is {what}")
-        if (count := self.metadata.get("split.count", 1)) not in (0, 1 + len(others)):
-            number = self.metadata.get("split.no", 0) + 1
+        number, count = (self.metadata.get(f"split.{key}", default) for key, default in (("no", 0), ("count", 1)))
+        if type(number) is not int or type(count) is not int:
+            raise self.damaged(f"it is part {number!r} of {count!r}, which are no numbers")
+        if count not in (0, 1 + len(others)):
+            number += 1
             named = f"model-00001-of-{count:05}.gguf"
             raise ModelNotFoundError(
                 f"{path} is part {number} of {count} of a model; name all parts like {named}, in one folder"

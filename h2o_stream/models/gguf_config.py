@@ -6,6 +6,7 @@ Covers RoPE frequencies and scaling, head sizes, biases, and scales that llama.c
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,8 @@ def check_sizes(file: GgufFile) -> None:
     """Check that sizes in the metadata are consistent with the tensors, before allocating anything.
 
     Raises:
-        ModelNotFoundError: a size is 0 that must not be, or larger than any dimension of the tensors.
+        ModelNotFoundError: a size is 0 that must not be, or larger than any dimension of the tensors, or layers are
+            missing or too many.
     """
     largest_dim = max((size for tensor in file.tensors.values() for size in tensor.shape), default=0)
     for key in ("block_count", *_DIMENSIONS, *_OPTIONAL_DIMENSIONS):
@@ -95,6 +97,12 @@ def check_sizes(file: GgufFile) -> None:
             least = 0 if optional else 1  # no experts, or none in a layer
             if type(size) is not int or not least <= size <= limit:
                 raise file.damaged(f"{file.architecture}.{key} is {size!r}, not a number from 1 to {limit}")
+    layers = {int(name.split(".")[1]) for name in file.tensors if re.match(r"blk\.\d+\.", name)}
+    count, guessing = (_read_metadata(file, key) or 0 for key in ("block_count", "nextn_predict_layers"))
+    if type(count) is not int or type(guessing) is not int:
+        raise file.damaged(f"it has {count!r} layers, of which {guessing!r} guess tokens")
+    if count and layers and not count - guessing <= max(layers) + 1 <= count:
+        raise file.damaged(f"{file.architecture}.block_count is {count}, and it has {max(layers) + 1} layers")
 
 
 def check_rope(file: GgufFile) -> None:
