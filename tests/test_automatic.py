@@ -264,7 +264,6 @@ class TestCommands:
     @pytest.mark.parametrize(("arguments", "words"), [
         (["a", "-p", "b"], "both given"), (["--private", "-c"], "--private keeps nothing"),
         (["-c", "--session", "x"], "leave one of them out"),
-        (["--server", "localhost:1", "--jsonl", "x", "a"], "leave out --server"),
     ])  # fmt: skip
     def test_contradictions(self, arguments: list[str], words: str) -> None:
         done = invoke("h2o-chat", *arguments)

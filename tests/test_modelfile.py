@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from h2o_stream.config import model_sampling
 from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.models.go_template import as_jinja
 from h2o_stream.models.loaded import LoadedModel
@@ -122,4 +123,4 @@ class TestLayers:
         loaded, notes = make()
         assert (notes, loaded.system, loaded.sampling) == ([], None, {})
         other = LoadedModel("smollm2-135m", None, None)
-        assert with_modelfile(other, notes.append).sampling == {"dry_allowed_length": 3}
+        assert with_modelfile(other, notes.append).sampling == model_sampling("smollm2-135m")
