@@ -41,7 +41,8 @@ def program(folder: Path, *sources: Path, flags: tuple[str, ...] = ()) -> list[s
 
 
 @compiled
-@pytest.mark.parametrize("flags", [(), pytest.param(("-g", "-fsanitize=thread"), marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [(), ("-g", "-fsanitize=thread")])
 def test_exact_and_without_races_though_threads_are_interrupted(flags: tuple[str, ...], tmp_path: Path) -> None:
     sources = [SOURCES / "assistants.cpp", SOURCES / "vectors.cpp", TESTS / "assistants.cpp"]
     command = program(tmp_path, *sources, flags=("-pthread", *flags))

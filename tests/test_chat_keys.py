@@ -83,6 +83,7 @@ class TestKeys:
             pty.send("\r")
             pty.until(lambda p: "seed is now 77" in p.text)
 
+    @pytest.mark.exhaustive
     def test_vim(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder, "--vim") as pty:
             pty.until(lambda p: "seen 0" in p.text)

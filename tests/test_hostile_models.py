@@ -17,7 +17,7 @@ from tests.hostile_models import Folder, Gguf, attempt, search
 from tests.hostile_seeds import checkpoint_seed, gguf_names, gguf_seed
 from tests.in_turn import in_turn
 
-SOME, COUNT = ("SmolLM3", "Gemma 4, experts", "Qwen3-Next"), 150
+SOME, COUNT = ("SmolLM3", "Gemma 4, experts", "Qwen3-Next"), 80
 
 
 @pytest.fixture(scope="module")

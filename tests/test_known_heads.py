@@ -43,6 +43,7 @@ def test_the_known_head_gets_the_largest_window(model: LlamaForCausalLM) -> None
     assert max(windows.values()) < WINDOW
 
 
+@pytest.mark.exhaustive
 def test_it_copies_where_equal_windows_forget(model: LlamaForCausalLM) -> None:
     assert loss_of_the_copy(model, None) < 0.02
     assert loss_of_the_copy(model, CacheConfig("h2o", WINDOW)) < 0.02

@@ -235,6 +235,7 @@ def turns_of(session: Session) -> list[Turn]:
     return [(entry.turn, entry.prompt, entry.text) for entry in session.transcript.entries]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """After each of ten kills, what was in the index is consistent, and after `sync` it agrees with the transcript."""
