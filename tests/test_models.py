@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from h2o_stream import CacheConfig, ConfigError, ModelNotFoundError, UnsupportedModelError
 from h2o_stream.config import ModelConfig
+from h2o_stream.errors import DataError
 from h2o_stream.models import find as finding
 from h2o_stream.models.find import find
 from h2o_stream.models.load import LoadedModel, load
@@ -113,6 +116,14 @@ class TestLoad:
         with pytest.raises(ModelNotFoundError, match="could not be loaded") as error:
             load(ModelConfig(str(tmp_path)))
         assert "\n" not in str(error.value)
+
+    def test_missing_weights_are_not_made_up(self, tiny_folder: Path, tmp_path: Path) -> None:
+        folder, lost = shutil.copytree(tiny_folder, tmp_path / "model"), "model.layers.0.mlp.up_proj.weight"
+        weights = load_file(folder / "model.safetensors")
+        kept = {name: weights[name] for name in weights if name != lost}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(DataError, match=f"damaged or incomplete: it has no {lost}"):
+            load(ModelConfig(str(folder)))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from h2o_stream.cache.rope import ABSOLUTE_TAKEN
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import (
     ConfigError,
+    DataError,
     H2OStreamError,
     ModelNotFoundError,
     OutOfMemoryError,
@@ -193,7 +194,7 @@ class _Loader:
         with self._report_progress("reading", skeleton):
             if self._file is not None:
                 return self._with_weights(lazy_state_dict(self._file, skeleton, dtype), dtype=dtype, **device_kwargs)
-            return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **device_kwargs, **self._local)
+            return self._read(self._source, dtype=dtype, **self._bars, **device_kwargs, **self._local)
 
     def _load_gguf(self, file: GgufFile, skeleton: Any) -> Any:
         dtype = dtype_of(self._config.dtype, self._device)
@@ -222,9 +223,7 @@ class _Loader:
 
         def read() -> Any:
             with self._report_progress("packing", skeleton):
-                model = self._class.from_pretrained(
-                    source, dtype="auto", quantization_config=config, **self._bars, **self._local
-                )
+                model = self._read(source, dtype="auto", quantization_config=config, **self._bars, **self._local)
             set_dtype(model, precision.dtype)
             return model
 
@@ -255,9 +254,19 @@ class _Loader:
         return model
 
     def _with_weights(self, weights: dict[str, Any], **kwargs: Any) -> Any:
-        return self._with_generation(
-            self._class.from_pretrained(None, config=self._hf_config, state_dict=weights, **kwargs)
-        )
+        return self._with_generation(self._read(None, config=self._hf_config, state_dict=weights, **kwargs))
+
+    def _read(self, source: Any, **kwargs: Any) -> Any:
+        """The model with all of its weights; transformers would take random ones for those that are missing.
+
+        Raises:
+            DataError: some are missing.
+        """
+        model, report = self._class.from_pretrained(source, output_loading_info=True, **kwargs)
+        if missing := sorted(report["missing_keys"]):
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            raise DataError(f"{self._config.model} is damaged or incomplete: it has no {missing[0]}{more}")
+        return model
 
     def _with_generation(self, model: Any) -> Any:
         """The model with the generation config of its source, which is not beside its weights."""
