@@ -52,7 +52,7 @@ THINKING_VARIABLES: Mapping[str, tuple[bool | int, bool | int]] = {
 """Variables by which chat templates let thinking be switched, with their values for on and off."""
 
 EFFORT_VARIABLE = "reasoning_effort"
-"""Variable by which templates are told how much a model is to think: low, medium or high."""
+"""Variable of chat templates for how much a model is to think: low, medium or high."""
 
 THINKING_WORDS = (("/think", "/no_think"), ("/think", "/nothink"))
 """Words in messages that templates without such a variable look for, for on and off."""

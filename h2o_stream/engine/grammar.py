@@ -67,9 +67,8 @@ class Grammar:
 
     def _compile(self, vocabulary: int, rules: Mapping[str, Any] | str) -> tuple[Any, Any]:
         """Llguidance's matchers, without thinking and after it; None if there is none."""
-        backend = self._tokenizer.backend_tokenizer
-        added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
-        return compile_rules(guided(backend.to_str(), vocabulary, self._ends), added, rules, self._thinking)
+        tokenizer = guided(self._tokenizer.backend_tokenizer.to_str(), vocabulary, self._ends)
+        return compile_rules(tokenizer, added_texts(self._tokenizer), rules, self._thinking)
 
     def matcher(self, thinking: bool = False) -> Matcher:
         """For a reply that begins, or whose thinking has been begun by its prompt."""
@@ -196,6 +195,12 @@ def _as_lark(rules: str) -> str:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
+def added_texts(tokenizer: Any) -> dict[int, str]:
+    """The texts of a tokenizer's added tokens, by id."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return {number: token.content for number, token in added.items()}
+
+
 def compile_rules(
     tokenizer: Any, added: Mapping[int, str], rules: Mapping[str, Any] | str, thinking: Thinking | None
 ) -> tuple[Any, Any]:
@@ -203,7 +208,7 @@ def compile_rules(
 
     Args:
         tokenizer: of `guided`.
-        added: texts of the added tokens.
+        added: see `added_texts`.
         rules: see `Grammar`.
         thinking: likewise.
 

@@ -39,9 +39,9 @@ def main() -> None:
     """Fork a process for each connection that arrives, until the server is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as server, suppress(EOFError):
-        told = json.loads(server.recv_bytes())
-        tokenizer = guided(told["tokenizer"], told["vocabulary"], tuple(told["ends"]))
-        added = {int(number): text for number, text in told["added"].items()}
+        metadata = json.loads(server.recv_bytes())
+        tokenizer = guided(metadata["tokenizer"], metadata["vocabulary"], tuple(metadata["ends"]))
+        added = {int(number): text for number, text in metadata["added"].items()}
         server.send_bytes(b"")
         while True:
             handle = recv_handle(server)

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
-from h2o_stream.engine.grammar import Grammar
+from h2o_stream.engine.grammar import Grammar, added_texts
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.grammar_process import step_message
@@ -134,10 +134,9 @@ class Grammars:
                 )  # fmt: skip
             self._server = Connection(ours.detach())
             tokenizer, ends, vocabulary = self._values
-            backend = tokenizer.backend_tokenizer
-            added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
-            told = {"tokenizer": backend.to_str(), "vocabulary": vocabulary, "ends": sorted(ends), "added": added}
-            self._server.send_bytes(json.dumps(told).encode())
+            serialized, added = tokenizer.backend_tokenizer.to_str(), added_texts(tokenizer)
+            metadata = {"tokenizer": serialized, "vocabulary": vocabulary, "ends": sorted(ends), "added": added}
+            self._server.send_bytes(json.dumps(metadata).encode())
             self._server.recv_bytes()
         return self._server, self._process
 

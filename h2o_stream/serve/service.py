@@ -163,10 +163,10 @@ class Service:
         Raises:
             ApiError: something is too long.
         """
-        plan, told = options.cache.plan(), {"pins": sum(map(len, options.pins))}
+        plan, sizes = options.cache.plan(), {"pins": sum(map(len, options.pins))}
         if after is None:
-            told["messages"] = len(dialogue.system or "")
-        for name, size in told.items():
+            sizes["messages"] = len(dialogue.system or "")
+        for name, size in sizes.items():
             if size > plan.window * self._token_length:
                 message = f"{size} characters are to be kept, at least {size // self._token_length} tokens; a window of"
                 raise ApiError(400, f"{message} {plan.window} holds fewer", name, "context_length_exceeded")
