@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -160,6 +161,17 @@ class TestKept:
         assert again(IDS).logits.equal(first(IDS).logits)
         assert "damaged" in said[0]
         assert weights.stat().st_size > 5000
+
+    def test_those_that_lack_weights_are_made_again(self, folder: Path, cache: Path) -> None:
+        config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
+        first = load(config).model
+        (entry,) = cached_folders()
+        weights = load_file(entry.path / "model.safetensors")
+        del weights["model.norm.weight"]
+        save_file(weights, entry.path / "model.safetensors", {"format": "pt"})
+        again = load(config, notify=said.append).model
+        assert again(IDS).logits.equal(first(IDS).logits)
+        assert "it has no model.norm.weight" in said[0]
 
     def test_small_ones_are_not_kept(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packed_weights, "MIN_BYTES", 2**30)

@@ -241,10 +241,10 @@ class _Loader:
                     packed = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
                     config = deepcopy(self._hf_config)
                     config.quantization_config = packed
-                    model = self._with_generation(self._class.from_pretrained(folder, config=config, dtype=dtype))
+                    model = self._with_generation(self._read(folder, config=config, dtype=dtype))
                     advise_huge_pages(model.buffers())
                     return model
-                except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+                except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, DataError) as error:
                     reason = (str(error) or type(error).__name__).splitlines()[0]
                     self._notify(f"The packed weights in {folder} are damaged and will be recreated: {reason}")
                     shutil.rmtree(folder)
