@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -10,6 +9,7 @@ from typing import Any, Literal, Self
 from tokenizers import AddedToken, Tokenizer
 
 from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.json_text import parse_json
 from h2o_stream.models.rendering import render
 
 _UNKNOWN = "\ue000 \U000f0000"
@@ -164,7 +164,7 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is something else than an object.
     """
-    values = json.loads(_read_text(path)) if path.exists() else {}
+    values = parse_json(_read_text(path)) if path.exists() else {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} is no JSON object")
     return values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from h2o_stream.attachment.measurements import LONG_S
 from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.json_text import parse_json
 from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, WeightSizes, choose_precision
@@ -100,7 +100,7 @@ class Source(ABC):
         if folder is None or not folder.exists():
             raise DescriptionError("its weights were not packed before")
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = parse_json((folder / "config.json").read_text(encoding="utf-8"))
             return FolderWeights(
                 folder, config["quantization_config"]["modules"], self.architecture, self.parameters, self.dtype
             )

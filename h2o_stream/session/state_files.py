@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from h2o_stream.cache.state import MARKS, Array, State, logs_of
 from h2o_stream.cache.token_memory import MEMORY_FILE, sealed_segments
 from h2o_stream.errors import DataError
+from h2o_stream.json_text import parse_json
 from h2o_stream.resources import PRIVATE, atomic_file, write_atomically
 from h2o_stream.session.mapped_file import map_file
 from h2o_stream.session.state_format import decode_state, write_state
@@ -109,7 +110,7 @@ class StateFiles:
         """The record of a turn's line; None if its state is missing or damaged."""
         try:
             with safe_open(self._path(line), "np") as file:
-                record: dict[str, Any] = json.loads(file.metadata()["line"])
+                record: dict[str, Any] = parse_json(file.metadata()["line"])
                 return record if "turn" in record else None
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
             return None
@@ -139,7 +140,7 @@ class StateFiles:
         """The files of the arrays that a state shares with others, by their names; and of logs, with their lengths."""
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
-        segments, logs = (json.loads(metadata.get(name, "{}")) for name in (_SEGMENTS, _LOGS))
+        segments, logs = (parse_json(metadata.get(name, "{}")) for name in (_SEGMENTS, _LOGS))
         return (
             {name: file for name, file in segments.items() if file.startswith(MEMORY_FILE) and "/" not in file},
             {name: (file, length) for name, (file, length) in logs.items() if "/" not in file},

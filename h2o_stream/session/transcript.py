@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from h2o_stream.errors import ConfigError, DataError, file_errors
+from h2o_stream.json_text import parse_json
 from h2o_stream.logs import Log
 from h2o_stream.resources import PRIVATE, write_atomically
 from h2o_stream.session.jsonl import build, check_type
@@ -129,7 +130,7 @@ class Transcript:
                 break  # was being written at a crash
             self._size += len(line)
             try:
-                self._content = self._content.with_record(json.loads(line))
+                self._content = self._content.with_record(parse_json(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise DataError(f"{self.path}: line {number} is not a line of a transcript") from error
         if self.header is None and self.line_count:
@@ -198,7 +199,7 @@ def last_turn(path: Path) -> int:
                 break
             length *= 2
     try:
-        record = json.loads(lines[-1]) if lines else {}
+        record = parse_json(lines[-1]) if lines else {}
         turn: int = check_type(record.get("turn", 0), int)
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: its last line is not a line of a transcript") from error
