@@ -86,7 +86,7 @@ real: setup-dev
 family-table: setup-dev
 	$(BIN)/python -m tests.families
 
-# Writes the table of GGUF types in docs/lab/performance.md: our loss and llama.cpp's. Takes some minutes.
+# Writes the table of GGUF types in lab/docs/performance.md: our loss and llama.cpp's. Takes some minutes.
 gguf-table: setup-dev
 	$(PIP) install -c constraints.txt -e ".[bench]"
 	$(BIN)/python -m tests.gguf_types $(ARGS)

@@ -1,6 +1,6 @@
 """The embedded model in every GGUF type: our loss against llama.cpp's on the same file and tokens.
 
-``python -m tests.gguf_types`` writes the table in docs/lab/performance.md (``make gguf-table``). llama.cpp's own
+``python -m tests.gguf_types`` writes the table in lab/docs/performance.md (``make gguf-table``). llama.cpp's own
 quantizer creates the files in a temporary folder. Rows of 576 columns are not a multiple of the 256-element blocks of
 some types; llama.cpp then falls back to other types, and the table lists how many matrices have which type.
 """
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a text file (default: the manual of Python)")
     parser.add_argument("--tokens", type=int, default=2000, help="that are predicted (default: 2000)")
     parser.add_argument("--dtype", default="auto", help="of activations and cache (default: auto)")
-    page = Path("docs/lab/performance.md")
+    page = Path("lab/docs/performance.md")
     parser.add_argument("--page", type=Path, default=page, help="has the table between its marks")
     options = parser.parse_args()
     lines = ["| type | matrices | MB | llama.cpp | prompts | difference | steps | difference |", "| --- " * 8 + "|"]
