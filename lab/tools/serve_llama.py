@@ -1,6 +1,6 @@
-"""Measures llama.cpp's first tokens of the conversations of `tests.serve_sleep`, through llama-cpp-python.
+"""Measures llama.cpp's first tokens of the conversations of `lab.tools.serve_sleep`, through llama-cpp-python.
 
-python -m tests.serve_llama MODEL.gguf --history 8000
+python -m lab.tools.serve_llama MODEL.gguf --history 8000
 """
 
 import argparse
@@ -10,7 +10,7 @@ import time
 from llama_cpp import Llama
 
 from tests.serve_load import TOPICS
-from tests.serve_sleep import Messages, long_history, shown, user
+from lab.tools.serve_sleep import Messages, long_history, shown, user
 
 REPLY = {"role": "assistant", "content": "Yes, I think that it is."}
 

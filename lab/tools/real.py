@@ -22,7 +22,8 @@ from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.progress import ignore
 from h2o_stream.resources import python_manual
 from h2o_stream.runtime.sources import ModelFile
-from tests import llama, real_model
+from lab.tools import real_model
+from tests import llama
 from tests.serve_load import post
 from tests.served import Running
 

@@ -1,6 +1,6 @@
 """The embedded model in every GGUF type: our loss against llama.cpp's on the same file and tokens.
 
-``python -m tests.gguf_types`` writes the table in lab/docs/performance.md (``make gguf-table``). llama.cpp's own
+``python -m lab.tools.gguf_types`` writes the table in lab/docs/performance.md (``make gguf-table``). llama.cpp's own
 quantizer creates the files in a temporary folder. Rows of 576 columns are not a multiple of the 256-element blocks of
 some types; llama.cpp then falls back to other types, and the table lists how many matrices have which type.
 """
@@ -178,7 +178,7 @@ def rows(names: Sequence[str], text: Path | None, count: int, dtype: str) -> Ite
 
 def main() -> None:
     """Write the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gguf_types", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lab.tools.gguf_types", description=__doc__)
     parser.add_argument("--types", default=",".join(TYPES), help="separated by commas")
     parser.add_argument("--text", type=Path, help="a text file (default: the manual of Python)")
     parser.add_argument("--tokens", type=int, default=2000, help="that are predicted (default: 2000)")

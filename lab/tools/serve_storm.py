@@ -1,6 +1,6 @@
 """A bounded storm on an h2o-serve on this machine: wrong requests, thousands at once, clients that leave.
 
-python -m tests.serve_storm http://127.0.0.1:8000 --pid PID --requests 20000 --concurrency 10000
+python -m lab.tools.serve_storm http://127.0.0.1:8000 --pid PID --requests 20000 --concurrency 10000
 """
 
 import argparse

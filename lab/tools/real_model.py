@@ -1,6 +1,6 @@
 """A real model of another maker behind the server: which tools it calls, and whether every call arrives as one.
 
-    python -m tests.real_model -m FILE.gguf
+    python -m lab.tools.real_model -m FILE.gguf
 
 Not collected by pytest. The file may be named by `H2O_REAL_MODEL`.
 """

@@ -2,7 +2,7 @@
 schemas without an end, messages of 4 MB. Meanwhile another client streams replies, follows a schema, and asks for
 /health.
 
-python -m tests.serve_siege --seconds 600
+python -m lab.tools.serve_siege --seconds 600
 
 Prints the largest gap in the stream, before a first token too, and the largest latencies; the machine must be quiet.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.serve_kill import Server
 from tests.serve_load import post
-from tests.serve_storm import resident
+from lab.tools.serve_storm import resident
 
 JSON = {"Content-Type": "application/json"}
 BOMB = {"type": "string", "allOf": [{"type": "string", "pattern": f"^.*(a|b){{{n}}}.*$"} for n in range(1, 40)]}

@@ -1,7 +1,7 @@
 """Measures conversations that sleep, and first tokens: memory, wake times, and a long history that is sent again.
 
-python -m tests.serve_sleep http://127.0.0.1:8000 --pid PID --conversations 1000
-python -m tests.serve_sleep http://127.0.0.1:8000 --pid PID --history 8000
+python -m lab.tools.serve_sleep http://127.0.0.1:8000 --pid PID --conversations 1000
+python -m lab.tools.serve_sleep http://127.0.0.1:8000 --pid PID --history 8000
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.serve_load import QUESTIONS, TOPICS, post
-from tests.serve_storm import resident
+from lab.tools.serve_storm import resident
 
 Messages = list[dict[str, str]]
 

@@ -1,6 +1,6 @@
 """Two replicas behind nginx, by the configuration in docs/serving.md; one is killed, and comes back.
 
-python -m tests.serve_replicas
+python -m lab.tools.serve_replicas
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 from tests.serve_kill import Server
 from tests.serve_load import TOPICS
 
-DOCS = Path(__file__).parents[1] / "docs" / "serving.md"
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 FRAME = """daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{}}
 http {{
