@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from h2o_stream import CacheConfig, attach, config
 from h2o_stream.cache.policies import Candidates, make_policy
 from h2o_stream.cache.policies.accumulated import Accumulated
+from h2o_stream.cache.source import policy_source
 from h2o_lab.literature.query_moments import QueryMoments
 from tests.tolerance import assert_close
 
@@ -98,6 +99,10 @@ def literature(policy: str, keys: Tensor, values: Tensor, scores: Tensor, recent
 
 class TestLiterature:
     """What each is for, on tokens made for it; the oracle has the numbers."""
+
+    def test_the_version_identifies_their_source(self) -> None:
+        """States of versions in which they were a part of h2o_stream can be loaded."""
+        assert policy_source(CacheConfig("keydiff").plan()) == ""
 
     def test_keydiff_evicts_what_points_with_the_others(self) -> None:
         keys = torch.tensor([[1.0, 0.0], [5.0, 0.5], [0.1, 1.0], [1.0, 0.1]])
