@@ -25,7 +25,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.modules import norm_of
 from h2o_stream.native.probing import only_match
-from h2o_stream.runtime.comparison import difference
+from tests.descriptions import difference
 from h2o_stream.runtime.sources import ModelFile
 from tests.families import FAMILIES, GROUPED, tiny
 from tests.fixtures import refusal

@@ -60,28 +60,6 @@ def packed_state_dict(
     return weights, PackedConfig(modules=modules)
 
 
-def weights_difference(file: GgufFile, model: Any, dtype: torch.dtype) -> str:
-    """The first weight of a packed model that is not, bit by bit, that of the file in `packed_state_dict`; or nothing.
-
-    One weight at a time is repacked.
-    """
-    with torch.device("meta"), no_init_weights():
-        skeleton = type(model)(model.config)
-    _split_packed_experts(file, skeleton)
-    for weight in model_weights(file, skeleton):
-        kind, module = _packed_kind(weight, skeleton), weight.name.removesuffix(".weight")
-        if kind is None:
-            owner, _, last = weight.name.rpartition(".")  # a parameter or a buffer
-            equal = torch.equal(getattr(model.get_submodule(owner), last), weight.values().to(dtype))
-        else:
-            pages = HugePageBuffer([tiles_shape(kind, *weight.shape)])
-            equal = torch.equal(model.get_submodule(module).tiles, _load_tiles(file, weight, kind, pages))
-        _release(file, weight)
-        if not equal:
-            return weight.name
-    return ""
-
-
 def _release(file: GgufFile, weight: Weight) -> None:
     for part in weight.parts:
         file.release(part)
