@@ -20,10 +20,10 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import config_parameters, sources
-from tests.descriptions import difference, same_weights
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint
+from tests.descriptions import difference, same_weights
 from tests.families import LLAMA3, PARTIAL, SLIDING, YARN, tiny
 from tests.fixtures import thinned, with_exhaustive
 from tests.test_first_start import chat

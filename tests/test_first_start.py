@@ -27,9 +27,11 @@ from h2o_stream.runtime.sources import ModelFile
 from tests.commands import invoke
 from tests.fixtures import with_exhaustive
 from tests.test_gguf_hybrids import written as written_hybrid
-from tests.test_runtime import MODELS, TEXT, keep_all, written
+from tests.test_runtime import TEXT, keep_all, written
 
 DTYPE = "float32"
+
+
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file for which nothing is kept."""

@@ -1,7 +1,6 @@
 """GGUF files of models with recurrent layers: the same logits as of the model that they were written from."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
-from h2o_stream.native.mixers import GatedDelta, Mamba2
-from tests.descriptions import difference
+from h2o_stream.native.mixers import Mamba2
 from h2o_stream.runtime.sources import ModelFile
 from tests import llama
+from tests.descriptions import difference
 from tests.fixtures import thinned, with_exhaustive
 from tests.gguf_files import write_model
 from tests.test_gguf_families import (

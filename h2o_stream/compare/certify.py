@@ -22,7 +22,9 @@ class CertifyOptions:
     Needs the memory of both. The exit code is 1 if there is a difference.
     """
 
-    name: Annotated[str, typer.Argument(help="The model, in place of --model.", metavar="[MODEL]", show_default=False)] = ""
+    name: Annotated[
+        str, typer.Argument(help="The model, in place of --model.", metavar="MODEL", show_default=False)
+    ] = ""
     model: ModelConfig = field(default_factory=ModelConfig)
 
 

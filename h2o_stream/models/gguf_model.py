@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.initialization import no_init_weights
 
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.memory import format_bytes, free_bytes
