@@ -34,7 +34,7 @@ from h2o_stream.serve.response_events import stream_response
 from h2o_stream.serve.responses import AskedResponse
 from h2o_stream.serve.stream import LogprobSampler
 from h2o_stream.session.other_calls import Call
-from tests.fixtures import compared, make_llama, saved
+from tests.fixtures import make_llama, saved
 from tests.protocol import ADAPTERS, answered, message_of, send, texts_of, whole_of
 from tests.served import Running
 from tests.test_serve_tools import STRICT
@@ -50,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     changed.add_tokens(["<tool_call>", "</tool_call>"])
     model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
     running = Running(
-        tmp_path_factory.mktemp("served"), ModelConfig(str(compared(model)), dtype="float32"), CacheConfig(window=300)
+        tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
     )
     yield running
     running.close()
