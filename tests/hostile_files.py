@@ -205,7 +205,7 @@ class Folder:
         change = _changed_bytes if rng.random() < 0.1 else _CHANGES.get(Path(name).suffix, _changed_text)
         try:
             content = change(rng, self.files[name])
-        except (SafetensorError, H2OStreamError, LookupError, RecursionError, TypeError, ValueError):  # changed before
+        except (SafetensorError, H2OStreamError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
             content = _changed_bytes(rng, self.files[name])
         return replace(self, files={**self.files, name: content})
 
@@ -237,7 +237,8 @@ def _changed_text(rng: random.Random, content: bytes) -> bytes:
     return content[:start] + rng.choice(pieces) * rng.choice((1, 1, 2, 50)) + content[rng.choice((start, stop, at)) :]
 
 
-PIECES = (b"", b"\n", b"\0", b"{{ messages }}", b"{% for m in messages %}", b"{% endfor %}", b"{% if x %}", b"{% endif %}",
+PIECES = (b"", b"\n", b"\0",
+          b"{{ messages }}", b"{% for m in messages %}", b"{% endfor %}", b"{% if x %}", b"{% endif %}",
           b"{{ range(10**9) | list }}", b"{{ 'a' * 10**9 }}", b"{% set x = messages * 9999 %}", b"{{ x.__class__ }}",
           b"{{ .System }}", b"{{ if .Prompt }}", b"{{ end }}", b"{{ raise_exception('a\nb') }}", b"{{ 1 // 0 }}",
           b"{%- macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", b"</s>", b"<|im_end|>")  # fmt: skip
@@ -246,7 +247,8 @@ PIECES = (b"", b"\n", b"\0", b"{{ messages }}", b"{% for m in messages %}", b"{%
 def _changed_json(rng: random.Random, content: bytes) -> bytes:
     text = json.dumps(_mutated_json(rng, json.loads(content)))
     if rng.random() < 0.03:
-        text = text.replace(rng.choice(("1", "true", "null", '""', "2")), "[" * 9999 + "]" * 9999, 1)
+        deep, (begin, end) = rng.choice((700, 9999)), rng.choice((("[", "]"), ('{"a":', "}")))
+        text = text.replace(rng.choice(("1", "true", "null", '""', "2")), begin * deep + "1" + end * deep, 1)
     return text.encode()
 
 

@@ -107,6 +107,7 @@ def _open_model(path: Path, seed: Seed) -> None:
     from h2o_stream.models import file_tokenizers
     from h2o_stream.native.description import DescriptionError
     from h2o_stream.runtime import loading
+    from h2o_stream.runtime.loading import open_source
 
     def export(*_: Any) -> Path:
         """Without a process of its own, which takes seconds."""
@@ -116,10 +117,12 @@ def _open_model(path: Path, seed: Seed) -> None:
     config = ModelConfig(str(path), offline=True, dtype="float32")
     if sum(file.stat().st_size for file in (path, *path.glob("*"))) // 32 % 8 == 0:
         loaded = loading._load_without_torch(config, CacheConfig("h2o", window=32), "auto", path, _ignore, _ignore)
-        return _step(loaded.model, loaded.tokenizer("the an th")["input_ids"])
-    source = loading._source(config, path, "float32", _ignore)
-    tokenizer = source.tokenizer()[0]
-    _step(source.model(source.describe(_ignore), (), "", str), tokenizer("the an th")["input_ids"])
+        model, tokenizer = loaded.model, loaded.tokenizer
+    else:
+        source = open_source(config, path, _ignore)
+        tokenizer = source.tokenizer()[0]
+        model = source.model(source.describe(_ignore), ())
+    _step(model, tokenizer("the an th")["input_ids"])
 
 
 def _open_with_torch(path: Path, seed: Seed) -> None:
@@ -173,7 +176,7 @@ def _open_packed(path: Path, seed: Seed) -> None:
         whole.write(place)
     source = Checkpoint("m", place, "float32", quantize) if quantize else ModelFile("m", place, "float32")
     source.folder = path
-    _step(source.model(source.describe(_ignore), (), "", str), [3, 4])
+    _step(source.model(source.describe(_ignore), ()), [3, 4])
 
 
 # what comes with models

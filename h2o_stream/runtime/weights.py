@@ -81,6 +81,10 @@ class FolderWeights:
     def __init__(
         self, folder: Path, kinds: Mapping[str, str], architecture: Architecture, parameters: Parameters, dtype: str
     ) -> None:
+        if not isinstance(kinds, Mapping) or not all(
+            kind in MatrixKind.__members__ for kind in map(str, kinds.values())
+        ):
+            raise DescriptionError(f"the packed weights in {folder} are damaged: their formats are {kinds!r:.60}")
         self._kinds, self._architecture, self._dtype = kinds, architecture, dtype
         self._orders = row_orders(architecture, parameters)
         self._arrays = mapped_tensors(folder / WEIGHTS_FILE)
@@ -95,7 +99,7 @@ class FolderWeights:
         stored = self._arrays.get(f"{module}.weight")
         if stored is not None and stored.size == rows * columns:
             return dense_matrix(stored.reshape(rows, columns), self.vector(name, layer, "bias"), self._dtype)
-        if tiles is None or kind is None or kind not in MatrixKind.__members__:
+        if tiles is None or kind is None:
             raise DescriptionError(f"it has no packed {module}")
         if tiles.shape != tiles_shape(MatrixKind[kind], rows, columns):
             raise DescriptionError(f"its {module} is {tiles.shape}, which is not {(rows, columns)} in {kind}")

@@ -219,6 +219,14 @@ def turn_record(entry: Entry) -> dict[str, Any]:
     return record
 
 
+def is_turn(record: Any) -> bool:
+    """Whether this is the line of a turn."""
+    try:
+        return len(_Content().with_record(record).entries) == 1
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+
+
 def _line(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
