@@ -2,18 +2,22 @@
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.hostile_files import Folder, Gguf
-from tests.hostile_structs import Structs, compute
 
 PROMPT, STEPS = 6, 2
 
-Seed = Gguf | Folder | Structs
+Seed = Gguf | Folder
+Makers = Mapping[str, Seed | Callable[[], Seed]]
 
 
 @dataclass(frozen=True)
@@ -21,11 +25,11 @@ class Kind:
     """Files of a kind.
 
     Attributes:
-        make: those that are changed, by name, made in an empty folder.
+        make: those that are changed by name, or what makes them in an empty folder.
         open: opens one as the commands do; raises what they would.
     """
 
-    make: Callable[[Path], dict[str, Seed]]
+    make: Callable[[Path], Makers]
     open: Callable[[Path, Seed], None]
 
 
@@ -73,13 +77,13 @@ def checkpoint_seed(name: str, path: Path) -> Folder:
     return Folder.read(path, "config.json")
 
 
-def _checkpoints(folder: Path) -> dict[str, Seed]:
+def _checkpoints(folder: Path) -> Makers:
     from tests.test_checkpoints import MODELS
 
-    return {name: checkpoint_seed(name, folder / name) for name in MODELS}
+    return {name: partial(checkpoint_seed, name, folder / name) for name in MODELS}
 
 
-def _adapters(folder: Path) -> dict[str, Seed]:
+def _adapters(folder: Path) -> Makers:
     """LoRA of llama.cpp, and of PEFT without its model and with it."""
     from safetensors.numpy import save
 
@@ -106,32 +110,32 @@ def _open_model(path: Path, seed: Seed) -> None:
     from h2o_stream.config import CacheConfig, ModelConfig
     from h2o_stream.models import file_tokenizers
     from h2o_stream.native.description import DescriptionError
-    from h2o_stream.runtime import loading
+    from h2o_stream.runtime import loading, sources
     from h2o_stream.runtime.loading import open_source
 
     def export(*_: Any) -> Path:
         """Without a process of its own, which takes seconds."""
         raise DescriptionError("only transformers reads its tokenizer")
 
-    file_tokenizers.export_apart = export
     config = ModelConfig(str(path), offline=True, dtype="float32")
-    if sum(file.stat().st_size for file in (path, *path.glob("*"))) // 32 % 8 == 0:
-        loaded = loading._load_without_torch(config, CacheConfig("h2o", window=32), "auto", path, _ignore, _ignore)
-        model, tokenizer = loaded.model, loaded.tokenizer
-    else:
-        source = open_source(config, path, _ignore)
-        tokenizer = source.tokenizer()[0]
-        model = source.model(source.describe(_ignore), ())
+    with (
+        patch.object(file_tokenizers, "export_apart", export),
+        patch.multiple(sources, MIN_BYTES=0, MIN_GGUF_BYTES=0),  # small ones are kept, too
+    ):
+        if sum(file.stat().st_size for file in (path, *path.glob("*"))) // 32 % 8 == 0:
+            loaded = loading._load_without_torch(config, CacheConfig("h2o", window=32), "auto", path, _ignore, _ignore)
+            model, tokenizer = loaded.model, loaded.tokenizer
+        else:
+            source = open_source(config, path, _ignore)
+            tokenizer = source.tokenizer()[0]
+            model = source.model(source.describe(_ignore), ())
     _step(model, tokenizer("the an th")["input_ids"])
 
 
 def _open_with_torch(path: Path, seed: Seed) -> None:
     from h2o_stream.config import CacheConfig, ModelConfig
-    from h2o_stream.models import file_tokenizers
-    from h2o_stream.models.gguf_export import export_config
     from h2o_stream.models.load import load
 
-    file_tokenizers.export_apart = export_config
     loaded = load(ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig(), _ignore, _ignore)
     _step(loaded.model, loaded.tokenizer("the an th")["input_ids"])
 
@@ -150,21 +154,23 @@ def _step(model: Any, tokens: list[int]) -> None:
     served.close()
 
 
-def _packed(folder: Path) -> dict[str, Seed]:
+def _packed(folder: Path) -> Makers:
     """Packed weights that were kept: of checkpoints, and of GGUF files in their own forms."""
+    kept = (("Llama 3", "int8"), ("Gemma 2", "int4"), ("Llama", ""), ("Gemma 4, experts", ""))
+    return {name: partial(_packed_seed, name, quantize, folder) for name, quantize in kept}
+
+
+def _packed_seed(name: str, quantize: str, folder: Path) -> Seed:
     from h2o_stream.runtime import sources
     from h2o_stream.runtime.sources import Checkpoint, ModelFile
 
-    seeds = dict[str, Seed]()
-    sources.MIN_BYTES = sources.MIN_GGUF_BYTES = 0
-    for name, quantize in (("Llama 3", "int8"), ("Gemma 2", "int4"), ("Llama", ""), ("Gemma 4, experts", "")):
-        path = folder / f"{name} {quantize}"
-        made = checkpoint_seed(name, path) if quantize else gguf_seed(name, path)
-        source = Checkpoint(name, path, "float32", quantize) if quantize else ModelFile(name, path, "float32")
-        source.folder = folder / f"{name} packed"
+    path = folder / f"{name} {quantize}"
+    made = checkpoint_seed(name, path) if quantize else gguf_seed(name, path)
+    source = Checkpoint(name, path, "float32", quantize) if quantize else ModelFile(name, path, "float32")
+    source.folder = folder / f"{name} packed"
+    with patch.object(sources, "MIN_BYTES", 0):
         source.describe(_ignore, _ignore)
-        seeds[name] = Folder.read(source.folder, "config.json", (made, quantize))
-    return seeds
+    return Folder.read(source.folder, "config.json", (made, quantize))
 
 
 def _open_packed(path: Path, seed: Seed) -> None:
@@ -182,7 +188,7 @@ def _open_packed(path: Path, seed: Seed) -> None:
 # what comes with models
 
 
-def _tokenizers(folder: Path) -> dict[str, Seed]:
+def _tokenizers(folder: Path) -> Makers:
     """Of all models of the tokenizers library, in the classes of transformers that are read here."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -241,7 +247,7 @@ def _open_tokenizer(path: Path, seed: Seed) -> None:
     tokenizer.decode(tokenizer("the quick 1 \ue000 é")["input_ids"])
 
 
-def _stores(folder: Path) -> dict[str, Seed]:
+def _stores(folder: Path) -> Makers:
     """Models in ollama's store, with what a Modelfile adds."""
     from tokenizers import Tokenizer, models
 
@@ -302,25 +308,26 @@ def _conversation(model: Path, cache: Mapping[str, Any]) -> Any:
 _LOADED = dict[Path, Any]()
 
 
-def _sessions(folder: Path) -> dict[str, Seed]:
+def _sessions(folder: Path) -> Makers:
     """Conversations of some turns, with all that is kept of them."""
+    pairs = product(("Llama", "Qwen3-Next"), CACHES)
+    return {f"{family}, {cache}": partial(_session_seed, family, cache, folder) for family, cache in pairs}
+
+
+def _session_seed(family: str, cache: str, folder: Path) -> Seed:
     from h2o_stream.session.folders import sessions_folder, write_settings
 
-    seeds = dict[str, Seed]()
-    for family in ("Llama", "Qwen3-Next"):
-        gguf_seed(family, model := folder / f"{family}.gguf")
-        for name, cache in CACHES.items():
-            history = _conversation(model, cache)
-            history.open(f"talk-{len(seeds)}")
-            for text in ("the an th the", "than an " * 9, "th"):
-                list(history.say(text))
-            history.undo()
-            history.close()
-            write_settings(f"talk-{len(seeds)}", {"temperature": 0.5, "window": 32})
-            seeds[f"{family}, {name}"] = Folder.read(
-                sessions_folder() / f"talk-{len(seeds)}", "", (model.read_bytes(), cache)
-            )
-    return seeds
+    gguf_seed(family, model := folder / f"{family}.gguf")
+    history = _conversation(model, CACHES[cache])
+    history.open("talk")
+    for text in ("the an th the", "than an " * 9, "th"):
+        list(history.say(text))
+    history.undo()
+    history.close()
+    write_settings("talk", {"temperature": 0.5, "window": 32})
+    kept = Folder.read(sessions_folder() / "talk", "", (model.read_bytes(), CACHES[cache]))
+    shutil.rmtree(sessions_folder())
+    return kept
 
 
 def _open_session(path: Path, seed: Seed) -> None:
@@ -350,28 +357,19 @@ def _ignore(*_: Any) -> None:
     pass
 
 
-def _structs(folder: Path) -> dict[str, Seed]:
-    """Descriptions of all families with GGUF files."""
-    from h2o_stream.native.description import NativeModel
-    from h2o_stream.runtime.sources import ModelFile
-
-    seeds = dict[str, Seed]()
-    for name in gguf_names():
-        gguf_seed(name, path := folder / "a.gguf")
-        model = NativeModel(ModelFile(name, path, "float32").describe(_ignore))
-        seeds[name] = Structs(bytes(model.struct), tuple(map(bytes, model.layers)))
-    return seeds
+def _of_all(make: Callable[[str, Path], Seed]) -> Callable[[Path], Makers]:
+    """Those of all families with GGUF files."""
+    return lambda folder: {name: partial(make, name, folder / "a.gguf") for name in gguf_names()}
 
 
 KINDS: Mapping[str, Kind] = {
-    "gguf": Kind(lambda folder: {name: gguf_seed(name, folder / "a.gguf") for name in gguf_names()}, _open_model),
+    "gguf": Kind(_of_all(gguf_seed), _open_model),
     "checkpoint": Kind(_checkpoints, _open_model),
     "adapter": Kind(_adapters, _open_model),
     "packed": Kind(_packed, _open_packed),
     "tokenizer": Kind(_tokenizers, _open_tokenizer),
     "store": Kind(_stores, _open_store),
     "session": Kind(_sessions, _open_session),
-    "structs": Kind(_structs, compute),
     "torch": Kind(_checkpoints, _open_with_torch),
 }
 """LoRA is refused, but read first; transformers takes a thousand times as long as the rest."""

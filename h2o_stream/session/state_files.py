@@ -25,7 +25,6 @@ from h2o_stream.resources import PRIVATE, atomic_file, write_atomically
 from h2o_stream.session.jsonl import check_type
 from h2o_stream.session.mapped_file import map_file
 from h2o_stream.session.state_format import decode_state, write_state
-from h2o_stream.session.transcript import is_turn
 
 _SEGMENTS, _LOGS = "segments", "logs"
 """What names the files of shared arrays in a file's metadata; of logs with their lengths."""
@@ -115,7 +114,7 @@ class StateFiles:
         try:
             with safe_open(self._path(line), "np") as file:
                 record: dict[str, Any] = parse_json(file.metadata()["line"])
-                return record if is_turn(record) else None
+                return record if isinstance(record, dict) and type(record.get("turn")) is int else None
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
             return None
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from h2o_stream.errors import ConfigError, DataError, file_errors
 from h2o_stream.json_text import parse_json
@@ -219,7 +219,7 @@ def turn_record(entry: Entry) -> dict[str, Any]:
     return record
 
 
-def is_turn(record: Any) -> bool:
+def is_turn(record: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether this is the line of a turn."""
     try:
         return len(_Content().with_record(record).entries) == 1
