@@ -108,7 +108,7 @@ class Recall:
         if whole is None or not whole.turn:
             return whole
         turn = next(turn for turn in self.source() if turn[0] == whole.turn)
-        said = turn[1 if whole.role == "user" else 2]
+        said = turn[1] if whole.role == "user" else turn[2]
         first = said.index(whole.text)
         passages = (passage for passage in self._finder()(*turn) if passage.role == whole.role)
         inside = [
