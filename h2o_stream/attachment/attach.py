@@ -56,7 +56,7 @@ def attach(
             attached.
 
     Yields:
-        The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``evict_first``, ``statistics`` and
+        The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``evict_first`` and
         ``state_dict``.
 
     Raises:
@@ -122,9 +122,10 @@ def _build(
     def bytes_of(config: CacheConfig) -> int:
         return allocated_bytes(H2OCache(config, specs, max_distance))
 
-    config = sized(config, max_distance, bytes_of, functools.partial(weight_bytes, model))
+    weights = functools.partial(weight_bytes, model)
+    config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
-    cache.other_digest = lambda: getattr(model, FILE_DIGEST, "")
+    cache.is_called = lambda saved: saved == getattr(model, FILE_DIGEST, "")
     cache.continues = verification.continues()
     return as_class_for(model, cache), verification
 

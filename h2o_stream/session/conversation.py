@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any
 
 from h2o_stream.cache.protection import merged, without
@@ -23,7 +24,6 @@ from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.form import compose, forbidden, over_piece
 from h2o_stream.recall.passage import Candidate, Recalled
-from h2o_stream.recall.passages import is_statement
 from h2o_stream.recall.recall import Recall
 from h2o_stream.session.conversation_state import ConversationState, PendingPin, TurnSpan, load_conversation_state
 from h2o_stream.session.messages import (
@@ -239,11 +239,15 @@ class Conversation:
                     if ended.cut or ended.reason not in ("stop", "length"):
                         break
         except GeneratorExit:
-            self._tell(message, "".join(reply.answer))
+            with closing(self._tell(message, "".join(reply.answer))) as events:
+                for _ in takewhile(
+                    lambda event: isinstance(event, PrefillProgress), events
+                ):  # others are not waited for
+                    pass
             raise
         assert ended is not None, "there is a piece"
         turn = reply.finish(0, ended, self.engine)
-        self._tell(message, turn.text)
+        yield from self._tell(message, turn.text)
         yield replace(turn, number=self.metadata.turns, counts=self.engine.counts)
 
     @contextmanager
@@ -257,14 +261,16 @@ class Conversation:
             self.load_state_dict(state)
             self.engine.sampler.rng_state = draws
 
-    def _tell(self, message: UserTurn, reply: str) -> None:
+    def _tell(self, message: UserTurn, reply: str) -> Generator[PrefillProgress, None, None]:
         """Feed a turn whose reply was made aside, to its end."""
         prompt, engine = self._prompt(message), self.engine
         tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None, own=True)]
         should_stop, engine.should_stop = engine.should_stop, lambda: False
         try:
-            for _ in self._feed(Prompt(tokens, prompt.num_pinned)):
-                pass
+            with closing(self._feed(Prompt(tokens, prompt.num_pinned))) as events:
+                for event in events:
+                    if not isinstance(event, Finished):
+                        yield event
         finally:
             engine.should_stop = should_stop
 
@@ -280,7 +286,8 @@ class Conversation:
             for event in events:
                 if isinstance(event, Finished):
                     return event
-                reply.add_progress(event)
+                if isinstance(event, PrefillProgress):
+                    reply.add_progress(event)
                 yield event
         template, start = self.metadata.template, len(self.engine.tokens) - (prompt.num_thinking or 0)
         sampler = self.engine.sampler
@@ -291,14 +298,14 @@ class Conversation:
         for generated in self.engine.decode(self._stops, template.marker_tokens, thinking, max_tokens):
             if isinstance(generated, Finished):
                 return generated
-            token = reply.add_token(generated)
-            if token.thinking is not None:
-                self.metadata = replace(self.metadata, thinking=range(start, token.seen))
-            if reply.thinks_beyond(budget) and not sampler.forced:
-                sampler.forced = template.thinking_end(end)
-            yield token
-            said = "".join(reply.answer[-2:])
-            if enough is not None and reply.round_tokens >= enough and is_statement(said) and not said[-2:-1].isdigit():
+            if isinstance(generated, Token):  # an engine that is stepped with others waits before it
+                generated = reply.add_token(generated)
+                if generated.thinking is not None:
+                    self.metadata = replace(self.metadata, thinking=range(start, generated.seen))
+                if reply.thinks_beyond(budget) and not sampler.forced:
+                    sampler.forced = template.thinking_end(end)
+            yield generated
+            if enough is not None and reply.round_tokens >= enough and reply.ends_sentence:
                 return Finished("length")
         raise AssertionError("a reply always ends with Finished")
 

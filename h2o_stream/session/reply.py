@@ -10,6 +10,7 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.memory import disk_bytes
 from h2o_stream.recall.passage import Candidate
+from h2o_stream.recall.passages import is_statement
 from h2o_stream.session.thinking import Markers, ThinkingSplitter
 from h2o_stream.session.turn import Timings, Turn
 
@@ -48,6 +49,12 @@ class GrowingReply:
     def round_tokens(self) -> int:
         """Tokens of this round."""
         return self._timings.new_tokens - self._earlier.new_tokens
+
+    @property
+    def ends_sentence(self) -> bool:
+        """Whether the answer so far ends with a sentence, not only with the point of a number."""
+        end = "".join(self.answer[-2:])
+        return is_statement(end) and not end[-2:-1].isdigit()
 
     def thinks_beyond(self, budget: int | None) -> bool:
         """Whether the reply is thinking, and has for so many tokens."""

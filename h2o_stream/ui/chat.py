@@ -110,13 +110,8 @@ class Chat:
         return None
 
     def say(self, message: str) -> Finish:
-        """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn.
-
-        Raises:
-            H2OStreamError: the model is not what transformers reads from its file, as is known by now.
-        """
+        """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn."""
         interrupts = self._context.loaded.interrupts
-        self._context.loaded.check()
         with interrupts, self._terminal.unechoed():
             with closing(self._history.say(message)) as events:
                 try:
@@ -135,7 +130,6 @@ class Chat:
                 self._terminal.detail(line)
         if turn.detail:
             self._terminal.error(turn.detail)
-        self._context.loaded.check()
         return turn.finish
 
     def _show(self, events: ReplyEvents) -> Turn:
@@ -154,7 +148,6 @@ class Chat:
                     continue
                 status.close()
                 if reply is None:
-                    self._context.loaded.begin_check()
                     reply = self._reply()
                     stack.enter_context(reply)
                 if isinstance(event, Turn):
