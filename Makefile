@@ -82,7 +82,7 @@ sanitize: setup-dev
 real: setup-dev
 	$(BIN)/python -m tests.real $(MODEL) $(ARGS)
 
-# Writes the tables of docs/families.md.
+# Writes the tables of docs/lab/families.md.
 family-table: setup-dev
 	$(BIN)/python -m tests.families
 
