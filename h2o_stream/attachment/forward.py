@@ -54,8 +54,8 @@ class Stepper(Protocol):
         `H2OCache.count_token` or `count_forward` afterwards.
 
         Args:
-            kwargs: of the model's forward, after `H2OCache.prepare_forward`: ``input_ids`` [B, Q], and nothing that
-                asks for more than logits.
+            kwargs: arguments of the model's forward, after `H2OCache.prepare_forward`: ``input_ids`` [B, Q], and
+                nothing that asks for more than logits.
 
         Returns:
             [B, Q or ``logits_to_keep``, vocabulary]; None, with nothing touched, if the model's own forward has to run.

@@ -89,9 +89,9 @@ class Verification:
     """The check of one model with the layers of one cache.
 
     Args:
-        model: with its own forward, and its own attention when this is created.
+        model: transformers model with its own forward, and its own attention when this is created.
         positions: mode of the cache.
-        device: where keys and values are kept.
+        device: device of the stored keys and values.
         specs: what the cache knows of each layer.
     """
 

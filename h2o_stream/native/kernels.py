@@ -37,13 +37,13 @@ class NativeKernels:
         self._bound: WeakKeyDictionary[HeadGroup, _Bound] = WeakKeyDictionary()
 
     def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
-        """See `Kernels.supports`."""
+        """Whether native code can compute this group."""
         if type(query) is not Tensor:
             return False
         return not why_not(group) and query.dtype == group.dtype and query.device == group.device
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
-        """See `Kernels.decode`."""
+        """Attend with the query of one token, update the scores and evict."""
         bound = self._bind(group, chunk, 0)
         bound.slots["evictions"][:, 0] = [group.schedule.num_evictions(length) for length in chunk.lengths]
         tensors = [x.contiguous() for x in (chunk.query, chunk.key, chunk.value)]

@@ -44,12 +44,12 @@ class CallFormat:
     Attributes:
         opening: what is before a call; nothing if the reply itself is one.
         closing: what is after it.
-        key: of the arguments in the JSON of a call; nothing if it has only them, and the name is before it.
+        key: key of the arguments in the JSON of a call; empty if the name stands before it.
         between: what is between such a name and the arguments.
         listed: whether all calls are one list.
         outer: the key of the object that has name and arguments, if they are not at the top.
         several: whether a reply may have several calls.
-        names: of the tools that are given. What names one of them is a call in other forms, too.
+        names: names of the given tools. A text in another form that names one of them is a call, too.
     """
 
     opening: str

@@ -19,12 +19,12 @@ class MemoryReport:
     """The memory of a conversation.
 
     Attributes:
-        tokens: of the head that has most.
+        tokens: number of tokens in the head that has most.
         forgotten: the oldest, for which it was too small.
         heads: KV heads that have a memory.
-        nbytes: on disk.
-        limit_bytes: of them.
-        turns: in how many query heads the last token attends most to a token of a turn, the most first.
+        nbytes: bytes on disk.
+        limit_bytes: largest number of these bytes.
+        turns: turns to which the last token attends most, with the number of such query heads, the largest first.
         queries: query heads that found anything.
     """
 

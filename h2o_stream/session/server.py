@@ -20,9 +20,9 @@ class Server:
     """A server's model.
 
     Args:
-        url: of the server, with or without ``/v1``.
-        key: that the server wants, if it does.
-        model: to be asked; None is the first one that the server has.
+        url: URL of the server, with or without ``/v1``.
+        key: API key for the server, if it needs one.
+        model: name of the model; None is the server's first one.
 
     Raises:
         ConfigError: this is no URL.

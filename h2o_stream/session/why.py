@@ -38,7 +38,7 @@ class Gone:
     """A word that no head holds any more.
 
     Attributes:
-        turn: in which the last head let it go; None if that was before `since`.
+        turn: turn in which the last head evicted it; None if that was before `since`.
         since: a turn after which no head held it, as far back as states are kept.
         before: how it was held after the turn before `turn`; None if it was said in that turn or is not known.
         needed: the least that stayed after `turn` in the heads that held it before; 0 without `before`.

@@ -20,7 +20,7 @@ class Interrupts:
     The signals that end the program set `terminated`, too.
 
     Args:
-        check: of the model that replies (`runtime.checking`): a turn also stops if that finds a difference.
+        check: comparison of the model with transformers' (`runtime.checking`); a turn stops if it finds a difference.
     """
 
     def __init__(self, check: BackgroundCheck | None = None) -> None:

@@ -47,7 +47,7 @@ class Chart:
 
     Attributes:
         axes: labels of x and y.
-        y_range: of the y axis; None fits the curves.
+        y_range: limits of the y axis; None fits the curves.
         logarithmic: the logarithmic axes: "x", "y", "xy" or "".
     """
 
