@@ -164,9 +164,9 @@ class AttachedForward:
     def _start_stream(self, past: Any, kwargs: dict[str, Any]) -> None:
         """Start a new stream; the ``past_key_values`` that it replaces must be empty."""
         if past is not None:
-            if held := past.get_seq_length():
+            if num_tokens := past.get_seq_length():
                 raise H2OStreamError(
-                    f"past_key_values holds {held} tokens of another cache; "
+                    f"past_key_values holds {num_tokens} tokens of another cache; "
                     "pass the attached cache, or none to start a new stream"
                 )
             mask = kwargs.get("attention_mask")

@@ -304,9 +304,9 @@ def borrowing_attention(
 
 def with_lent_columns(attentions: Sequence[Attention | None]) -> list[Attention | None]:
     """The attentions of all layers; keys and values that later ones use get columns that no other layer writes to."""
-    found = [attention for attention in attentions if attention]
-    sources = dict.fromkeys(attention.source for attention in found if attention.source is not None)
-    free = max((sum(matrix.rows for matrix in attention.qkv) for attention in found), default=0)
+    present = [attention for attention in attentions if attention]
+    sources = dict.fromkeys(attention.source for attention in present if attention.source is not None)
+    free = max((sum(matrix.rows for matrix in attention.qkv) for attention in present), default=0)
     lent: dict[int, Attention] = {}
     for number in sources:
         lender = attentions[number]

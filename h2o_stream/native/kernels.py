@@ -98,9 +98,9 @@ class NativeKernels:
         """The structures of the group, created anew when something has changed."""
         scaling, softcap, sinks = chunk.transform
         key = group.revision.number, scaling, softcap
-        found = self._bound.get(group)
-        if found and found[0] == key and found[1] >= new_tokens:
-            bound = found[2]
+        known = self._bound.get(group)
+        if known and known[0] == key and known[1] >= new_tokens:
+            bound = known[2]
         else:
             attention = AttentionLayer(
                 query_heads=chunk.query.shape[1],
@@ -116,5 +116,5 @@ class NativeKernels:
         return bound
 
 
-def _whole_numbers(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+def _whole_numbers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

@@ -83,8 +83,8 @@ def latent_attention(
     latent.append(Latent(up, norm, start, end))
     size, stride = sizes.head_size, sizes.rest + sizes.value_size
     heads = queries.rows // size
-    found = (queries.rows, down.rows, up.rows, up.columns, out.columns)
-    if found != (heads * size, sizes.rank + sizes.rotated, heads * stride, sizes.rank, heads * sizes.value_size):
+    weight_sizes = (queries.rows, down.rows, up.rows, up.columns, out.columns)
+    if weight_sizes != (heads * size, sizes.rank + sizes.rotated, heads * stride, sizes.rank, heads * sizes.value_size):
         raise DescriptionError(f"{name} has matrices that do not fit {heads} heads of {size}")
     return Attention(
         query_heads=heads,

@@ -292,8 +292,8 @@ class Mamba2:
 
 def _check_heads(mixer: GatedDelta | Mamba2, needed: int) -> None:
     """Check that matrices and convolution fit the heads of a mixer, which projects to `needed` numbers."""
-    numbers = mixer.key_heads, mixer.heads, mixer.key_size, mixer.value_size
-    require(min(numbers) > 0, f"a recurrent mixer has key heads, heads, and sizes of these of {numbers}")
+    sizes = mixer.key_heads, mixer.heads, mixer.key_size, mixer.value_size
+    require(min(sizes) > 0, f"a recurrent mixer has key heads, heads, and sizes of these of {sizes}")
     keys, values = mixer.key_heads * mixer.key_size, mixer.heads * mixer.value_size
     rows = sum(matrix.rows for matrix in mixer.projections)
     fits = rows == needed and mixer.convolution.channels == 2 * keys + values and mixer.out.columns == values

@@ -51,11 +51,11 @@ def report_memory(engine: Engine, spans: list[TurnSpan]) -> MemoryReport:
     memory = memory_of(engine)
     if memory is None:
         raise H2OStreamError("there is no memory behind the window; start with --memory auto")
-    found = [token for row in memory.rows for token in row.looked_back()]
-    turns = Counter(turn for token in found if (turn := _turn_of(token, spans)) is not None)
+    tokens = [token for row in memory.rows for token in row.looked_back()]
+    turns = Counter(turn for token in tokens if (turn := _turn_of(token, spans)) is not None)
     forgotten = max((row.dropped for row in memory.rows), default=0)
     return MemoryReport(
-        memory.tokens, forgotten, memory.num_heads, memory.nbytes, memory.limit_bytes, turns.most_common(), len(found)
+        memory.tokens, forgotten, memory.num_heads, memory.nbytes, memory.limit_bytes, turns.most_common(), len(tokens)
     )
 
 

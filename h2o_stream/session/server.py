@@ -90,12 +90,12 @@ class Server:
         if reason := _message(text):
             raise self._error(reason)
         try:
-            found = json.loads(text)
+            answer = json.loads(text)
         except ValueError as error:
             raise self._error("what answers is no server of models") from error
-        if not isinstance(found, dict):
+        if not isinstance(answer, dict):
             raise self._error("what answers is no server of models")
-        return found
+        return answer
 
     def _error(self, reason: str) -> DataError:
         return DataError(f"--server {self.url}: {reason}")

@@ -78,13 +78,13 @@ def explain(history: ConversationHistory, word: str, layer: int | None = None) -
     if not now.num_heads:
         raise H2OStreamError(f"layer {layer} has no attention, so no words are kept there")
     earlier = _earlier(history, cache, layer)
-    found = []
+    explanations = []
     for turn, text, tokens in places:
         holding = now.holding(tokens)
         fate = Kept(holding) if holding else _gone(turn, tokens, (history.entries[-1].turn, now), past, earlier)
         memory = remembered(history.conversation.engine, tokens)
-        found.append(Explanation(turn, text, now.num_heads, fate, memory))
-    return found
+        explanations.append(Explanation(turn, text, now.num_heads, fate, memory))
+    return explanations
 
 
 def _places(history: ConversationHistory, word: str) -> Iterator[tuple[int, str, range]]:
