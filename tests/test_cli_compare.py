@@ -1,7 +1,6 @@
 """Comparisons as run from the command line."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 

@@ -16,6 +16,7 @@ from h2o_stream.compare import nll
 from h2o_stream.compare.catalog import COMPARISONS, NllOptions
 from h2o_stream.compare.comparison import Job, JobProgress
 from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out, write_left_out
+from h2o_stream.compare.options import InAll
 from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.processes import Processes
@@ -40,7 +41,7 @@ FEW: dict[str, dict[str, Any]] = {"nll": {"tokens": 80, "windows": (32, 64), "po
 def measure(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, dict[str, Any]]) -> None:
     """Let `all` run only these comparisons."""
     for name, options in COMPARISONS.items():
-        monkeypatch.setattr(options, "quick", sizes.get(name))
+        monkeypatch.setattr(options, "in_all", InAll(quick=sizes[name], thorough={}) if name in sizes else None)
 
 
 @pytest.fixture

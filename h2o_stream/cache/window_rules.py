@@ -10,6 +10,7 @@ from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.layer_plans import sliding_plan
 from h2o_stream.cache.memory_codes import Codes
+from h2o_stream.cache.one_thread import Tearable
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import Array
@@ -23,7 +24,7 @@ Spec = TypeVar("Spec", bound=LayerWindows)
 Group = TypeVar("Group", bound=GroupRules)
 
 
-class WindowRules(ABC, Generic[Spec, Group]):
+class WindowRules(Tearable, ABC, Generic[Spec, Group]):
     """Rules of a stream with a fixed number of slots.
 
     Args:
@@ -33,27 +34,25 @@ class WindowRules(ABC, Generic[Spec, Group]):
 
     Attributes:
         model_digest: identifies the model when a state is saved or loaded.
-        other_digest: what identifies it in states that were saved on the other way to load it: from its file without
-            torch, or through transformers; or nothing. May take long; it is asked for if the first one is another.
+        is_called: whether it may have another digest, in states that were saved via the other loader: without torch, or
+            through transformers. May take long.
         plan: what the config means for this model, the first prompt and what is pinned.
         first_prompt: tokens of the first prompt of the stream, if the windows are ratios of it and it is known; or 0.
         tokens: counts the tokens of the stream.
         windows: the windows of the heads, and the pins.
         memory: what the heads that retrieve have evicted, or None.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ...".
-        torn: a forward or a reset was cut off halfway; only `reset` helps.
         stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
     """
 
     model_digest: Callable[[], str]
-    other_digest: Callable[[], str] = staticmethod(lambda: "")
+    is_called: Callable[[str], bool] = staticmethod(lambda digest: False)
     plan: CachePlan
     tokens: TokenCount
     windows: WindowAssignment
     memory: TokenMemory | None = None
     _codes: Codes | None = None
     engine_note = ""
-    torn = False
     stream_number = 0
 
     def __init__(self, config: CacheConfig, specs: Sequence[Spec], max_distance: int | None) -> None:
@@ -428,10 +427,6 @@ class WindowRules(ABC, Generic[Spec, Group]):
             group.fit(self.tokens.lengths)
 
     # native forwards
-
-    def begin_token(self) -> None:
-        """A native step or prompt is about to write the slots of all layers."""
-        self.torn = True
 
     @abstractmethod
     def count_forward(self) -> None:

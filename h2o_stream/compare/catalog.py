@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
+    InAll,
     Policies,
     Ray,
     RecallModes,
@@ -60,8 +61,10 @@ class NllOptions(ComparisonOptions):
 
     comparison = "h2o_stream.compare.nll:Nll"
     page = "h2o_stream.ui.pages.nll:page"
-    quick = {"tokens": 2048, "windows": (128, 256)}
-    thorough = {"tokens": 8192, "windows": (64, 256, 1024)}
+    in_all = InAll(
+        quick={"tokens": 2048, "windows": (128, 256)},
+        thorough={"tokens": 8192, "windows": (64, 256, 1024)},
+    )
 
     text: Annotated[Sequence[Path], Option("Text files, separated by commas.", parse=paths)]
     policies: Policies = ("full", "recent", "sink", "h2o-paper", "h2o")
@@ -90,8 +93,10 @@ class RecallOptions(ComparisonOptions):
 
     comparison = "h2o_stream.compare.recall.comparison:Recall"
     page = "h2o_stream.ui.pages.recall:page"
-    quick = {"facts": 5, "distances": (64, 1024), "policies": ("sink", "h2o"), "recall": ("off", "auto")}
-    thorough = {"recall": ("off", "auto")}
+    in_all = InAll(
+        quick={"facts": 5, "distances": (64, 1024), "policies": ("sink", "h2o"), "recall": ("off", "auto")},
+        thorough={"recall": ("off", "auto")},
+    )
 
     text: Annotated[Path, Option("A text file, the talk between facts; repeated if it is short.")]
     policies: Policies = ("full", "sink", "h2o-paper", "h2o")
@@ -124,8 +129,10 @@ class SummarizeOptions(ComparisonOptions):
 
     comparison = "h2o_stream.compare.summarize.comparison:Summarize"
     page = "h2o_stream.ui.pages.summarize:page"
-    quick = {"limit": 8, "windows": (64, 128)}
-    thorough = {"windows": (64, 128, 256)}
+    in_all = InAll(
+        quick={"limit": 8, "windows": (64, 128)},
+        thorough={"windows": (64, 128, 256)},
+    )
 
     requests: Annotated[
         Path | None,
@@ -191,8 +198,10 @@ class SpeedOptions(ComparisonOptions):
 
     comparison = "h2o_stream.compare.speed.comparison:Speed"
     page = "h2o_stream.ui.pages.speed:page"
-    quick = {"histories": (256, 1024)}
-    thorough = {"histories": (256, 2048, 8192)}
+    in_all = InAll(
+        quick={"histories": (256, 1024)},
+        thorough={"histories": (256, 2048, 8192)},
+    )
 
     text: Annotated[Path, Option("A text file, read by all.")]
     policies: Policies = ("full", "recent", "h2o")

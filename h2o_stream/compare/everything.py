@@ -44,9 +44,9 @@ class AllOptions:
         inputs: dict[str, Any] = {"text": text, "requests": self.requests, "engine": self.engine}
         chosen: dict[str, ComparisonOptions] = {}
         for name, options in COMPARISONS.items():
-            sizes = options.quick if self.quick else options.thorough
-            if sizes is None:
+            if options.in_all is None:
                 continue
+            sizes = options.in_all.quick if self.quick else options.in_all.thorough
             taken = inputs.keys() & {field.name for field in fields(options)}
             values = {**{key: inputs[key] for key in taken}, **sizes}
             if name == "nll":

@@ -84,13 +84,20 @@ def configs_of(
 
 
 @dataclass(frozen=True, kw_only=True)
+class InAll:
+    """Values of the fields of a comparison that is a part of ``h2o-compare all``, with and without --quick."""
+
+    quick: Mapping[str, Any]
+    thorough: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComparisonOptions:
     """Base of the options of a comparison. A subclass adds fields; its docstring is the help of its subcommand.
 
     A field ``engine: EngineChoice`` brings the option --engine. `comparison` is ``module:class`` of the `Comparison`,
-    which is made from these options; `page` is ``module:function`` that lays out its records, see `ui.pages`. `quick`
-    and `thorough` are the fields with which ``h2o-compare all`` runs it; None leaves it out. `cache` has arguments of
-    `CacheConfig` for all policies.
+    which is made from these options; `page` is ``module:function`` that lays out its records, see `ui.pages`. `cache`
+    has arguments of `CacheConfig` for all policies.
 
     Raises:
         ConfigError: options are wrong or contradict each other.
@@ -98,8 +105,7 @@ class ComparisonOptions:
 
     comparison: ClassVar[str]
     page: ClassVar[str] = "h2o_stream.ui.pages:plain_page"
-    quick: ClassVar[Mapping[str, Any] | None] = None
-    thorough: ClassVar[Mapping[str, Any] | None] = None
+    in_all: ClassVar[InAll | None] = None
 
     policies: Sequence[str] = ()
     windows: Sequence[int] = (DEFAULT_WINDOW,)

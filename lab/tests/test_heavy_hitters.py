@@ -20,9 +20,12 @@ from h2o_lab.heavy_hitters.statistics import (
 )
 from h2o_lab.heavy_hitters.words import cooccurrence, rank_correlation, word_attention
 from h2o_stream import CacheConfig, attach
+from tests import test_budgets
 from tests.commands import invoke, records
-from tests.test_budgets import BY_HEAD, TOKENS, WINDOW, config_of, model
 from tests.tolerance import FLOAT32, assert_close
+
+model = test_budgets.model
+"""A fixture: heads with windows of different sizes."""
 
 
 def ids(count: int) -> torch.Tensor:
@@ -118,16 +121,18 @@ def test_what_is_observed_is_what_transformers_attends_to(grouped: LlamaForCausa
 
 
 def test_the_attention_that_falls_on_what_is_held(model: Any) -> None:
-    *_, layers = measure_attention(model, TOKENS[0].tolist(), [config_of(), CacheConfig("sink", WINDOW)], 7)
+    *_, layers = measure_attention(
+        model, test_budgets.TOKENS[0].tolist(), [test_budgets.config_of(), CacheConfig("sink", test_budgets.WINDOW)], 7
+    )
     assert all(0 < layer.mass["h2o"] < 1 and 0 < layer.mass["sink"] < 1 for layer in layers)
 
 
 def test_statistics_are_means_over_heads(model: Any) -> None:
-    with attach(model, config_of()) as cache, measuring_sparsity(cache):
-        model(TOKENS, past_key_values=cache)
+    with attach(model, test_budgets.config_of()) as cache, measuring_sparsity(cache):
+        model(test_budgets.TOKENS, past_key_values=cache)
         measured = statistics(cache)
         assert [layer.layer for layer in measured] == [0, 1, 2]
-        assert [len(layer.scores) for layer in measured] == [max(sizes) for sizes in BY_HEAD]
+        assert [len(layer.scores) for layer in measured] == [max(sizes) for sizes in test_budgets.BY_HEAD]
         assert all(0 < layer.mass < 1 and 0 <= layer.sparsity < 1 for layer in measured)
 
 
@@ -210,6 +215,7 @@ def test_heavy_hitters(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
     assert "| layer | sparsity |" in (out / "heavy-hitters.md").read_text()
     for name in ("sparsity", "power-law", "mass"):
         assert (out / f"{name}.png").exists()
+
 
 @pytest.mark.parametrize(("more", "words"), [
     (["--tokens", "401"], "the model has 400 positions; lower --tokens"),

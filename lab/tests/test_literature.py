@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from h2o_lab.literature.query_moments import QueryMoments
 from h2o_stream import CacheConfig, attach, config
 from h2o_stream.cache.policies import Candidates, make_policy
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.source import policy_source
-from h2o_lab.literature.query_moments import QueryMoments
 from tests.tolerance import assert_close
 
 

@@ -12,9 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.config import CacheConfig, SamplingConfig
-from h2o_stream.engine.engine import Engine
-from h2o_stream.errors import ConfigError, DataError
 from h2o_lab.ruler.answers import READ, Answer, ask_at_once, ask_in_turns, ask_without_context
 from h2o_lab.ruler.items import (
     COMMON_WORDS,
@@ -27,6 +24,9 @@ from h2o_lab.ruler.items import (
     make_item,
 )
 from h2o_lab.ruler.rates import rates
+from h2o_stream.config import CacheConfig, SamplingConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from tests.commands import invoke, records

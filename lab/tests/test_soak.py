@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_lab.soak.comparison import TINY, Soak
+from h2o_lab.soak.options import SoakOptions
 from h2o_stream.attachment.attach import attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_lab.soak.options import SoakOptions
 from h2o_stream.compare.folder import JobResult
-from h2o_lab.soak.comparison import TINY, Soak
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import DataError, H2OStreamError
 from tests.commands import invoke, records

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_lab.harness import command as lm_eval_command
 from h2o_stream.attachment.attach import attach
 from h2o_stream.config import CacheConfig
-from h2o_lab.harness import command as lm_eval_command
 from tests.commands import invoke, records
 from tests.fixtures import written
 from tests.preloaded import run

@@ -43,6 +43,4 @@ def test_batches_in_multiples_of_a_full_cache() -> None:
         {"policy": policy, "prompt": 512, "new": 32, "tok_s": speed, "largest": largest}
         for policy, speed, largest in (("full", 10.0, True), ("h2o", 24.0, True), ("h2o", 8.0, False))
     ]
-    assert times_full(found) == (
-        "At 512+32, h2o generates 2.4 times the tokens/s of a full cache in the same memory."
-    )
+    assert times_full(found) == ("At 512+32, h2o generates 2.4 times the tokens/s of a full cache in the same memory.")

@@ -9,8 +9,8 @@ import time
 
 from llama_cpp import Llama
 
-from tests.serve_load import TOPICS
 from lab.tools.serve_sleep import Messages, long_history, shown, user
+from tests.serve_load import TOPICS
 
 REPLY = {"role": "assistant", "content": "Yes, I think that it is."}
 

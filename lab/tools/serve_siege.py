@@ -22,9 +22,9 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+from lab.tools.serve_storm import resident
 from tests.serve_kill import Server
 from tests.serve_load import post
-from lab.tools.serve_storm import resident
 
 JSON = {"Content-Type": "application/json"}
 BOMB = {"type": "string", "allOf": [{"type": "string", "pattern": f"^.*(a|b){{{n}}}.*$"} for n in range(1, 40)]}

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.serve_load import QUESTIONS, TOPICS, post
 from lab.tools.serve_storm import resident
+from tests.serve_load import QUESTIONS, TOPICS, post
 
 Messages = list[dict[str, str]]
 

@@ -1,4 +1,4 @@
-"""Our questions about the manual of Python (`questions.jsonl`), and the parts of it that answer them. Pure; no torch."""
+"""Our questions about the manual of Python, and the parts of it that answer them. Pure; no torch."""
 
 from __future__ import annotations
 

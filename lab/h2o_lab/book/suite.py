@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from h2o_lab.book.questions import BookQuestion, Part, parts_of, read_questions
+from h2o_lab.harness.options import TasksOptions
 from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.compare.asking import GREEDY, prefilled, read, say, widest
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
@@ -22,8 +24,6 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.models.fitting import dtype_name
-from h2o_lab.book.questions import BookQuestion, Part, parts_of, read_questions
-from h2o_lab.harness.options import TasksOptions
 from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from h2o_lab.harness.options import TasksOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.fitting import dtype_name
-from h2o_lab.harness.options import TasksOptions
 from h2o_stream.resources import version_of
 
 

@@ -1,8 +1,8 @@
 """What H2O observed about attention (arXiv 2306.14048, section 3), measured while a cache is used.
 
-    with attach(model, config) as cache, measuring_sparsity(cache):
-        model.generate(**inputs)
-        print(statistics(cache))
+with attach(model, config) as cache, measuring_sparsity(cache):
+model.generate(**inputs)
+print(statistics(cache))
 """
 
 from __future__ import annotations

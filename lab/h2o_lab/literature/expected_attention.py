@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_lab.literature.query_moments import QueryMoments, keys_ahead
 from h2o_stream.cache.policies.base import Candidates
 from h2o_stream.config import PolicyDefaults
-from h2o_lab.literature.query_moments import QueryMoments, keys_ahead
 
 AHEAD = 512
 """Tokens to come that are taken to ask."""

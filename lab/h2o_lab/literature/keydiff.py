@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from h2o_lab.literature.similarity import unit_vectors
 from h2o_stream.cache.policies.base import Candidates, Policy
 from h2o_stream.config import PolicyDefaults
-from h2o_lab.literature.similarity import unit_vectors
 
 
 class KeyDiff(Policy):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from h2o_lab.literature.observation import Observation
 from h2o_stream.cache.policies.base import Candidates
 from h2o_stream.config import PolicyDefaults
-from h2o_lab.literature.observation import Observation
 
 
 class MorphKV(Observation):

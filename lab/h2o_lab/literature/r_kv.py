@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
+from h2o_lab.literature.similarity import cosines
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.policies.base import Candidates
 from h2o_stream.config import PolicyDefaults
-from h2o_lab.literature.similarity import cosines
 
 IMPORTANCE = 0.1
 """Weight of importance; redundancy has the rest. The paper's choice."""

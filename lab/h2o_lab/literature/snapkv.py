@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
+from h2o_lab.literature.observation import Observation
 from h2o_stream.cache.policies.base import Candidates
 from h2o_stream.config import PolicyDefaults
-from h2o_lab.literature.observation import Observation
 
 POOLED = 7
 """Neighbouring tokens that share the largest score among them."""

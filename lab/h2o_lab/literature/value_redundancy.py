@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from h2o_lab.literature.similarity import cosines
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.policies.base import Candidates
 from h2o_stream.config import PolicyDefaults
-from h2o_lab.literature.similarity import cosines
 
 PENALTY = 0.5
 """Part of the score that a token loses if another one has the same value. The weight is the paper's."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import Cache
 
+from h2o_lab.ruler.items import Item, Question
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.cache.state import State
 from h2o_stream.compare.asking import prefilled, tell, widest
@@ -20,7 +21,6 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import H2OStreamError
-from h2o_lab.ruler.items import Item, Question
 from h2o_stream.session.conversation import Conversation
 
 READ = "I have read it."

@@ -10,6 +10,10 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
+from h2o_lab.ruler.answers import Answer, ask_at_once, ask_in_turns, ask_without_context
+from h2o_lab.ruler.items import Haystack, Item, make_item
+from h2o_lab.ruler.options import Form, RulerOptions
+from h2o_lab.ruler.rates import rates
 from h2o_stream.attachment.model_facts import context_of
 from h2o_stream.compare.asking import GREEDY
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
@@ -18,10 +22,6 @@ from h2o_stream.config import CacheConfig, RecallMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.fitting import dtype_name
-from h2o_lab.ruler.answers import Answer, ask_at_once, ask_in_turns, ask_without_context
-from h2o_lab.ruler.items import Haystack, Item, make_item
-from h2o_lab.ruler.options import Form, RulerOptions
-from h2o_lab.ruler.rates import rates
 from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text

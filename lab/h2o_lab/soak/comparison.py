@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.nn.functional import cross_entropy
 
+from h2o_lab.soak.options import SoakOptions
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
-from h2o_lab.soak.options import SoakOptions
 from h2o_stream.compare.catalog import manual_file
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings
 from h2o_stream.compare.folder import JobResult, machine

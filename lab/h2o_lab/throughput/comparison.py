@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o_lab.throughput.options import Shape, ThroughputOptions
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import context_of, input_device
-from h2o_lab.throughput.options import Shape, ThroughputOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens

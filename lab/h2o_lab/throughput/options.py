@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from h2o_stream.compare.options import ComparisonOptions, Policies, configs_of
+from h2o_stream.compare.options import ComparisonOptions, InAll, Policies, configs_of
 from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, parse_bytes
@@ -49,8 +49,10 @@ class ThroughputOptions(ComparisonOptions):
 
     comparison = "h2o_lab.throughput.comparison:Throughput"
     page = "h2o_lab.throughput.page:page"
-    quick = {"shapes": (Shape(128, 128),), "cache_budget": "auto"}
-    thorough = {"shapes": (Shape(512, 32), Shape(512, 512)), "cache_budget": "auto"}
+    in_all = InAll(
+        quick={"shapes": (Shape(128, 128),), "cache_budget": "auto"},
+        thorough={"shapes": (Shape(512, 32), Shape(512, 512)), "cache_budget": "auto"},
+    )
 
     text: Annotated[Path, Option("A text file, which prompts are cut from.")]
     policies: Policies = ("recent", "h2o")
