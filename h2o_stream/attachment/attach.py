@@ -122,7 +122,8 @@ def _build(
     def bytes_of(config: CacheConfig) -> int:
         return allocated_bytes(H2OCache(config, specs, max_distance))
 
-    config = sized(config, max_distance, bytes_of, functools.partial(weight_bytes, model))
+    weights = functools.partial(weight_bytes, model)
+    config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
     cache.is_called = lambda saved: saved == getattr(model, FILE_DIGEST, "")
     cache.continues = verification.continues()

@@ -16,6 +16,10 @@ AUTO_STEP_SHARE, AUTO_MEMORY_SHARE = 1 / 12, 1 / 10
 """The windows among which ``auto`` chooses: the largest of which the cache takes at most these shares of the bytes of
 weights that a step reads, and of free memory."""
 
+AUTO_QUERIES = 4
+"""Query heads per KV head up to which a step waits for memory. With more of them attention is bound by arithmetic, and
+a slot counts for more than its bytes in proportion."""
+
 DEFAULT_CHUNK = 64
 """Tokens between two evictions of a prefill. A small chunk gives scores close to decoding's, a large one is faster."""
 
