@@ -148,15 +148,15 @@ def _steps(
         cache.engine_note = "eager: --engine eager"
         return None
     cache.kernels = kernels.make_kernels()
-    found = native_steps.make_stepper(model, cache, verification)
-    if isinstance(found, str):
+    stepper = native_steps.make_stepper(model, cache, verification)
+    if isinstance(stepper, str):
         if not graph_steps.why_not(cache, input_device(model)):
             cache.engine_note = "eager, captured as a CUDA graph"
             return graph_steps.GraphSteps(model.forward, cache)
-        cache.engine_note = f"eager: {found}"
+        cache.engine_note = f"eager: {stepper}"
         return None
     cache.engine_note = f"native, {library.name()}"
-    return found
+    return stepper
 
 
 def _assign_memory(model: PreTrainedModel, cache: H2OCache) -> None:

@@ -153,7 +153,7 @@ class CacheConfig:
             `kv_bits` 6 unless it is given. None leaves `window` as it is.
         recent_ratio: recent slots as a part of the first prompt of a stream.
         max_window: largest window that pins may let it grow to; None for what the model's context allows.
-        seed: of a random policy; the others ignore it.
+        seed: seed of a random policy; the others ignore it.
         budgets: ``measured`` gives retrieval heads larger windows (`attachment.retrieval_heads`), so that `window` and
             `heavy` are means; ``equal`` gives every head the same.
         long_term: weight of the long-term score of ``h2o``; 0 disables it, which saves four bytes per slot.
