@@ -100,6 +100,7 @@ class NllOptions(ComparisonOptions):
     ] = False
     seeds: Seeds = (0,)
     ray: Ray = None
+    engine: EngineChoice = "auto"
 
     @property
     def configs(self) -> list[CacheConfig]:
@@ -132,6 +133,7 @@ class RecallOptions(ComparisonOptions):
     ] = None
     seeds: Seeds = (0,)
     ray: Ray = None
+    engine: EngineChoice = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,8 +170,8 @@ class SummarizeOptions(ComparisonOptions):
         bool, Option("Sample as each request says, or take the likeliest token.", "--sample/--greedy")
     ] = False
     seed: Annotated[int, Option("Random seed.", min=0)] = 0
-    batch: Annotated[int, Option("Requests answered at once.", min=1)] = 8
     ray: Ray = None
+    engine: EngineChoice = "auto"
     output_path: Annotated[Path | None, Option("The answers of one policy in HELM's form, requests echoed.")] = None
 
     def __post_init__(self) -> None:
@@ -278,6 +280,7 @@ class DivergenceOptions(ComparisonOptions):
             parse=some_of("peer", ("llama.cpp", "ik_llama.cpp"), may_be_none=True),
         ),
     ] = ("llama.cpp",)
+    engine: EngineChoice = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

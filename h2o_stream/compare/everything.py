@@ -61,8 +61,8 @@ class AllOptions:
             "nll": {"text": (text,), "policies": tuple(POLICIES)},
             "recall": {"text": text},
             "summarize": {"requests": self.requests},
-            "speed": {"text": text, "engine": self.engine},
-            "throughput": {"text": text, "engine": self.engine},
+            "speed": {"text": text},
+            "throughput": {"text": text},
         }
         ours = {"windows"} if sets_window(self.cache) else set()
         return {
@@ -70,7 +70,11 @@ class AllOptions:
                 out=self.out / name,
                 model=self.model,
                 cache=self.cache,
-                **{**inputs[name], **{field: size for field, size in sizes.items() if field not in ours}},
+                **{
+                    "engine": self.engine,
+                    **inputs[name],
+                    **{field: size for field, size in sizes.items() if field not in ours},
+                },
             )
             for name, sizes in (_QUICK if self.quick else _THOROUGH).items()
         }

@@ -24,8 +24,8 @@ from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, identity
 from h2o_stream.compare.heavy_hitters.options import HeavyHittersOptions
 from h2o_stream.compare.heavy_hitters.words import word_attention
-from h2o_stream.compare.masking import Rule, removal_rule
-from h2o_stream.compare.nll import digest_of, paired_difference, read_tokens, ruled_nll
+from h2o_stream.compare.masking import Rule, removal_rule, ruled_nll
+from h2o_stream.compare.nll import digest_of, paired_difference, read_tokens
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
 
@@ -125,7 +125,7 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
             yield {
                 "type": REMOVAL,
                 **asdict(removal),
-                "nll": float(losses.double().mean()),
+                "nll": float(losses.mean(dtype=float)),
                 "to_full": paired_difference(losses, removed[0].values)._asdict(),
             }
 
