@@ -77,11 +77,10 @@ class H2OCache(WindowedCache):
 
     def reset(self) -> None:
         """Forget the stream and what of it is evicted first, and release the slots; pins stay."""
-        self.torn = True
-        super().reset()
-        self.padding = None
-        self.start_stream()
-        self.torn = False
+        with self.writing(anew=True):
+            super().reset()
+            self.padding = None
+            self.start_stream()
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of everything needed to continue exactly: tensors on the CPU by name, as safetensors takes them.

@@ -10,6 +10,7 @@ from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.layer_plans import sliding_plan
 from h2o_stream.cache.memory_codes import Codes
+from h2o_stream.cache.one_thread import Tearable
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import Array
@@ -23,7 +24,7 @@ Spec = TypeVar("Spec", bound=LayerWindows)
 Group = TypeVar("Group", bound=GroupRules)
 
 
-class WindowRules(ABC, Generic[Spec, Group]):
+class WindowRules(Tearable, ABC, Generic[Spec, Group]):
     """Rules of a stream with a fixed number of slots.
 
     Args:
@@ -41,7 +42,6 @@ class WindowRules(ABC, Generic[Spec, Group]):
         windows: the windows of the heads, and the pins.
         memory: what the heads that retrieve have evicted, or None.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ...".
-        torn: a forward or a reset was cut off halfway; only `reset` helps.
         stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
     """
 
@@ -53,7 +53,6 @@ class WindowRules(ABC, Generic[Spec, Group]):
     memory: TokenMemory | None = None
     _codes: Codes | None = None
     engine_note = ""
-    torn = False
     stream_number = 0
 
     def __init__(self, config: CacheConfig, specs: Sequence[Spec], max_distance: int | None) -> None:
@@ -428,10 +427,6 @@ class WindowRules(ABC, Generic[Spec, Group]):
             group.fit(self.tokens.lengths)
 
     # native forwards
-
-    def begin_token(self) -> None:
-        """A native step or prompt is about to write the slots of all layers."""
-        self.torn = True
 
     @abstractmethod
     def count_forward(self) -> None:

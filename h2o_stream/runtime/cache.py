@@ -171,11 +171,10 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
     @_exclusive
     def reset(self) -> None:
         """Forget the stream and what of it is evicted first, and release the slots; pins stay."""
-        self.torn = True
-        for states in self._states:
-            states.reset()
-        self.start_stream()
-        self.torn = False
+        with self.writing(anew=True):
+            for states in self._states:
+                states.reset()
+            self.start_stream()
 
     @_exclusive
     def state_dict(self) -> dict[str, NDArray[Any]]:

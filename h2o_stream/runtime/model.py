@@ -180,13 +180,11 @@ class ServedRuntime:
                 raise H2OStreamError("the last forward was cut off halfway; reset() to start a new stream")
             begun = bool(cache.seen_tokens)
             try:
-                logits = self._run(numpy.array([tokens], numpy.int64), keep)
+                return self._run(numpy.array([tokens], numpy.int64), keep)
             except BaseException:
                 if not begun:
                     cache.reset()
                 raise
-            cache.torn = False
-            return logits
 
     def _run(self, tokens: NDArray[numpy.int64], keep: int) -> Floats:
         """[keep, V] logits after the last of tokens [1, Q]."""

@@ -10,6 +10,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy
 import torch
 
 from h2o_stream.attachment.model_facts import context_of, input_device
