@@ -12,7 +12,7 @@ from h2o_stream.compare.folder import Folder, JobResult, digest_of_key, identity
 from h2o_stream.compare.models import Models, digest_of_model, plan_for
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.compare.pause import Pause
-from h2o_stream.config import CacheConfig
+from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
 from h2o_stream.options import bytes_text
 from h2o_stream.processes import Processes
@@ -74,7 +74,7 @@ class Comparison(ABC, Generic[Options]):
 
     name: ClassVar[str]
     exclusive: ClassVar[bool] = False
-    native: ClassVar[bool] = False
+    native: bool = False
 
     def __init__(self, options: Options) -> None:
         self.options, self.configs = options, options.configs
@@ -84,7 +84,7 @@ class Comparison(ABC, Generic[Options]):
 
     def load_model(self, notify: Notify) -> dict[str, Any]:
         """Load the model. Returns the settings of model and policies for the run record."""
-        engine = getattr(self.options, "engine", "auto") if self.native else "eager"
+        engine: EngineChoice = getattr(self.options, "engine", "auto") if self.native else "eager"
         self.models = models = Models(self.options.model, self.configs, engine, notify)
         self.model, self.tokenizer = models.first, models.tokenizer
         if not isinstance(self.model, RuntimeModel):

@@ -231,7 +231,8 @@ def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
 
 
 def _parameters(kind: type[Policy], policy: str, given: str) -> dict[str, Any]:
-    defaults = {own.name: own.default for own in fields(kind) if own.init and own.name not in ("plan", "layer")}
+    settable = [own for own in fields(kind) if own.init and own.name not in ("plan", "layer")]
+    defaults: dict[str, Any] = {own.name: own.default for own in settable}
     found = dict[str, Any]()
     for word in filter(None, given.split(":")):
         name, _, value = word.partition("=")
