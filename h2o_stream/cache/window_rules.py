@@ -34,8 +34,8 @@ class WindowRules(Tearable, ABC, Generic[Spec, Group]):
 
     Attributes:
         model_digest: identifies the model when a state is saved or loaded.
-        other_digest: what identifies it in states that were saved on the other way to load it: from its file without
-            torch, or through transformers; or nothing. May take long; it is asked for if the first one is another.
+        is_called: whether it may have another digest, in states that were saved via the other loader: without torch, or
+            through transformers. May take long.
         plan: what the config means for this model, the first prompt and what is pinned.
         first_prompt: tokens of the first prompt of the stream, if the windows are ratios of it and it is known; or 0.
         tokens: counts the tokens of the stream.
@@ -46,7 +46,7 @@ class WindowRules(Tearable, ABC, Generic[Spec, Group]):
     """
 
     model_digest: Callable[[], str]
-    other_digest: Callable[[], str] = staticmethod(lambda: "")
+    is_called: Callable[[str], bool] = staticmethod(lambda digest: False)
     plan: CachePlan
     tokens: TokenCount
     windows: WindowAssignment

@@ -34,7 +34,7 @@ class RuntimeModel:
         description: of its layers.
         windows: KV heads grouped by window size, for each layer, where budgets are measured; nothing if unknown.
         digest: identifies it in states.
-        other_digest: what else identifies it, see `cache.window_rules.WindowRules`.
+        is_called: whether it may have another digest, see `cache.window_rules.WindowRules`.
         context: positions it was trained for.
         max_distance: largest distance it was trained for.
         sliding: the windows of layers that do not follow the plan of a cache, None for others.
@@ -45,7 +45,7 @@ class RuntimeModel:
     description: Description
     windows: Sequence[tuple[HeadWindow, ...]]
     digest: str
-    other_digest: Callable[[], str]
+    is_called: Callable[[str], bool]
     context: int
     max_distance: int
     sliding: Sequence[int | None]
@@ -107,7 +107,7 @@ class RuntimeModel:
 
     def _cache(self, config: CacheConfig, layers: Sequence[RuntimeLayer]) -> RuntimeCache:
         cache = RuntimeCache(config, layers, self.description.dtype, self.max_distance, lambda: self.digest)
-        cache.other_digest = self.other_digest
+        cache.is_called = self.is_called
         return cache
 
 
