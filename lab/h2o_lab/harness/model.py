@@ -68,7 +68,12 @@ class H2OLM(ByContext, HFLM):
             config = ModelConfig(pretrained, str(more.pop("dtype", "auto")))
             loaded = load(config, notify=logging.getLogger("lm_eval").info)
             pretrained, more["tokenizer"] = loaded.model, loaded.tokenizer
+        if isinstance(pretrained, str):
+            super().__init__(pretrained, **more)
+            return
+        pretrained.tie_weights = lambda *_, **__: None  # its weights are tied, and packed ones cannot be again
         super().__init__(pretrained, **more)
+        del pretrained.tie_weights
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
