@@ -10,6 +10,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy
 import torch
 
 from h2o_lab.book.questions import BookQuestion, Part, parts_of, read_questions
@@ -248,8 +249,8 @@ def _rates(answers: Sequence[Mapping[str, Any]], nothing: Sequence[Mapping[str, 
         ``recalling``: the share of questions before which something was read again.
     """
     before = {answer["id"]: answer["log_probability"] for answer in nothing}
-    gains = torch.tensor([a["log_probability"] - before[a["id"]] for a in answers], dtype=torch.float64)
-    gain = ratio_interval(gains, torch.ones_like(gains))
+    gains = numpy.array([a["log_probability"] - before[a["id"]] for a in answers])
+    gain = ratio_interval(gains, numpy.ones_like(gains))
     return {
         "questions": len(answers),
         "accuracy": fmean(answer["right"] for answer in answers),
