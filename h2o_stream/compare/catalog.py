@@ -83,6 +83,11 @@ class NllOptions(ComparisonOptions):
         """Every policy with every window, or with every size."""
         return configs_of(self.policies, self.windows, self.seeds, self.cache, self.cache_sizes)
 
+    @property
+    def variant(self) -> str:
+        """Tokens are masked by the laboratory."""
+        return "masked" if self.masked else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecallOptions(ComparisonOptions):
