@@ -244,6 +244,11 @@ class SpeedOptions(ComparisonOptions):
             require_peer(peer, None if self.random_weights else self.model.model)
 
     @property
+    def variant(self) -> str:
+        """Random weights are made by the laboratory."""
+        return "random-weights" if self.random_weights else ""
+
+    @property
     def models(self) -> list[ModelConfig]:
         """The model in every precision."""
         return [
