@@ -28,7 +28,7 @@ class PolicyDefaults:
         heavy_share: fraction of the unpinned window for heavy hitters, 0 to 1.
         sinks: first tokens of the stream that are never evicted.
         decay: factor on the accumulated scores per token seen; 1 is the papers' plain sum.
-        positions: where RoPE sees the kept tokens.
+        positions: rule for the positions at which RoPE sees the kept tokens.
         rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens; a `Policy` class with these as
             its ``defaults`` leaves it out.
         draws: whether the rule is random and needs a seed.

@@ -17,7 +17,7 @@ class AltUp:
 
     Attributes:
         router: [n, hidden] float32, with all factors on what goes into it.
-        epsilon: of the RMS norm before it.
+        epsilon: epsilon of the RMS norm before it.
         prediction: [n * n, n] float32.
         correction: [n, n] float32.
         embedding_scale: [hidden] float32, on what the token's embedding for the layer is multiplied with, or None.

@@ -78,6 +78,7 @@ class RuntimeModel:
             self.max_distance,
             lambda sized: self._cache(sized, layers).allocated_bytes(),
             lambda: self.description.nbytes,
+            [layer.shape for layer in layers],
         )
         return ServedRuntime(self, self._cache(config, layers))
 
