@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from h2o_stream.compare.asking import ask, tell
 from h2o_stream.compare.folder import Folder, JobResult, identity
-from h2o_stream.compare.nll import paired_difference
+from h2o_stream.compare.models import endless
+from h2o_stream.compare.nll import paired_difference, stream_nll
 from h2o_stream.compare.recall.comparison import rates_by_distance
 from h2o_stream.compare.recall.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
 from h2o_stream.compare.recall.facts import never_said, question_after_update, questions_about, read_facts, tells
@@ -211,3 +212,16 @@ class TestRates:
         (rate,) = rates_by_distance([self.answer("same", 64, "a", False, 1.0)], (64,))
         assert rate["relative"] is None
         assert rate["of_same"] is None
+
+
+@pytest.mark.parametrize("config", [CacheConfig(window=16, chunk=8, budgets="equal"), CacheConfig("full")])
+def test_losses_without_torch_are_those_of_torch(
+    served_embedded: LoadedModel, embedded: LoadedModel, config: CacheConfig
+) -> None:
+    tokens = embedded.tokenizer("The capital of France is Paris, and that of Italy is Rome. " * 3)["input_ids"][:41]
+    native, eager = (
+        list(stream_nll(model, chosen, tokens, engine="eager"))[-1]
+        for model, chosen in ((served_embedded.model, endless(config)), (embedded.model, config))
+    )
+    assert (native.figures["steps"][:6], eager.figures["steps"][:6]) == ("native", "eager:")
+    assert native.values.mean() == pytest.approx(eager.values.mean(), abs=1e-3)

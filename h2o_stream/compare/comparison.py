@@ -12,7 +12,8 @@ from h2o_stream.compare.folder import Folder, JobResult, digest_of_key, identity
 from h2o_stream.compare.models import Models, digest_of_model, plan_for
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.compare.pause import Pause
-from h2o_stream.config import CacheConfig, EngineChoice
+from h2o_stream.config import AtContext, CacheConfig, EngineChoice, SamplingConfig
+from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
 from h2o_stream.options import bytes_text
 from h2o_stream.processes import Processes
@@ -104,6 +105,12 @@ class Comparison(ABC, Generic[Options]):
     def model_for(self, config: CacheConfig) -> tuple[Any, CacheConfig]:
         """The model that serves a policy, and the config to serve it with."""
         return self.models.of(config) if self.native and self.models else (self.model, config)
+
+    def engine_for(self, config: CacheConfig, sampling: SamplingConfig, at_context: AtContext = "continue") -> Engine:
+        """An engine that serves a policy; arguments as for `Engine`."""
+        assert self.models is not None, "the model was loaded"
+        model, config = self.model_for(config)
+        return Engine(model, self.tokenizer, config, sampling, at_context, engine=self.models.engine)
 
     def key(self, config: CacheConfig, **settings: Any) -> dict[str, Any]:
         """The key of a job: its settings, and what else its result depends on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from h2o_stream.compare.catalog import NllOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of
 from h2o_stream.compare.folder import JobResult
+from h2o_stream.compare.losses import Losses, chunk_of, losses_of
 from h2o_stream.compare.models import context_of
-from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
+from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.engine.served import serve
-from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.errors import DataError
 from h2o_stream.progress import ignore
 from h2o_stream.texts import read_text
 
@@ -34,8 +35,6 @@ BLOCK = 64
 """Tokens resampled together for intervals, since the losses of neighbouring tokens are not independent."""
 
 _RESAMPLES = 2000
-
-Losses = NDArray[numpy.float32]
 
 
 class Nll(Comparison[NllOptions]):
@@ -193,33 +192,3 @@ def stream_nll(
         losses = yield from losses_of(tokens, math.ceil(STEP / chunk) * chunk, served.losses, keep, kept)
         figures = {"window": cache.plan.window, "cache_bytes": cache.nbytes, "steps": cache.engine_note}
     yield JobResult({**figures, "tok_s": len(losses) / (time.perf_counter() - start_time)}, losses)
-
-
-def chunk_of(plan: CachePlan) -> int:
-    """Tokens between two evictions.
-
-    Raises:
-        ConfigError: it is not a number of them.
-    """
-    if not plan.chunk:
-        raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
-    return plan.chunk
-
-
-def losses_of(
-    tokens: Sequence[int],
-    step: int,
-    feed: Callable[[Sequence[int], Sequence[int]], Losses],
-    keep: Callable[[Losses], JobResult] | None = None,
-    kept: JobResult | None = None,
-) -> Generator[JobProgress, None, Losses]:
-    """The loss of every token but the first, [n] float32; `feed` returns those of the tokens that follow given ones.
-
-    `keep` is given the losses so far, and `kept` has those of an earlier run.
-    """
-    losses, total = [kept.values] if kept else [], len(tokens) - 1
-    for start in range(len(losses[0]) if losses else 0, total, step):
-        end = min(start + step, total)
-        losses.append(feed(tokens[start:end], tokens[start + 1 : end + 1]))
-        yield JobProgress(end, keep=keep and (lambda: keep(numpy.concatenate(losses))))
-    return numpy.concatenate(losses)

@@ -19,7 +19,6 @@ from h2o_stream.compare.recall.fact_chat import FactChat
 from h2o_stream.compare.recall.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
 from h2o_stream.compare.recall.facts import KINDS, Fact, read_facts
 from h2o_stream.config import RECALL_NAMES, CacheConfig, RecallMode
-from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import DataError
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text
@@ -99,17 +98,13 @@ class Recall(Comparison[RecallOptions]):
         total = 2 * (SPACING * len(self._facts) + max(distances))
         return Job(run.label, key, total, partial(self._measure_stream, run), run.config)
 
-    def _engine(self, run: _Run) -> Engine:
-        model, config = self.model_for(run.config)
-        return Engine(model, self.tokenizer, config, GREEDY, engine=self.options.engine)
-
     def _measure_stream(self, run: _Run, kept: JobResult | None = None) -> Iterator[JobProgress | JobResult]:
         answers, before = list[dict[str, Any]](), 0
         known = deque[dict[str, Any]](kept.figures["answers"] if kept else ())
         limit = context_of(self.model) if run.config.policy == "full" else None
         for tellings in (facts_told_once(self._facts), facts_with_updates(self._facts)):
             filler, seen = Filler(self.tokenizer, self._tokens), 0
-            with self._engine(run) as engine:
+            with self.engine_for(run.config, GREEDY) as engine:
                 conversation = Conversation(engine, recall=run.recall)
                 for event in FactStream(conversation, tellings, self.options.distances, filler, limit, known).run():
                     if isinstance(event, int):
@@ -122,7 +117,7 @@ class Recall(Comparison[RecallOptions]):
 
     def _measure_chat(self, run: _Run) -> Iterator[JobProgress | JobResult]:
         assert self.options.chat
-        with self._engine(run) as engine:
+        with self.engine_for(run.config, GREEDY) as engine:
             conversation, prompts = Conversation(engine, recall=run.recall), load_questions(None).prompts(loop=True)
             chat = FactChat(conversation, self._facts, prompts, self.options.chat)
             for seen in chat.talk():

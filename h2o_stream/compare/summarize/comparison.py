@@ -17,7 +17,6 @@ from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.models import context_of
 from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer
 from h2o_stream.config import POLICIES, CacheConfig
-from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.resources import write_text
@@ -99,9 +98,8 @@ class Summarize(Comparison[SummarizeOptions]):
         sampling = replace(request.sampling, seed=self.options.seed + number)
         if not self.options.sample:
             sampling = replace(sampling, temperature=0.0)
-        model, served = self.model_for(config)
         tokens, text = 0, ""
-        with Engine(model, self.tokenizer, served, sampling, engine=self.options.engine) as engine:
+        with self.engine_for(config, sampling) as engine:
             for event in chain(engine.prefill(self._prompts[number]), engine.decode()):
                 if isinstance(event, Finished) and event.detail:
                     raise H2OStreamError(event.detail)

@@ -24,7 +24,7 @@ from h2o_stream.cache.policies import Attention, Candidates, Policy, make_policy
 from h2o_stream.cache.protection import Protection
 from h2o_stream.compare.comparison import JobProgress
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.compare.nll import Losses, chunk_of, losses_of
+from h2o_stream.compare.losses import Losses, chunk_of, losses_of
 from h2o_stream.config import CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, UnsupportedModelError
 
