@@ -35,7 +35,7 @@ class AskedResponse:
         after: the id of the response after which it continues.
         keep: whether it is saved.
         body: the request, parts of which an answer repeats.
-        id: of the response.
+        id: id of the response.
     """
 
     dialogue: Dialogue

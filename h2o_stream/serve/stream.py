@@ -77,7 +77,7 @@ class Pace:
     """How many tokens of prompts are read in a step with tokens of replies: as many as these can wait for.
 
     Attributes:
-        tokens: of prompts, in the next step.
+        tokens: number of prompt tokens in the next step.
     """
 
     tokens = MAX_PART
