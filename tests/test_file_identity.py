@@ -16,7 +16,7 @@ from h2o_stream.models import gguf_export
 from h2o_stream.models import packed_folder as packed_folders
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_config
+from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.packed_folder import packed_folder
 from tests.fixtures import make_llama
 from tests.gguf_files import key, write_model
@@ -57,7 +57,7 @@ def copied(original: Path, content: bytes) -> Path:
 
 def exported(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     monkeypatch.setattr(gguf_export, "cache_folder", lambda: path.parent.parent / "cache")
-    folder = export_config(GgufFile(path), pytest.fail)
+    folder = export_tokenizer(GgufFile(path), pytest.fail)
     return AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 

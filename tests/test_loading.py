@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from h2o_stream.models.gguf_names import Weight
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -15,11 +16,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models import load as loading
 from h2o_stream.models import new_packed_folder, packed_folder, packed_weights, quantize
 from h2o_stream.models import user_cache as packed_models
-from h2o_stream.models.gguf_names import Weight
-from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.models.quantize import FORMAT, PackedConfig
 from h2o_stream.models.user_cache import cached_folders
@@ -27,6 +25,8 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
+from h2o_stream.runtime import transformers_model as loading
+from h2o_stream.runtime.transformers_model import LoadedModel, load
 from tests.fixtures import make_llama, saved
 from tests.test_runtime import written as write_gguf
 from tests.tolerance import relative_error

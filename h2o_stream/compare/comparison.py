@@ -16,9 +16,9 @@ from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.compare.pause import Pause
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
-from h2o_stream.models.load import load
 from h2o_stream.options import bytes_text
 from h2o_stream.processes import Processes
+from h2o_stream.runtime.transformers_model import load
 
 Notify = Callable[[str], None]
 Options = TypeVar("Options", bound=ComparisonOptions)

@@ -22,11 +22,11 @@ from h2o_stream.compare.speed.engines import OURS, EngineSpec
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.models.load import load
 from h2o_stream.progress import ignore
 from h2o_stream.resources import version_of
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.runtime.transformers_model import load
 
 Step = Callable[[int], NDArray[numpy.float32]]
 """From a token to the logits [V] after it."""

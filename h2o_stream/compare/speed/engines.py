@@ -192,7 +192,7 @@ def _model_of(spec: EngineSpec) -> Any:
         from h2o_stream.compare.random_models.weights import random_model
 
         return random_model(Path(spec.random_weights), spec.model)
-    from h2o_stream.models.load import load
+    from h2o_stream.runtime.transformers_model import load
 
     return load(spec.model).model
 
