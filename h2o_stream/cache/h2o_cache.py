@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -17,7 +16,6 @@ from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.one_thread import OneThread
 from h2o_stream.cache.recurrent import HeldRows, load_states, states_of
 from h2o_stream.cache.state import Array, check_saveable, refusing_damage, with_prefix
-from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, layer_statistics
 from h2o_stream.cache.tearing import marks_tears
 from h2o_stream.cache.windowed_cache import WindowedCache
 from h2o_stream.config import CacheConfig
@@ -55,23 +53,6 @@ class H2OCache(WindowedCache):
         self._arriving: tuple[Sequence[int], int] = (), 0
         self._held_rows = HeldRows((), ())
         super().__init__(config, specs, max_distance, model_digest)
-
-    # statistics
-
-    def statistics(self) -> list[LayerStatistics]:
-        """Scores and kept attention of every layer that evicts, of the stream so far; see `measuring_sparsity`."""
-        return [layer_statistics(number, self.layers[number].head_groups) for number in self.evicting_layers]
-
-    @contextmanager
-    def measuring_sparsity(self) -> Iterator[None]:
-        """Inside the block `statistics` tell the sparsity of attention, too. It is computed in torch meanwhile."""
-        for group in self.evicting_groups:
-            group.watch = SparsityMeter()
-        try:
-            yield
-        finally:
-            for group in self.evicting_groups:
-                group.watch = None
 
     # streams
 
