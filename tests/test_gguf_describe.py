@@ -1,4 +1,4 @@
-"""What transformers needs besides a GGUF file's weights: a config and a tokenizer, created once and cached."""
+"""What transformers needs besides a GGUF file's weights: a tokenizer, created once and cached."""
 
 import json
 import threading
@@ -10,7 +10,7 @@ import pytest
 from gguf import GGUFValueType as T
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from h2o_stream import H2OStreamError, ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models import gguf_export
@@ -18,7 +18,7 @@ from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
-from tests.gguf_files import MERGES, TOKENS, composed, key, string
+from tests.gguf_files import MERGES, TOKENS, key, string
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ class TestDescribed:
     def test_it_is_what_transformers_makes_of_the_file(self, small: Path, cache_folder: Path) -> None:
         folder = export_tokenizer(GgufFile(small), pytest.fail)
         assert sorted(path.name for path in folder.iterdir()) == [
-            "chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+            "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
         ]  # fmt: skip
         ours, theirs = (
             AutoTokenizer.from_pretrained(folder),
@@ -46,8 +46,6 @@ class TestDescribed:
         assert splits[0] == splits[1]
         assert (ours.bos_token, ours.eos_token, ours.chat_template) == ("<s>", "</s>", theirs.chat_template)
         assert ours.tokenize("the an") == ["the", "Ġ", "an"]
-        config = AutoConfig.from_pretrained(folder)
-        assert (config.vocab_size, config.num_hidden_layers, config.head_dim) == (64, 2, 8)
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [2]
 
     @pytest.mark.exhaustive
@@ -55,16 +53,8 @@ class TestDescribed:
         self, embedded_file: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Transformers would take seconds to parse the weights and the vocabulary."""
-        read: list[int] = []
-        header = gguf_export._header
-
-        def measured(file: GgufFile, short: bool) -> bytes:
-            read.append(len(data := header(file, short)))
-            return data
-
-        monkeypatch.setattr(gguf_export, "_header", measured)
+        monkeypatch.setattr(gguf_export, "_header", None)
         folder = export_tokenizer(GgufFile(embedded_file), pytest.fail)
-        assert [size < 2**15 for size in read] == [True]
         assert sum(path.stat().st_size for path in folder.iterdir()) < 0.05 * embedded_file.stat().st_size
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer.decode(tokenizer("It's 2 o'clock.\n")["input_ids"]) == "It's 2 o'clock.\n"
@@ -132,11 +122,6 @@ class TestDescribed:
         with pytest.raises(H2OStreamError, match=r"tokenizer of small.gguf could not be written into .*file"):
             export_tokenizer(GgufFile(small), pytest.fail)
 
-    def test_unknown_architectures(self, tmp_path: Path, cache_folder: Path) -> None:
-        (tmp_path / "new.gguf").write_bytes(composed().replace(b"llama", b"lamma"))
-        with pytest.raises(UnsupportedModelError, match=r"new.gguf cannot be served: .*architecture lamma"):
-            export_tokenizer(GgufFile(tmp_path / "new.gguf"), pytest.fail)
-
     @pytest.mark.parametrize(("old", "new"), [
         (b"tokenizer.ggml.tokens", b"tokenizer.ggml.takens"),
         (b"tokenizer.ggml.model", b"tokenizer.ggml.madel"),
@@ -162,11 +147,8 @@ class TestDescribed:
         content, current = small.read_bytes(), GgufFile(small).metadata[f"llama.{name}"]
         old, new = (key(f"llama.{name}", T.UINT32, number) for number in (current, size))
         (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
-        for read in (lambda file: export_tokenizer(file, pytest.fail), parameters_of_gguf):
-            with pytest.raises(
-                ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 t"
-            ):
-                read(GgufFile(tmp_path / "bad.gguf"))
+        with pytest.raises(ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 t"):
+            parameters_of_gguf(GgufFile(tmp_path / "bad.gguf"))
 
     @pytest.mark.parametrize("more", [-1, 1])
     def test_another_number_of_layers(self, small: Path, tmp_path: Path, cache_folder: Path, more: int) -> None:
@@ -174,9 +156,8 @@ class TestDescribed:
         count = GgufFile(small).metadata["llama.block_count"]
         old, new = (key("llama.block_count", T.UINT32, number) for number in (count, count + more))
         (tmp_path / "bad.gguf").write_bytes(small.read_bytes().replace(old, new))
-        for read in (lambda file: export_tokenizer(file, pytest.fail), parameters_of_gguf):
-            with pytest.raises(ModelNotFoundError, match=f"block_count is {count + more}, and it has {count} layers"):
-                read(GgufFile(tmp_path / "bad.gguf"))
+        with pytest.raises(ModelNotFoundError, match=f"block_count is {count + more}, and it has {count} layers"):
+            parameters_of_gguf(GgufFile(tmp_path / "bad.gguf"))
 
     @settings(max_examples=25, deadline=None)
     @given(st.data())

@@ -167,7 +167,7 @@ class TestRefused:
     def test_a_weight_that_the_file_lacks(self, path: Path) -> None:
         write_model(path, make_llama(), "llama", **RMS, **EIGHT)
         path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.attn_rot_embd"))
-        with pytest.raises(DataError, match=r"model.gguf is damaged or incomplete: it has no model.layers.1.mlp.up_proj"):
+        with pytest.raises(DataError, match=r"model.gguf .* has no model.layers.1.mlp.up_proj"):
             load(ModelConfig(str(path)))
 
     def test_a_weight_of_another_shape(self, path: Path) -> None:

@@ -165,7 +165,8 @@ class HfWeights:
         if inner in WHOLES:
             return _borrowed(weights.matrix(WHOLES[inner], layer, rows, columns).weights)
         if self._is_reordered(inner) or kind != GGUF_KINDS[tensors[0].type.name]:
-            return pack(self.values(name).contiguous(), kind)
+            packed: Tensor = pack(self.values(name).contiguous(), kind)
+            return packed
         names = ((tensor_name(tensor.name)[1], prod(tensor.shape[:-1])) for tensor in tensors)
         parts = [_borrowed(weights.matrix(part, layer, count, columns).weights) for part, count in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
