@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from transformers import PreTrainedModel
+from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
 
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.config import ModelConfig
@@ -223,3 +223,21 @@ class TestRopeNumbers:
         keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}
         found = read(path, make_llama(), "llama", {**RMS, **EIGHT, **keys})
         assert found.config.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.every(2)
+def test_what_only_transformers_reads(path: Path) -> None:
+    """Its reader unpacks the weights; what it would leave out is refused."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 128}
+    model = FalconForCausalLM(FalconConfig(**sizes, max_position_embeddings=128)).eval()
+    model.config.num_key_value_heads, model.config.intermediate_size = 1, 128
+    keys = {**NORM}
+    write_model(path, model, "falcon", GGMLQuantizationType.Q8_0, **keys)
+    said: list[str] = []
+    found = load(ModelConfig(str(path), dtype="float32", device="cpu"), notify=said.append).model
+    assert "unpacked: only transformers reads them" in said[0]
+    ids = torch.arange(60)[None]
+    torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=0, atol=0.1)
+    write_model(path, model, "falcon", **keys, **{"rope.scaling.type": "linear"})
+    with pytest.raises(UnsupportedModelError, match="RoPE scaling of type 'linear'"):
+        load(ModelConfig(str(path), device="cpu"))

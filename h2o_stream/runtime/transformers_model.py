@@ -171,7 +171,8 @@ class _Loader:
         if self._file is not None and self._file.quantized and config.quantize == "auto":
             if library.loaded() is not None and self._described is not None:
                 return self._load_gguf(self._described, skeleton)
-            self._notify(f"The weights of {config.model} are unpacked: {library.why_not()}.")
+            reason = library.why_not() or "only transformers reads them"
+            self._notify(f"The weights of {config.model} are unpacked: {reason}.")
         quantized = getattr(self._hf_config, "quantization_config", None) is not None
         precision = choose_precision(
             config.model,
