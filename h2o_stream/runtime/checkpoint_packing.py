@@ -28,7 +28,7 @@ class PackedCheckpoint:
     Embedding and output layer have 8 bits. What is packed is as in the file, also if the model has another dtype.
 
     Args:
-        weights: of the checkpoint.
+        weights: weights of the checkpoint.
         quantize: ``int8`` or ``int4``.
         progress: gets the numbers packed.
     """
