@@ -61,7 +61,7 @@ class PackedCheckpoint:
         return self._weights.vector(name, layer, kind)
 
     def has(self, name: str, layer: int) -> bool:
-        """Whether there is such a matrix."""
+        """Whether the layer has this weight."""
         return self._weights.has(name, layer)
 
     @property
