@@ -1,4 +1,4 @@
-"""Versions of the residual stream that layers update in turns (AltUp), and residuals of low rank (LAuReL)."""
+"""Versions of the residual stream that layers update one after another (AltUp), and residuals of low rank (LAuReL)."""
 
 from __future__ import annotations
 

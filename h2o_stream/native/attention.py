@@ -34,7 +34,7 @@ class Rope:
     Attributes:
         frequencies: [rotary_dims / 2] float32, angles per position.
         scale: factor on rotated queries and keys (YaRN, LongRoPE), at every position.
-        fixed: whether nothing but the angles depends on positions, and the frequencies not on the sequence length.
+        fixed: whether rotations depend on the position alone, not on the length of the text.
         order: [head_size] int32, the order of the elements of a head in which halves are rotated, see
             `cache.rope.dimension_orders`; None for as they are.
     """

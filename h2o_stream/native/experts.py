@@ -55,7 +55,7 @@ class Router:
 
 
 def halves_of(both: Matrix, inner: int) -> tuple[Matrix, Matrix]:
-    """Gates of all experts, and what they are for, of which every expert has `inner` rows after one another."""
+    """Views of the gate and up rows, `inner` each, in a fused matrix of all experts."""
     rows = both.rows - inner
     return both.row_range(0, rows), both.row_range(inner, rows)
 

@@ -163,7 +163,7 @@ class GatedDelta:
         beta_scale: factor on betas, after the sigmoid.
         norm: norm of the output of each head, before the gate.
         out: the output projection.
-        out_in_turns: its columns are in turns of the key heads: those of the first value head of each come first.
+        out_in_turns: its columns are interleaved by key head: the first value head of each key head comes first.
 
     Raises:
         DescriptionError: sizes do not fit.

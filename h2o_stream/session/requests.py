@@ -70,6 +70,7 @@ def _sampling(record: dict[str, Any], place: str) -> SamplingConfig:
             top_k=0,
             min_p=0.0,
             repetition_penalty=1.0,
+            dry_multiplier=0.0,
             max_tokens=int(values["max_tokens"]),
             stop=tuple(stop),
         )
