@@ -228,7 +228,13 @@ class TestRopeNumbers:
 @pytest.mark.every(2)
 def test_what_only_transformers_reads(path: Path) -> None:
     """Its reader unpacks the weights; what it would leave out is refused."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 128}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 128,
+    }
     model = FalconForCausalLM(FalconConfig(**sizes, max_position_embeddings=128)).eval()
     model.config.num_key_value_heads, model.config.intermediate_size = 1, 128
     keys = {**NORM}
