@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, Engine, SamplingConfig
-from h2o_stream.cache import group_rules, shared_state
+from h2o_stream.cache import shared_state
 from h2o_stream.config import ModelConfig
 from h2o_stream.logs import MAX_MARKS, Log, NumberLog
 from h2o_stream.session.automatic import automatic_session
@@ -180,18 +180,15 @@ def test_logs_are_as_lists(steps: list[tuple[int, int]]) -> None:
 
 def test_rotations_of_the_distances_there_are(talker: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of all that the model was trained for: 65,536 of Llama's would take 32 MB."""
-    monkeypatch.setattr(shared_state, "_MIN_LENGTH", 32)
     found, greedy = [], SamplingConfig(temperature=0, max_tokens=600)
     for everything in (False, True):
         if everything:
-            monkeypatch.setattr(group_rules, "doubled", lambda length: 2**20)
+            monkeypatch.setattr(shared_state, "_MIN_REACH", 2**20)
         with Engine(talker(context=65536), tokenizer, CacheConfig(window=64), greedy) as engine:
             engine.end_tokens = frozenset()
             list(engine.prefill([*range(3, 59)]))
             list(engine.decode())
-            table: Any = engine.cache.head_groups[0].table
-            rows = {len(rows) for rows in table._tables.values()}
-            assert everything or max(rows) <= 8192
+            assert (len(engine.cache.head_groups[0].table.on_cpu(1)) > 2048) == everything
             found.append([*engine.tokens])
     assert found[0] == found[1]
 

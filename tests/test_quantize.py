@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.quantize import decode, encode, fit, spread
 from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.engine.served import serve
@@ -80,7 +79,7 @@ class TestLayer:
     def test_every_token_is_where_it_belongs(self, policy: str, window: int, bits: int, lengths: list[int]) -> None:
         """Each slot's key is near the key of its token, and exact for sinks and the newest."""
         plan = CacheConfig(policy, window, positions="absolute", chunk=7, kv_bits=bits).plan()
-        layer = HeadGroup(plan, make_policy(plan), None)
+        layer = HeadGroup(plan)
         keys: list[torch.Tensor] = []
         for number, length in enumerate(lengths):
             k = numbers(1, 2, length, 8, seed=number)
@@ -120,7 +119,7 @@ class TestLayer:
     def test_a_token_does_not_drift_while_it_stays(self) -> None:
         """Once the ranges are stable, reading and storing again changes no code."""
         plan = CacheConfig("sink", 40, sinks=30, positions="absolute", chunk=5, kv_bits=4).plan()
-        layer = HeadGroup(plan, make_policy(plan), None)
+        layer = HeadGroup(plan)
         self.feed(layer, [60])
         layer.store.key_range[:, :, 0], layer.store.key_range[:, :, 1] = -9.0, 9.0
         self.feed(layer, [10])

@@ -12,6 +12,7 @@ import numpy
 import pytest
 from gguf import GGMLQuantizationType
 
+from h2o_stream.cache.rotations import Rotations
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.engine.check import check
@@ -33,7 +34,7 @@ from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.known import read_known, read_windows
 from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.runtime.model import RuntimeModel
-from h2o_stream.runtime.rotations import Rotations, rope_frequencies
+from h2o_stream.runtime.rotations import rope_frequencies
 from h2o_stream.runtime.sources import ModelFile
 from tests.families import GROUPED, SLIDING, tiny
 from tests.fixtures import thinned, with_exhaustive

@@ -154,7 +154,8 @@ class FullCache(DynamicCache):
         first, before = require_array(state, self._first_keys), self.layers[number]
         device = getattr(before, "device", None) or self._device
         release_states(layer)
-        load_states(layer, to_tensors(with_prefix(state, f"{number}.")), len(first), before, device)
+        known = {name: tuple(held.shape[1:]) for name, held in states_of(before).items()}
+        load_states(layer, to_tensors(with_prefix(state, f"{number}.")), len(first), known, device)
         if not isinstance(layer, CacheLayerMixin):
             return layer
         keys, values = (require_array(state, f"{number}.{name}") for name in ("keys", "values"))
