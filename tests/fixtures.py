@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.config import ModelConfig
-from h2o_stream.engine.check import check
 from h2o_stream.engine.served import serve
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.load import LoadedModel, load, load_tokenizer
@@ -24,12 +23,10 @@ from h2o_stream.recall.terms import TermWeights
 from h2o_stream.resources import wheel_file
 from h2o_stream.runtime.loading import load_model
 from tests.gguf_files import write_model
-from tests.kept_checks import keep, keep_checks
 from tests.kept_tokenizers import keep_tokenizers
 from tests.preloaded import fork_other_pythons
 
 torch.set_grad_enabled(False)
-keep_checks()
 fork_other_pythons()
 keep_tokenizers()
 settings.register_profile("some", deadline=None, max_examples=25)  # a busy machine is no failure
@@ -78,15 +75,6 @@ def saved(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Path:
     """A folder with the model and the tokenizer, as commands take it."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
-
-
-def compared(folder: Path, quantize: str = "none") -> Path:
-    """The same folder, whose model is known to be right: the processes that tests start do not compare it again."""
-    for dtype in ("bfloat16", "float32"):
-        known = check(str(folder), folder, variant := f"{dtype} {quantize}")
-        assert [known.difference, known.doubt] == ["", ""]
-        keep(folder, variant, known)
     return folder
 
 
@@ -162,14 +150,14 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     """A random Llama with the embedded model's tokenizer, small enough for many commands to load."""
     folder = tmp_path_factory.mktemp("tiny-model")
-    return compared(saved(make_llama(vocab=len(tokenizer), context=400), tokenizer, folder))
+    return saved(make_llama(vocab=len(tokenizer), context=400), tokenizer, folder)
 
 
 @pytest.fixture(scope="session")
 def long_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     """The same with the context length that the documentation assumes."""
     folder = tmp_path_factory.mktemp("long-model")
-    return compared(saved(make_llama(vocab=len(tokenizer), context=8192), tokenizer, folder))
+    return saved(make_llama(vocab=len(tokenizer), context=8192), tokenizer, folder)
 
 
 @pytest.fixture

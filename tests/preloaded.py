@@ -29,8 +29,6 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from h2o_stream.models import gguf_export
-from h2o_stream.runtime import checking
-from tests.kept_checks import keep_checks, keep_digests, kept_digests
 
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 """The server's environment: as before any test changes it, with the variables that commands set before imports."""
@@ -72,7 +70,6 @@ class Preloaded(subprocess.Popen[Any]):
             "env": dict(os.environ if env is None else env),
             "terminal": self._terminal,
             "closed": list(self._closed),
-            "compared": kept_digests(),
         }
         reply.sendall(json.dumps(request).encode() + b"\n")
         self._reply = reply.makefile("rb")
@@ -119,14 +116,10 @@ def run(
 def fork_other_pythons() -> None:
     """Let the Pythons that the package starts beside this one be forks: nearly all of their time is that of imports."""
 
-    def start(command: Sequence[str], start_new_session: bool, **more: Any) -> Preloaded:
-        return Preloaded(command[1:], **more)
-
     def finish(command: Sequence[str], capture_output: bool, check: bool) -> subprocess.CompletedProcess[str]:
         return run(*command[1:])
 
-    for module in (checking, gguf_export):
-        vars(module)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": start, "run": finish})
+    vars(gguf_export)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "run": finish})
 
 
 @cache
@@ -221,7 +214,6 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    keep_digests(request["compared"])
     return list(request["arguments"])
 
 
@@ -238,7 +230,6 @@ def _warm_up() -> None:
     from h2o_stream.recall.terms import TermWeights
     from tests.kept_tokenizers import keep_tokenizers
 
-    keep_checks()
     keep_tokenizers()
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0  # progress bars would start a thread
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}

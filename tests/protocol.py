@@ -20,21 +20,22 @@ TYPES: dict[str, tuple[Any, Any]] = {
 ADAPTERS = {end: tuple(map(TypeAdapter, types)) for end, types in TYPES.items()}
 
 
-def send(server: Running, endpoint: str, body: bytes) -> tuple[int, str, bytes]:
+def send(server: Running, endpoint: str, body: bytes, key: str = "") -> tuple[int, str, bytes]:
     """Status, type and bytes of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
-        connection.request("POST", f"/v1/{endpoint}", body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        connection.request("POST", f"/v1/{endpoint}", body, headers)
         answer = connection.getresponse()
         return answer.status, answer.headers["content-type"], answer.read()
     finally:
         connection.close()
 
 
-def answered(server: Running, endpoint: str, body: Any) -> tuple[int, list[Any]]:
+def answered(server: Running, endpoint: str, body: Any, key: str = "") -> tuple[int, list[Any]]:
     """Status and JSON of an answer, or of its events, all of which are of the types of the openai package."""
     data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    status, kind, sent = send(server, endpoint, data)
+    status, kind, sent = send(server, endpoint, data, key)
     if status != 200:
         error = from_json(sent, allow_inf_nan=False)["error"]
         assert kind == "application/json"
@@ -97,7 +98,7 @@ def message_of(endpoint_events: list[Any], streamed: bool) -> tuple[dict[str, An
         return endpoint_events[0]["choices"][0]["message"], endpoint_events[0]["h2o"]
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for event in endpoint_events:
-        delta = event["choices"][0]["delta"] if event["choices"] else {}
+        delta = next((x["delta"] for x in event["choices"] if x["index"] == 0), {})
         message["content"] += delta.get("content") or ""
         if "tool_calls" in delta:
             calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta["tool_calls"]]

@@ -202,16 +202,16 @@ class TestStream:
     def test_out_of_memory_ends_with_the_table(self, tiny_folder: Path, questions: Path, monkeypatch: Any) -> None:
         from h2o_stream.engine.engine import Engine
 
-        feed = Engine._forward
+        feed = Engine.forward
 
-        def fail(self: Engine, tokens: list[int]) -> None:
+        def fail(self: Engine, tokens: list[int]) -> Any:
             if self.cache.seen_tokens > 120:
                 from h2o_stream.errors import OutOfMemoryError
 
                 raise OutOfMemoryError("out of memory after many tokens; try --window")
-            feed(self, tokens)
+            return feed(self, tokens)
 
-        monkeypatch.setattr(Engine, "_forward", fail)
+        monkeypatch.setattr(Engine, "forward", fail)
         done = invoke("h2o-stream", "-m", tiny_folder, "--questions", questions, "-n", "200", "--jsonl", "-")
         assert done.exit_code == 1
         assert records(done.stdout)[-2]["finish"] == "oom"

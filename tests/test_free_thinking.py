@@ -18,7 +18,7 @@ from h2o_stream.serve.thinking import parse_thinking
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.thinking import Markers
 from h2o_stream.session.turn import Turn
-from tests.fixtures import compared, make_llama, saved
+from tests.fixtures import make_llama, saved
 from tests.serve_load import post
 from tests.served import Running
 from tests.test_thinking_families import FORMS
@@ -169,7 +169,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, letters: PreTrainedTokenize
     talking = thinking_tokenizer(letters, SWITCHED, special=True)
     model = saved(make_llama(vocab=len(talking), context=800), talking, tmp_path_factory.mktemp("model"))
     cache = CacheConfig(window=300)
-    running = Running(tmp_path_factory.mktemp("served"), ModelConfig(str(compared(model)), dtype="float32"), cache)
+    running = Running(tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), cache)
     yield running
     running.close()
 

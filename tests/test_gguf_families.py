@@ -29,12 +29,12 @@ from h2o_stream.models.load import load
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.architectures import ARCHITECTURES
-from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import attention_to_copy
 from h2o_stream.runtime.loading import ModelFile
 from h2o_stream.runtime.model import RuntimeModel
 from tests import llama
+from tests.descriptions import difference
 from tests.families import tiny
 from tests.fixtures import thinned
 from tests.gguf_files import write_model
@@ -360,7 +360,7 @@ def runtime_model(path: Path) -> RuntimeModel:
         source.describe(print),
         windows=(),
         digest="",
-        other_digest=str,
+        is_called=lambda digest: False,
         context=parameters.context,
         max_distance=parameters.max_distance,
         sliding=parameters.windows,

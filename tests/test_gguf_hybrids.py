@@ -1,7 +1,6 @@
 """GGUF files of models with recurrent layers: the same logits as of the model that they were written from."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,16 @@ from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.config import ModelConfig
-from h2o_stream.engine.check import DamagedWeightsError, check
 from h2o_stream.models.gguf_hybrids import nemotron_config
 from h2o_stream.models.load import load
 from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
-from h2o_stream.native.mixers import GatedDelta, Mamba2
-from h2o_stream.runtime.comparison import difference
+from h2o_stream.native.mixers import Mamba2
 from h2o_stream.runtime.sources import ModelFile
 from tests import llama
+from tests.descriptions import difference
 from tests.fixtures import thinned, with_exhaustive
 from tests.gguf_files import write_model
 from tests.test_gguf_families import (
@@ -231,39 +229,6 @@ def test_biases_of_matrices_that_are_not_packed(tmp_path: Path) -> None:
 def test_a_layer_without_known_parts() -> None:
     with pytest.raises(ValueError, match="layer 0 has no known part"):
         nemotron_config({"ssm.time_step_rank": 8, "block_count": 1}.get, ())
-
-
-def test_kept_weights_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the file, as transformers cannot map them; which keeps none of its own then."""
-    keep_all(tmp_path, monkeypatch)
-    path, folders = written("Qwen 3.5", tmp_path, GGMLQuantizationType.Q8_0), tmp_path / "cache" / "packed"
-    ModelFile(str(path), path, "float32").describe(print, print)
-    known = check(str(path), path, "float32")
-    assert [known.difference, known.doubt] == ["", ""]
-    (kept,) = folders.glob("*/model.safetensors")
-    assert (kept.parent / "compared").exists()
-    (kept.parent / "compared").unlink()
-    data = bytearray(kept.read_bytes())
-    data[-1] ^= 1
-    kept.write_bytes(data)
-    with pytest.raises(DamagedWeightsError, match="has other weights"):
-        check(str(path), path, "float32")
-    assert not [*folders.glob("*/model.safetensors")]
-
-
-def test_what_differs_is_found(tmp_path: Path) -> None:
-    """Also where weights are in another order than transformers', and packed in another way."""
-    for name in ("Qwen3-Next", "Qwen 3.5 with more value heads"):
-        path = written(name, tmp_path, GGMLQuantizationType.Q8_0)
-        loaded = load(ModelConfig(str(path), dtype="float32")).model
-        described = ModelFile(str(path), path, "float32").describe(print)
-        first = described.layers[0].mixer
-        assert isinstance(first, GatedDelta)
-        swapped = replace(first.columns, value=first.columns.gate, gate=first.columns.value)
-        in_turns = replace(first, out_in_turns=not first.out_in_turns)
-        for mixer in (replace(first, columns=swapped), in_turns, replace(first, rate=first.rate * 1.01)):
-            layers = [replace(described.layers[0], mixer=mixer), *described.layers[1:]]
-            assert "mixer of 0 of layers" in difference(replace(described, layers=layers), describe(loaded))
 
 
 @pytest.mark.every(3)

@@ -12,8 +12,8 @@ from h2o_stream.config import ModelConfig
 from h2o_stream.models.load import load
 from h2o_stream.native.describe import describe
 from h2o_stream.runtime.architectures import ARCHITECTURES
-from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.loading import ModelFile
+from tests.descriptions import difference
 from tests.gguf_files import split
 from tests.in_turn import in_turn
 from tests.test_gguf_families import CASES, FILE_TYPES, write  # noqa: F401

@@ -20,8 +20,8 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.experts import Experts
-from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.loading import ModelFile
+from tests.descriptions import difference
 from tests.families import EXPERTS, GROUPED, SLIDING, rope, tiny
 from tests.gguf_files import write_model
 from tests.interpreter import nudged

@@ -23,7 +23,7 @@ from h2o_stream.native.packing import pack
 from tests import families
 from tests.commands import invoke
 from tests.families import each_family
-from tests.fixtures import compared, make_llama, saved, with_exhaustive
+from tests.fixtures import make_llama, saved, with_exhaustive
 
 TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
 
@@ -208,10 +208,7 @@ class TestInTheShell:
 
     @pytest.fixture(scope="class")
     def model(self, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-        folder = saved(make_llama(size=16, vocab=len(tokenizer)), tokenizer, tmp_path_factory.mktemp("model"))
-        for quantize in ("int8", "int4"):
-            compared(folder, quantize)
-        return folder
+        return saved(make_llama(size=16, vocab=len(tokenizer)), tokenizer, tmp_path_factory.mktemp("model"))
 
     def test_a_folder_is_of_one(self, model: Path, text: Path, tmp_path: Path) -> None:
         options = ["nll", "-m", model, "--text", text, "--tokens", "100", "--windows", "32"]

@@ -85,9 +85,9 @@ def test_layers() -> None:
 
 
 def test_without_torch() -> None:
-    """What a chat with a model of the runtime takes, and a check before it has lowered its priority."""
+    """What a chat with a model of the runtime takes."""
     modules = (
-        "cache.cache_state", "cache.audit", "cache.holders", "engine.check", "recall.recall", "session.history",
+        "cache.cache_state", "cache.audit", "cache.holders", "recall.recall", "session.history",
         "ui.chat", "ui.stream", "serve.app",
     )  # fmt: skip
     code = (

@@ -1,10 +1,13 @@
 """What a turn costs after 100 turns and after 100,000: operations, bytes read, written and allocated, not seconds."""
 
+import json
 import os
+import re
 import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from hypothesis import strategies as st
 from h2o_stream import CacheConfig, Engine, SamplingConfig
 from h2o_stream.cache import shared_state
 from h2o_stream.config import ModelConfig
+from h2o_stream.errors import DataError
 from h2o_stream.logs import MAX_MARKS, Log, NumberLog
+from h2o_stream.serve.store import Store
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.history import ConversationHistory
@@ -208,3 +213,63 @@ def test_the_last_turn_is_found_at_the_end(tmp_path: Path, steps: list[tuple[str
         with path.open("ab") as file:
             file.write(b'{"type": "turn", "turn": 99')
     assert last_turn(path) == (transcript.entries[-1].turn if transcript.entries else 0)
+
+
+ODD = st.sampled_from([None, True, -1, 0, 2**70, 0.5, "", "x", "\ud800", "0" * 32, [], {}, [1], ["a"], {"a": []}])
+FIELDS = ("type", "turn", "prompt", "text", "kind", "finish", "time", "thinking", "model", "policy", "window", "system")
+RECORDS = st.one_of(
+    ODD,
+    st.builds(
+        lambda good, odd: good | odd,
+        st.sampled_from([turn_record(Entry(1, "a", "b")), {"type": "undo", "turn": 0}]),
+        st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=2),
+    ),
+    st.lists(ODD, max_size=4),
+)
+
+
+def lines(records: list[Any], cut: int) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()[: -cut or None]
+
+
+@given(st.lists(RECORDS, max_size=4), st.integers(0, 30))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_strange_transcripts(tmp_path: Path, records: list[Any], cut: int) -> None:
+    """They are refused, or read as far as they are whole, and gone on with."""
+    path = tmp_path / "strange.jsonl"
+    path.write_bytes(lines([header_record(Header("m", "h2o", 64, None)), *records], cut))
+    with suppress(DataError):
+        last_turn(path)
+    try:
+        transcript = Transcript(path)
+    except DataError as error:
+        assert re.search(r"line \d|header", str(error))  # noqa: PT017  # some are read
+        return
+    if transcript.line_count == 0:
+        transcript.append(header_record(Header("m", "h2o", 64, None)))
+    transcript.append(turn_record(Entry(last_turn(path) + 1, "c", "d")))
+    again = Transcript(path)
+    assert (list(again.entries), again.line_count) == (list(transcript.entries), transcript.line_count)
+
+
+@given(
+    st.lists(ODD | st.lists(ODD, max_size=4), max_size=4),
+    st.dictionaries(st.sampled_from(["model", "key", "first", "owner", "system"]), ODD),
+    st.integers(0, 9),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_strange_files_of_a_server(tmp_path: Path, records: list[Any], about: dict[str, Any], cut: int) -> None:
+    """No file of a conversation keeps a server from starting, or from forgetting it."""
+    folder = tmp_path / ("a" * 32)
+    folder.mkdir(exist_ok=True)
+    said = [turn_record(Entry(number, "a", "b")) for number in range(1, 4)]
+    (folder / "transcript.jsonl").write_bytes(lines([header_record(Header("m", "h2o", 64, None)), *said], 0))
+    good = {"model": "m", "key": [], "system": None, "owner": "", "first": "0"}
+    (folder / "serve.jsonl").write_bytes(lines([good | about, ["1", 1], *records], cut))
+    store = Store(tmp_path, "m", 3, 0, 1e6)
+    for kept in store.to_forget({}):
+        list(store.with_hash(kept.hashes[-1], ""))
+        store.forget(kept)
+    assert not store._by_hash
+    assert not store._by_id
+    store.close()

@@ -137,7 +137,6 @@ def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts:
         for served, part in zip(alone[steps:], ids[steps:], strict=True):
             read = served.stepper.prompt(part, keep=1)
             assert read is not None
-            served.cache.torn = False
             wanted.append(read[0, 0])
         steppers = [served.stepper for served in together]
         assert all(map(Stepper.begin_step, steppers[:steps], map(numpy.ravel, ids[:steps])))

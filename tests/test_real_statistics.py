@@ -17,16 +17,16 @@ from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment import native_steps, verification
 from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.attachment.support import layer_specs
+from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.config import ModelConfig
-from h2o_stream.engine.check import check
 from h2o_stream.models.load import load
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.modules import norm_of
 from h2o_stream.native.probing import only_match
-from h2o_stream.runtime.comparison import difference
 from h2o_stream.runtime.sources import ModelFile
+from tests.descriptions import difference
 from tests.families import FAMILIES, GROUPED, tiny
 from tests.fixtures import refusal
 from tests.gguf_files import write_model
@@ -143,8 +143,7 @@ class TestFiles:
     @pytest.mark.parametrize(("name", "seed", "dtype"), cases(FILES, ("float32", "bfloat16")))
     def test_are_found_right(self, name: str, seed: int, dtype: str, tmp_path: Path) -> None:
         path = written(tmp_path, name, seed)
-        known = check(str(path), path, dtype)
-        assert [known.difference, known.doubt] == ["", ""]
+        assert certify(CertifyOptions(str(path), ModelConfig(dtype=dtype)), print) == []
 
 
 def _with_flipped_norms(description: Description) -> Description:

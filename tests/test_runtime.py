@@ -15,13 +15,11 @@ from gguf import GGMLQuantizationType
 from h2o_stream.cache.rotations import Rotations
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
-from h2o_stream.engine.check import check
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
 from h2o_stream.models import load as models_load
 from h2o_stream.models import packed_folder, packed_weights, user_cache
 from h2o_stream.models.fitting import dtype_name
-from h2o_stream.models.gguf_model import weights_difference
 from h2o_stream.models.load import load
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.precision import allowed_dtypes
@@ -30,12 +28,12 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import loading, sources
-from h2o_stream.runtime.comparison import difference
-from h2o_stream.runtime.known import read_known, read_windows
+from h2o_stream.runtime.known import read_windows, shipped_digest
 from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.rotations import rope_frequencies
 from h2o_stream.runtime.sources import ModelFile
+from tests.descriptions import difference
 from tests.families import GROUPED, SLIDING, tiny
 from tests.fixtures import thinned, with_exhaustive
 from tests.gguf_files import write_model
@@ -112,9 +110,6 @@ def through_both(file: Path, config: CacheConfig, **engine: Any) -> tuple[Engine
     """The model of a file behind transformers, and without torch."""
     loaded = load(ModelConfig(str(file), dtype="float32"))
     theirs = Engine(loaded.model, loaded.tokenizer, config, **engine)
-    if read_known(file, "float32") is None:
-        known = check(str(file), file, "float32")
-        assert [known.difference, known.doubt] == ["", ""]
     found = load_model(ModelConfig(str(file), dtype="float32"), config, "auto", print, print)
     assert isinstance(found.model, RuntimeModel)
     return theirs, Engine(found.model, found.tokenizer, config, **engine)
@@ -176,7 +171,7 @@ class TestDescription:
         kept = next((tmp_path / "cache" / "packed").glob("*/model.safetensors"))
         before = kept.stat()
         model = load(ModelConfig(str(path), dtype=dtype)).model
-        assert weights_difference(ModelFile(str(path), path, dtype).file, model, model.dtype) == ""
+        assert ModelFile(str(path), path, dtype).packed_difference() == ""
         assert difference(ModelFile(str(path), path, dtype).describe(print), describe(model)) == ""
         assert (before.st_ino, before.st_mtime_ns) == (kept.stat().st_ino, kept.stat().st_mtime_ns)
         kept.write_bytes(kept.read_bytes()[:1000])
@@ -254,7 +249,7 @@ class TestStream:
             states = [engine.served.state_dict() for engine in (theirs, ours)]
         assert states[0].keys() == states[1].keys()
         for name, array in states[0].items():
-            if name == "checksums":
+            if name in ("checksums", "fingerprint"):  # the model is called otherwise
                 continue
             assert (array.dtype, array.shape) == (states[1][name].dtype, states[1][name].shape), name
             if name.endswith("index"):
@@ -358,14 +353,13 @@ class TestLoading:
     @pytest.mark.parametrize("dtype", with_exhaustive(["float32"], ["bfloat16"]))
     def test_the_embedded_model_ships_as_it_is(self, embedded_file: Path, dtype: str) -> None:
         """What is known of it is what is found out about it here."""
-        known = read_known(embedded_file, dtype)
-        assert known is not None
+        assert shipped_digest(embedded_file, dtype)
         loaded = load(ModelConfig(dtype=dtype))
         with Engine(loaded.model, loaded.tokenizer, CacheConfig()) as engine:
             assert engine.cache.engine_note == f"native, {library.name()}"
             source = ModelFile(loaded.name, embedded_file, dtype)
             assert difference(source.describe(print), engine.served.native_model.description) == ""  # type: ignore[attr-defined]
-            assert engine.cache.model_digest() == known.digest  # type: ignore[union-attr]
+            assert engine.cache.model_digest() == shipped_digest(embedded_file, dtype)  # type: ignore[union-attr]
             measured = numpy.array([shares(spec.windows) for spec in engine.cache.specs])  # type: ignore[union-attr]
             shipped = numpy.array([shares(windows) for windows in read_windows(embedded_file, dtype)])
             assert abs(measured - shipped).mean() < 0.05, "other instruction sets round otherwise"

@@ -148,24 +148,24 @@ class TestConversations:
     def test_a_token_that_cannot_be_fed_ends_its_reply_only(
         self, server: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        begin, failed = WaitingEngine.begin_step, set[WaitingEngine]()
+        begin, failed = WaitingEngine.begin_waiting, set[WaitingEngine]()
 
-        def fail_once(engine: WaitingEngine) -> None:
+        def fail_once(engine: WaitingEngine) -> Any:
             if not failed and len([job for job in server.service.worker._jobs if job.live.engine.steps]) == 3:
                 failed.add(engine)
                 engine.waiting = [-1]
-            begin(engine)
+            return begin(engine)
 
         def ask(number: int) -> tuple[int, Any]:
             said = [{"role": "user", "content": f"Name a tool, {number}."}]
             return post(server.url, "/v1/chat/completions", {"messages": said, "temperature": 0, "max_tokens": 24})
 
-        monkeypatch.setattr(WaitingEngine, "begin_step", fail_once)
+        monkeypatch.setattr(WaitingEngine, "begin_waiting", fail_once)
         with ThreadPoolExecutor(3) as executor:
             answers = list(executor.map(ask, range(3)))
         assert failed
         assert sorted(status for status, _ in answers) == [200, 200, 400]
-        assert "this token cannot be fed" in str(answers)
+        assert "these tokens cannot be fed" in str(answers)
 
     def test_choices(self, server: Running) -> None:
         answer = server.say("Say something.", n=3, temperature=1.5, seed=1)

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -79,7 +81,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exc
 
 
 FAULTS = [
-    (Store, "save"), (Store, "index"), (Store, "to_forget"), (Live, "add"), (Conversations, "commit"),
+    (Store, "save"), (Store, "_index"), (Store, "to_forget"), (Live, "add"), (Conversations, "commit"),
     (Conversations, "committed"), (Conversations, "open"), (Metrics, "opened"), (Metrics, "replied"),
     (Endings, "_save"), (Worker, "_begin"),
 ]  # fmt: skip
@@ -335,6 +337,16 @@ BOMB = {"type": "string", "allOf": [{"type": "string", "pattern": f"^.*(a|b){{{n
 """Two kilobytes that take all memory and time."""
 
 
+SIZES = st.sampled_from([1, 3, 40, 1000, 10**6, 10**9])
+
+
+def nested(schema: Any, depth: int) -> Any:
+    """A schema deep inside of others."""
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    return schema
+
+
 def form(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
@@ -349,6 +361,54 @@ def test_schemas_without_an_end(server: Running, monkeypatch: pytest.MonkeyPatch
         assert reply(server.say("A number?", **form({"const": 1}))) == "1"
         refused = [bomb.result() for bomb in bombs]
     assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 3
+
+
+PATTERNS = ["^.*(a|b){%d}.*$", "(a*)*{%d}b", "[^x]{1,%d}", "((x{1,%d}){1,%d}){1,%d}", "^(?=a{%d})b$", "(%d"]
+SCHEMAS = st.recursive(
+    st.one_of(
+        st.builds(lambda x, n: {"pattern": x.replace("%d", str(n))}, st.sampled_from(PATTERNS), SIZES),
+        st.builds(lambda n: {"enum": [f"value {i}" * 9 for i in range(min(n, 5000))]}, SIZES),
+        st.builds(lambda n: {"type": "string", "minLength": n, "maxLength": 2 * n}, SIZES),
+        st.builds(lambda n: {"type": "integer", "minimum": -n, "maximum": 10**n if n < 99 else n}, SIZES),
+        st.builds(lambda n: {"type": "number", "multipleOf": 1 / n, "minimum": 0.1, "maximum": n}, SIZES),
+        st.builds(lambda x: {"$ref": x}, st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "#/nowhere", "http://x/y"])),
+        st.sampled_from([{}, True, False, {"type": "nothing"}, {"not": {}}, {"const": {"a": [1]}}, {"type": []}]),
+    ),
+    lambda inner: st.one_of(
+        st.builds(
+            lambda name, items, n: {name: (items * n)[:60]},
+            st.sampled_from(["allOf", "anyOf", "oneOf"]), st.lists(inner, min_size=1, max_size=4), st.integers(1, 15),
+        ),
+        st.builds(lambda x, n: {"type": "array", "items": x, "minItems": n, "uniqueItems": n % 2 == 0}, inner, SIZES),
+        st.builds(lambda x, n: {"properties": {f"p{i}": x for i in range(min(n, 900))}}, inner, SIZES),
+        st.builds(lambda x, y: {"patternProperties": {"^a+$": x}, "additionalProperties": y}, inner, inner),
+        st.builds(nested, inner, st.integers(1, 300)),
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(
+    max_examples=max(settings.default.max_examples // 8, 1),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(SCHEMAS, SCHEMAS, SCHEMAS)
+def test_any_schema(server: Running, monkeypatch: pytest.MonkeyPatch, schema: Any, a: Any, b: Any) -> None:
+    """It is followed or refused, in the time that there is, and leaves no process."""
+    monkeypatch.setattr(grammars, "COMPILE_S", 0.3)
+    monkeypatch.setattr(grammars, "STEP_S", 0.3)
+    server.say("A number?", **form({"const": 1}))
+    whole = {**schema, "$defs": {"a": a, "b": b}} if isinstance(schema, dict) else schema
+    began = time.monotonic()
+    status, answer = server.ask("Any?", **form(whole))
+    assert status in (200, 400), answer
+    assert time.monotonic() - began < 9
+    process = server.service.grammars._process
+    assert process is not None
+    children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 5
+    while children.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not children.read_text()
 
 
 def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,7 +506,7 @@ def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: py
     threads = {what: {name for found, name, size in read if found == what and size >= len(text)} for what, *_ in read}
     assert all(name.startswith("h2o-read") for name in threads["tokens"])
     assert threads["tokens"]
-    assert threads["JSON"] | threads["messages"] <= {name for _, name, _ in read if name.startswith("asyncio_")}
+    assert threads["JSON"] | threads["messages"] <= {name for _, name, _ in read if name.startswith("h2o-aside")}
     read.clear()
     for refused, param in (
         ({"messages": [{"role": "system", "content": text}, *other]}, "messages"),

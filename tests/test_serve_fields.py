@@ -18,7 +18,7 @@ from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.fields import ELSEWHERE, FIELDS, Endpoint, Ignored, Refused, Served, as_markdown, read_fields
 from h2o_stream.serve.responses import parse_response
 from h2o_stream.serve.wording import renamed
-from tests.fixtures import compared, make_llama, saved
+from tests.fixtures import make_llama, saved
 from tests.serve_load import post
 from tests.served import Running
 from tests.test_tools import HERMES, WEATHER
@@ -92,7 +92,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     changed.chat_template = HERMES
     model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
     running = Running(
-        tmp_path_factory.mktemp("served"), ModelConfig(str(compared(model)), dtype="float32"), CacheConfig(window=300)
+        tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
     )
     yield running
     running.close()

@@ -5,11 +5,14 @@ Longer: ``pytest tests/test_serve_protocol.py --hypothesis-profile long`` until 
 
 import asyncio
 import copy
+import datetime
+import decimal
 import enum
 import json
+import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import openai
 import pydantic
@@ -31,7 +34,7 @@ from h2o_stream.serve.response_events import stream_response
 from h2o_stream.serve.responses import AskedResponse
 from h2o_stream.serve.stream import LogprobSampler
 from h2o_stream.session.other_calls import Call
-from tests.fixtures import compared, make_llama, saved
+from tests.fixtures import make_llama, saved
 from tests.protocol import ADAPTERS, answered, message_of, send, texts_of, whole_of
 from tests.served import Running
 from tests.test_serve_tools import STRICT
@@ -47,7 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     changed.add_tokens(["<tool_call>", "</tool_call>"])
     model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
     running = Running(
-        tmp_path_factory.mktemp("served"), ModelConfig(str(compared(model)), dtype="float32"), CacheConfig(window=300)
+        tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
     )
     yield running
     running.close()
@@ -119,12 +122,19 @@ BASE: dict[str, dict[str, Any]] = {
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """An endpoint and a request: some fields with values that clients send, and seldom one with any value."""
+    """An endpoint and a request: some fields with values that clients send, and seldom one with any value, or any value
+    somewhere inside.
+    """
     endpoint = draw(st.sampled_from([*FIELDS]))
     names = draw(st.lists(st.sampled_from([*FIELDS[endpoint]]), max_size=5, unique=True))
-    body = copy.deepcopy(BASE[endpoint]) | {name: draw(FIELDS[endpoint][name]) for name in names}
+    body = copy.deepcopy(BASE[endpoint]) | {name: copy.deepcopy(draw(FIELDS[endpoint][name])) for name in names}
     if names and not draw(st.integers(0, 3)):
-        body[names[0]] = draw(ODD)
+        inside: Any = body
+        key: Any = names[0]
+        while isinstance(inside[key], dict | list) and inside[key] and draw(st.booleans()):
+            inside = inside[key]
+            key = draw(st.sampled_from([*inside] if isinstance(inside, dict) else range(len(inside))))
+        inside[key] = draw(ODD)
     return endpoint, body
 
 
@@ -310,6 +320,32 @@ def test_schemas_that_pydantic_writes(server: Running, endpoint: str, models: li
         elif not chat and answer["status"] == "completed":
             (item,) = answer["output"]
             assert isinstance(model.model_validate_json(item["arguments"]), model)
+
+
+TYPES_OF_FIELDS = st.recursive(
+    st.sampled_from([
+        int, float, bool, str, None, Colour, Place, Literal["a", "ü"], datetime.date, uuid.UUID,
+        decimal.Decimal, Annotated[int, pydantic.Field(ge=0, lt=9)], Annotated[str, pydantic.Field(max_length=3)],
+        Annotated[str, pydantic.Field(pattern="^[ab]+$")],
+    ]),
+    lambda inner: st.one_of(
+        inner.map(lambda kind: list[kind]), inner.map(lambda kind: dict[str, kind]),  # type: ignore[valid-type]
+        inner.map(lambda kind: tuple[kind, int]), st.tuples(inner, inner).map(lambda kinds: Union[kinds]),  # type: ignore[valid-type]  # noqa: UP007
+        st.dictionaries(st.sampled_from("xyz"), inner, min_size=1, max_size=3).map(lambda fields: model_of(fields)),
+    ),
+    max_leaves=5,
+)  # fmt: skip
+
+
+def model_of(fields: dict[str, Any]) -> Any:
+    """A model of pydantic with these fields."""
+    return pydantic.create_model("Inner", **{name: (kind, ...) for name, kind in fields.items()})
+
+
+@settings(max_examples=max(settings.default.max_examples // 8, 1))
+@given(st.dictionaries(st.sampled_from(["a", "b", "<|im_end|"]), TYPES_OF_FIELDS, min_size=1, max_size=3))
+def test_any_schema_that_pydantic_writes(server: Running, fields: dict[str, Any]) -> None:
+    test_schemas_that_pydantic_writes(server, "chat/completions", [model_of(fields)])
 
 
 TURN = st.fixed_dictionaries({

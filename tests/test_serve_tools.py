@@ -18,7 +18,7 @@ from h2o_stream.serve.requests import Options
 from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
 from h2o_stream.session.messages import parse_tools
 from h2o_stream.session.template import ChatTemplate
-from tests.fixtures import compared, make_llama, saved
+from tests.fixtures import make_llama, saved
 from tests.in_turn import in_turn
 from tests.served import Running
 from tests.test_tools import HERMES, TIME, WEATHER
@@ -206,7 +206,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     changed.add_tokens(["<tool_call>", "</tool_call>"])  # one token each, but not flagged special, as in Qwen's files
     model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
     running = Running(
-        tmp_path_factory.mktemp("served"), ModelConfig(str(compared(model)), dtype="float32"), CacheConfig(window=300)
+        tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
     )
     yield running
     running.close()

@@ -103,8 +103,8 @@ class TestConversation:
     def test_three_turns_feed_the_system_prompt_once_and_every_token(self, served_embedded: LoadedModel) -> None:
         engine, conversation = self.talk(served_embedded.model, served_embedded.tokenizer)
         fed: list[int] = []
-        feed = engine._forward
-        engine._forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
+        feed = engine.forward
+        engine.forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
         with engine:
             turns = [self.last(conversation.say(text)) for text in TALK]
         text = served_embedded.tokenizer.decode(fed)
@@ -164,8 +164,8 @@ class TestConversation:
             assert (last.finish, bool(last.text)) == ("interrupted", True)
             engine.should_stop = lambda: False
             fed: list[int] = []
-            feed = engine._forward
-            engine._forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
+            feed = engine.forward
+            engine.forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
             assert self.last(conversation.say(TALK[0])).finish in ("stop", "length")
         assert tokenizer.decode(fed).startswith(f"{END}\n<|im_start|>user\n{TALK[0]}")
 

@@ -16,7 +16,7 @@ from h2o_stream.session.questions import load_questions
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.turn import Turn
 from tests.commands import invoke
-from tests.fixtures import compared, make_llama, saved, written
+from tests.fixtures import make_llama, saved, written
 from tests.in_turn import in_turn
 
 END = "<|im_end|>"
@@ -79,7 +79,7 @@ def hermes(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 def calling_folder(tmp_path_factory: pytest.TempPathFactory, hermes: PreTrainedTokenizerBase) -> Path:
     """A tiny random model whose template has tools."""
     folder = tmp_path_factory.mktemp("calling-model")
-    return compared(saved(make_llama(vocab=len(hermes), context=800), hermes, folder))
+    return saved(make_llama(vocab=len(hermes), context=800), hermes, folder)
 
 
 class TestTemplate:

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.engine.sampling import Sampler
-from tests.fixtures import compared, make_llama, saved
+from tests.fixtures import make_llama, saved
 
 _TURNS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -49,7 +49,7 @@ def _with_tags(tokenizer: Any, special: bool) -> Any:
 
 def write_thinking_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """A random model with this tokenizer."""
-    return compared(saved(make_llama(vocab=len(tokenizer), context=2000), tokenizer, folder))
+    return saved(make_llama(vocab=len(tokenizer), context=2000), tokenizer, folder)
 
 
 def script(monkeypatch: pytest.MonkeyPatch, tokenizer: Any, *replies: str) -> None:

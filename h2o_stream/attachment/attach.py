@@ -124,7 +124,7 @@ def _build(
 
     config = sized(config, max_distance, bytes_of, functools.partial(weight_bytes, model))
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
-    cache.other_digest = lambda: getattr(model, FILE_DIGEST, "")
+    cache.is_called = lambda saved: saved == getattr(model, FILE_DIGEST, "")
     cache.continues = verification.continues()
     return as_class_for(model, cache), verification
 

@@ -50,8 +50,7 @@ class Stepper(Protocol):
     takes_prompts: bool
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Run tokens through the model and the cache: `H2OCache.begin_token` before the slots are touched,
-        `H2OCache.count_token` or `count_forward` afterwards.
+        """Run tokens through the model and, in `H2OCache.writing`, the cache, and count them.
 
         Args:
             kwargs: of the model's forward, after `H2OCache.prepare_forward`: ``input_ids`` [B, Q], and nothing that

@@ -88,9 +88,9 @@ class GraphSteps:
         assert self._recording is not None
         for name, tensor in self._inputs.items():
             tensor.copy_(kwargs[name])
-        cache.begin_token()
-        self._recording.replay()
-        cache.count_token()
+        with cache.writing():
+            self._recording.replay()
+            cache.count_token()
         return self._recording.logits.clone()
 
     @torch.no_grad()
@@ -105,7 +105,6 @@ class GraphSteps:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             self._cache.engine_note = f"eager: a step cannot be captured ({reason})"
             warnings.warn(f"steps run eagerly, one cannot be captured: {reason}", stacklevel=2)
-        self._cache.torn = False
         return not self._failed
 
 

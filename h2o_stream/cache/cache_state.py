@@ -81,7 +81,7 @@ def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
     except (AttributeError, ConfigError, TypeError, ValueError) as error:
         raise H2OStreamError(f"the state does not fit: its budgets are {budgets}") from error
     fingerprint, saved = _fingerprint(cache, state), decode_json(state, FINGERPRINT).get("model")
-    if saved != fingerprint["model"] and saved == cache.other_digest():
+    if saved != fingerprint["model"] and isinstance(saved, str) and cache.is_called(saved):
         fingerprint["model"] = saved
     check_fingerprint(state, fingerprint)
     verify_checksums(state)

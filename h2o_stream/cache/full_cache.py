@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o_stream.cache.arguments import check_rows, tokens_in
 from h2o_stream.cache.arrays import to_array, to_arrays, to_tensor, to_tensors
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.cache.one_thread import OneThread
+from h2o_stream.cache.one_thread import OneThread, Tearable
 from h2o_stream.cache.recurrent import load_states, release_states, states_of
 from h2o_stream.cache.state import (
     FINGERPRINT,
@@ -39,7 +39,7 @@ from h2o_stream.errors import H2OStreamError
 
 
 @marks_tears
-class FullCache(DynamicCache):
+class FullCache(Tearable, DynamicCache):
     """transformers' own growing cache, with the further methods of `H2OCache`.
 
     Args:
@@ -51,7 +51,6 @@ class FullCache(DynamicCache):
     """
 
     engine_note = ""
-    torn = False
     stream_number = 0
     """See `H2OCache`."""
 
@@ -145,9 +144,9 @@ class FullCache(DynamicCache):
             verify_checksums(arrays)
             (seen,) = whole_numbers(arrays, "progress", 1)
             layers = [self._loaded(copy(layer), arrays, number, seen) for number, layer in enumerate(self.layers)]
-        self.layers: list[Any] = layers
-        self.stream_number += 1
-        self.torn = False
+        with self.writing(anew=True):
+            self.layers: list[Any] = layers
+            self.stream_number += 1
 
     def _loaded(self, layer: Any, state: Mapping[str, Array], number: int, seen: int) -> Any:
         """A layer that continues from its arrays."""
@@ -187,12 +186,11 @@ class FullCache(DynamicCache):
 
     def reset(self) -> None:
         """See `H2OCache.reset`."""
-        self.torn = True
-        super().reset()
-        for layer in self.layers:
-            release_states(layer)
-        self.stream_number += 1
-        self.torn = False
+        with self.writing(anew=True):
+            super().reset()
+            for layer in self.layers:
+                release_states(layer)
+            self.stream_number += 1
 
     def count_forward(self) -> None:
         """Nothing to do: transformers' layers count by themselves."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any, NoReturn
 
@@ -39,3 +41,20 @@ class OneThread:
             H2OStreamError: always.
         """
         raise H2OStreamError("an attached model can be neither copied nor pickled, nor can its cache; leave the block")
+
+
+class Tearable:
+    """A cache that is torn while it is written to, and stays so if that is cut off.
+
+    Attributes:
+        torn: a forward or a reset was cut off halfway; only `reset` and loading a state help.
+    """
+
+    torn = False
+
+    @contextmanager
+    def writing(self, anew: bool = False) -> Iterator[None]:
+        """Write to the cache inside the block. Afterwards it is whole if the stream begins `anew`; else as before."""
+        before, self.torn = self.torn, True
+        yield
+        self.torn = before and not anew

@@ -13,7 +13,7 @@ from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.layer_rules import LayerRules
 from h2o_stream.cache.memory_codes import Codes
-from h2o_stream.cache.one_thread import OneThread
+from h2o_stream.cache.one_thread import OneThread, Tearable
 from h2o_stream.cache.state import Array, check_saveable, refusing_damage, require_array
 from h2o_stream.cache.token_memory import TokenMemory
 from h2o_stream.cache.window_rules import WindowRules
@@ -34,7 +34,7 @@ def _exclusive(method: _Method) -> _Method:
     return in_one_thread  # type: ignore[return-value]
 
 
-class SlotCache(WindowRules):
+class SlotCache(Tearable, WindowRules):
     """A fixed window of slots per decoder layer, of one stream; in arrays, unless a subclass has tensors.
 
     Args:
@@ -45,20 +45,16 @@ class SlotCache(WindowRules):
 
     Attributes:
         one_thread: inside it the cache is changed.
-        other_digest: what identifies the model in states that were saved on the other way to load it: from its file
-            without torch, or through transformers; or nothing. May take long; it is asked for if the first one is
-            another.
+        is_called: whether it may have another digest, in states that were saved via the other loader: without torch, or
+            through transformers. May take long.
         memory: what the heads that retrieve have evicted, or None.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ...".
-        torn: a forward or a reset was cut off halfway; only `reset` helps.
         stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
     """
 
-    other_digest: Callable[[], str] = staticmethod(lambda: "")
     memory: TokenMemory | None = None
     _codes: Codes | None = None
     engine_note = ""
-    torn = False
     stream_number = 0
 
     def __init__(
@@ -216,10 +212,6 @@ class SlotCache(WindowRules):
         for group in self.head_groups:
             group.fit(self.tokens.lengths)
 
-    def begin_token(self) -> None:
-        """A native step or prompt is about to write the slots of all layers."""
-        self.torn = True
-
     def count_forward(self) -> None:
         """Count the tokens of the forward that was prepared: all layers have taken them."""
         self.tokens.advance()
@@ -242,13 +234,12 @@ class SlotCache(WindowRules):
     @_exclusive
     def reset(self) -> None:
         """Forget the stream and what of it is evicted first, and release slots and states; pins stay."""
-        self.torn = True
-        self.release_layers()
-        self.start_stream()
-        if self.memory is not None:
-            self.memory.reset()
-        self.stream_number += 1
-        self.torn = False
+        with self.writing(anew=True):
+            self.release_layers()
+            self.start_stream()
+            if self.memory is not None:
+                self.memory.reset()
+            self.stream_number += 1
 
     def release_layers(self) -> None:
         """Release the slots and states of all layers."""

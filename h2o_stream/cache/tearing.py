@@ -45,14 +45,13 @@ def _tearing(update: Callable[..., Any]) -> Callable[..., Any]:
 def _rearranging(change: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(change)
     def rearranging(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, self.torn = self.torn, True
+        before = self.torn
         try:
-            result = change(self, *args, **kwargs)
+            with self.writing():
+                return change(self, *args, **kwargs)
         except H2OStreamError:  # refused: nothing was done
             self.torn = before
             raise
-        self.torn = before
-        return result
 
     return rearranging
 

@@ -30,11 +30,11 @@ class WindowRules:
         tokens: counts the tokens of the stream.
         windows: the windows of the heads, and the pins.
         by_layer: the head groups of each layer.
-        model_digest, other_digest, memory: see `SlotCache`.
+        model_digest, is_called, memory: see `SlotCache`.
     """
 
     model_digest: Callable[[], str]
-    other_digest: Callable[[], str] = staticmethod(lambda: "")
+    is_called: Callable[[str], bool] = staticmethod(lambda digest: False)
     by_layer: list[tuple[Any, ...]]
     plan: CachePlan
     tokens: TokenCount

@@ -14,11 +14,14 @@ from h2o_stream.cli import answers, run
 from h2o_stream.cli.groups import typer_option
 from h2o_stream.cli.options import OUTPUT, VERSION, OutputOptions, group_of
 from h2o_stream.compare.catalog import COMPARISONS
+from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.compare.everything import AllOptions
 from h2o_stream.compare.options import ComparisonOptions
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.options import Option
 from h2o_stream.processes import Processes
 from h2o_stream.resources import require_matplotlib
+from h2o_stream.startup import importing
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -122,6 +125,18 @@ def report(options: ReportOptions, output: OutputOptions) -> None:
     left_out = [item for folder in options.folders for item in read_left_out(folder)]
     write_report(read_comparisons(options.folders), options.to, left_out)
     Terminal(output.color, output.quiet).note(f"the report is {options.to}")
+
+
+@run.command(app, _NAME, group_of(CertifyOptions), OUTPUT, name="certify", help=inspect.getdoc(CertifyOptions))
+def certificate(options: CertifyOptions, output: OutputOptions) -> None:
+    """Compare two readings of a model."""
+    with run.outputs(output) as (terminal, records), importing():
+        found = certify(options, lambda line: terminal.note(f"{line} ...", style="dim"))
+        name = options.name or options.model.model
+        records.write({"type": "certificate", "model": name, "differences": found})
+        if found:
+            raise H2OStreamError(f"{name}: {'; '.join(found)}")
+        terminal.note(f"{name}: tokens and logits are those of transformers")
 
 
 answers.add_to(app)

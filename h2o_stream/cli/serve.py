@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from typing import Any
 
 from h2o_stream.cli import run
@@ -13,6 +14,9 @@ from h2o_stream.config import CHAT_RECALL, CacheConfig, ModelConfig, RecallMode,
 from h2o_stream.options import Option, parse_bytes
 
 app = run.app("H2O")
+
+_SWITCH_S = 0.0005
+"""Seconds after which a thread that waits for Python gets it: replies wait for it many times in a step."""
 
 
 def _serve_config(
@@ -90,6 +94,7 @@ def serve(
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
         gc.collect()
         gc.freeze()  # a collection, during which all threads wait, is of what requests have made
+        sys.setswitchinterval(_SWITCH_S)
         address = f"http://{config.host}:{config.port}"
         terminal.note(f"Serving {service.name} on {address}/v1, and a page at {address}", style="dim")
         Server(uvicorn_config(make_app(service), config)).run()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import numpy
 
@@ -217,22 +217,23 @@ class Engine:
         if detail := self._why_not(len(tokens)):
             yield Finished("context", detail=detail)
             return
-        chunk = self.cache.plan.chunk or len(tokens)
-        step = max(self.prefill_step // chunk, 1) * chunk
-        for start in range(0, len(tokens), step):
+        chunk, done = self.cache.plan.chunk or len(tokens), 0
+        while done < len(tokens):
             if self.should_stop():
                 yield Finished("interrupted")
                 return
-            part, started = list(tokens[start : start + step]), time.perf_counter()
+            step, started = max(self.prefill_step // chunk, 1) * chunk, time.perf_counter()
+            part = list(tokens[done : done + step])
             try:
-                self._forward(part)
+                yield from self.forward(part)
             except OutOfMemoryError as error:
                 yield Finished("oom", detail=str(error))
                 return
-            if len(tokens) >= PREFILL_STEP and start + step >= len(tokens):
+            done += len(part)
+            if len(tokens) >= PREFILL_STEP and done == len(tokens):
                 trim_heap()
             elapsed_s += time.perf_counter() - started
-            yield PrefillProgress(min(start + step, len(tokens)), len(tokens), elapsed_s, self.counts)
+            yield PrefillProgress(done, len(tokens), elapsed_s, self.counts)
 
     def decode(
         self,
@@ -272,7 +273,7 @@ class Engine:
                 token = self.sampler.sample(self._logits, reply, matcher.masked if matcher else None)
                 if matcher:
                     matcher.accept(token)
-                self._forward([token])
+                yield from self.forward([token])
             except OutOfMemoryError as error:
                 yield Finished("oom", text.flush(), str(error))
                 return
@@ -290,11 +291,15 @@ class Engine:
         if self.torn:
             raise H2OStreamError(TORN_MESSAGE)
 
-    def _forward(self, tokens: list[int]) -> None:
-        self._logits = None
-        self.tokens = self.tokens.append(tokens)
+    def forward(self, tokens: Sequence[int]) -> Iterator[Never]:
+        """Take tokens through the model. Yields nothing; an engine that is stepped with others waits for it here.
+
+        Raises:
+            OutOfMemoryError: memory ran out.
+        """
+        self.begin(tokens)
         try:
-            self._logits = self.served.forward(tokens)
+            self.finish(self.served.forward(tokens))
         except (MemoryError, RuntimeError) as error:
             if not means_out_of_memory(error):
                 raise
@@ -302,6 +307,16 @@ class Engine:
                 f"out of memory after {self.cache.seen_tokens} tokens; "
                 "with --policy h2o and a fixed --window, memory does not grow with the conversation"
             ) from error
+        yield from ()
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Note tokens that are about to go through the model."""
+        self._logits = None
+        self.tokens = self.tokens.append(tokens)
+
+    def finish(self, logits: Scores) -> None:
+        """Note that they are in the cache, and the logits [V] after the last one."""
+        self._logits = logits
 
     def _max_tokens(self) -> int | None:
         """How many original positions the model was trained for; None if positions are reassigned."""

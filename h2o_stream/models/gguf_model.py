@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.initialization import no_init_weights
 
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.memory import format_bytes, free_bytes
@@ -58,28 +57,6 @@ def packed_state_dict(
         done += weight.nbytes
     progress(Progress("reading", total, total))
     return weights, PackedConfig(modules=modules)
-
-
-def weights_difference(file: GgufFile, model: Any, dtype: torch.dtype) -> str:
-    """The first weight of a packed model that is not, bit by bit, that of the file in `packed_state_dict`; or nothing.
-
-    One weight at a time is repacked.
-    """
-    with torch.device("meta"), no_init_weights():
-        skeleton = type(model)(model.config)
-    _split_packed_experts(file, skeleton)
-    for weight in model_weights(file, skeleton):
-        kind, module = _packed_kind(weight, skeleton), weight.name.removesuffix(".weight")
-        if kind is None:
-            owner, _, last = weight.name.rpartition(".")  # a parameter or a buffer
-            equal = torch.equal(getattr(model.get_submodule(owner), last), weight.values().to(dtype))
-        else:
-            pages = HugePageBuffer([tiles_shape(kind, *weight.shape)])
-            equal = torch.equal(model.get_submodule(module).tiles, _load_tiles(file, weight, kind, pages))
-        _release(file, weight)
-        if not equal:
-            return weight.name
-    return ""
 
 
 def _release(file: GgufFile, weight: Weight) -> None:

@@ -23,7 +23,6 @@ class LoadedModel:
         tokenizer: with a chat template.
         stops: strings that end a reply, for models without an end-of-turn token.
         file: the GGUF file or the folder that it was read from, or None.
-        check: compares the file with transformers' model meanwhile, see `runtime.checking`; None if that is not needed.
         system: the system prompt that comes with it; None leaves it to the chat template.
         own_sampling: sampling settings that come with it.
         why_transformers: why a model of transformers was loaded; nothing for a `RuntimeModel`, or if nobody asked.
@@ -34,7 +33,6 @@ class LoadedModel:
     tokenizer: Any
     stops: tuple[str, ...] = ()
     file: Path | None = None
-    check: Any = None
     why_transformers: str = ""
     system: str | None = None
     own_sampling: Mapping[str, float] = field(default_factory=dict)

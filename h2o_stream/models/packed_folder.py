@@ -25,9 +25,6 @@ MIN_GGUF_BYTES = 2**30
 
 WEIGHTS_FILE = "model.safetensors"
 
-COMPARED_FILE = "compared"
-"""Says that the weights in a folder are on disk, and were compared with those that transformers reads."""
-
 
 def packed_folder(name: str, source: Path, quantize: str) -> Path:
     """The folder for a model, whether it exists or not; another one if the files of the source change.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from ctypes import CDLL
 from itertools import chain
 from typing import Any
@@ -82,30 +83,28 @@ class BatchStepper:
         for row, plan in zip(limits[len(stepped) :], plans, strict=True):
             row[:, : plan.limits.shape[2]] = plan.limits[0]
         self._fill_layers(steppers)
-        streams = self._begin(steppers)
-        failed = self._native.h2o_forward(
-            ctypes.addressof(self._model.struct),
-            streams.ctypes.data,
-            len(streams),
-            pointer(lengths, "int64", len(streams)),
-            pointer(ids, "int64", int(lengths.sum())),
-            int(lengths.max()),
-            plans[0].chunk,
-            pointer(limits, "int64", limits.size),
-            1,
-            pointer(logits, "float32", logits.size),
-            None,
-            None,
-            len(stepped),
-            num_threads(),
-        )
-        raise_failure(failed)
-        for stepper in stepped:
-            stepper.end_step()
-        for stepper in read:
-            stepper.end_prompt()
-        for stepper in steppers:
-            stepper.cache.torn = False
+        with _writing(steppers) as streams:
+            failed = self._native.h2o_forward(
+                ctypes.addressof(self._model.struct),
+                streams.ctypes.data,
+                len(streams),
+                pointer(lengths, "int64", len(streams)),
+                pointer(ids, "int64", int(lengths.sum())),
+                int(lengths.max()),
+                plans[0].chunk,
+                pointer(limits, "int64", limits.size),
+                1,
+                pointer(logits, "float32", logits.size),
+                None,
+                None,
+                len(stepped),
+                num_threads(),
+            )
+            raise_failure(failed)
+            for stepper in stepped:
+                stepper.end_step()
+            for stepper in read:
+                stepper.end_prompt()
         return logits
 
     def release(self) -> None:
@@ -117,26 +116,20 @@ class BatchStepper:
             self._logits = numpy.empty((rows, self._logits.shape[1]), numpy.float32)
         return self._logits[:rows]
 
-    def _begin(self, steppers: Sequence[Stepper]) -> NDArray[Any]:
-        for stepper in steppers:
-            stepper.cache.begin_token()
-        return numpy.concatenate([stepper.streams for stepper in steppers], dtype=STREAM)
-
     def _run(self, steppers: Sequence[Stepper], logits: NDArray[numpy.float32]) -> None:
-        streams = self._begin(steppers)
-        failed = self._native.h2o_step(
-            self._step,
-            streams.ctypes.data,
-            len(streams),
-            pointer(logits, "float32", len(streams) * logits.shape[1]),
-            None,
-            num_threads(),
-        )
-        if failed:
-            raise OutOfMemoryError(f"out of memory for a step of {len(streams)} streams")
-        for stepper in steppers:
-            stepper.end_step()
-            stepper.cache.torn = False
+        with _writing(steppers) as streams:
+            failed = self._native.h2o_step(
+                self._step,
+                streams.ctypes.data,
+                len(streams),
+                pointer(logits, "float32", len(streams) * logits.shape[1]),
+                None,
+                num_threads(),
+            )
+            if failed:
+                raise OutOfMemoryError(f"out of memory for a step of {len(streams)} streams")
+            for stepper in steppers:
+                stepper.end_step()
 
     def _fill_layers(self, steppers: Sequence[Stepper]) -> None:
         """Take over rules and addresses that are the same for all, with the longest table of rotations."""
@@ -148,6 +141,15 @@ class BatchStepper:
             bound = max((stepper.model.layers[number] for stepper in steppers), key=lambda x: x.attention.rope_rows)
             layer.attention, layer.frequencies = bound.attention, bound.frequencies
             layer.first_group, layer.group_count = bound.first_group, bound.group_count
+
+
+@contextmanager
+def _writing(steppers: Sequence[Stepper]) -> Iterator[NDArray[Any]]:
+    """Write to the caches inside the block. Gives the rows of all of them."""
+    with ExitStack() as stack:
+        for stepper in steppers:
+            stack.enter_context(stepper.cache.writing())
+        yield numpy.concatenate([stepper.streams for stepper in steppers], dtype=STREAM)
 
 
 def rules(stepper: Stepper) -> bytes:

@@ -151,18 +151,18 @@ class Stepper:
         vocabulary = model.struct.vocab_size
         logits = numpy.empty((rows, 1, vocabulary), numpy.float32)
         traced = (len(model.layers) + 1) * rows * model.struct.hidden_size
-        self.cache.begin_token()
-        failed = self._native.h2o_step(
-            self._step,
-            self.streams.ctypes.data,
-            rows,
-            pointer(logits, "float32", rows * vocabulary),
-            pointer(trace, "float32", traced),
-            min(num_threads(), self._most_threads),
-        )
-        if failed:
-            raise OutOfMemoryError(f"out of memory for a step of {rows} rows")
-        self.end_step()
+        with self.cache.writing():
+            failed = self._native.h2o_step(
+                self._step,
+                self.streams.ctypes.data,
+                rows,
+                pointer(logits, "float32", rows * vocabulary),
+                pointer(trace, "float32", traced),
+                min(num_threads(), self._most_threads),
+            )
+            if failed:
+                raise OutOfMemoryError(f"out of memory for a step of {rows} rows")
+            self.end_step()
         return logits
 
     def begin_step(self, ids: NDArray[numpy.int64]) -> bool:
@@ -218,27 +218,26 @@ class Stepper:
         ids = numpy.ascontiguousarray(ids)
         logits = numpy.empty((rows, keep, vocabulary), numpy.float32)
         attention = [layer.attention for layer in model.layers]
-        cache.begin_token()
-        failed = self._native.h2o_forward(
-            ctypes.addressof(model.struct),
-            self.streams.ctypes.data,
-            rows,
-            None,
-            pointer(ids, "int64", rows * new),
-            new,
-            plan.chunk,
-            pointer(plan.limits, "int64", plan.limits.size),
-            keep,
-            pointer(logits, "float32", rows * keep * vocabulary),
-            pointer(copied, "float32", sum(x.kv_heads for x in attention)),
-            pointer(
-                projected, "float32", rows * new * sum((x.query_heads + x.kv_heads) * x.head_size for x in attention)
-            ),
-            0,
-            num_threads(),
-        )
-        raise_failure(failed)
-        self.end_prompt()
+        projected_size = sum((x.query_heads + x.kv_heads) * x.head_size for x in attention)
+        with cache.writing():
+            failed = self._native.h2o_forward(
+                ctypes.addressof(model.struct),
+                self.streams.ctypes.data,
+                rows,
+                None,
+                pointer(ids, "int64", rows * new),
+                new,
+                plan.chunk,
+                pointer(plan.limits, "int64", plan.limits.size),
+                keep,
+                pointer(logits, "float32", rows * keep * vocabulary),
+                pointer(copied, "float32", sum(x.kv_heads for x in attention)),
+                pointer(projected, "float32", rows * new * projected_size),
+                0,
+                num_threads(),
+            )
+            raise_failure(failed)
+            self.end_prompt()
         return logits
 
     def begin_prompt(self, ids: NDArray[numpy.int64]) -> PromptPlan | None:

@@ -106,8 +106,6 @@ class H2OModel(llm.Model):
         key = (config, cache)
         if self._loaded is None or self._loaded[0] != key:
             loaded = load_model(config, cache, "auto", ignore, ignore)
-            if loaded.check:
-                loaded.check.require()
             self._loaded = key, loaded
         return self._loaded[1]
 

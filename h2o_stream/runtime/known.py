@@ -1,6 +1,6 @@
-"""What is known of files that are described without torch: whether they were compared with transformers' model.
+"""What was measured of files that are described without torch.
 
-Results are kept by digest in the user's cache folder; that of the embedded model ships.
+It is kept by digest in the user's cache folder; what is known of the embedded model ships.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,43 +21,20 @@ from h2o_stream.resources import version_of
 Windows = Sequence[tuple[HeadWindow, ...]]
 """KV heads grouped by window size, for each layer."""
 
-_COMPARED, _HEADS, _ANSWERS = "compared", "heads", "answers"
+_HEADS, _ANSWERS = "heads", "answers"
 """Kinds of what is kept."""
 
 _SHIPPED = Path(__file__).with_name("known.json")
 
 
-@dataclass(frozen=True)
-class Known:
-    """What the comparison of a file with the transformers model has shown.
-
-    Attributes:
-        digest: of that model, see `cache.identity.model_digest`.
-        difference: where both differ and the file is read wrongly, or nothing.
-        doubt: where both differ otherwise, or nothing.
-    """
-
-    digest: str
-    difference: str = ""
-    doubt: str = ""
-
-
-def read_known(path: Path, variant: str) -> Known | None:
-    """What is known of a variant of a file or folder, see `Source`; None if it has not been compared."""
-    value = read_measurement(_COMPARED, comparison_key(path, variant)) or _shipped(path, variant)
-    with suppress(KeyError, TypeError):
-        return Known(str(value["digest"]), str(value.get("difference", "")), str(value.get("doubt", "")))
-    return None
-
-
-def save_known(path: Path, variant: str, known: Known) -> None:
-    """Remember what is known of a file, see `read_known`."""
-    save_measurement(_COMPARED, comparison_key(path, variant), asdict(known))
+def shipped_digest(path: Path, variant: str) -> str:
+    """What a file that ships is called in states since the first version, see `cache.identity`; nothing for others."""
+    return str(_shipped(path, variant).get("digest", ""))
 
 
 def read_windows(path: Path, variant: str) -> Windows:
     """The windows of the heads of a file, where budgets are measured; nothing if they have not been."""
-    value = read_measurement(_HEADS, comparison_key(path, variant)) or _shipped(path, variant).get("windows", ())
+    value = read_measurement(_HEADS, _key(path, variant)) or _shipped(path, variant).get("windows", ())
     with suppress(KeyError, TypeError, ValueError):
         return [tuple(HeadWindow(tuple(heads), float(share)) for heads, share in layer) for layer in value]
     return ()
@@ -67,7 +43,7 @@ def read_windows(path: Path, variant: str) -> Windows:
 def save_windows(path: Path, variant: str, windows: Windows) -> None:
     """Remember the windows of a file, see `read_windows`."""
     value = [[[list(window.heads), window.share] for window in layer] for layer in windows]
-    save_measurement(_HEADS, comparison_key(path, variant), value)
+    save_measurement(_HEADS, _key(path, variant), value)
 
 
 def read_answer_head(digest: str) -> Any:
@@ -86,8 +62,8 @@ def _answer_key(digest: str) -> str:
     return f"{digest} {version_of('h2o-stream')}"
 
 
-def comparison_key(path: Path, variant: str) -> str:
-    """Everything that a comparison and a measurement depend on."""
+def _key(path: Path, variant: str) -> str:
+    """Everything that a measurement depends on."""
     return f"{model_identity(path)} {variant} {version_of('h2o-stream')} {library.identity()}"
 
 

@@ -1,7 +1,4 @@
-"""Loads models: without torch what the table of architectures describes, through transformers the rest.
-
-A file that was not compared with transformers' model before is used at once, and compared meanwhile (`checking`).
-"""
+"""Loads models: without torch what the table of architectures describes, through transformers the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from pathlib import Path
 
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.loaded import LoadedModel
@@ -23,8 +19,6 @@ from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.processes import Processes
 from h2o_stream.progress import ProgressCallback
-from h2o_stream.runtime.checking import BackgroundCheck, can_check
-from h2o_stream.runtime.known import read_known
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, why_not_served
 from h2o_stream.runtime.sources import Checkpoint, ModelFile, Source
 from h2o_stream.startup import gc_paused
@@ -71,10 +65,8 @@ def _load_without_torch(
     """
     if reason := _why_not(config, engine):
         raise DescriptionError(reason)
-    source = _source(config, path, _dtype(config.dtype), notify)
-    parameters, known = source.parameters, read_known(path, source.variant)
-    if known is not None and known.difference:
-        raise DescriptionError(f"its file was found to be read wrongly without them: {known.difference}")
+    source = open_source(config, path, notify)
+    parameters = source.parameters
     if reason := why_not_served(cache, parameters.max_distance, parameters.refused_positions):
         raise DescriptionError(reason)
     with gc_paused(), ThreadPoolExecutor(1) as executor:
@@ -84,12 +76,7 @@ def _load_without_torch(
         ready = tokenizer.result()
     if isinstance(source, ModelFile) and (note := missing_name(source.file)):
         notify(note)
-    check = BackgroundCheck(config.model, path, source.variant) if known is None and can_check() else None
-    digest = file_digest(path, source.variant)
-    model = source.model(
-        description, windows, known.digest if known else digest, check.digest if check else lambda: digest
-    )
-    return LoadedModel(config.model, model, *ready, path, check)
+    return LoadedModel(config.model, source.model(description, windows), *ready, path)
 
 
 def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
@@ -101,12 +88,13 @@ def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
     return not unmeasured and not why_not_served(cache, model.max_distance, model.refused_positions)
 
 
-def _source(config: ModelConfig, path: Path, dtype: str, notify: Callable[[str], None]) -> Source:
-    """What a model is described from. `notify`: see `Checkpoint`.
+def open_source(config: ModelConfig, path: Path, notify: Callable[[str], None]) -> Source:
+    """What a model in a file or folder is described from. `notify`: see `Checkpoint`.
 
     Raises:
         DescriptionError, OutOfMemoryError: see `ModelFile` and `Checkpoint`.
     """
+    dtype = _dtype(config.dtype)
     if path.is_file():
         source = ModelFile(config.model, path, dtype)
         if config.quantize not in (("auto",) if source.file.quantized else ("auto", "none")):

@@ -36,7 +36,7 @@ class RuntimeModel:
         description: of its layers.
         windows: KV heads grouped by window size, for each layer, where budgets are measured; nothing if unknown.
         digest: identifies it in states.
-        other_digest: what else identifies it, see `cache.slot_cache.SlotCache`.
+        is_called: whether it may have another digest, see `cache.slot_cache.SlotCache`.
         context: positions it was trained for.
         max_distance: largest distance it was trained for.
         sliding: the windows of layers that do not follow the plan of a cache, None for others.
@@ -47,7 +47,7 @@ class RuntimeModel:
     description: Description
     windows: Sequence[tuple[HeadWindow, ...]]
     digest: str
-    other_digest: Callable[[], str]
+    is_called: Callable[[str], bool]
     context: int
     max_distance: int
     sliding: Sequence[int | None]
@@ -111,7 +111,7 @@ class RuntimeModel:
 
     def _cache(self, config: CacheConfig, layers: Sequence[LayerRules]) -> SlotCache:
         cache = SlotCache(config, layers, self.max_distance, lambda: self.digest)
-        cache.other_digest = self.other_digest
+        cache.is_called = self.is_called
         return cache
 
 
@@ -170,13 +170,11 @@ class ServedRuntime:
                 raise H2OStreamError("the last forward was cut off halfway; reset() to start a new stream")
             begun = bool(cache.seen_tokens)
             try:
-                logits = self._run(numpy.array([tokens], numpy.int64))
+                return self._run(numpy.array([tokens], numpy.int64))
             except BaseException:
                 if not begun:
                     cache.reset()
                 raise
-            cache.torn = False
-            return logits
 
     def _run(self, tokens: NDArray[numpy.int64]) -> Floats:
         """[V] logits after the last of tokens [1, Q]."""

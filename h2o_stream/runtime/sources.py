@@ -6,12 +6,15 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from h2o_stream.attachment.measurements import LONG_S
-from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.config import ModelConfig
+from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.memory import format_bytes, free_bytes
+from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, WeightSizes, choose_precision
 from h2o_stream.models.folder_sizes import check_folder
@@ -25,14 +28,13 @@ from h2o_stream.native.matrix import require
 from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
 from h2o_stream.runtime.checkpoint_packing import KINDS, PackedCheckpoint, packed_size
-from h2o_stream.runtime.comparison import difference, same_weights
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
 from h2o_stream.runtime.gguf_entries import gguf_entries
 from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import measured_windows
-from h2o_stream.runtime.known import Windows, read_windows, save_windows
+from h2o_stream.runtime.known import Windows, read_windows, save_windows, shipped_digest
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.packed_file import packed_difference, write_packed
 from h2o_stream.runtime.parameters import Parameters
@@ -49,8 +51,10 @@ class Source(ABC):
     """A file or folder that may be described without torch.
 
     Args:
+        name: what the user typed.
         path: of the file or folder.
         dtype: of vectors, keys and values.
+        quantize: as `ModelConfig` has it.
         variant: the dtype and what else distinguishes ways to load it, for what is kept of it.
         architecture: of the model.
         parameters: of the model.
@@ -62,15 +66,17 @@ class Source(ABC):
 
     def __init__(
         self,
+        name: str,
         path: Path,
         dtype: str,
+        quantize: str,
         variant: str,
         architecture: Architecture,
         parameters: Parameters,
         generation: Any,
         folder: Path | None,
     ) -> None:
-        self.path, self.dtype, self.variant = path, dtype, variant
+        self.name, self.path, self.dtype, self.quantize, self.variant = name, path, dtype, quantize, variant
         self.architecture, self.parameters = architecture, parameters
         self.generation, self.folder = generation, folder
 
@@ -107,16 +113,14 @@ class Source(ABC):
         except (OSError, ValueError, KeyError) as error:
             raise DescriptionError(f"its packed weights in {folder} are damaged") from error
 
-    def model(
-        self, description: Description, windows: Windows, digest: str, other_digest: Callable[[], str]
-    ) -> RuntimeModel:
-        """The described model; the rest as in `RuntimeModel`."""
+    def model(self, description: Description, windows: Windows) -> RuntimeModel:
+        """The described model; `windows` as in `RuntimeModel`."""
         found = self.parameters
         return RuntimeModel(
             description,
             windows,
-            digest,
-            other_digest,
+            shipped_digest(self.path, self.variant) or file_digest(self.path, self.variant),
+            self._is_called,
             found.context,
             found.max_distance,
             found.windows,
@@ -134,9 +138,21 @@ class Source(ABC):
             save_windows(self.path, self.variant, measured)
         return measured
 
+    def _is_called(self, digest: str) -> bool:
+        """Whether states of this model may have another digest; that of transformers' model takes long."""
+        if digest.startswith("file "):
+            return digest == file_digest(self.path, self.variant)
+        config = ModelConfig(self.name, dtype=self.dtype, device="cpu", offline=True, quantize=self.quantize)
+        with suppress(H2OStreamError, ImportError):  # without torch, or memory for it
+            from h2o_stream.cache.identity import model_digest
+            from h2o_stream.models.load import load
+
+            return digest == model_digest(load(config, source=str(self.path)).model)
+        return False
+
     @abstractmethod
-    def kept_difference(self) -> str:
-        """The first packed weight in the folder that is not, bit by bit, that of the file; or nothing."""
+    def packed_difference(self) -> str:
+        """The first matrix in the folder that is not, bit by bit, that of the file; or nothing."""
 
     @abstractmethod
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
@@ -155,34 +171,31 @@ class ModelFile(Source):
         path: of the file.
         dtype: of vectors, keys and values.
 
-    Attributes:
-        kept_apart: whether transformers cannot map the packed weights that are kept.
-
     Raises:
         DescriptionError: its architecture or a parameter is not known here.
         ModelNotFoundError, UnsupportedModelError: see `GgufFile`.
     """
 
     def __init__(self, name: str, path: Path, dtype: str) -> None:
-        self.file, self._name = GgufFile(path), name
+        self.file = GgufFile(path)
         parameters = parameters_of_gguf(self.file)
         architecture, generation = ARCHITECTURES[self.file.architecture], read_generation_config(self.file)
-        self.kept_apart = bool(architecture.other_forms)
-        self._kept_as = "gguf-runtime" if self.kept_apart else "gguf"
+        self._kept_as = "gguf-runtime" if architecture.other_forms else "gguf"  # transformers maps only the latter
         kept = self.file.quantized and self.file.nbytes >= MIN_GGUF_BYTES
         folder = packed_folder(name, path, self._kept_as) if kept else None
-        super().__init__(path, dtype, dtype, architecture, parameters, generation, folder)
+        quantize = "auto" if self.file.quantized else "none"
+        super().__init__(name, path, dtype, quantize, dtype, architecture, parameters, generation, folder)
 
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
         weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, progress)
-        _check_fits(self._name, weights.num_dense, self.dtype)
+        _check_fits(self.name, weights.num_dense, self.dtype)
         folder = self.folder
         if folder is not None and notify is not None and not folder.exists():
-            metadata = {"model": self._name, "quantize": self._kept_as, "source": str(self.path.absolute())}
+            metadata = {"model": self.name, "quantize": self._kept_as, "source": str(self.path.absolute())}
             write_packed(gguf_entries(weights), metadata, folder, notify)
         return weights if folder is None or not folder.exists() else self._packed()
 
-    def kept_difference(self) -> str:
+    def packed_difference(self) -> str:
         """See `Source`."""
         weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, ignore)
         return "" if self.folder is None else packed_difference(gguf_entries(weights), self.folder)
@@ -217,23 +230,24 @@ class Checkpoint(Source):
             architecture, parameters = parameters_of_config(config)
         except (OSError, ValueError) as error:
             raise DescriptionError(f"its config.json cannot be read: {error}") from error
-        self._name, self._dense = name, CheckpointWeights(path, architecture, parameters, dtype)
-        precision = self._precision(quantize, dtype)
+        self._dense = CheckpointWeights(path, architecture, parameters, dtype)
+        precision = self._precision(name, quantize, dtype)
         if precision.reason:
             notify(precision.reason)
-        self._quantize = precision.quantize
-        folder = None if self._quantize == "none" else packed_folder(name, path, self._quantize)
+        quantize = precision.quantize
+        folder = None if quantize == "none" else packed_folder(name, path, quantize)
         generation = read_generation_config(path)
-        super().__init__(path, dtype, f"{dtype} {self._quantize}", architecture, parameters, generation, folder)
-        if self._quantize != "none":
+        variant = f"{dtype} {quantize}"
+        super().__init__(name, path, dtype, quantize, variant, architecture, parameters, generation, folder)
+        if quantize != "none":
             self._check_packs_as_transformers(config)
 
-    def _precision(self, quantize: str, dtype: str) -> Precision:
+    def _precision(self, name: str, quantize: str, dtype: str) -> Precision:
         weights, model_dtype = self._dense, FileDtype(dtype)
         int8, int4 = (packed_size(weights, each, model_dtype.itemsize) for each in KINDS)
         largest = max((array.size for array in weights.arrays.values()), default=0)
         sizes = WeightSizes(4 * weights.num_weights, int8, int4, 2 * largest)
-        return choose_precision(self._name, sizes, free_bytes(), quantize, (model_dtype,))
+        return choose_precision(name, sizes, free_bytes(), quantize, (model_dtype,))
 
     def _check_packs_as_transformers(self, config: Mapping[str, Any]) -> None:
         """Raises DescriptionError if transformers would pack something else than is in the file."""
@@ -249,20 +263,19 @@ class Checkpoint(Source):
         if folder is None:
             return self._dense
         if not folder.exists():
-            packed = PackedCheckpoint(self._dense, self._quantize, progress)
+            packed = PackedCheckpoint(self._dense, self.quantize, progress)
             if notify is None or packed.nbytes < MIN_BYTES:
                 return packed
-            metadata = {"model": self._name, "quantize": self._quantize, "source": str(self.path.absolute())}
+            metadata = {"model": self.name, "quantize": self.quantize, "source": str(self.path.absolute())}
             write_packed(packed.entries(), metadata, folder, notify)
             if not folder.exists():
                 return packed
         return self._packed()
 
-    def kept_difference(self) -> str:
+    def packed_difference(self) -> str:
         """See `Source`."""
-        weights = PackedCheckpoint(self._dense, self._quantize, ignore)
-        kept, fresh = self.describe(ignore), describe_file(self.architecture, self.parameters, weights, self.dtype)
-        return difference(kept, fresh) or ("" if same_weights(kept, fresh) else "a matrix")
+        weights = PackedCheckpoint(self._dense, self.quantize, ignore)
+        return "" if self.folder is None else packed_difference(weights.entries(), self.folder)
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""

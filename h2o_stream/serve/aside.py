@@ -19,12 +19,12 @@ T = TypeVar("T")
 LONG = 10_000
 """Characters from which a request is long: so many are tokenized in 15 ms."""
 
-_READERS = 2
+_THREADS = 2
 
 
 async def aside(size: int, work: Callable[[], T]) -> T:
     """The result of work on so many characters, from another thread if they are many."""
-    return work() if size < LONG else await asyncio.to_thread(work)
+    return work() if size < LONG else await asyncio.wrap_future(_ASIDE.submit(work))
 
 
 class PatientDecoder(json.JSONDecoder):
@@ -35,25 +35,28 @@ class PatientDecoder(json.JSONDecoder):
         self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
-class Readers:
-    """Threads for the long steps of replies. They do not keep a process from ending."""
+class Threads:
+    """Two threads for long work, so that little of it competes with replies. They do not keep a process from ending."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._started = False
 
-    def submit(self, work: Callable[[], T], done: Callable[[], None]) -> Future[T]:
-        """Do work in a thread, which then calls `done`."""
+    def submit(self, work: Callable[[], T], done: Callable[[], None] = lambda: None) -> Future[T]:
+        """Do work in a thread, which then calls `done`; not if it is cancelled before."""
         if not self._started:
             self._started = True
-            for number in range(_READERS):
-                threading.Thread(target=self._run, name=f"h2o-read-{number}", daemon=True).start()
+            for number in range(_THREADS):
+                threading.Thread(target=self._run, name=f"{self._name}-{number}", daemon=True).start()
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - the worker raises it
+            except BaseException as error:  # noqa: BLE001 - whoever waits raises it
                 future.set_exception(error)
             done()
 
@@ -63,3 +66,6 @@ class Readers:
     def _run(self) -> None:
         while True:
             self._work.get()()
+
+
+_ASIDE = Threads("h2o-aside")

@@ -25,7 +25,7 @@ from h2o_stream.serve.errors import ApiError, no_response
 from h2o_stream.serve.messages import Dialogue, Exchange, as_fed, chain
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
-from h2o_stream.serve.stream import WaitingEngine
+from h2o_stream.serve.stream import Pace, WaitingEngine, Waits
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.messages import UserTurn, text_of
@@ -114,12 +114,14 @@ class Conversations:
     Attributes:
         awake: those in memory by id, least recently used first.
         busy: ids of those that answer or are being saved.
+        pace: of their prompts.
     """
 
     def __init__(self, model: LoadedModel, config: ServeConfig, store: Store) -> None:
         self._model, self._config, self._store = model, config, store
         self.awake: dict[str, Live] = {}
         self.busy: set[str] = set()
+        self.pace = Pace()
 
     def prepare_recall(self) -> None:
         """Make what recall needs of the model, before somebody waits for it."""
@@ -242,7 +244,7 @@ class Conversations:
         return live
 
     def _converse(self, options: Options, system: str | None) -> Conversation:
-        engine = WaitingEngine(self._model, options.cache, self._model.sampling)
+        engine = WaitingEngine(self._model, options.cache, self.pace)
         system = self._model.system if system is None else system
         return Conversation(
             engine, system, self._model.stops, options.recall_config, options.thinking, options.tools, options.effort
@@ -307,7 +309,7 @@ class Conversations:
             self._store.forget(kept)
 
 
-Event = Recalled | PrefillProgress | Token | Turn | Finished
+Event = Recalled | PrefillProgress | Waits | Token | Turn | Finished
 
 
 def turn_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
@@ -354,10 +356,14 @@ def raw_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
         if isinstance(event, Finished):
             yield reply.finish(1, event, engine)
             return
-        reply.add_progress(event)
+        if isinstance(event, PrefillProgress):
+            reply.add_progress(event)
         yield event
     for generated in engine.decode():
-        yield reply.finish(1, generated, engine) if isinstance(generated, Finished) else reply.add_token(generated)
+        if isinstance(generated, Finished):
+            yield reply.finish(1, generated, engine)
+        else:
+            yield reply.add_token(generated) if isinstance(generated, Token) else generated
 
 
 def _read(events: Iterator[PrefillProgress | Finished]) -> Iterator[Event]:

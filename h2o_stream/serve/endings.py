@@ -44,7 +44,6 @@ class Job:
         ask: what is asked.
         opened: the conversation.
         events: of it.
-        event: what happened last and was not sent yet.
         reading: the next event, if it comes from another thread.
         ending: ends the reply after that.
         corrected: the reply is complete, and the turn is read again as its client has seen it.
@@ -55,7 +54,6 @@ class Job:
     sampler: LogprobSampler
     events: Iterator[Event]
     deadline: float
-    event: Event | None = None
     prompt_tokens: int = 0
     seen_before: int = 0
     evicted_before: int = 0
@@ -76,6 +74,24 @@ class Job:
     def late(self) -> bool:
         """Whether the reply has taken too long."""
         return not self.corrected and time.monotonic() > self.deadline
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether its next event is still being made in another thread."""
+        return self.reading is not None and not self.reading.done()
+
+    @property
+    def may_advance(self) -> bool:
+        """Whether its next event can be made now."""
+        if self.reading is not None:
+            return self.reading.done()
+        return not self.live.engine.waiting and not self.awaits_grammar
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether what may come next is still being found, in another process."""
+        grammar = self.live.engine.grammar
+        return grammar is not None and not self.live.engine.waiting and not grammar.ready
 
     @property
     def is_long(self) -> bool:

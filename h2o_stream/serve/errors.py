@@ -7,6 +7,9 @@ from typing import Any
 
 from h2o_stream.errors import H2OStreamError
 
+_SHOWN = 60
+"""Characters of a wrong value that an error repeats."""
+
 
 class ApiError(H2OStreamError):
     """A request that is refused.
@@ -38,8 +41,16 @@ class ApiError(H2OStreamError):
 
 def wrong(param: str, value: Any, accepted: str) -> ApiError:
     """The error for a field that has a wrong value."""
-    shown = json.dumps(value, ensure_ascii=False, default=repr)
-    return ApiError(400, f"{param} is {shown if len(shown) <= 60 else shown[:57] + '...'}; accepted: {accepted}", param)
+    return ApiError(400, f"{param} is {shown(value)}; accepted: {accepted}", param)
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value as JSON, however large it is."""
+    text = ""
+    for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
+        if len(text := text + piece) > _SHOWN:
+            return text[: _SHOWN - 3] + "..."
+    return text
 
 
 def no_response() -> ApiError:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from h2o_stream.serve.errors import ApiError, wrong
+from h2o_stream.serve.errors import ApiError, shown, wrong
 
 Endpoint = Literal["chat/completions", "completions", "responses"]
 
@@ -286,11 +286,12 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, 
             unknown += _unknown_inside(name, value, table)
             target = (isinstance(rule, Served) and rule.name) or name
             if name != target and name in given and target in given and body[target] != value:
-                raise ApiError(400, f"{name} is {target}, which is given, too: {value} and {body[target]}", name)
+                message = f"{name} is {target}, which is given, too: {shown(value)} and {shown(body[target])}"
+                raise ApiError(400, message, name)
             if name in given or target not in given:
                 found[target] = value
                 names[target] = name if name in given else f"options.{name}"
-    return found, unknown, {target: name for target, name in names.items() if target != name}
+    return found, [*dict.fromkeys(unknown)], {target: name for target, name in names.items() if target != name}
 
 
 def _unknown_inside(name: str, value: Any, table: Mapping[str, Rule]) -> Iterator[str]:

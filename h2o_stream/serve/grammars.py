@@ -178,6 +178,9 @@ class _RemoteGrammar(Grammar):
             if not answer.startswith(b"+"):
                 raise DataError(answer[1:].decode(errors="replace"))
             masks = [[process.connection.recv_bytes() for _ in (0, *begun)] for _ in range(1 + bool(self._thinking))]
+        except DataError:
+            process.kill()
+            raise
         except (EOFError, OSError) as error:
             raise DataError("it takes too much memory or time; use a simpler one") from error
         strict, *free = (_RemoteMatcher(process, number, begun, known) for number, known in enumerate(masks))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 from h2o_stream.errors import DataError
@@ -37,19 +36,20 @@ class Exchange:
 class Dialogue:
     """A conversation as a client sends it: system prompt, past turns, and the message, or results, to answer.
 
-    The reply continues the text `begun`.
+    Attributes:
+        begun: the reply continues this text.
+        size: characters of all of it.
     """
 
     system: str | None
     past: tuple[Exchange, ...]
     user: UserTurn
     begun: str = ""
+    size: int = field(init=False, compare=False)
 
-    @cached_property
-    def size(self) -> int:
-        """Characters of all of it."""
+    def __post_init__(self) -> None:
         turns = [self.user, *(turn for exchange in self.past for turn in (exchange.user, exchange.reply.text))]
-        return len(self.system or "") + sum(map(_size, turns))
+        object.__setattr__(self, "size", len(self.system or "") + sum(map(_size, turns)))
 
 
 def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on: bool = False) -> Dialogue:
@@ -69,25 +69,26 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list of one or more messages")
     said = [_parse_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-    system: list[str] = []
-    while said and said[0]["role"] == "system" and not goes_on:
-        system.append(said.pop(0)["content"])
+    later = next((number for number, message in enumerate(said) if goes_on or message["role"] != "system"), len(said))
+    system, said = [message["content"] for message in said[:later]], said[later:]
     if not said and "".join(system).strip():
         return Dialogue(None, (), "\n\n".join(system))
-    past, new = list[Exchange](), list[Message]()
-    for number, message in enumerate(said, len(system)):
+    turns, new = list[tuple[list[Message], list[Reply]]](), list[Message]()
+    may_answer = goes_on
+    for number, message in enumerate(said, later):
         role = message["role"]
-        if role == "tool" and not (past[-1].reply.calls if past else goes_on):
+        if role == "tool" and not may_answer:
             raise wrong(f"messages[{number}].role", role, "tool only after an assistant's message with tool_calls")
         if role != "assistant":
             new.append(message)
             continue
         reply = _parse_reply(message, read)
-        if past and not _has_content(new):
-            reply = _joined(past[-1].reply, reply)
-            new = [*_messages(past.pop().user), *new]
-        past.append(Exchange(_turn(new), reply))
-        new = []
+        if not turns or _has_content(new):
+            turns.append((new, []))
+            may_answer = False
+        turns[-1][1].append(reply)
+        may_answer, new = may_answer or bool(reply.calls), []
+    past = [Exchange(_turn(asked), _joined(replies)) for asked, replies in turns]
     prompt = "\n\n".join(system) if system else None
     if _has_content(new):
         return Dialogue(prompt, tuple(past), _turn(new))
@@ -105,9 +106,9 @@ def _has_content(messages: Sequence[Message]) -> bool:
     return any(message["role"] == "tool" or message["content"].strip() for message in messages)
 
 
-def _joined(first: Reply, second: Reply) -> Reply:
-    text = "\n\n".join(filter(None, (first.text, second.text)))
-    return Reply(text, (*first.calls, *second.calls))
+def _joined(replies: Sequence[Reply]) -> Reply:
+    text = "\n\n".join(reply.text for reply in replies if reply.text)
+    return Reply(text, tuple(call for reply in replies for call in reply.calls))
 
 
 def _turn(messages: Sequence[Message]) -> UserTurn:

@@ -15,13 +15,16 @@ from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.messages import Dialogue, parse_dialogue
 from h2o_stream.serve.replies import Done
 from h2o_stream.serve.requests import Options, Sampled, field, is_kept, parse_sampled
-from h2o_stream.serve.schemas import parse_format
+from h2o_stream.serve.schemas import is_larger, parse_format
 from h2o_stream.serve.service import Service, finished
 from h2o_stream.serve.tools import as_tool_calls, parse_tool_choice, parse_tool_options
 from h2o_stream.serve.usage import report
 from h2o_stream.serve.wording import renamed
 
 _ID = re.compile(r"resp_([0-9a-f]{32})")
+
+_MAX_METADATA = 2**14
+"""Characters of a request's metadata, which every answer repeats; OpenAI's limits come to less."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,11 @@ def parse_response(body: Mapping[str, Any], service: Service, owner: str = "") -
 
 
 def _check_metadata(metadata: Any) -> None:
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    ):
-        raise wrong("metadata", metadata, "an object of texts")
+    if metadata is None:
+        return
+    texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if not texts or is_larger(metadata, _MAX_METADATA):
+        raise wrong("metadata", metadata, f"an object of texts, all of it at most {_MAX_METADATA} characters")
 
 
 def _with_functions(tools: Any) -> Any:

@@ -44,18 +44,15 @@ _RETRY_S = 2
 
 
 def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
-    """Load a model that the runtime serves, and wait until it was compared with transformers' model.
+    """Load a model that the runtime serves.
 
     Raises:
         ConfigError: the runtime does not serve it.
-        H2OStreamError: it was read wrongly.
     """
     loaded = load_model(config, cache, "auto", _log.info, ignore)
     if not isinstance(loaded.model, RuntimeModel):
         reason = loaded.why_transformers
         raise ConfigError(f"h2o-serve serves what runs without torch, which {config.model} does not: {reason}")
-    if loaded.check:
-        loaded.check.require()
     return loaded
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import numpy
-from numpy.typing import NDArray
 
 from h2o_stream.config import CacheConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
@@ -18,8 +17,8 @@ from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native.batch import rules
 from h2o_stream.native.stepper import PromptPlan, Stepper
 
-PREFILL_STEP = 256
-"""Prompt tokens at a time, between steps of other conversations."""
+MAX_PART, MIN_PART, SLOW_S = 256, 32, 0.1
+"""Prompt tokens in a step at most and at least, and seconds of a step that replies should not wait longer for."""
 
 
 _LEAST = -9999.0
@@ -74,19 +73,38 @@ def _logprob(logits: Scores, token: int, count: int) -> Logprob:
     return Logprob(token, float(logits[token]) - total, likely)
 
 
-class WaitingEngine(Engine):
-    """An engine that leaves tokens to a step or a prompt of several streams.
+class Pace:
+    """How many tokens of prompts are read in a step with tokens of replies: as many as these can wait for.
 
-    Between the event of its tokens and `finish` they are not in the cache yet, so nothing else may be done.
+    Attributes:
+        tokens: of prompts, in the next step.
+    """
+
+    tokens = MAX_PART
+
+    def note(self, seconds: float, replies: bool) -> None:
+        """Prompts were read in a step that took so long, with replies or without."""
+        if replies and seconds > SLOW_S:
+            self.tokens = max(self.tokens // 2, MIN_PART)
+        elif not replies or seconds < SLOW_S / 4:
+            self.tokens = min(self.tokens * 2, MAX_PART)
+
+
+class Waits:
+    """The `waiting` tokens of an engine are to go through the model before it goes on."""
+
+
+class WaitingEngine(Engine):
+    """An engine whose tokens go through the model with those of others.
 
     Attributes:
         waiting: the tokens for the next step, if it is one, or the next prompt.
     """
 
-    def __init__(self, model: LoadedModel, cache: CacheConfig, sampling_defaults: Mapping[str, float]) -> None:
-        super().__init__(model.model, model.tokenizer, cache, sampling_defaults=sampling_defaults)
+    def __init__(self, model: LoadedModel, cache: CacheConfig, pace: Pace) -> None:
+        self._pace = pace
+        super().__init__(model.model, model.tokenizer, cache, sampling_defaults=model.sampling)
         self.waiting: Sequence[int] = ()
-        self.prefill_step = min(self.prefill_step, PREFILL_STEP)
         self._rules: tuple[int, bytes] = (-1, b"")
 
     @property
@@ -96,14 +114,18 @@ class WaitingEngine(Engine):
         return stepper
 
     @property
-    def steps(self) -> bool:
-        """Whether a token waits for a step."""
-        return len(self.waiting) == 1 and bool(self.cache.tokens.lengths)
+    def prefill_step(self) -> int:
+        """See `Engine`; not more than others can wait for."""
+        return min(self._largest_step, self._pace.tokens)
+
+    @prefill_step.setter
+    def prefill_step(self, tokens: int) -> None:
+        self._largest_step = tokens
 
     @property
-    def reads(self) -> bool:
-        """Whether tokens wait for a prompt."""
-        return bool(self.waiting) and not self.steps
+    def steps(self) -> bool:
+        """Whether a token waits for a step, and not for a prompt."""
+        return len(self.waiting) == 1 and bool(self.cache.tokens.lengths)
 
     @property
     def rules(self) -> bytes:
@@ -120,35 +142,33 @@ class WaitingEngine(Engine):
         self.sampling, self.sampler = config, sampler
         return sampler
 
-    def begin_step(self) -> None:
-        """Prepare the waiting token for a step.
+    def forward(self, tokens: Sequence[int]) -> Iterator[Waits]:  # type: ignore[override]
+        """Wait until `begin_waiting` and `finish` were called. If they are not, nothing was fed."""
+        self.waiting = tokens
+        try:
+            yield Waits()
+        finally:
+            self.waiting = ()
 
-        Raises:
-            H2OStreamError: it cannot be fed.
-        """
-        if not self.stepper.begin_step(numpy.array(self.waiting, numpy.int64)):
-            raise H2OStreamError(f"this token cannot be fed: {self.stepper.why_not or 'the model has no such token'}")
-
-    def begin_prompt(self) -> PromptPlan:
-        """Prepare the waiting tokens for a prompt.
+    def begin_waiting(self) -> PromptPlan | None:
+        """Prepare the waiting tokens for a step, or for a prompt as the plan says.
 
         Raises:
             H2OStreamError: they cannot be fed.
         """
-        plan = self.stepper.begin_prompt(numpy.array([self.waiting], numpy.int64))
-        if plan is None:
+        steps, tokens = self.steps, numpy.array(self.waiting, numpy.int64)
+        self.begin(self.waiting)
+        self.cache.prepare(len(tokens))
+        plan = None if steps else self.stepper.begin_prompt(tokens[None])
+        if plan is None and not (steps and self.stepper.begin_step(tokens)):
             raise H2OStreamError(f"these tokens cannot be fed: {self.stepper.why_not or 'the model has no such token'}")
         return plan
 
-    def finish(self, logits: NDArray[numpy.float32]) -> None:
-        """The waiting tokens are in the cache; logits [V] are valid until the next step."""
-        self.waiting, self._logits = (), logits
+    def finish(self, logits: Scores) -> None:
+        """See `Engine`; the logits are valid until the next step."""
+        super().finish(logits)
+        self.waiting = ()
 
     def end_reply(self) -> None:
         """Let the logits and the grammar go: the next turn begins with a prompt."""
         self._logits = self.grammar = None
-
-    def _forward(self, tokens: list[int]) -> None:
-        self._logits, self.waiting = None, tokens
-        self.tokens = self.tokens.append(tokens)
-        self.cache.prepare(len(tokens))

@@ -1,7 +1,8 @@
 """The thread that owns the model: steps all replies at once, and reads prompts in parts beside them.
 
-Conversations join and leave between two steps. Every step takes a token of each reply and about `PROMPT_TOKENS` of
-prompts, so that nobody waits for a long one.
+It takes what was asked for, chooses whose tokens are next, takes them through the model, and sends what came of it.
+Conversations join and leave between two steps. Every step takes a token of each reply and some of prompts, as
+many as others can wait for.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.engine.sampling import Scores
 from h2o_stream.memory import trim_heap
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
 from h2o_stream.native.stepper import PromptPlan
-from h2o_stream.serve.aside import Readers
+from h2o_stream.serve.aside import Threads
 from h2o_stream.serve.conversations import Conversations, Opened, raw_events, turn_events
 from h2o_stream.serve.endings import Endings, Job
 from h2o_stream.serve.errors import ApiError
@@ -31,15 +34,25 @@ from h2o_stream.session.turn import Turn
 
 _log = logging.getLogger(__name__)
 
-PROMPT_TOKENS = 256
-"""Prompt tokens that are read in a step."""
-
-
 _GRAMMAR_S = 0.001
 """Seconds after which grammars are looked at again if nothing else is to be done."""
 
 _IDLE_S = 1.0
 """Seconds without replies after which free memory goes back to the system."""
+
+
+@dataclass
+class _Batch:
+    """Replies whose tokens go through the model together: steps, and parts of prompts with their plans."""
+
+    steps: list[Job] = field(default_factory=list)
+    reads: list[Job] = field(default_factory=list)
+    plans: list[PromptPlan] = field(default_factory=list)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All of them."""
+        return self.steps + self.reads
 
 
 class Worker:
@@ -65,7 +78,7 @@ class Worker:
         self._jobs: list[Job] = []
         self._stopped = False
         self._endings = Endings(self._jobs, conversations, metrics, self.call)
-        self._readers = Readers()
+        self._readers = Threads("h2o-read")
         self._thread = threading.Thread(target=self._run, name="h2o-serve")
 
     def start(self) -> None:
@@ -98,21 +111,123 @@ class Worker:
     # the thread
 
     def _run(self) -> None:
-        while not (self._stopped and all(map(_is_reading, self._jobs)) and not self._endings.saving):
+        while not (self._stopped and all(job.is_reading for job in self._jobs) and not self._endings.saving):
             try:
-                self._take_actions()
-                self._start_jobs()
-                self._advance([job for job in self._jobs if _may_advance(job)])
-                self._forward()
-                if self._jobs and all(map(_awaits_grammar, self._jobs)):
+                self._receive()
+                self._step()
+                if self._jobs and all(job.awaits_grammar for job in self._jobs):
                     time.sleep(_GRAMMAR_S)
-                self._send()
             except Exception as error:  # noqa: BLE001 - nothing may end the server
                 for job in list(self._jobs):
                     self._endings.give_up(job, error)
 
+    def _receive(self) -> None:
+        """Take what was asked for, and begin new replies."""
+        self._take_actions()
+        while self._asked and len(self._jobs) + self._endings.saving < self._running:
+            ask = self._asked.popleft()
+            try:
+                self._start(ask)
+            except Exception as error:  # noqa: BLE001 - a request must not end the server
+                ask.try_send(Failed(as_api_error(error)))
+
+    def _step(self) -> None:
+        """Take a token of every reply, and some of prompts, through the model."""
+        batches = self._schedule()
+        for batch in batches:
+            self._process(self._forward(batch), several=len(batches) > 1)
+
+    def _schedule(self) -> list[_Batch]:
+        """Take replies to where they wait for the model. Returns what goes through it now, and is prepared."""
+        for job in list(self._jobs):
+            if job.late:
+                self._endings.interrupt(job, "length")
+            while job in self._jobs and job.may_advance:
+                self._advance(job)
+        batches = dict[bytes, _Batch]()
+        for job in self._chosen():
+            try:
+                plan, rules = job.live.engine.begin_waiting(), job.live.engine.rules
+            except Exception as error:  # noqa: BLE001 - one reply must not end the others
+                self._endings.give_up(job, error)
+                continue
+            batch = batches.setdefault(rules, _Batch())
+            if plan is None:
+                batch.steps.append(job)
+                continue
+            if batch.plans and batch.plans[0].chunk != plan.chunk:
+                batch = batches.setdefault(rules + b"%d" % plan.chunk, _Batch())
+            batch.reads.append(job)
+            batch.plans.append(plan)
+        return list(batches.values())
+
+    def _forward(self, batch: _Batch) -> Iterable[tuple[Job, Scores]]:
+        """Take tokens through the model. Returns the logits after them, valid until the next time."""
+        started, engines = time.perf_counter(), [job.live.engine for job in batch.jobs]
+        steppers, steps = [engine.stepper for engine in engines], len(batch.steps)
+        try:
+            if batch.plans:
+                tokens = [engine.waiting for engine in engines]
+                logits = self._batch.forward(steppers[:steps], steppers[steps:], tokens, batch.plans)
+            else:
+                logits = self._batch.step(steppers)
+        except Exception as error:  # noqa: BLE001 - a step must not end the server
+            for job in batch.jobs:
+                self._endings.give_up(job, error)
+            return ()
+        seconds = time.perf_counter() - started
+        self._metrics.stepped(len(engines), seconds)
+        if batch.plans:
+            self._conversations.pace.note(seconds, bool(batch.steps))
+        return zip(batch.jobs, logits, strict=True)
+
+    def _process(self, forwarded: Iterable[tuple[Job, Scores]], several: bool) -> None:
+        """Send what is in the caches now. The next step does not wait for every reply: some get their own logits."""
+        for job, logits in forwarded:
+            engine = job.live.engine
+            engine.finish(logits.copy() if several or job.is_long or engine.grammar else logits)
+            self._advance(job)
+
+    def _chosen(self) -> Iterator[Job]:
+        """Replies whose tokens are taken now: all steps, and parts of prompts in turn."""
+        waiting = [job for job in self._jobs if not job.reading and job.live.engine.waiting]
+        steps = [job for job in waiting if job.live.engine.steps]
+        prompts = [job for job in waiting if not job.live.engine.steps]
+        yield from steps
+        budget = self._conversations.pace.tokens
+        for job in prompts:
+            if budget <= 0:
+                return
+            budget -= len(job.live.engine.waiting)
+            self._jobs.remove(job)  # to the end
+            self._jobs.append(job)
+            yield job
+
+    def _advance(self, job: Job) -> None:
+        """Take a reply to its next event, and send it."""
+        try:
+            if job.reading is not None:
+                reading, job.reading = job.reading, None
+                event = reading.result()
+                if job.ending is not None:
+                    job.ending()
+                    return
+            elif job.is_long:
+                job.reading = self._readers.submit(partial(next, job.events), partial(self.call, _nothing))
+                return
+            else:
+                event = next(job.events)
+            if isinstance(event, Token):
+                self._send_token(job, event)
+            elif isinstance(event, Turn):
+                self._endings.end(job, event)
+            elif isinstance(event, PrefillProgress) and not job.corrected:
+                job.prompt_tokens = len(job.live.engine.tokens) - job.seen_before
+        except Exception as error:  # noqa: BLE001 - one reply must not end the others
+            self._endings.give_up(job, error)
+
     def _take_actions(self) -> None:
-        idle = all(map(_is_reading, self._jobs)) and not (self._asked and self._endings.saving < self._running)
+        idle = all(job.is_reading for job in self._jobs) and not (self._asked and self._endings.saving < self._running)
         wait_s: float | None = _IDLE_S
         while True:
             try:
@@ -134,14 +249,6 @@ class Worker:
         self._asked.clear()
         for job in list(self._jobs):
             self._endings.interrupt(job)
-
-    def _start_jobs(self) -> None:
-        while self._asked and len(self._jobs) + self._endings.saving < self._running:
-            ask = self._asked.popleft()
-            try:
-                self._start(ask)
-            except Exception as error:  # noqa: BLE001 - a request must not end the server
-                ask.try_send(Failed(as_api_error(error)))
 
     def _start(self, ask: Ask) -> None:
         conversations = self._conversations
@@ -173,99 +280,6 @@ class Worker:
         if not ask.try_send(Started()):
             self._endings.interrupt(job)
 
-    def _advance(self, jobs: Sequence[Job]) -> None:
-        """Take each reply to its next event."""
-        for job in jobs:
-            try:
-                if job.reading is not None:
-                    event, job.reading = job.reading, None
-                    job.event = event.result()
-                    if job.ending is not None:
-                        job.ending()
-                        continue
-                elif job.late:
-                    self._endings.interrupt(job, "length")
-                    continue
-                elif job.is_long:
-                    job.reading = self._readers.submit(partial(next, job.events), partial(self.call, _nothing))
-                    continue
-                else:
-                    job.event = next(job.events)
-            except Exception as error:  # noqa: BLE001 - one reply must not end the others
-                self._endings.give_up(job, error)
-                continue
-            if isinstance(job.event, PrefillProgress) and not job.corrected:
-                job.prompt_tokens = len(job.live.engine.tokens) - job.seen_before
-
-    def _forward(self) -> None:
-        """Take a token of every reply, and some of prompts, through the model."""
-        groups: dict[bytes, tuple[list[Job], list[Job], list[PromptPlan]]] = {}
-        for job in self._begin_steps():
-            groups.setdefault(job.live.engine.rules, ([], [], []))[0].append(job)
-        for job, plan in self._begin_prompts():
-            steps, reads, plans = groups.setdefault(job.live.engine.rules, ([], [], []))
-            if plans and plans[0].chunk != plan.chunk:
-                steps, reads, plans = groups.setdefault(job.live.engine.rules + b"%d" % plan.chunk, ([], [], []))
-            reads.append(job)
-            plans.append(plan)
-        for steps, reads, plans in groups.values():
-            self._forward_together(steps, reads, plans, shared=len(groups) > 1)
-
-    def _begin_steps(self) -> Iterator[Job]:
-        """Choose the replies that take a token."""
-        for job in [job for job in self._jobs if not job.reading and job.live.engine.steps]:
-            try:
-                job.live.engine.begin_step()
-            except Exception as error:  # noqa: BLE001 - one reply must not end the others
-                self._endings.give_up(job, error)
-                continue
-            yield job
-
-    def _begin_prompts(self) -> Iterator[tuple[Job, PromptPlan]]:
-        """Choose parts of prompts, in turn."""
-        budget = PROMPT_TOKENS
-        for job in [job for job in self._jobs if not job.reading and job.live.engine.reads]:
-            if budget <= 0:
-                return
-            budget -= len(job.live.engine.waiting)
-            self._jobs.remove(job)  # to the end
-            self._jobs.append(job)
-            try:
-                plan = job.live.engine.begin_prompt()
-            except Exception as error:  # noqa: BLE001 - one prompt must not end the others
-                self._endings.give_up(job, error)
-                continue
-            yield job, plan
-
-    def _forward_together(
-        self, steps: Sequence[Job], reads: Sequence[Job], plans: Sequence[PromptPlan], shared: bool
-    ) -> None:
-        started, jobs = time.perf_counter(), [*steps, *reads]
-        engines = [job.live.engine for job in jobs]
-        steppers = [engine.stepper for engine in engines]
-        try:
-            if plans:
-                tokens = [engine.waiting for engine in engines]
-                logits = self._batch.forward(steppers[: len(steps)], steppers[len(steps) :], tokens, plans)
-            else:
-                logits = self._batch.step(steppers)
-            for job, row in zip(jobs, logits, strict=True):
-                job.live.engine.finish(row.copy() if shared or job.is_long else row)
-        except Exception as error:  # noqa: BLE001 - a step must not end the server
-            for job in jobs:
-                self._endings.give_up(job, error)
-            return
-        self._metrics.stepped(len(engines), time.perf_counter() - started)
-
-    def _send(self) -> None:
-        """Send what happened."""
-        for job in list(self._jobs):
-            event, job.event = job.event, None
-            if isinstance(event, Token):
-                self._send_token(job, event)
-            elif isinstance(event, Turn):
-                self._endings.end(job, event)
-
     def _send_token(self, job: Job, event: Token) -> None:
         if not job.tokens:
             self._metrics.first_token(job.ask.seconds)
@@ -286,23 +300,6 @@ class Worker:
             self._asked.remove(ask)
         for job in [job for job in self._jobs if job.ask is ask]:
             self._endings.interrupt(job)
-
-
-def _is_reading(job: Job) -> bool:
-    """Whether its next event is still being made in another thread."""
-    return job.reading is not None and not job.reading.done()
-
-
-def _may_advance(job: Job) -> bool:
-    if job.reading is not None:
-        return job.reading.done()
-    return not job.live.engine.waiting and not _awaits_grammar(job)
-
-
-def _awaits_grammar(job: Job) -> bool:
-    """Whether what may come next is still being found, in another process."""
-    grammar = job.live.engine.grammar
-    return grammar is not None and not job.live.engine.waiting and not grammar.ready
 
 
 def _nothing() -> None:

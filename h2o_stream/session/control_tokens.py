@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -19,6 +19,9 @@ _SECRET = secrets.token_hex(8)
 
 
 _NO_WORD = re.compile(r"\W")
+
+_PIECE = 2**16
+"""Characters of a text that are searched at once."""
 
 
 class ControlTokens:
@@ -34,23 +37,49 @@ class ControlTokens:
         self._tokens = {number: token for number, token in added.items() if token.content.strip()}
         self._nonce = secrets.token_hex(8)
         self._open, self._close = f"open{self._nonce}", f"close{self._nonce}"
-        self._edges = re.compile(f"{self._open}|{self._close}")
-        guarded = f"{self._open}((?:(?!{self._open}|{self._close}).)*){self._close}"
-        self._guarded = re.compile(guarded, re.DOTALL)
         contents = sorted((token.content for token in self._tokens.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
+        self._longest = max(map(len, contents), default=0)
         self._parts = _parts(tuple(contents))
 
     def found(self, value: Any) -> str | None:
         """The first control token in the texts of a JSON value, keys included."""
-        matches = (self._pattern.search(text) for text in _texts(value))
-        return next((match.group() for match in matches if match), None)
+        return next((match.group() for text in _texts(value) for match in self._matches(text)), None)
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """The control tokens in a text, which is searched in pieces: no other thread goes on meanwhile."""
+        place = 0
+        while place < len(text):
+            stop = place + _PIECE
+            match = self._pattern.search(text, place, stop + self._longest)
+            if match is None or match.start() >= stop:
+                place = stop
+                continue
+            yield match
+            place = match.end()
+
+    def _replaced(self, text: str, change: Callable[[str], str]) -> str:
+        """A text with its control tokens changed."""
+        parts, place = list[str](), 0
+        for match in self._matches(text):
+            parts += (text[place : match.start()], change(match.group()))
+            place = match.end()
+        return "".join((*parts, text[place:])) if parts else text
+
+    def _split(self, rendered: str) -> list[str]:
+        """A rendered text, and what is marked in it, in turn."""
+        parts, place = list[str](), 0
+        while (start := rendered.find(self._open, place)) >= 0 and (stop := rendered.find(self._close, start)) >= 0:
+            start = rendered.rfind(self._open, start, stop)
+            parts += (rendered[place:start], rendered[start + len(self._open) : stop])
+            place = stop + len(self._close)
+        return [*parts, rendered[place:]]
 
     def guard(self, text: str, kept: Collection[str] = ()) -> str:
         """The user's text with its control tokens marked, but for those kept, and what would be one with the text of a
         template before or after it. Templates see the same text but for these marks.
         """
-        marked = self._pattern.sub(lambda x: x.group() if x.group() in kept else self._marked(x.group()), text)
+        marked = self._replaced(text, lambda token: token if token in kept else self._marked(token))
         starts, ends = self._parts
         core = marked.strip()
         size = max((size for size in range(1, min(starts.size, len(core)) + 1) if core[-size:] in starts), default=0)
@@ -74,7 +103,7 @@ class ControlTokens:
 
     def unguard(self, text: str) -> str:
         """A rendered text without marks."""
-        return self._edges.sub("", text) if self._nonce in text else text
+        return text.replace(self._open, "").replace(self._close, "") if self._nonce in text else text
 
     def encode(self, rendered: str) -> list[int]:
         """Tokens of a rendered text: the tokenizer's own, except that what `guard` has marked is plain text.
@@ -82,13 +111,13 @@ class ControlTokens:
         Raises:
             DataError: the tokenizer makes control tokens of plain text.
         """
-        parts = [self.unguard(part) for part in self._guarded.split(rendered)]
-        num_controls = sum(len(self._pattern.findall(part)) for part in parts[::2])
+        parts = [self.unguard(part) for part in self._split(rendered)]
+        num_controls = sum(1 for part in parts[::2] for _ in self._matches(part))
         if len(parts) == 1:
             tokens: list[int] = self._tokenizer(parts[0], add_special_tokens=False)["input_ids"]
             if self._count(tokens) <= num_controls:
                 return tokens
-        parts[::2] = [self._pattern.sub(lambda match: _alias(match.group()), part) for part in parts[::2]]
+        parts[::2] = [self._replaced(part, _alias) for part in parts[::2]]
         return self._encode_aliased("".join(parts), num_controls)
 
     def _encode_aliased(self, text: str, num_controls: int) -> list[int]:

@@ -216,7 +216,8 @@ class Conversation:
                     if isinstance(event, Finished):
                         yield reply.finish(self.metadata.turns, event, self.engine)
                         return
-                    reply.add_progress(event)
+                    if isinstance(event, PrefillProgress):
+                        reply.add_progress(event)
                     yield event
             start = len(self.engine.tokens) - (prompt.num_thinking or 0)
             thinking = prompt.num_thinking is not None
@@ -229,12 +230,13 @@ class Conversation:
                 if isinstance(generated, Finished):
                     yield reply.finish(self.metadata.turns, generated, self.engine)
                     return
-                token = reply.add_token(generated)
-                if token.thinking is not None:
-                    self.metadata = replace(self.metadata, thinking=range(start, token.seen))
-                if reply.thinks_beyond(budget) and not sampler.forced:
-                    sampler.forced = template.thinking_end(end)
-                yield token
+                if isinstance(generated, Token):  # an engine that is stepped with others waits before it
+                    generated = reply.add_token(generated)
+                    if generated.thinking is not None:
+                        self.metadata = replace(self.metadata, thinking=range(start, generated.seen))
+                    if reply.thinks_beyond(budget) and not sampler.forced:
+                        sampler.forced = template.thinking_end(end)
+                yield generated
 
     def feed_turn(self, text: UserTurn, reply: str, own: bool = False) -> FeedEvents:
         """Feed a past turn: the user's message, as in `say`, and the reply to it, in the model's `own` words or a

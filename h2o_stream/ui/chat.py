@@ -110,13 +110,8 @@ class Chat:
         return None
 
     def say(self, message: str) -> Finish:
-        """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn.
-
-        Raises:
-            H2OStreamError: the model is not what transformers reads from its file, as is known by now.
-        """
+        """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn."""
         interrupts = self._context.loaded.interrupts
-        self._context.loaded.check()
         if line := gone_line(message, self._history.conversation.engine.counts):
             self._terminal.note(line)
         with interrupts, self._terminal.unechoed():
@@ -137,7 +132,6 @@ class Chat:
                 self._terminal.detail(line)
         if turn.detail:
             self._terminal.error(turn.detail)
-        self._context.loaded.check()
         return turn.finish
 
     def _show(self, events: ReplyEvents) -> Turn:
@@ -155,7 +149,6 @@ class Chat:
                     continue
                 status.close()
                 if reply is None:
-                    self._context.loaded.begin_check()
                     reply = self._reply()
                     stack.enter_context(reply)
                 if isinstance(event, Turn):

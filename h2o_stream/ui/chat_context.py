@@ -186,10 +186,7 @@ class ChatContext:
                 raise H2OStreamError("stopped; the conversation goes on as before") from error
             raise
         old.engine.close()
-        if loaded.model.check is not None and loaded.model is not new.model:
-            loaded.model.check.stop()
         loaded.conversation, loaded.model, loaded.settings = new.conversation, new.model, settings
-        loaded.interrupts.check = new.model.check
         changed = cache if model is None else {"model": model}
         options = {name: value for name, value in changed.items() if name in self.sources}
         self.keep_options(f"/{next(iter(changed))}", **options)

@@ -7,7 +7,6 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from h2o_stream.runtime.checking import BackgroundCheck
 from h2o_stream.stdio import handle_termination
 
 DOUBLE_PRESS_S = 2.0
@@ -18,13 +17,9 @@ class Interrupts:
     """Inside the block, the first Ctrl-C sets `requested`. A second one soon after raises KeyboardInterrupt.
 
     The signals that end the program set `terminated`, too.
-
-    Args:
-        check: of the model that replies (`runtime.checking`): a turn also stops if that finds a difference.
     """
 
-    def __init__(self, check: BackgroundCheck | None = None) -> None:
-        self.check = check
+    def __init__(self) -> None:
         self.requested = self.terminated = False
         self._last = float("-inf")
         self._previous: dict[int, Any] = {}
@@ -41,7 +36,7 @@ class Interrupts:
 
     def __call__(self) -> bool:
         """Whether the current turn should stop."""
-        return self.requested or (self.check is not None and bool(self.check.complaint))
+        return self.requested
 
     def _terminate(self, number: int) -> None:
         self.requested = self.terminated = True

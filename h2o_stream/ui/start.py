@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePath
 from typing import Any
-
-from rich.text import Text
 
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
-from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.progress import ProgressCallback
-from h2o_stream.runtime.checking import BackgroundCheck
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import JsonlWriter
@@ -25,19 +19,13 @@ from h2o_stream.session.turn import Turn
 from h2o_stream.ui.format import format_bytes, sampling_line, sampling_values
 from h2o_stream.ui.interrupts import Interrupts
 from h2o_stream.ui.loading import show_loading
-from h2o_stream.ui.terminal import Terminal, one_line
+from h2o_stream.ui.terminal import Terminal
 
 _NOTICED_BYTES = 2**20
 """From this many on, bytes that a turn has read from disk are worth a line."""
 
 _FORGOTTEN_BYTES = 2**30
 """Up to so many bytes that all turns have read from disk may be other files than the weights."""
-
-_UNNOTICED_S = 0.3
-"""A check that ends within this time is waited for without a word."""
-
-_REDRAWN_S = 0.5
-"""How often the stage of a check that is waited for is drawn."""
 
 
 @dataclass
@@ -62,17 +50,6 @@ class LoadedConversation:
                 f"the weights of {self.name} do not stay in memory: parts of its {format_bytes(size)} are read from "
                 "disk again and again, which makes replies slow; more free memory or a smaller --model is faster"
             )
-
-    def begin_check(self) -> None:
-        """Compare the model with transformers' in the background, if it is used for the first time."""
-        if self.model.check is not None:
-            self.model.check.begin()
-
-    def check(self) -> None:
-        """Raises H2OStreamError if the model is known by now to be read wrongly; see `runtime.checking`."""
-        check = self.model.check
-        if check is not None and check.complaint:
-            raise H2OStreamError(check.complaint)
 
     @property
     def name(self) -> str:
@@ -115,7 +92,7 @@ def load_conversation(
 ) -> LoadedConversation:
     """Load a model and open a conversation on it, in any thread and without a terminal. Arguments: see `load_model`."""
     model = load_model(settings.model, settings.cache, settings.engine, notify, progress)
-    return converse(model, settings, Interrupts(model.check), progress)
+    return converse(model, settings, Interrupts(), progress)
 
 
 def converse(
@@ -144,41 +121,6 @@ def converse(
     return LoadedConversation(conversation, interrupts, model, settings)
 
 
-def finish_check(loaded: LoadedConversation, terminal: Terminal) -> None:
-    """Wait until a model that was used for the first time has been compared, unless the user is in a hurry.
-
-    Raises:
-        H2OStreamError: it was read wrongly.
-    """
-    check = loaded.model.check
-    if check is None or (loaded.interrupts.requested and not check.complaint):
-        return
-    try:
-        if not check.wait(_UNNOTICED_S):
-            _wait(check, loaded.name, terminal)
-    except KeyboardInterrupt:
-        terminal.note("not checked; the next start does it", style="dim")
-        return
-    loaded.check()
-    if check.failure:
-        terminal.note(f"{loaded.name} could not be checked against transformers: {check.failure}", style="dim")
-    if check.doubt:
-        terminal.detail(f"{loaded.name} and transformers' model differ: {check.doubt}")
-
-
-def _wait(check: BackgroundCheck, name: str, terminal: Terminal) -> None:
-    """Wait for a check, with a line that says so; on a live terminal it says what the check does now, too."""
-    line = f"checking {one_line(PurePath(name).name or name)} against transformers, only this time (Ctrl-C skips)"
-    if terminal.quiet or not terminal.live:
-        terminal.note(f"{line} ...", "dim")
-        check.wait()
-        return
-    begun = time.monotonic()
-    with terminal.console.status(Text(line)) as status:
-        while not check.wait(_REDRAWN_S):
-            status.update(Text(f"{line}: {check.stage}, {time.monotonic() - begun:.0f} s", overflow="ellipsis"))
-
-
 @contextmanager
 def open_conversation(
     command: str, settings: Settings, terminal: Terminal, jsonl: JsonlWriter, loaded: LoadedConversation | None = None
@@ -197,11 +139,6 @@ def open_conversation(
         terminal.detail(f"steps: {loaded.conversation.engine.cache.engine_note}")
         if loaded.model.why_transformers:
             terminal.detail(f"loaded by torch and transformers: {loaded.model.why_transformers}")
-        if loaded.model.check is not None:
-            terminal.detail("compared with transformers' model meanwhile, for the first time")
         yield loaded
-        finish_check(loaded, terminal)
     finally:
         loaded.conversation.engine.close()
-        if loaded.model.check is not None:
-            loaded.model.check.stop()

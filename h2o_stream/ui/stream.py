@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from h2o_stream.config import CacheConfig, Settings
-from h2o_stream.engine.events import Finish, Token
+from h2o_stream.engine.events import Finish
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.messages import text_of
@@ -50,8 +50,6 @@ def stream_questions(settings: Settings, replay: Replay, terminal: Terminal, jso
                     for event in loaded.conversation.say(prompt):
                         for observer in (report, view):
                             observer.add_event(event)
-                        if isinstance(event, Token):
-                            loaded.begin_check()
                     assert isinstance(event, Turn), "a turn always ends with a Turn"
                     turn = event
                     jsonl.write(turn.record(question.id))

@@ -10,11 +10,11 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.cache.arrays import to_array
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Description, Matrix, Norm
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.mixers import GatedDelta
-from h2o_stream.runtime.delta_comparison import as_array, layout_differences
 from h2o_stream.runtime.weights import as_floats
 
 _ROUNDING = 1e-6
@@ -49,10 +49,7 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
         yield from _experts(name, ours, theirs)
     elif isinstance(ours, GatedDelta) and isinstance(theirs, GatedDelta) and _layout(ours) != _layout(theirs):
         same = {key: getattr(ours, key) for key in ("projections", "columns", "out", "out_in_turns")}
-        if found := next(_differences(name, ours, replace(theirs, **same)), ""):
-            yield found
-        else:
-            yield from layout_differences(name, ours, theirs)
+        yield from _differences(name, ours, replace(theirs, **same))  # logits tell whether these are right
     elif isinstance(ours, Norm) and isinstance(theirs, Norm) and ours.weight is not None and theirs.weight is not None:
         mine, other = as_array(ours.weight), as_array(theirs.weight)
         if not numpy.allclose(mine, other, rtol=_ROUNDING, atol=_ROUNDING):  # 1 + w is rounded near 0, too
@@ -120,3 +117,8 @@ def _numbers(matrix: Matrix, part: slice) -> NDArray[Any]:
     """Some numbers of a dense matrix in float32, or some bytes of a packed one."""
     weights = as_array(matrix.weights).reshape(-1)[part]
     return as_floats(weights, "matrix") if matrix.kind in _WIDE else weights
+
+
+def as_array(tensor: Any) -> NDArray[Any]:
+    """A tensor or an array as an array."""
+    return tensor if isinstance(tensor, numpy.ndarray) else to_array(tensor)
