@@ -77,7 +77,7 @@ def attach(
     model._h2o_cache = cache
     try:
         with (
-            using_h2o_attention(model) if isinstance(cache, H2OCache) else nullcontext(),
+            using_h2o_attention(model) if cache.evicts else nullcontext(),
             replaced_forward(model, AttachedForward(model, cache, stepper, attention)),
         ):
             yield cache

@@ -50,9 +50,10 @@ class FullCache(Tearable, DynamicCache):
         in_host_memory: whether keys and values are in host memory while their layer is not used.
     """
 
-    engine_note = ""
-    stream_number = 0
-    """See `H2OCache`."""
+    evicts, continues, engine_note, stream_number = False, True, "", 0
+    memory = padding = None
+    recurrent_layers: tuple[()] = ()
+    """See `H2OCache`; recurrent layers take what comes."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class FullCache(Tearable, DynamicCache):
         self.one_thread = OneThread()
         super().__init__(config=config, offloading=in_host_memory)
         self.plan = plan
-        self._device, self._model_digest = device, model_digest
+        self._device, self.model_digest = device, model_digest
 
     @property
     def seen_tokens(self) -> int:
@@ -115,6 +116,12 @@ class FullCache(Tearable, DynamicCache):
 
     def evict_first(self, start: int, stop: int) -> None:
         """Nothing to do: nothing is ever evicted."""
+
+    def search_memory(self, searched: bool) -> None:
+        """There is no memory."""
+
+    def use_own_dtypes(self) -> None:
+        """No other code than the model's writes states."""
 
     def begin(self, prompt: int) -> None:
         """Nothing depends on the first prompt."""
@@ -182,7 +189,7 @@ class FullCache(Tearable, DynamicCache):
 
     def _fingerprint(self, state: Mapping[str, Array]) -> dict[str, Any]:
         dtype = dtype_of(require_array(state, self._first_keys))
-        return {"dtype": dtype, "model": self._model_digest(), "policy": "full"}
+        return {"dtype": dtype, "model": self.model_digest(), "policy": "full"}
 
     def reset(self) -> None:
         """See `H2OCache.reset`."""

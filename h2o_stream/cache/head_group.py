@@ -178,7 +178,7 @@ class HeadGroup(Slots):
         super().allocate(shape, dtype, rows, slots)
         self._begin_head_state()
 
-    def bytes_of(self, shape: HeadShape, dtype: str) -> int:
+    def bytes_of(self, shape: HeadShape, dtype: Any) -> int:
         """See `Slots`."""
         heads = shape.kv_heads if self.heads is None else len(self.heads)
         return super().bytes_of(shape, dtype) + heads * sum(x.nbytes for x in self._head_state_of(shape).values())

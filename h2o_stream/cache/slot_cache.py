@@ -49,6 +49,7 @@ class SlotCache(Tearable, WindowRules):
             through transformers. May take long.
         memory: what the heads that retrieve have evicted, or None.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ...".
+        evicts: whether it ever gives up tokens.
         stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
     """
 
@@ -56,6 +57,7 @@ class SlotCache(Tearable, WindowRules):
     _codes: Codes | None = None
     engine_note = ""
     stream_number = 0
+    evicts = True
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class Slots(GroupRules):
 
     # layout
 
-    def layout(self, shape: HeadShape, dtype: str, rows: int, slots: int) -> dict[str, Field]:
+    def layout(self, shape: HeadShape, dtype: Any, rows: int, slots: int) -> dict[str, Field]:
         """What B `rows` of S `slots` are made of, by name: [B, Hkv, *], and ``seen`` [B, 1, 1].
 
         ``keys`` and ``values`` are un-rotated, or rotated by token index with ``absolute``; for those in a few bits see
@@ -96,13 +96,13 @@ class Slots(GroupRules):
         Raises:
             ConfigError: heads do not fill the bytes of their codes.
         """
-        bits, counts = self.plan.kv_bits, self._counts(slots)
+        bits, counts, number = self.plan.kv_bits, self._counts(slots), str(dtype).removeprefix("torch.")
         for size in (shape.key_size, shape.value_size):
             if size * bits % 8:
                 raise ConfigError(f"kv_bits is {bits}, but heads of size {size} do not fill bytes; raise --kv-bits")
         fields = {
-            "keys": Field((shape.key_size,), 0, dtype),
-            "values": Field((shape.value_size,), 0, dtype),
+            "keys": Field((shape.key_size,), 0, number),
+            "values": Field((shape.value_size,), 0, number),
             "key_codes": Field((shape.key_size * bits // 8,), 0, "uint8"),
             "value_codes": Field((shape.value_size * bits // 8,), 0, "uint8"),
             "key_range": Field((2, shape.key_size), numpy.inf, "float32"),
@@ -129,7 +129,7 @@ class Slots(GroupRules):
         parts = (STORED, exact), (ENCODED, max(slots - exact, 0)), (_ENTRIES, slots)
         return {name: count for names, count in parts for name in names}
 
-    def bytes_of(self, shape: HeadShape, dtype: str) -> int:
+    def bytes_of(self, shape: HeadShape, dtype: Any) -> int:
         """Bytes that one row takes at most."""
         return sum(field.nbytes for field in self.layout(shape, dtype, 1, self.schedule.common + self.spare).values())
 
@@ -186,7 +186,7 @@ class Slots(GroupRules):
 
     def _empty(self, rows: int, slots: int) -> dict[str, Array]:
         assert self.shape is not None
-        fields = self.layout(self.shape, str(self.dtype).removeprefix("torch."), rows, slots)
+        fields = self.layout(self.shape, self.dtype, rows, slots)
         apart = {name: fields.pop(name) for name in (*STORED, *ENCODED) if self.on_disk and name in fields}
         arrays = _in_one_block(fields, anonymous_memory) | (_in_one_block(apart, mapped_memory) if apart else {})
         if "key_range" in arrays:

@@ -126,9 +126,9 @@ class BoundLayer:
     @staticmethod
     def _fill(rows: Any, attention: AttentionLayer, group: Slots, heads: NDArray[Any]) -> None:
         """Fill the structures [B] of one group of `heads`."""
-        held, dtype = group.tensors(), dtype_name(group.dtype)
+        held = group.tensors()
         shape = HeadShape(attention.query_heads, attention.kv_heads, attention.head_size, attention.value_size)
-        for name, x in group.layout(shape, dtype, len(rows), group.num_slots).items():
+        for name, x in group.layout(shape, group.dtype, len(rows), group.num_slots).items():
             first = pointer(held[name], x.dtype, prod(x.shape))
             rows[_FIELDS.get(name, name)] = first + row_bytes(held[name]) * numpy.arange(len(rows))
         if group.memory is not None:

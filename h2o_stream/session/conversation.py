@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from h2o_stream.cache.protection import merged, without
-from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.cache.state import Array, State
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS, RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
@@ -318,7 +317,7 @@ class Conversation:
     def _reading(self, recalled: Sequence[Candidate]) -> Iterator[None]:
         """Inside the block, attention does not search the memory if passages are read again: it would prefer others."""
         cache = self.engine.cache
-        if not recalled or not isinstance(cache, SlotCache):
+        if not recalled or cache.memory is None:
             yield
             return
         cache.search_memory(False)
