@@ -80,16 +80,16 @@ sanitize: setup-dev
 
 # Everything once with a real model, a 0.5B in eight minutes: make real MODEL=FILE.gguf
 real: setup-dev
-	$(BIN)/python -m tests.real $(MODEL) $(ARGS)
+	$(BIN)/python -m lab.tools.real $(MODEL) $(ARGS)
 
 # Writes the tables of docs/families.md.
 family-table: setup-dev
 	$(BIN)/python -m tests.families
 
-# Writes the table of GGUF types in docs/lab/performance.md: our loss and llama.cpp's. Takes some minutes.
+# Writes the table of GGUF types in lab/docs/performance.md: our loss and llama.cpp's. Takes some minutes.
 gguf-table: setup-dev
 	$(PIP) install -c constraints.txt -e ".[bench]"
-	$(BIN)/python -m tests.gguf_types $(ARGS)
+	$(BIN)/python -m lab.tools.gguf_types $(ARGS)
 
 format: setup-dev
 	$(BIN)/ruff check --fix .

@@ -36,10 +36,10 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return list(self._items)
 
     def entry_points(self) -> dict[str, EntryPoint]:
-        """The entry points of installed packages, by name; none takes the place of one in `plugins`."""
+        """The entry points of installed packages, by name; none takes the place of ours."""
         from importlib.metadata import entry_points
 
-        found = sorted(entry_points(group=self.group), key=lambda entry: entry.module.startswith("h2o_stream."))
+        found = sorted(entry_points(group=self.group), key=is_ours)
         return {entry.name: entry for entry in found}
 
     def __getitem__(self, name: str) -> T:
@@ -74,6 +74,11 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+
+def is_ours(entry: EntryPoint) -> bool:
+    """Whether this distribution has an entry point."""
+    return entry.dist is not None and entry.dist.name == "h2o-stream"
 
 
 def resolve(reference: str) -> Any:

@@ -17,7 +17,6 @@ from h2o_stream.cache.arrays import to_tensor
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.state import encode_json
 from h2o_stream.cache.windows import HeadWindow, schedules, windows
-from h2o_stream.compare.heavy_hitters.comparison import measure_attention
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.engine.engine import Engine
 from h2o_stream.models.load import LoadedModel
@@ -256,11 +255,6 @@ class TestMeasured:
                 assert {group.schedule.window for group in cache.head_groups} == {WINDOW}
 
 
-def test_the_attention_that_falls_on_what_is_held(model: Any) -> None:
-    *_, layers = measure_attention(model, TOKENS[0].tolist(), [config_of(), CacheConfig("sink", WINDOW)], 7)
-    assert all(0 < layer.mass["h2o"] < 1 and 0 < layer.mass["sink"] < 1 for layer in layers)
-
-
 def test_a_forward_that_failed_in_a_group_is_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(model, config_of(), engine="eager") as cache:
         model(TOKENS, past_key_values=cache)
@@ -271,12 +265,3 @@ def test_a_forward_that_failed_in_a_group_is_noticed(model: Any, monkeypatch: py
         monkeypatch.undo()
         with pytest.raises(H2OStreamError, match="cut off halfway"):
             model(TOKENS[:, :1], past_key_values=cache)
-
-
-def test_statistics_are_means_over_heads(model: Any) -> None:
-    with attach(model, config_of()) as cache, cache.measuring_sparsity():
-        model(TOKENS, past_key_values=cache)
-        statistics = cache.statistics()
-        assert [layer.layer for layer in statistics] == [0, 1, 2]
-        assert [len(layer.scores) for layer in statistics] == [max(sizes) for sizes in BY_HEAD]
-        assert all(0 < layer.mass < 1 and 0 <= layer.sparsity < 1 for layer in statistics)

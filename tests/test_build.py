@@ -23,7 +23,7 @@ def checkout(tmp_path: Path) -> Path:
     copy = tmp_path / "checkout"
     ignored = shutil.ignore_patterns("__pycache__", "_h2o_*", "src")
     shutil.copytree(ROOT / "h2o_stream", copy / "h2o_stream", ignore=ignored)
-    for folder in ("data", "prompts"):
+    for folder in ("data", "prompts", "lab"):
         shutil.copytree(ROOT / folder, copy / folder)
     needed = "pyproject.toml hatch_build.py CMakeLists.txt README.md LICENSE .gitignore constraints.txt"
     for name in needed.split():
@@ -52,6 +52,7 @@ def test_without_a_compiler(checkout):
     assert name.endswith("-py3-none-any.whl")
     assert not [file for file in files if file.endswith(".so")]
     assert {"h2o_stream/native/library.py", "h2o_stream/prompts/assistant.txt"} <= files
+    assert {"h2o_lab/harness/small_tasks/facts.yaml", "h2o_lab/book/questions.jsonl"} <= files
     assert "without its compiled library" in said
     assert {"h2o_stream/py.typed", "h2o_stream/serve/page/vendor/purify.min.js"} <= files
     (metadata,) = {file.partition("/")[0] for file in files if ".dist-info/" in file}

@@ -1,7 +1,6 @@
 """Comparisons as run from the command line."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -148,35 +147,6 @@ class TestCompare:
         assert "lower --facts" in invoke("h2o-compare", *base, "--facts", "31").stderr
         assert "--recall takes some of auto, wide, off" in invoke("h2o-compare", *base, "--recall", "auto,on").stderr
 
-    @pytest.mark.exhaustive
-    @pytest.mark.usefixtures("no_charts")
-    def test_throughput(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
-        out = tmp_path / "out"
-        base = ["throughput", "-m", tiny_folder, "--text", text, "--shapes", "60+5,20+40", "--rounds=1", "--jsonl", "-"]
-        done = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out)
-        assert done.exit_code == 0, done.stderr
-        _, *results = records(done.stdout)
-        assert [(r["prompt"], r["new"], r["policy"], r["window"], r["largest"]) for r in results] == [
-            (prompt, new, policy, window if policy != "full" else None, largest)
-            for prompt, new, window in ((60, 5, 26), (20, 40, 24))
-            for policy, largest in (("full", True), ("recent", True), ("h2o", True), ("recent", False), ("h2o", False))
-        ]
-        full, recent, h2o, *equal = results[5:]
-        assert recent["batch"] > full["batch"] < h2o["batch"]
-        assert {r["batch"] for r in equal} == {full["batch"]}
-        for result in results:
-            assert result["cache_bytes"] == result["batch"] * result["row_bytes"] <= 160 * 1024
-            assert result["tok_s"] == pytest.approx(result["batch"] * result["new"] / result["seconds"], rel=0.05)
-        assert "| 60+5 | full |" in (out / "throughput.md").read_text()
-        again = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out, "-q")
-        assert records(again.stdout)[1:] == results, "timings are reused"
-        rows = records(invoke("h2o-compare", *base, "--cache-budget", "auto", "--policies", "recent", "-q").stdout)[1:]
-        full = [r["batch"] for r in rows if r["policy"] == "full"]
-        assert full == [5, 5], "five rows of the longest shape"
-        small = invoke("h2o-compare", *base, "--cache-budget", "4KiB")
-        assert small.exit_code == 2
-        assert "--cache-budget" in small.stderr
-
     @pytest.mark.usefixtures("no_charts")
     def test_summarize(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         file, out = tmp_path / "requests.jsonl", tmp_path / "out"
@@ -276,40 +246,6 @@ class TestCompare:
         alone = texts("alone", "--batch", "1")
         assert texts("together") == alone
         assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != alone
-
-    @pytest.mark.exhaustive
-    @pytest.mark.usefixtures("no_charts")
-    def test_heavy_hitters(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
-        out = tmp_path / "new" / "folder"
-        base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "240", "--window", "32", "--chunk", "8"]
-        done = invoke("h2o-compare", *base, "--policies", "recent,h2o", "--out", out, "--jsonl", "-")
-        assert done.exit_code == 0, done.stderr
-        run, *found = records(done.stdout)
-        layers = [record for record in found if record["type"] == "heavy-hitters"]
-        assert (run["window"], run["tokens"]) == (32, 240)
-        assert [layer["layer"] for layer in layers] == [0, 1]
-        for layer in layers:
-            assert 0 <= layer["sparsity"] < 1
-            assert 0.1 < layer["top_share"] < 1
-            assert set(layer["mass"]) == {"recent", "h2o", "best"}
-            assert layer["mass"]["best"] >= max(layer["mass"].values()) - 1e-6
-            assert min(layer["mass"].values()) > 0
-        assert "…" not in done.stderr, "no figure is cut"
-        assert "| layer | sparsity |" in (out / "heavy-hitters.md").read_text()
-        for name in ("sparsity", "power-law", "mass"):
-            assert (out / f"{name}.png").exists()
-
-    @pytest.mark.parametrize(("more", "words"), [
-        (["--tokens", "401"], "the model has 400 positions; lower --tokens"),
-        (["--tokens", "30"], "raise --tokens"),
-        (["--out", "/proc/nothing"], "--out /proc/nothing"),
-    ])  # fmt: skip
-    def test_heavy_hitters_refuses(self, tiny_folder: Path, text: Path, tmp_path: Path, more: Any, words: str) -> None:
-        base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--window", "32", "--out", tmp_path / "out", "-q"]
-        done = invoke("h2o-compare", *base, *more)
-        assert done.exit_code in (1, 2)
-        assert words in done.stderr
-        assert done.stderr.count("\n") == 1
 
     @pytest.mark.parametrize(("content", "words"), [(b"", "0 tokens"), (b"a\xff", "not UTF-8 at byte 1")])
     def test_bad_texts(self, tiny_folder: Path, tmp_path: Path, content: bytes, words: str) -> None:

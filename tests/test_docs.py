@@ -18,8 +18,8 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 SEEDS = re.compile(r"^\| `(?:python|helm).*$", re.M)
 INLINE = re.compile(r"`(h2o-(?:chat|stream|compare)\s[^`]+)`")
 
-PROSE = [*PAGES, *sorted((ROOT / "docs" / "lab").glob("*.md"))]
-FOLDERS = (ROOT, ROOT / "h2o_stream")
+PROSE = [*PAGES, *sorted((ROOT / "lab" / "docs").glob("*.md"))]
+FOLDERS = (ROOT, ROOT / "h2o_stream", ROOT / "lab")
 """What paths in the text are relative to."""
 
 PATH = re.compile(r"(?<![\w./~-])[\w*][\w*./-]*\.(?:py|cpp|h)\b(?!\()|(?<=`)[\w*][\w*.-]*/[\w*./-]*(?=`)")
@@ -221,7 +221,7 @@ def files_of(path: str) -> list[Path]:
     """The files that a path in the text names: relative to `FOLDERS`, or anywhere if it is a bare name."""
     found = [file for folder in FOLDERS for file in folder.glob(path)]
     if "/" not in path:
-        found += [file for folder in ("h2o_stream", "tests") for file in (ROOT / folder).rglob(path)]
+        found += [file for folder in ("h2o_stream", "tests", "lab") for file in (ROOT / folder).rglob(path)]
     return found
 
 

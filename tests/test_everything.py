@@ -11,10 +11,12 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from h2o_stream.compare import everything, nll
-from h2o_stream.compare.catalog import NllOptions, Shape
+from h2o_lab.throughput.options import Shape
+from h2o_stream.compare import nll
+from h2o_stream.compare.catalog import COMPARISONS, NllOptions
 from h2o_stream.compare.comparison import Job, JobProgress
 from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out, write_left_out
+from h2o_stream.compare.options import InAll
 from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.processes import Processes
@@ -36,9 +38,15 @@ TINY: dict[str, dict[str, Any]] = {
 FEW: dict[str, dict[str, Any]] = {"nll": {"tokens": 80, "windows": (32, 64), "policies": ("full", "tova", "sink")}}
 
 
+def measure(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, dict[str, Any]]) -> None:
+    """Let `all` run only these comparisons."""
+    for name, options in COMPARISONS.items():
+        monkeypatch.setattr(options, "in_all", InAll(quick=sizes[name], thorough={}) if name in sizes else None)
+
+
 @pytest.fixture
 def arguments(tiny_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    monkeypatch.setattr(everything, "_QUICK", TINY)
+    measure(monkeypatch, TINY)
     return ["all", "-m", tiny_folder, "--text", text, "--out", tmp_path / "out", "--quick", "--jsonl", "-"]
 
 
@@ -74,7 +82,7 @@ def test_what_the_model_cannot_do_is_left_out_and_the_rest_measured(
 
 @pytest.mark.exhaustive
 def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monkeypatch: Any, tmp_path: Path) -> None:
-    monkeypatch.setattr(everything, "_QUICK", FEW)
+    measure(monkeypatch, FEW)
     stream = nll.stream_nll
 
     def limited(model: Any, config: Any, tokens: Any) -> Any:
@@ -90,7 +98,7 @@ def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monk
     windows = [record["window"] for record in records(done.stdout) if record.get("policy") == "tova"]
     assert windows == [64]
     monkeypatch.undo()
-    monkeypatch.setattr(everything, "_QUICK", FEW)
+    measure(monkeypatch, FEW)
     again = invoke("h2o-compare", *arguments)
     assert left_out_of(again.stdout) == [], "it is tried again"
     assert read_left_out(tmp_path / "out") == []
@@ -101,7 +109,7 @@ def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monk
 
 
 def test_a_comparison_with_a_bug_does_not_end_the_others(arguments: list[object], monkeypatch: Any) -> None:
-    monkeypatch.setattr(everything, "_QUICK", {**FEW, "recall": TINY["recall"]})
+    measure(monkeypatch, {**FEW, "recall": TINY["recall"]})
     monkeypatch.setattr("h2o_stream.compare.recall.comparison.read_facts", lambda count: 1 / 0)
     done = invoke("h2o-compare", *arguments)
     assert done.exit_code == 0, done.stderr
@@ -110,7 +118,7 @@ def test_a_comparison_with_a_bug_does_not_end_the_others(arguments: list[object]
 
 
 def test_nothing_at_all(arguments: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(everything, "_QUICK", FEW)
+    measure(monkeypatch, FEW)
     monkeypatch.setattr(nll, "stream_nll", lambda *_: (_ for _ in ()).throw(MemoryError("out of memory")))
     done = invoke("h2o-compare", *arguments, "-q")
     assert done.exit_code == 1
@@ -148,7 +156,7 @@ def test_a_tokenizer_without_a_chat_template(
     arguments: list[object], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chat then has the plain form, which every model can read."""
-    monkeypatch.setattr(everything, "_QUICK", {"recall": TINY["recall"]})
+    measure(monkeypatch, {"recall": TINY["recall"]})
     bare = Path(shutil.copytree(tiny_folder, tmp_path / "bare"))
     for path in bare.glob("chat_template*"):
         path.unlink()

@@ -23,7 +23,6 @@ LAYERS = (
     "serve",
     "compare",
     "ui",
-    "plugins",
     "cli",
 )
 """A layer imports only layers before it, except for a `__main__`, which is a command."""
@@ -64,14 +63,9 @@ def test_no_circle() -> None:
     assert circle() == []
 
 
-def test_only_entry_points_name_plugins() -> None:
-    """They come in as those of other packages do."""
-    named = [
-        name
-        for name, path in MODULES.items()
-        if not name.startswith("h2o_stream.plugins") and "h2o_stream.plugins" in path.read_text(encoding="utf-8")
-    ]
-    assert named == []
+def test_only_entry_points_name_the_laboratory() -> None:
+    """It comes in as other packages do."""
+    assert [name for name, path in MODULES.items() if "h2o_lab" in path.read_text(encoding="utf-8")] == []
 
 
 def test_layers() -> None:

@@ -218,12 +218,6 @@ class TestKernels:
         assert kernels.calls == ["prefill"]
         assert shown == [torch.Size((1, 2, 1, 20, 20))]
 
-    def test_sparsity_is_measured_in_torch(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
-        with attach(tiny, CacheConfig("h2o", 64)) as cache, cache.measuring_sparsity():
-            tiny(ids(40), past_key_values=cache)
-            assert all(0 < layer.sparsity < 1 for layer in cache.statistics())
-        assert kernels.calls == []
-
 
 def test_counting_walks_no_layers(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(model, CacheConfig("h2o", WINDOW)) as cache:

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach
-from h2o_stream.compare.masking import MaskedStream, masked_attention, masked_plan, policy_rule, removal_rule
+from h2o_stream.compare.masking import MaskedStream, masked_attention, masked_plan, policy_rule
 from tests.commands import invoke, records
 from tests.fixtures import with_exhaustive
 from tests.tolerance import assert_close
@@ -52,21 +52,6 @@ def test_nothing_masked_is_the_model_itself(grouped: LlamaForCausalLM) -> None:
         assert stream.kept().shape[-1] == 40
     assert grouped.config._attn_implementation == before
     assert_close(logits, grouped(torch.tensor([tokens])).logits[0])
-
-
-@pytest.mark.parametrize("by", ["heavy", "random"])
-def test_a_fraction_is_removed_for_good(by: str) -> None:
-    scores = torch.rand(2, 100, generator=torch.Generator().manual_seed(3))
-    choose, visible = removal_rule(0.2, by, spared=4, recent=10), torch.ones(2, 50, dtype=torch.bool)
-    first = choose(0, scores[:, :50], visible)
-    second = choose(0, scores, torch.cat((first, visible), 1))
-    assert (~first).sum(1).tolist() == [10, 10]
-    assert (~second).sum(1).tolist() == [20, 20]
-    assert not second[:, :50][~first].any(), "none comes back"
-    assert second[:, :4].all()
-    assert second[:, -10:].all()
-    heaviest = scores[:, 4:40].topk(10).indices + 4
-    assert (not first.gather(1, heaviest).any()) == (by == "heavy")
 
 
 @pytest.mark.parametrize(("config", "words"), [

@@ -13,12 +13,13 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.comparison import Job, JobProgress
 from h2o_stream.compare.folder import Folder
 from h2o_stream.errors import DataError
 from h2o_stream.ui.comparison import _Bars
 from h2o_stream.ui.format import shade
-from h2o_stream.ui.pages import KINDS, Chart, Curve, Heatmap, TableData, decoding, loss, page_of, readable, times_full
+from h2o_stream.ui.pages import Chart, Curve, Heatmap, TableData, decoding, loss, page_of, readable
 from h2o_stream.ui.plots import NARROW, WIDE, ChartStyle, svg
 from h2o_stream.ui.tables import data_table
 from tests.commands import invoke, records
@@ -197,7 +198,7 @@ class TestReport:
 
 
 def test_every_kind_has_a_page_or_needs_none() -> None:
-    for kind in KINDS:
+    for kind in COMPARISONS:
         with pytest.raises((KeyError, IndexError)):
             page_of(kind, {}, [])
 
@@ -245,15 +246,6 @@ class TestVerdicts:
             "After 2,048 tokens, h2o-stream h2o decodes 84 tokens/s, 2.4 times llama.cpp's (bfloat16)."
         )
         assert decoding(found[:1] + found[4:]) == "", "no history in common"
-
-    def test_batches_in_multiples_of_a_full_cache(self) -> None:
-        found = [
-            {"policy": policy, "prompt": 512, "new": 32, "tok_s": speed, "largest": largest}
-            for policy, speed, largest in (("full", 10.0, True), ("h2o", 24.0, True), ("h2o", 8.0, False))
-        ]
-        assert times_full(found) == (
-            "At 512+32, h2o generates 2.4 times the tokens/s of a full cache in the same memory."
-        )
 
 
 def test_cells_are_colored_and_still_say_their_value() -> None:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
+import h2o_lab
 import h2o_stream
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import H2OStreamError
@@ -32,7 +33,7 @@ from tests.preloaded import run
 from tests.terminal import BIN
 from tests.test_sessions import filled
 
-SOURCES = sorted(Path(h2o_stream.__file__).parent.rglob("*.py"))
+SOURCES = sorted(path for each in (h2o_stream, h2o_lab) for path in Path(str(each.__file__)).parent.rglob("*.py"))
 
 
 @in_turn("source", SOURCES)

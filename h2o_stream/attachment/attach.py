@@ -56,7 +56,7 @@ def attach(
             attached.
 
     Yields:
-        The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``evict_first``, ``statistics`` and
+        The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``evict_first`` and
         ``state_dict``.
 
     Raises:

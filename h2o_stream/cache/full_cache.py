@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -32,7 +31,6 @@ from h2o_stream.cache.state import (
     whole_numbers,
     with_prefix,
 )
-from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.cache.tearing import marks_tears
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
@@ -86,14 +84,6 @@ class FullCache(Tearable, DynamicCache):
             return torch.empty(0, 0, 0, dtype=torch.int64, device="cpu")
         held = keys.shape[2]
         return torch.arange(self.seen_tokens - held, self.seen_tokens, device=keys.device).expand(*keys.shape[:2], held)
-
-    def statistics(self) -> list[LayerStatistics]:
-        """None: transformers' attention does not return its probabilities."""
-        return []
-
-    def measuring_sparsity(self) -> AbstractContextManager[None]:
-        """Nothing is measured."""
-        return nullcontext()
 
     @property
     def pins(self) -> tuple[range, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from h2o_stream.cache.recurrent import HeldRows, RecurrentLayer, load_states, st
 from h2o_stream.cache.shared_state import Revision
 from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.cache.state import Array, refusing_damage, with_prefix
-from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, layer_statistics
 from h2o_stream.cache.tearing import marks_tears
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
@@ -104,23 +102,6 @@ class H2OCache(SlotCache, LayeredCache):
         """Prepare recurrent states for the model's own forward, after native ones."""
         for layer in self.recurrent_layers:
             layer.use_own_dtypes()
-
-    # statistics
-
-    def statistics(self) -> list[LayerStatistics]:
-        """Scores and kept attention of every layer that evicts, of the stream so far; see `measuring_sparsity`."""
-        return [layer_statistics(number, self.layers[number].head_groups) for number in self.evicting_layers]
-
-    @contextmanager
-    def measuring_sparsity(self) -> Iterator[None]:
-        """Inside the block `statistics` tell the sparsity of attention, too. It is computed in torch meanwhile."""
-        for group in self.evicting_groups:
-            group.watch = SparsityMeter()
-        try:
-            yield
-        finally:
-            for group in self.evicting_groups:
-                group.watch = None
 
     # streams
 

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 from h2o_stream.config import CachePlan
 from h2o_stream.registry import resolve
 
-_VERSIONED = ("h2o_stream", "torch", "transformers", "peft", "accelerate", "deepspeed")
-"""Packages whose source the version identifies."""
+VERSIONED = {"h2o_stream", "torch", "transformers", "peft", "accelerate", "deepspeed"}
+"""Packages whose source the version identifies; others add themselves."""
 
 _sources: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Results of `source_of`: a file may be edited after it was imported."""
@@ -55,4 +55,4 @@ def home_of(thing: Any) -> str:
 
 def _is_versioned(module: str) -> bool:
     package = module.partition(".")[0]
-    return package in _VERSIONED or package in sys.stdlib_module_names
+    return package in VERSIONED or package in sys.stdlib_module_names

@@ -20,6 +20,7 @@ from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.options import Option
 from h2o_stream.processes import Processes
+from h2o_stream.registry import is_ours
 from h2o_stream.resources import require_matplotlib
 from h2o_stream.startup import importing
 
@@ -58,7 +59,7 @@ class _PluginCommand(TyperCommand):
 
 def _summary(entry: EntryPoint) -> str:
     """What ``--help`` says of it: the summary of its package, or for our own its first sentence."""
-    if entry.module.startswith("h2o_stream."):
+    if is_ours(entry):
         return inspect.getdoc(entry.load()) or ""
     summary = entry.dist.metadata["Summary"] if entry.dist else None
     return summary or entry.value

@@ -7,22 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from h2o_stream.compare.heavy_hitters.options import HeavyHittersOptions
 from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
+    InAll,
     Policies,
     Ray,
     RecallModes,
     Seeds,
-    Window,
     Windows,
     configs_of,
 )
 from h2o_stream.compare.summarize.rouge import require_rouge
-from h2o_stream.config import DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
+from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths, some_of
+from h2o_stream.options import Option, listed_if_any, numbers, numbers_if_any, paths, some_of
 from h2o_stream.registry import Registry
 from h2o_stream.resources import project_file, python_manual, require_package, write_text
 from h2o_stream.session.requests import read_requests
@@ -51,33 +50,6 @@ def require_peer(peer: str, model: str | None) -> None:
         raise ConfigError(f"there is no GGUF file {model}, which the peer {peer} needs; leave it out of --peers")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A request: the tokens of its prompt, and the tokens generated."""
-
-    prompt: int
-    new: int
-
-    def __str__(self) -> str:
-        return f"{self.prompt}+{self.new}"
-
-    @property
-    def length(self) -> int:
-        """All its tokens."""
-        return self.prompt + self.new
-
-
-def _shapes(text: str, flag: str) -> tuple[Shape, ...]:
-    return tuple(_shape(item, flag) for item in listed(text, flag))
-
-
-def _shape(text: str, flag: str) -> Shape:
-    prompt, _, new = text.partition("+")
-    if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
-        raise ConfigError(f"{text!r} is not a shape; {flag} takes prompt and generated tokens like 512+32")
-    return Shape(int(prompt), int(new))
-
-
 @dataclass(frozen=True, kw_only=True)
 class NllOptions(ComparisonOptions):
     """Negative log-likelihood of long texts, streamed through each policy's cache.
@@ -89,6 +61,10 @@ class NllOptions(ComparisonOptions):
 
     comparison = "h2o_stream.compare.nll:Nll"
     page = "h2o_stream.ui.pages.nll:page"
+    in_all = InAll(
+        quick={"tokens": 2048, "windows": (128, 256)},
+        thorough={"tokens": 8192, "windows": (64, 256, 1024)},
+    )
 
     text: Annotated[Sequence[Path], Option("Text files, separated by commas.", parse=paths)]
     policies: Policies = ("full", "recent", "sink", "h2o-paper", "h2o")
@@ -117,6 +93,10 @@ class RecallOptions(ComparisonOptions):
 
     comparison = "h2o_stream.compare.recall.comparison:Recall"
     page = "h2o_stream.ui.pages.recall:page"
+    in_all = InAll(
+        quick={"facts": 5, "distances": (64, 1024), "policies": ("sink", "h2o"), "recall": ("off", "auto")},
+        thorough={"recall": ("off", "auto")},
+    )
 
     text: Annotated[Path, Option("A text file, the talk between facts; repeated if it is short.")]
     policies: Policies = ("full", "sink", "h2o-paper", "h2o")
@@ -149,6 +129,10 @@ class SummarizeOptions(ComparisonOptions):
 
     comparison = "h2o_stream.compare.summarize.comparison:Summarize"
     page = "h2o_stream.ui.pages.summarize:page"
+    in_all = InAll(
+        quick={"limit": 8, "windows": (64, 128)},
+        thorough={"windows": (64, 128, 256)},
+    )
 
     requests: Annotated[
         Path | None,
@@ -214,6 +198,10 @@ class SpeedOptions(ComparisonOptions):
 
     comparison = "h2o_stream.compare.speed.comparison:Speed"
     page = "h2o_stream.ui.pages.speed:page"
+    in_all = InAll(
+        quick={"histories": (256, 1024)},
+        thorough={"histories": (256, 2048, 8192)},
+    )
 
     text: Annotated[Path, Option("A text file, read by all.")]
     policies: Policies = ("full", "recent", "h2o")
@@ -280,74 +268,6 @@ class DivergenceOptions(ComparisonOptions):
     ] = ("llama.cpp",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ThroughputOptions(ComparisonOptions):
-    """Generated tokens/s of whole batches, prompts included, the largest that fit into the same memory for the cache.
-
-    transformers' own full cache always runs; the policies are timed at its batch size, too.
-    """
-
-    comparison = "h2o_stream.compare.throughput:Throughput"
-    page = "h2o_stream.ui.pages.throughput:page"
-
-    text: Annotated[Path, Option("A text file, which prompts are cut from.")]
-    policies: Policies = ("recent", "h2o")
-    shapes: Annotated[
-        Sequence[Shape], Option("Tokens of prompt + tokens generated, separated by commas.", parse=_shapes)
-    ] = (Shape(512, 32), Shape(512, 512), Shape(512, 1024))
-    ratio: Annotated[float, Option("Window, as a fraction of prompt and generated tokens.", min=0, max=1)] = 0.2
-    cache_budget: Annotated[
-        str, Option("Memory for the cache of a batch: 128MiB, 2GiB; auto: of five rows of a full cache.")
-    ] = "2GiB"
-    rounds: Annotated[int, Option("Times each batch is generated; the median is reported.", min=1)] = 1
-    engine: EngineChoice = "auto"
-
-    def __post_init__(self) -> None:
-        _ = self.budget
-        for config in self.configs:
-            config.plan()
-
-    @property
-    def budget(self) -> int | None:
-        """Bytes for the cache of a batch; None for ``auto``."""
-        return None if self.cache_budget == "auto" else parse_bytes(self.cache_budget, "--cache-budget")
-
-    @property
-    def configs(self) -> list[CacheConfig]:
-        """Those of all shapes."""
-        return [config for shape in self.shapes for config in self.configs_for(shape)]
-
-    def configs_for(self, shape: Shape) -> list[CacheConfig]:
-        """``full``, then every policy, for requests of a shape."""
-        return configs_of(("full", *self.policies), (round(self.ratio * shape.length),), self.seeds, self.cache)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoakOptions(ComparisonOptions):
-    """One very long stream: memory, speed, loss and the cache's invariants from its beginning to its end.
-
-    Every turn is a piece of text and a sampled reply. The text is read several times, so that a drift of its loss would
-    show. --model tiny is a random model of two layers, for streams of millions of tokens.
-    """
-
-    comparison = "h2o_stream.compare.soak:Soak"
-    page = "h2o_stream.ui.pages.soak:page"
-
-    text: Annotated[Path | None, Option("A file. (default: the manual of Python)")] = None
-    tokens: Annotated[int, Option("Length of the stream.", min=20_000)] = 200_000
-    passes: Annotated[int, Option("Times the text is read.", min=2)] = 10
-    policy: Annotated[str, Option("Any that evicts.")] = DEFAULT_POLICY
-    window: Window = DEFAULT_WINDOW
-    engine: EngineChoice = "auto"
-
-    @property
-    def configs(self) -> list[CacheConfig]:
-        """The one."""
-        if self.policy == "full":
-            raise ConfigError("--policy full keeps everything, which no memory holds forever; give one that evicts")
-        return configs_of((self.policy,), (self.window,), self.seeds, self.cache)
-
-
 def manual_file(folder: Path) -> Path:
     """The manual of Python, as a file in a folder."""
     path = folder / "manual.txt"
@@ -369,9 +289,6 @@ COMPARISONS: Registry[type[ComparisonOptions]] = Registry(
         "summarize": SummarizeOptions,
         "speed": SpeedOptions,
         "divergence": DivergenceOptions,
-        "throughput": ThroughputOptions,
-        "heavy-hitters": HeavyHittersOptions,
-        "soak": SoakOptions,
     },
     _options_class,
 )

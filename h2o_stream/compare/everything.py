@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from h2o_stream.compare.catalog import COMPARISONS, Shape, manual_file
+from h2o_stream.compare.catalog import COMPARISONS, manual_file
 from h2o_stream.compare.options import ComparisonOptions, sets_window
 from h2o_stream.config import POLICIES, EngineChoice, ModelConfig
 from h2o_stream.errors import DataError
@@ -15,22 +15,6 @@ from h2o_stream.options import Option
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import jsonl_text, read_objects
 from h2o_stream.texts import read_text
-
-_QUICK: dict[str, dict[str, Any]] = {
-    "nll": {"tokens": 2048, "windows": (128, 256)},
-    "recall": {"facts": 5, "distances": (64, 1024), "policies": ("sink", "h2o"), "recall": ("off", "auto")},
-    "summarize": {"limit": 8, "windows": (64, 128)},
-    "speed": {"histories": (256, 1024)},
-    "throughput": {"shapes": (Shape(128, 128),), "cache_budget": "auto"},
-}
-_THOROUGH: dict[str, dict[str, Any]] = {
-    "nll": {"tokens": 8192, "windows": (64, 256, 1024)},
-    "recall": {"facts": 30, "distances": (64, 1024, 4096), "recall": ("off", "auto")},
-    "summarize": {"limit": None, "windows": (64, 128, 256)},
-    "speed": {"histories": (256, 2048, 8192)},
-    "throughput": {"shapes": (Shape(512, 32), Shape(512, 512)), "cache_budget": "auto"},
-}
-"""How much ``h2o-compare all`` measures, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,23 +41,20 @@ class AllOptions:
         """
         text = self.text or manual_file(self.out)
         read_text(text, f"--text {text}")  # so that a missing file is reported before the model is loaded
-        inputs: dict[str, dict[str, Any]] = {
-            "nll": {"text": (text,), "policies": tuple(POLICIES)},
-            "recall": {"text": text},
-            "summarize": {"requests": self.requests},
-            "speed": {"text": text, "engine": self.engine},
-            "throughput": {"text": text, "engine": self.engine},
-        }
-        ours = {"windows"} if sets_window(self.cache) else set()
-        return {
-            name: COMPARISONS[name](
-                out=self.out / name,
-                model=self.model,
-                cache=self.cache,
-                **{**inputs[name], **{field: size for field, size in sizes.items() if field not in ours}},
-            )
-            for name, sizes in (_QUICK if self.quick else _THOROUGH).items()
-        }
+        inputs: dict[str, Any] = {"text": text, "requests": self.requests, "engine": self.engine}
+        chosen: dict[str, ComparisonOptions] = {}
+        for name, options in COMPARISONS.items():
+            if options.in_all is None:
+                continue
+            sizes = options.in_all.quick if self.quick else options.in_all.thorough
+            taken = inputs.keys() & {field.name for field in fields(options)}
+            values = {**{key: inputs[key] for key in taken}, **sizes}
+            if name == "nll":
+                values |= {"text": (text,), "policies": tuple(POLICIES)}
+            if sets_window(self.cache):
+                values.pop("windows", None)
+            chosen[name] = options(out=self.out / name, model=self.model, cache=self.cache, **values)
+        return chosen
 
 
 _FILE = "left-out.jsonl"

@@ -122,27 +122,6 @@ def policy_rule(plan: CachePlan) -> Rule:
     return choose
 
 
-def removal_rule(fraction: float, by: str, spared: int, recent: int) -> Rule:
-    """Tokens leave the sight of later queries for good, until they are `fraction` of all.
-
-    The largest scores go (``heavy``), or any (``random``), except the first `spared` and the newest `recent`.
-    """
-
-    def choose(number: int, scores: Tensor, visible: Tensor) -> Tensor:
-        seen = scores.shape[1]
-        eligible = visible.clone()
-        eligible[:, :spared] = eligible[:, max(seen - recent, 0) :] = False
-        hidden = seen - int(visible[0].sum())
-        count = min(max(round(fraction * seen) - hidden, 0), int(eligible[0].sum()))
-        if by == "random":
-            generator = torch.Generator().manual_seed(seen * 1009 + number)
-            scores = torch.rand(scores.shape, generator=generator).to(scores.device)
-        chosen = scores.masked_fill(~eligible, -torch.inf).topk(count, dim=-1).indices
-        return visible.scatter(1, chosen, False)
-
-    return choose
-
-
 def masked_plan(config: CacheConfig) -> CachePlan:
     """The plan of a policy that is masked, at true positions.
 

@@ -84,6 +84,14 @@ def configs_of(
 
 
 @dataclass(frozen=True, kw_only=True)
+class InAll:
+    """Values of the fields of a comparison that is a part of ``h2o-compare all``, with and without --quick."""
+
+    quick: Mapping[str, Any]
+    thorough: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComparisonOptions:
     """Base of the options of a comparison. A subclass adds fields; its docstring is the help of its subcommand.
 
@@ -97,6 +105,7 @@ class ComparisonOptions:
 
     comparison: ClassVar[str]
     page: ClassVar[str] = "h2o_stream.ui.pages:plain_page"
+    in_all: ClassVar[InAll | None] = None
 
     policies: Sequence[str] = ()
     windows: Sequence[int] = (DEFAULT_WINDOW,)

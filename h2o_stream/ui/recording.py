@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import RenderableType
 
@@ -38,8 +38,8 @@ _HOME = "\x1b[H"
 """A frame of a full screen begins with it."""
 
 
-class _Tee(io.TextIOBase):
-    """A stream that passes everything on and reports it."""
+class _Tee:
+    """A text stream that reports what is written to it."""
 
     def __init__(self, stream: TextIO, report: Callable[[str], None]) -> None:
         self._stream, self._report = stream, report
@@ -49,27 +49,8 @@ class _Tee(io.TextIOBase):
         self._report(text)
         return self._stream.write(text)
 
-    def flush(self) -> None:
-        """See io."""
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        """See io."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """See io."""
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """See io."""
-        return self._stream.encoding
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        """See io."""
-        return self._stream.errors
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Recorder:
@@ -138,7 +119,8 @@ def recording(path: Path | None, terminal: Terminal) -> Iterator[None]:
         header = {"version": 2, "width": size.width, "height": size.height, "timestamp": int(time.time())}
         file.write(json.dumps(header | {"idle_time_limit": _PAUSE_S}) + "\n")
         recorder = _Recorder(file, size.height)
-        with redirect_stdout(_Tee(sys.stdout, recorder.add)), redirect_stderr(_Tee(sys.stderr, recorder.add)):
+        out, err = (cast("TextIO", _Tee(stream, recorder.add)) for stream in (sys.stdout, sys.stderr))
+        with redirect_stdout(out), redirect_stderr(err):
             try:
                 yield
             finally:

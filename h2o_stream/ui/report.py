@@ -21,7 +21,7 @@ from h2o_stream.resources import require_matplotlib, write_text
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.run_record import RECORDS, RUN, read_run_record
 from h2o_stream.ui.format import format_bytes
-from h2o_stream.ui.pages import KINDS, Chart, Heatmap, Page, page_of
+from h2o_stream.ui.pages import Chart, Heatmap, Page, page_of
 from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, svg
 from h2o_stream.ui.tables import CSV_BEGINS, csv_tables, format_of, latex_page, markdown_page
 
@@ -53,7 +53,7 @@ class FinishedComparison:
 
 
 def read_comparisons(folders: Sequence[Path]) -> list[FinishedComparison]:
-    """The comparisons in folders and their direct subfolders, in the order of `KINDS`.
+    """The comparisons in folders and their direct subfolders, in the order of `COMPARISONS`.
 
     Raises:
         DataError: a folder has none, or one that is unfinished or damaged.
@@ -66,7 +66,8 @@ def read_comparisons(folders: Sequence[Path]) -> list[FinishedComparison]:
         if not inside:
             raise DataError(f"{folder}: there is no comparison in it; report takes folders of --out")
         found += [_read(path) for path in inside]
-    return sorted(found, key=lambda item: KINDS.index(item.kind) if item.kind in KINDS else len(KINDS))
+    order = list(COMPARISONS)
+    return sorted(found, key=lambda item: order.index(item.kind))
 
 
 def _read(folder: Path) -> FinishedComparison:

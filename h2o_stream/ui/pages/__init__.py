@@ -13,9 +13,6 @@ from h2o_stream.registry import resolve
 
 Record = Mapping[str, Any]
 
-KINDS = ("nll", "recall", "summarize", "tasks", "speed", "divergence", "throughput", "soak", "heavy-hitters")
-"""Our comparisons in the order of a report; those of other packages follow."""
-
 MAX_CURVES = 8
 """In a chart: as many as there are colours."""
 
@@ -147,9 +144,9 @@ def loss(records: Sequence[Record]) -> str:
             limit = (size, f"{size / 2**20:.3g} MiB") if size else (record["window"], f"window {record['window']}")
             added.setdefault(limit, {}).setdefault(record["policy"], []).append(record["to_full"]["mean"])
     sentences = []
-    for _, limit in _some(sorted(added)):
+    for _, limit in a_few(sorted(added)):
         means = {policy: fmean(found) for policy, found in added[_, limit].items()}
-        best, *others = [_loss(name, means[name]) for name in _named(means, smallest=True)]
+        best, *others = [_loss(name, means[name]) for name in best_named(means, smallest=True)]
         sentences.append(f"At {limit}, {listing([f'{best} nats per token against the full cache', *others])}.")
     return " ".join(sentences)
 
@@ -162,7 +159,7 @@ def share(values: Mapping[str, float], where: str, verb: str, what: str) -> str:
     """Shares by policy, the largest first: "At window 64, h2o keeps 71% of ... and sink 40%."."""
     if not values:
         return ""
-    first, *others = [f"{name} {{}}{values[name]:.0%}" for name in _named(values, smallest=False)]
+    first, *others = [f"{name} {{}}{values[name]:.0%}" for name in best_named(values, smallest=False)]
     phrases = [f"{first.format(f'{verb} ')} {what}", *(other.format("") for other in others)]
     return f"{where}, {listing(phrases)}."
 
@@ -206,38 +203,18 @@ def weights(record: Record) -> str:
     return str(record["quantize"] if ours else record["dtype"])
 
 
-def times_full(records: Sequence[Record]) -> str:
-    """Throughput of the largest batches in multiples of the full cache's, by shape."""
-    largest = [record for record in records if record["largest"]]
-    full = {shape_of(record): record["tok_s"] for record in largest if record["policy"] == "full"}
-    sentences = []
-    for shape in _some(list(full)):
-        speeds = {record["policy"]: record["tok_s"] for record in largest if shape_of(record) == shape}
-        names = [name for name in _named(speeds, smallest=False) if name != "full"]
-        first, *others = [f"{name} {{}}{speeds[name] / full[shape]:.2g} times" for name in names] or [""]
-        if first:
-            phrases = [f"{first.format('generates ')} the tokens/s of a full cache in the same memory"]
-            sentences.append(f"At {shape}, {listing([*phrases, *(other.format('') for other in others)])}.")
-    return " ".join(sentences)
-
-
 def _histories(records: Sequence[Record], name: str) -> set[int]:
     return {record["history"] for record in records if record["name"] == name}
 
 
-def shape_of(record: Record) -> str:
-    """Tokens of prompt and reply."""
-    return f"{record['prompt']}+{record['new']}"
-
-
-def _named(values: Mapping[str, float], smallest: bool) -> list[str]:
-    """The names to tell, best first: the best, h2o, sink, and the worst."""
+def best_named(values: Mapping[str, float], smallest: bool) -> list[str]:
+    """The names that a verdict has, best first: the best, h2o, sink, and the worst."""
     order = sorted(values, key=lambda name: values[name], reverse=not smallest)
     wanted = [order[0], *(name for name in order if name.split()[0] in ("h2o", "sink"))][: _NAMED - 1] + order[-1:]
     return sorted(set(wanted), key=order.index)[:_NAMED]
 
 
-def _some(limits: list[Any]) -> list[Any]:
+def a_few(limits: list[Any]) -> list[Any]:
     """At most `_LIMITS` of a list, with the first and the last."""
     last = len(limits) - 1
     return [limits[round(n * last / (_LIMITS - 1))] for n in range(_LIMITS)] if len(limits) > _LIMITS else limits

@@ -1,0 +1,1 @@
+"""``h2o-compare soak``: one very long stream."""

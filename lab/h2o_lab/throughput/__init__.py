@@ -1,0 +1,1 @@
+"""``h2o-compare throughput``: whole batches in the same memory."""
