@@ -90,8 +90,8 @@ class H2OCache(SlotCache, LayeredCache):
 
     make_room = torch.inference_mode(False)(SlotCache.make_room)
     make_room_for_prompt = torch.inference_mode(False)(SlotCache.make_room_for_prompt)
-    release_room = torch.inference_mode(False)(SlotCache.release_room)
-    release_room_of_prompt = torch.inference_mode(False)(SlotCache.release_room_of_prompt)
+    count_token = torch.inference_mode(False)(SlotCache.count_token)
+    count_prompt = torch.inference_mode(False)(SlotCache.count_prompt)
 
     def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Any]:
         """See `SlotCache`."""
@@ -189,6 +189,6 @@ class H2OCache(SlotCache, LayeredCache):
             kwargs["position_ids"] = seen[:, None] + torch.arange(new, device=tokens.device)
 
     def count_forward(self) -> None:
-        """See `WindowRules`."""
+        """See `SlotCache`."""
         self._held_rows.restore()
         self.tokens.advance()

@@ -170,8 +170,7 @@ class SlotCache(Tearable, WindowRules):
         if self.memory is not None:
             self.make_memory_room([length + 1 for length in self.tokens.lengths])
         if not self._stage_ends.isdisjoint(self.tokens.lengths):
-            for group in self.head_groups:
-                group.fit([length + more for length in self.tokens.lengths for more in (0, 1)])
+            self._fit([length + more for length in self.tokens.lengths for more in (0, 1)])
 
     def make_room_for_prompt(self, shapes: Sequence[HeadShape], dtype: str, lengths: Sequence[int], rows: int) -> None:
         """Allocate slots for a native prompt, which does not.
@@ -191,12 +190,17 @@ class SlotCache(Tearable, WindowRules):
                 else:
                     group.allocate(shape, dtype, rows, group.slots_needed(lengths))
 
-    def release_room(self) -> None:
-        """Note that a native step has taken a token of each row, and give up the slots that a stage no longer needs."""
+    def count_forward(self) -> None:
+        """Count the tokens of the forward that was prepared: all layers have taken them."""
+        self.tokens.advance()
+
+    def count_token(self) -> None:
+        """A native step has taken a token of each row: give up the slots that a stage no longer needs."""
+        self.count_forward()
         if self._full_at == (self.revision, self.tokens.columns - 1) or self._fill_slots():
             self._full_at = self.revision, self.tokens.columns
         if not self._stage_ends.isdisjoint(length - 1 for length in self.tokens.lengths):
-            self._fit()
+            self._fit(self.tokens.lengths)
 
     def _fill_slots(self) -> bool:
         """Note that a slot of each group was filled; whether no group has an empty one now."""
@@ -204,29 +208,16 @@ class SlotCache(Tearable, WindowRules):
             group.filled = min(group.filled + 1, group.num_slots)
         return all(group.filled == group.num_slots for group in self.head_groups)
 
-    def release_room_of_prompt(self) -> None:
-        """Note that a native prompt may have filled all slots, and give up those that are no longer needed."""
+    def count_prompt(self) -> None:
+        """A native forward has taken several tokens of each row, which may have filled all slots."""
+        self.count_forward()
         for group in self.head_groups:
             group.filled = group.num_slots
-        self._fit()
+        self._fit(self.tokens.lengths)
 
-    def _fit(self) -> None:
+    def _fit(self, lengths: Sequence[int]) -> None:
         for group in self.head_groups:
-            group.fit(self.tokens.lengths)
-
-    def count_forward(self) -> None:
-        """Count the tokens of the forward that was prepared: all layers have taken them."""
-        self.tokens.advance()
-
-    def count_token(self) -> None:
-        """A native step has taken a token of each row through the slots of all layers."""
-        self.count_forward()
-        self.release_room()
-
-    def count_prompt(self) -> None:
-        """A native forward has taken several tokens of each row through the slots of all layers."""
-        self.count_forward()
-        self.release_room_of_prompt()
+            group.fit(lengths)
 
     # streams
 
