@@ -11,9 +11,9 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.quantize import decode, encode, fit, spread
-from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.engine.served import serve
 from h2o_stream.models.load import LoadedModel
 from tests.fixtures import make_llama, with_exhaustive
@@ -100,8 +100,9 @@ class TestLayer:
 
     def test_grids_are_widened_by_a_margin(self) -> None:
         """So that a key which lies a little further out changes no grid, and stored keys are seldom rounded again."""
-        like = torch.zeros(1, 1, 1, 8)
-        store = QuantizedStore(like, like, slots=20, bits=8, sinks=0, residual=1)
+        group = HeadGroup(CacheConfig(window=18, kv_bits=8).plan())
+        group.allocate(HeadShape(1, 1, 8, 8), "float32", 1, 20)
+        store: Any = group.store
 
         def widened(*keys: float) -> tuple[float, float]:
             x = torch.tensor(keys)[:, None].expand(1, 1, len(keys), 8)
