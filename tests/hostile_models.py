@@ -283,7 +283,7 @@ def _step(path: Path, with_torch: bool) -> None:
     file_tokenizers.export_apart = export
     config, cache = ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig("h2o", window=32, chunk=16)
     try:
-        loaded = loading._load_without_torch(config, cache, "auto", path, _ignore, _ignore)
+        loaded = loading.load_without_torch(config, cache, "auto", _ignore, _ignore, str(path))
     except DescriptionError:
         if not with_torch:
             raise

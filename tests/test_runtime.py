@@ -378,10 +378,11 @@ def shares(windows: Sequence[HeadWindow]) -> list[float]:
     [
         (
             "chat",
-            ["--window", "48", "--chunk", "8", "--session", "s"],
+            ["--window", "48", "--chunk", "8", "--session", "s", "-n", "8"],
             "I am Ada.\nTell me about bees.\nWho am I?\n/recall\n",
         ),
-        ("stream", ["--turns", "1"], ""),
+        ("stream", ["--turns", "1", "-n", "8"], ""),
+        ("compare", ["nll", "--text", str(Path(__file__)), "--tokens", "40", "--policies", "full,h2o"], ""),
     ],
 )
 def test_commands_import_no_torch(command: str, arguments: list[str], typed: str) -> None:
@@ -389,7 +390,7 @@ def test_commands_import_no_torch(command: str, arguments: list[str], typed: str
     code = f"""
 import sys
 from h2o_stream.cli import {command}
-sys.argv = ["h2o-{command}", *{arguments}, "-n", "8", "-q"]
+sys.argv = ["h2o-{command}", *{arguments}, "-q"]
 try:
     {command}.main()
 except SystemExit as left:

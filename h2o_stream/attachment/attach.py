@@ -122,7 +122,8 @@ def _build(
     def bytes_of(config: CacheConfig) -> int:
         return H2OCache(config, specs, max_distance).allocated_bytes()
 
-    config = sized(config, max_distance, bytes_of, functools.partial(weight_bytes, model))
+    weights = functools.partial(weight_bytes, model)
+    config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
     cache.is_called = lambda saved: saved == getattr(model, FILE_DIGEST, "")
     cache.continues = verification.continues()
@@ -147,15 +148,15 @@ def _steps(
         cache.engine_note = "eager: --engine eager"
         return None
     cache.kernels = kernels.make_kernels()
-    found = native_steps.make_stepper(model, cache, verification)
-    if isinstance(found, str):
+    stepper = native_steps.make_stepper(model, cache, verification)
+    if isinstance(stepper, str):
         if not graph_steps.why_not(cache, input_device(model)):
             cache.engine_note = "eager, captured as a CUDA graph"
             return graph_steps.GraphSteps(model.forward, cache)
-        cache.engine_note = f"eager: {found}"
+        cache.engine_note = f"eager: {stepper}"
         return None
     cache.engine_note = f"native, {library.name()}"
-    return found
+    return stepper
 
 
 def _assign_memory(model: PreTrainedModel, cache: H2OCache) -> None:

@@ -53,8 +53,8 @@ class Stepper(Protocol):
         """Run tokens through the model and, in `H2OCache.writing`, the cache, and count them.
 
         Args:
-            kwargs: of the model's forward, after `H2OCache.prepare_forward`: ``input_ids`` [B, Q], and nothing that
-                asks for more than logits.
+            kwargs: arguments of the model's forward, after `H2OCache.prepare_forward`: ``input_ids`` [B, Q], and
+                nothing that asks for more than logits.
 
         Returns:
             [B, Q or ``logits_to_keep``, vocabulary]; None, with nothing touched, if the model's own forward has to run.
@@ -163,9 +163,9 @@ class AttachedForward:
     def _start_stream(self, past: Any, kwargs: dict[str, Any]) -> None:
         """Start a new stream; the ``past_key_values`` that it replaces must be empty."""
         if past is not None:
-            if held := past.get_seq_length():
+            if num_tokens := past.get_seq_length():
                 raise H2OStreamError(
-                    f"past_key_values holds {held} tokens of another cache; "
+                    f"past_key_values holds {num_tokens} tokens of another cache; "
                     "pass the attached cache, or none to start a new stream"
                 )
             mask = kwargs.get("attention_mask")

@@ -137,7 +137,7 @@ def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable
                 for unrotated, rotated in ordered
             ]
             forms.append((max(off), replace(spec, table=table, order=order.to(key.device) if number else None)))
-    smallest, spec = min(forms, key=lambda found: found[0])
+    smallest, spec = min(forms, key=lambda form: form[0])
     if not smallest < limit:
         raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
     return spec

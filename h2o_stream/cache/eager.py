@@ -28,7 +28,7 @@ class EagerKernels:
         return True
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
-        """See `Kernels.decode`."""
+        """Attend with the query of one token, update the scores and evict."""
         slot = group.store.next_slot(group.seen, group.free)
         group.store.write(slot, chunk.key, chunk.value)
         group.add_newest(slot)
@@ -106,7 +106,7 @@ def _attention(
     """`attention` of the new tokens, rotated and masked by the rules of the group.
 
     Args:
-        group: whose table, span, protection and sliding window apply.
+        group: head group whose table, span, protection and sliding window apply.
         chunk: the Q new tokens.
         candidates: the K cached and new tokens.
         keys: [B, Hkv, K, D].

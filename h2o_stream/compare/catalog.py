@@ -76,6 +76,7 @@ class NllOptions(ComparisonOptions):
     ] = False
     seeds: Seeds = (0,)
     ray: Ray = None
+    engine: EngineChoice = "auto"
 
     @property
     def configs(self) -> list[CacheConfig]:
@@ -112,6 +113,7 @@ class RecallOptions(ComparisonOptions):
     ] = None
     seeds: Seeds = (0,)
     ray: Ray = None
+    engine: EngineChoice = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,8 +154,8 @@ class SummarizeOptions(ComparisonOptions):
         bool, Option("Sample as each request says, or take the likeliest token.", "--sample/--greedy")
     ] = False
     seed: Annotated[int, Option("Random seed.", min=0)] = 0
-    batch: Annotated[int, Option("Requests answered at once.", min=1)] = 8
     ray: Ray = None
+    engine: EngineChoice = "auto"
     output_path: Annotated[Path | None, Option("The answers of one policy in HELM's form, requests echoed.")] = None
 
     def __post_init__(self) -> None:
@@ -266,6 +268,7 @@ class DivergenceOptions(ComparisonOptions):
             parse=some_of("peer", ("llama.cpp", "ik_llama.cpp"), may_be_none=True),
         ),
     ] = ("llama.cpp",)
+    engine: EngineChoice = "auto"
 
 
 def manual_file(folder: Path) -> Path:

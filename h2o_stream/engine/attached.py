@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy
 
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, weight_count
@@ -44,9 +45,21 @@ class AttachedModel:
     @torch.no_grad()
     def forward(self, tokens: Sequence[int]) -> NDArray[numpy.float32]:
         """See `Served`."""
+        logits: NDArray[numpy.float32] = self._logits(tokens, 1)[-1].cpu().numpy()
+        return logits
+
+    @torch.no_grad()
+    def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> NDArray[numpy.float32]:
+        """See `Served`."""
+        targets = torch.tensor(expected, dtype=torch.int64, device=self._device)
+        losses = cross_entropy(self._logits(tokens, len(tokens)), targets, reduction="none")
+        return numpy.asarray(losses.cpu())
+
+    def _logits(self, tokens: Sequence[int], keep: int) -> torch.Tensor:
+        """Feed tokens. Returns the logits after the last `keep` of them, [keep, V] float32."""
         ids = torch.tensor([tokens], dtype=torch.int64, device=self._device)
-        output = self._model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        logits: NDArray[numpy.float32] = output.logits[0, -1].float().cpu().numpy()
+        output = self._model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep)
+        logits: torch.Tensor = output.logits[0, -keep:].float()
         return logits
 
     @torch.no_grad()

@@ -56,6 +56,13 @@ class Served(Protocol):
             MemoryError, RuntimeError: memory ran out, see `means_out_of_memory`.
         """
 
+    def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> NDArray[numpy.float32]:
+        """Feed tokens to the stream, as `forward` does.
+
+        Returns:
+            [n] float32, in nats: minus the log-likelihood of each expected token after the token at its place.
+        """
+
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
         """Embeddings of tokens [n], [n, hidden] float32."""
 

@@ -32,7 +32,7 @@ def memory_fields(part: MemoryPart, stream: StreamMemory, heads: int) -> dict[st
 
 
 class NativeCodes:
-    """See `h2o_stream.cache.memory_codes.Codes`."""
+    """`Codes` that native code makes and searches."""
 
     def __init__(self, native: CDLL) -> None:
         self._native = native

@@ -17,7 +17,6 @@ from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.processes import Processes
 from h2o_stream.progress import ProgressCallback
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, why_not_served
 from h2o_stream.runtime.sources import Checkpoint, ModelFile, Source
@@ -40,8 +39,7 @@ def load_model(
     """
     source = find(config.model, config.offline, progress)
     try:
-        path = local_path(source, config.offline)
-        loaded = _load_without_torch(config, cache, engine, path, notify, progress)
+        loaded = load_without_torch(config, cache, engine, notify, progress, source)
     except (DescriptionError, OutOfMemoryError) as reason:
         from h2o_stream.models.load import load
 
@@ -49,15 +47,15 @@ def load_model(
     return with_modelfile(loaded, notify)
 
 
-def _load_without_torch(
+def load_without_torch(
     config: ModelConfig,
     cache: CacheConfig,
     engine: EngineChoice,
-    path: Path,
     notify: Callable[[str], None],
     progress: ProgressCallback,
+    source: str | None = None,
 ) -> LoadedModel:
-    """Load a model without torch.
+    """Load a model without torch. Arguments as for `models.load.load`.
 
     Raises:
         DescriptionError: that is not possible; the message says why.
@@ -65,18 +63,19 @@ def _load_without_torch(
     """
     if reason := _why_not(config, engine):
         raise DescriptionError(reason)
-    source = open_source(config, path, notify)
-    parameters = source.parameters
+    path = local_path(source or find(config.model, config.offline, progress), config.offline)
+    opened = open_source(config, path, notify)
+    parameters = opened.parameters
     if reason := why_not_served(cache, parameters.max_distance, parameters.refused_positions):
         raise DescriptionError(reason)
     with gc_paused(), ThreadPoolExecutor(1) as executor:
-        tokenizer = executor.submit(source.tokenizer)
-        description = source.describe(progress, notify)
-        windows = source.windows(description, progress) if measures_heads(cache, parameters.max_distance) else ()
+        tokenizer = executor.submit(opened.tokenizer)
+        description = opened.describe(progress, notify)
+        windows = opened.windows(description, progress) if measures_heads(cache, parameters.max_distance) else ()
         ready = tokenizer.result()
-    if isinstance(source, ModelFile) and (note := missing_name(source.file)):
+    if isinstance(opened, ModelFile) and (note := missing_name(opened.file)):
         notify(note)
-    return LoadedModel(config.model, source.model(description, windows), *ready, path)
+    return LoadedModel(config.model, opened.model(description, windows), *ready, path)
 
 
 def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
@@ -107,7 +106,7 @@ def _why_not(config: ModelConfig, engine: EngineChoice) -> str:
     """Why a model needs torch, as far as settings and machine say, or nothing."""
     if engine == "eager" or os.environ.get(library.CHECK_VARIABLE):
         return "steps are computed in torch, too"
-    if config.device_map or config.tensor_parallel or Processes().count > 1:
+    if config.device_map or config.tensor_parallel:
         return "it is spread over devices or processes"
     if config.device not in ("auto", "cpu") or (config.device == "auto" and _has_gpu()):
         return "it computes on another device than the CPU"

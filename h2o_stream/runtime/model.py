@@ -82,6 +82,7 @@ class RuntimeModel:
             self.max_distance,
             lambda sized: self._cache(sized, layers).allocated_bytes(),
             lambda: self.description.nbytes,
+            [layer.shape for layer in layers],
         )
         return ServedRuntime(self, self._cache(config, layers))
 
@@ -115,18 +116,18 @@ class RuntimeModel:
         return cache
 
 
-def measures_heads(config: CacheConfig, max_distance: int) -> bool:
+def measures_heads(config: CacheConfig, max_distance: int | None) -> bool:
     """Whether the windows of heads are measured for a cache; the rest as in `RuntimeModel`."""
-    return _plan(config, max_distance).budgets == "measured"
+    return plan_of(config, max_distance).budgets == "measured"
 
 
-def why_not_served(config: CacheConfig, max_distance: int, refused_positions: Collection[str]) -> str:
+def why_not_served(config: CacheConfig, max_distance: int | None, refused_positions: Collection[str]) -> str:
     """Why a model needs torch to be served with a cache, or nothing; the rest as in `RuntimeModel`."""
     if config.policy == "full":
         return "policy full keeps transformers' own cache"
     if config.device != "auto":
         return f"the cache is on {config.device}"
-    plan = _plan(config, max_distance)
+    plan = plan_of(config, max_distance)
     if plan.positions in refused_positions:
         return f"{plan.positions} positions are for torch to refuse or to compute"
     if plan.rule not in POLICIES:
@@ -134,7 +135,7 @@ def why_not_served(config: CacheConfig, max_distance: int, refused_positions: Co
     return ""
 
 
-def _plan(config: CacheConfig, max_distance: int) -> CachePlan:
+def plan_of(config: CacheConfig, max_distance: int | None) -> CachePlan:
     """The plan of a cache, if it depends on the first prompt for one of `DEFAULT_WINDOW` tokens."""
     return config.for_prompt(DEFAULT_WINDOW).plan(max_distance)
 
@@ -164,27 +165,41 @@ class ServedRuntime:
 
     def forward(self, tokens: Sequence[int]) -> Floats:
         """See `Served`."""
+        last: Floats = self._logits(tokens, 1)[-1]
+        return last
+
+    def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> Floats:
+        """See `Served`."""
+        logits = self._logits(tokens, len(tokens))
+        ours = numpy.take_along_axis(logits, numpy.array(expected)[:, None], 1)[:, 0]
+        largest = logits.max(1, keepdims=True)
+        logits -= largest
+        losses: Floats = numpy.log(numpy.exp(logits, out=logits).sum(1)) + largest[:, 0] - ours
+        return losses
+
+    def _logits(self, tokens: Sequence[int], keep: int) -> Floats:
+        """Feed tokens. Returns the logits after the last `keep` of them, [keep, V]."""
         cache = self.cache
         with cache.one_thread:
             if cache.torn:
                 raise H2OStreamError("the last forward was cut off halfway; reset() to start a new stream")
             begun = bool(cache.seen_tokens)
             try:
-                return self._run(numpy.array([tokens], numpy.int64))
+                return self._run(numpy.array([tokens], numpy.int64), keep)
             except BaseException:
                 if not begun:
                     cache.reset()
                 raise
 
-    def _run(self, tokens: NDArray[numpy.int64]) -> Floats:
-        """[V] logits after the last of tokens [1, Q]."""
+    def _run(self, tokens: NDArray[numpy.int64], keep: int) -> Floats:
+        """[keep, V] logits after the last of tokens [1, Q]."""
         self.cache.prepare(tokens.shape[1])
         is_step = tokens.shape[1] == 1 and bool(self.cache.tokens.lengths)
-        logits = self.stepper.step(tokens[:, 0]) if is_step else self.stepper.prompt(tokens, keep=1)
+        logits = self.stepper.step(tokens[:, 0]) if is_step else self.stepper.prompt(tokens, keep)
         if logits is None:
             raise H2OStreamError(f"these tokens cannot be fed: {self.stepper.why_not or 'the model has no such token'}")
-        last: Floats = logits[0, 0]
-        return last
+        kept: Floats = logits[0]
+        return kept
 
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
         """See `Served`."""

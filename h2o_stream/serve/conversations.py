@@ -349,7 +349,7 @@ def corrected_events(live: Live, user: UserTurn, turn: Turn) -> Iterator[Event]:
 def raw_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
     """Read a text, then continue it. Yields the same events."""
     text = text_of(dialogue.user)
-    engine, reply = opened.live.engine, GrowingReply(text, None, thinking=False)
+    engine, reply = opened.live.engine, GrowingReply(text)
     for event in engine.prefill(
         with_bos(engine.tokenizer, engine.tokenizer(text, add_special_tokens=False)["input_ids"])
     ):

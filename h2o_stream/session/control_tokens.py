@@ -121,8 +121,8 @@ class ControlTokens:
         return self._encode_aliased("".join(parts), num_controls)
 
     def _encode_aliased(self, text: str, num_controls: int) -> list[int]:
-        tokenizer, numbers, unknown = self._aliased
-        tokens = [numbers.get(token, token) for token in encode(tokenizer, text)]
+        tokenizer, ids, unknown = self._aliased
+        tokens = [ids.get(token, token) for token in encode(tokenizer, text)]
         if self._count([token for token in tokens if token != unknown]) > num_controls:
             raise DataError("the tokenizer makes control tokens of this text; accepted: a text without their names")
         return tokens
@@ -174,10 +174,10 @@ def _with_secret_names(serialized: str) -> tuple[Tokenizer, Mapping[int, int], i
     for token in tokens:
         flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip")}
         tokenizer.add_tokens([AddedToken(names[token["content"]], normalized=False, special=False, **flags)])
-    numbers = {tokenizer.token_to_id(alias): number for number, alias in aliases.items()}
+    ids = {tokenizer.token_to_id(alias): number for number, alias in aliases.items()}
     model = described["model"]
     unknown = tokenizer.token_to_id(model.get("unk_token") or "") if "unk_id" not in model else model["unk_id"]
-    return tokenizer, {alias: number for alias, number in numbers.items() if alias is not None}, unknown
+    return tokenizer, {alias: number for alias, number in ids.items() if alias is not None}, unknown
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:

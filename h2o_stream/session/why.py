@@ -37,7 +37,7 @@ class Gone:
     """A word that no head holds any more.
 
     Attributes:
-        turn: in which the last head let it go; None if that was before `since`.
+        turn: turn in which the last head evicted it; None if that was before `since`.
         since: a turn after which no head held it, as far back as states are kept.
         before: how it was held after the turn before `turn`; None if it was said in that turn or is not known.
         needed: the least that stayed after `turn` in the heads that held it before; 0 without `before`.
@@ -77,13 +77,13 @@ def explain(history: ConversationHistory, word: str, layer: int | None = None) -
     if not now.num_heads:
         raise H2OStreamError(f"layer {layer} has no attention, so no words are kept there")
     earlier = _earlier(history, cache, layer)
-    found = []
+    explanations = []
     for turn, text, tokens in places:
         holding = now.holding(tokens)
         fate = Kept(holding) if holding else _gone(turn, tokens, (history.entries[-1].turn, now), past, earlier)
         memory = remembered(history.conversation.engine, tokens)
-        found.append(Explanation(turn, text, now.num_heads, fate, memory))
-    return found
+        explanations.append(Explanation(turn, text, now.num_heads, fate, memory))
+    return explanations
 
 
 def _places(history: ConversationHistory, word: str) -> Iterator[tuple[int, str, range]]:

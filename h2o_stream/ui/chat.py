@@ -27,7 +27,7 @@ from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.documents import read_ahead
 from h2o_stream.ui.format import context_bar, slot_bar, status_line, turn_line
 from h2o_stream.ui.memory import memory_lines
-from h2o_stream.ui.recall import gone_line, note_recalled
+from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
 from h2o_stream.ui.sessions import NOT_KEPT
 from h2o_stream.ui.start import LoadedConversation, open_conversation
@@ -112,8 +112,6 @@ class Chat:
     def say(self, message: str) -> Finish:
         """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn."""
         interrupts = self._context.loaded.interrupts
-        if line := gone_line(message, self._history.conversation.engine.counts):
-            self._terminal.note(line)
         with interrupts, self._terminal.unechoed():
             with closing(self._history.say(message)) as events:
                 try:
@@ -145,7 +143,8 @@ class Chat:
                     note_recalled(self._terminal, event)
                     continue
                 if isinstance(event, PrefillProgress):
-                    status.show(event.done, event.total)
+                    if reply is None:
+                        status.show(event.done, event.total)
                     continue
                 status.close()
                 if reply is None:

@@ -25,7 +25,8 @@ from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, identity
-from h2o_stream.compare.nll import digest_of, paired_difference, read_tokens, ruled_nll
+from h2o_stream.compare.masking import ruled_nll
+from h2o_stream.compare.nll import digest_of, paired_difference, read_tokens
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
 
@@ -119,7 +120,7 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
             yield {
                 "type": REMOVAL,
                 **asdict(removal),
-                "nll": float(losses.double().mean()),
+                "nll": float(losses.mean(dtype=float)),
                 "to_full": paired_difference(losses, removed[0].values)._asdict(),
             }
 
