@@ -13,8 +13,8 @@ from h2o_stream.recall.passages import split
 MAX_WHOLE = 32768
 """Tokens of a text that is read again as a whole: a minute of reading (embedded model)."""
 
-MAX_PIECES = 8
-"""Pieces in which it is read: each takes a reply."""
+MAX_PIECES, MIN_REPLY = 8, 48
+"""Pieces in which it is read, and tokens of the whole reply for each of them."""
 
 _MAX_REQUEST = 200
 """Characters of a message above which it may bring the text that it is about."""
@@ -178,12 +178,12 @@ def _definition(text: str, name: str) -> str:
     return "\n".join(kept).rstrip()
 
 
-def cut_pieces(text: str, size: int, count_tokens: Callable[[str], int]) -> list[str]:
+def cut_pieces(text: str, size: float, count_tokens: Callable[[str], int]) -> list[str]:
     """A text in pieces of about `size` tokens, each of whole passages."""
     pieces, used = [range(0)], 0
     for part in split(text):
         count = count_tokens(text[part.start : part.stop])
-        if used and used + count > size:
+        if used and used + count / 2 > size:
             pieces, used = [*pieces, range(part.start, part.start)], 0
         pieces[-1], used = range(pieces[-1].start, part.stop), used + count
     return [text[piece.start : piece.stop] for piece in pieces]

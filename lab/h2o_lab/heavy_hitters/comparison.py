@@ -21,11 +21,11 @@ from h2o_lab.heavy_hitters.options import HeavyHittersOptions
 from h2o_lab.heavy_hitters.removal import REMOVED, Removal
 from h2o_lab.heavy_hitters.statistics import power_law, share_of_top, sparsity
 from h2o_lab.heavy_hitters.words import word_attention
+from h2o_lab.masked.masking import ruled_nll
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, identity
-from h2o_stream.compare.masking import ruled_nll
 from h2o_stream.compare.nll import digest_of, paired_difference, read_tokens
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
