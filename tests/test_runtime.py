@@ -12,6 +12,7 @@ import numpy
 import pytest
 from gguf import GGMLQuantizationType
 
+from h2o_stream.cache.rotations import Rotations
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
@@ -28,7 +29,7 @@ from h2o_stream.runtime import loading, sources, transformers_model
 from h2o_stream.runtime.known import read_windows, shipped_digest
 from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.runtime.model import RuntimeModel
-from h2o_stream.runtime.rotations import Rotations, rope_frequencies
+from h2o_stream.runtime.rotations import rope_frequencies
 from h2o_stream.runtime.sources import ModelFile
 from h2o_stream.runtime.transformers_model import load
 from tests.descriptions import difference

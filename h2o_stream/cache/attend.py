@@ -45,7 +45,7 @@ def attend(
     """
     group.queries_per_key = query.shape[1] // key.shape[1]
     if not group.is_initialized:
-        group.allocate(key, value, group.schedule.common + group.spare)
+        group.allocate_like(key, value, group.schedule.common + group.spare)
     key, value = key.to(group.dtype), value.to(group.dtype)  # other ones come under autocast
     if padding is not None:
         query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.cache.window_rules import WindowRules
+from h2o_stream.cache.slot_cache import SlotCache
 
 Role = Literal["sink", "pinned", "recent", "heavy"]
 """Why a head keeps a token: only ``heavy`` ones have to be worth it."""
@@ -58,7 +58,7 @@ class Worths:
     role: NDArray[numpy.int64]
 
     @classmethod
-    def of(cls, cache: WindowRules[Any, Any], layer: int | None = None) -> Worths:
+    def of(cls, cache: SlotCache, layer: int | None = None) -> Worths:
         """Of a cache as it is now: of one layer, or of all that follow the plan."""
         from h2o_stream.cache.eviction import worth_of_slots
 

@@ -15,10 +15,10 @@ from h2o_stream.runtime.model import RuntimeModel
 if TYPE_CHECKING:
     from h2o_stream.cache.full_cache import FullCache
     from h2o_stream.cache.h2o_cache import H2OCache
-    from h2o_stream.runtime.cache import RuntimeCache
+    from h2o_stream.cache.slot_cache import SlotCache
     from h2o_stream.runtime.first_layers import FirstLayers
 
-StreamCache: TypeAlias = "H2OCache | FullCache | RuntimeCache"
+StreamCache: TypeAlias = "H2OCache | FullCache | SlotCache"
 
 
 class Served(Protocol):

@@ -22,7 +22,6 @@ from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.progress import ProgressCallback
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, why_not_served
-from h2o_stream.runtime.slots import NUMBERS
 from h2o_stream.runtime.sources import Checkpoint, ModelFile, Source
 from h2o_stream.startup import gc_paused
 
@@ -139,6 +138,6 @@ def _dtype(name: str) -> str:
     """The dtype of vectors, keys and values for a name, as `models.precision.allowed_dtypes` chooses it."""
     if name == "auto":
         return "bfloat16" if library.multiplies_bfloat16() else "float32"
-    if name not in NUMBERS:
+    if name not in ("float32", "bfloat16"):
         raise DescriptionError(f"{name} is computed in torch")
     return name
