@@ -100,7 +100,7 @@ class AttachedForward:
             return self._run({**dict(zip(self._names, args, strict=False)), **kwargs})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """See `OneThread`."""
+        """Refuse."""
         return self.cache.one_thread.__reduce_ex__(protocol)
 
     def _run(self, kwargs: dict[str, Any]) -> Any:

@@ -37,7 +37,7 @@ def attend(
         key: [B, Hkv, Q, D].
         value: [B, Hkv, Q, D].
         transform: what the model does with query times key.
-        padding: which columns are padding, neither attended to nor kept; None for no column.
+        padding: columns that are padding, neither attended to nor kept; None for no column.
         kernels: used instead of the eager ones where they support the group and nobody watches; None for never.
 
     Returns:

@@ -69,7 +69,7 @@ def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
 
     Args:
         cache: a shallow copy; its layers are replaced.
-        state: as `state_of` gives it.
+        state: state that `state_of` returned.
 
     Raises:
         H2OStreamError: the state does not fit, or is damaged.

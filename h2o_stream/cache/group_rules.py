@@ -19,8 +19,8 @@ class HeadShape(NamedTuple):
     """The heads of a layer.
 
     Attributes:
-        query_heads: of the layer.
-        kv_heads: of the layer.
+        query_heads: number of query heads in the layer.
+        kv_heads: number of KV heads in the layer.
         key_size: D of queries and keys.
         value_size: D of values.
     """
@@ -39,9 +39,9 @@ class MemoryPart(NamedTuple):
         first: index of its first head.
         codebook: index of the first number of its codebooks.
         found: index of the first place that its queries have found.
-        scan: where it begins in a segment, in bytes, for what is scanned.
+        scan: offset in a segment, in bytes, of what is scanned.
         data: the same for the rest.
-        shape: of the heads of its layer.
+        shape: shape of its layer's heads.
     """
 
     memory: Any
@@ -70,7 +70,7 @@ class GroupRules:
         rule: ``module:class`` of the policy.
         has_long_term: whether slots have long-term scores.
         watch: gets the attention of each chunk; see `HeadGroup`.
-        memory: where it keeps what it evicts; None for nowhere.
+        memory: its part of the memory of evicted tokens; None without one.
         schedule: how many tokens the group holds, by how many it has seen; see `Slots.set_schedule`.
         span: with ``gap``, the distance up to which distances are true.
         protection: what must not be evicted.

@@ -59,7 +59,7 @@ class H2OCache(SlotCache, LayeredCache):
         super().__init__(config, placed, max_distance, model_digest)
 
     def make_groups(self, revision: Revision) -> None:
-        """See `WindowRules`."""
+        """Make empty head groups for the plan."""
         made = [spec.make_layer(self.plan, number, self.tokens, revision) for number, spec in enumerate(self.specs)]
         Cache.__init__(self, layers=made)  # of MiniMax, see `as_class_for`, the next class is another
         self.by_layer = [layer.head_groups for layer in made]
@@ -94,7 +94,7 @@ class H2OCache(SlotCache, LayeredCache):
     count_prompt = torch.inference_mode(False)(SlotCache.count_prompt)
 
     def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Any]:
-        """See `SlotCache`."""
+        """The states of a layer that native code updates in place, zero before the first token."""
         states: list[Any] = self.layers[layer].in_float32(shapes, rows)
         return states
 
@@ -106,7 +106,7 @@ class H2OCache(SlotCache, LayeredCache):
     # streams
 
     def release_layers(self) -> None:
-        """See `SlotCache`."""
+        """Release the slots and states of all layers."""
         Cache.reset(self)
         self.padding = None
 
@@ -115,18 +115,18 @@ class H2OCache(SlotCache, LayeredCache):
         return to_tensors(super().state_dict())
 
     def states(self) -> list[dict[str, Array]]:
-        """See `SlotCache`."""
+        """The recurrent states of each layer, by name."""
         return [to_arrays(states_of(layer)) for layer in self.layers]
 
     def load_states(self, state: Mapping[str, Array], rows: int) -> None:
-        """See `SlotCache`."""
+        """Take the recurrent states of all layers from a state of so many rows."""
         for number, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
             if spec.states:
                 saved = to_tensors(with_prefix(state, f"{number}."))
                 load_states(layer, saved, rows, spec.state_shapes, spec.device)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `SlotCache`."""
+        """Continue from a state, in place of what is held: the next token is what it would have been."""
         with refusing_damage():
             arrays = to_arrays(state)
         super().load_state_dict(arrays)
@@ -189,6 +189,6 @@ class H2OCache(SlotCache, LayeredCache):
             kwargs["position_ids"] = seen[:, None] + torch.arange(new, device=tokens.device)
 
     def count_forward(self) -> None:
-        """See `SlotCache`."""
+        """Count the tokens of the forward that was prepared: all layers have taken them."""
         self._held_rows.restore()
         self.tokens.advance()

@@ -38,7 +38,7 @@ class HeadGroup(Slots):
 
     Args:
         plan: window, what is protected, and positions.
-        device: where the slots of a loaded state go; None for the CPU. Others are where their first keys are.
+        device: device of the slots of a loaded state; None for the CPU. Others are where their first keys are.
         further: see `Slots`; `heads` are on the device of the layer.
 
     Attributes:
@@ -117,7 +117,7 @@ class HeadGroup(Slots):
         return self.index.sort(-1).values[..., self.store.slots - self.held :].long()
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Slots`."""
+        """Everything allocated, by name: tensors or arrays, which native code writes in place."""
         return {**self._arrays, **vars(self.head_state)} if self.is_initialized else {}
 
     def _as_array(self, tensor: Tensor) -> Array:
@@ -174,12 +174,12 @@ class HeadGroup(Slots):
         self.allocate(shape, str(torch.promote_types(key.dtype, value.dtype)), rows, slots)
 
     def allocate(self, shape: HeadShape, dtype: str, rows: int, slots: int) -> None:
-        """See `Slots`."""
+        """Allocate every slot, empty; the rest as in `layout`."""
         super().allocate(shape, dtype, rows, slots)
         self._begin_head_state()
 
     def bytes_of(self, shape: HeadShape, dtype: Any) -> int:
-        """See `Slots`."""
+        """Bytes that one row takes at most."""
         heads = shape.kv_heads if self.heads is None else len(self.heads)
         return super().bytes_of(shape, dtype) + heads * sum(x.nbytes for x in self._head_state_of(shape).values())
 
@@ -204,14 +204,14 @@ class HeadGroup(Slots):
         self.store = QuantizedStore(tensors, self.plan.kv_bits, self.exact_sinks) if quantized else Store(tensors)
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """See `Slots`."""
+        """Continue with the arrays of a state, by the names of `arrays`, whose tokens are counted already."""
         super().load(arrays)
         self._begin_head_state()
         for name, x in vars(self.head_state).items():
             x.copy_(to_tensor(require_array(arrays, name, like=to_array(x))))
 
     def reset(self) -> None:
-        """See `Slots`."""
+        """Forget the stream and release the slots."""
         for name in ("store", "scores", "long_term_scores", "index", "rank", "free", "seen", "head_state"):
             self.__dict__.pop(name, None)
         super().reset()

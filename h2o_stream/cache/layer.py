@@ -118,8 +118,8 @@ class LayeredCache(Cache):
     """A cache in which `h2o_attention` finds the layer that a module belongs to.
 
     Attributes:
-        padding: of the forward that is running, or None.
-        storage_device: where all keys and values are kept and attended to; None for where each layer computes.
+        padding: padding of the forward that is running, or None.
+        storage_device: device of all keys and values and of attention; None for that of each layer.
         kernels: used instead of the eager ones, where they can be; None for nowhere.
     """
 
@@ -152,7 +152,7 @@ class LayerSpec(LayerRules):
         order: [D] int64, the dimensions of queries and keys in which the table rotates halves; None for as they are.
         states: how many states of constant size it has, see `RecurrentLayer`.
         state_dtypes: what transformers gives them.
-        device: where the layer computes; None for the CPU.
+        device: device of the layer; None for the CPU.
         on_disk: whether keys and values are in mapped files.
         shard: the KV heads that are in this process, where several share the layer (tensor parallel), as `shape` has
             them; None for all.

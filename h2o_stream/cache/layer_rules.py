@@ -19,7 +19,7 @@ class LayerRules:
     """What a cache must know of a decoder layer.
 
     Attributes:
-        shape: of its heads; None without attention, or if it is unknown.
+        shape: shape of its heads; None without attention, or if it is unknown.
         table: rotations for ``rolling`` and ``gap``; None if the model rotates by itself (``absolute``) or not at all.
         attends: whether it has attention, and so keys and values.
         sliding: window of a layer that slides while others do not. Such a layer ignores the plan. None: it follows the
@@ -27,8 +27,8 @@ class LayerRules:
         chunked: `sliding` is the length of pieces that do not see each other, see `GroupRules`.
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
         windows: its KV heads, grouped by window size.
-        state_shapes: of its states of constant size, by name, without the row.
-        dtype: of its keys.
+        state_shapes: shapes of its states of constant size, by name, without the row.
+        dtype: dtype of its keys.
     """
 
     shape: HeadShape | None = None

@@ -34,7 +34,7 @@ class QuantizedStore(Store):
         tensors: see `Store`. Keys and values are those of sinks and ring; ``key_codes`` and ``value_codes`` those of
             the other slots, ``key_range`` the minimum and maximum of each key channel, ``value_grid`` the offset and
             step of the values of each slot.
-        bits: of a code.
+        bits: bits of a code.
         sinks: first tokens that have slots of their own.
     """
 
@@ -46,7 +46,7 @@ class QuantizedStore(Store):
         self.residual = self.exact - sinks
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """See `Store.read`."""
+        """All keys and values, for a decode step."""
         return self._decoded(self.keys.dtype)
 
     def read_exactly(self, filled: int) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class QuantizedStore(Store):
         return self._exact_slot(seen).expand_as(free)
 
     def write(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
-        """See `Store.write`."""
+        """Put one token [B, Hkv, 1, D] into the slot [B, Hkv, 1] that `next_slot` gave."""
         self.keys.scatter_(2, wide(slot, key), key)
         self.values.scatter_(2, wide(slot, value), value)
 
@@ -82,7 +82,7 @@ class QuantizedStore(Store):
         return slot
 
     def place_prefill(self, keys: Tensor, values: Tensor, index: Tensor, seen: Tensor) -> tuple[Tensor, int]:
-        """See `Store.place_prefill`."""
+        """Replace everything by n tokens, oldest first."""
         n, ring = keys.shape[2], self.residual - 1
         order = torch.arange(n, device=index.device)
         slot = torch.where(order < n - ring, self.exact - self.sinks + order, self._exact_slot(seen - n + order))

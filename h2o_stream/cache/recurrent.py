@@ -54,7 +54,7 @@ class RecurrentLayer(LinearAttentionLayer):
         """The states as native code updates them in place, zero where there are none yet.
 
         Args:
-            shapes: of each state of a row, by name.
+            shapes: shape of each state of a row, by name.
             rows: B.
 
         Returns:
@@ -147,8 +147,8 @@ def load_states(
         layer: takes the states; holds none yet.
         saved: the states among other tensors.
         rows: how many rows the stream has.
-        shapes: of the states of a row, by name, as far as they are known.
-        device: where the layer computes; None for where the states are.
+        shapes: shapes of the states of a row, by name, as far as they are known.
+        device: device of the layer; None for that of the states.
 
     Raises:
         H2OStreamError: they are not those of such a layer.

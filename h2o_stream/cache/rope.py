@@ -88,7 +88,7 @@ class RotaryTable(Rotations):
 
     Args:
         rotary: the model's rotary embedding.
-        layer_type: which of several frequencies (Gemma 3), or None if there is one.
+        layer_type: name of one of several frequencies (Gemma 3), or None if there is one.
     """
 
     def __init__(self, rotary: Any, layer_type: str | None = None) -> None:

@@ -74,7 +74,7 @@ class SlotCache(Tearable, WindowRules):
     def make_layers(
         self, prompt: int, pins: tuple[range, ...] = (), transient: tuple[range, ...] = (), window: int = 0
     ) -> None:
-        """See `WindowRules`."""
+        """Make the plan, by the length of the first prompt if the windows are ratios of it, and empty layers."""
         super().make_layers(prompt, pins, transient, window)
         self._states: list[dict[str, Array]] = [{} for _ in self.specs]
         self.memory = TokenMemory(self.plan.memory, self.memory) if self.plan.memory else None
@@ -82,7 +82,7 @@ class SlotCache(Tearable, WindowRules):
             self.assign_memory(self._codes)
 
     def assign_windows(self) -> None:
-        """See `WindowRules`."""
+        """Bring windows and what they protect up to date with pins, transient tokens and the length of the stream."""
         super().assign_windows()
         if self.memory is not None:
             self.memory.invalidate_room()
@@ -150,7 +150,7 @@ class SlotCache(Tearable, WindowRules):
 
         Args:
             layer: its index.
-            shapes: of each state of a row, by name.
+            shapes: shape of each state of a row, by name.
             rows: B.
 
         Returns:
@@ -176,8 +176,8 @@ class SlotCache(Tearable, WindowRules):
         """Allocate slots for a native prompt, which does not.
 
         Args:
-            shapes: of the heads of each layer.
-            dtype: of keys and values.
+            shapes: shapes of the heads of each layer.
+            dtype: dtype of keys and values.
             lengths: tokens of every row, now and after each chunk.
             rows: B.
         """

@@ -53,13 +53,13 @@ class Slots(GroupRules):
 
     Args:
         plan: also says how keys and values are stored.
-        shape: of the layer's heads; None if the first keys show it.
-        dtype: of keys and values, such as ``bfloat16``; None likewise.
+        shape: shape of the layer's heads; None if the first keys show it.
+        dtype: dtype of keys and values, such as ``bfloat16``; None likewise.
         on_disk: whether keys and values are in mapped files.
         rules: see `GroupRules`.
 
     Attributes:
-        device: of the slots.
+        device: device of the slots.
         is_initialized: whether they are allocated.
         filled: slots from this index on are empty. Undefined if keys and values are in few bits.
         queries_per_key: query heads per KV head; 0 before the first token.

@@ -55,9 +55,9 @@ class WindowRules:
 
         Args:
             prompt: length of the first prompt.
-            pins: which the window has to hold.
+            pins: pins that the window has to hold.
             transient: ranges of token indices that are evicted first.
-            window: that has grown already; 0 for as large as the pins need.
+            window: window that has grown already; 0 for as large as the pins need.
 
         Raises:
             ConfigError, OutOfMemoryError: see `pin`.

@@ -28,8 +28,8 @@ class Holding:
 
     Attributes:
         heads: the heads that hold any of them, by number.
-        roles: in how many of these heads each role occurs.
-        worth: of these tokens in the mean, over the heads that hold them; protected ones too.
+        roles: number of these heads by role.
+        worth: mean worth of these tokens over the heads that hold them, protected ones included.
         least: the least that stays in these heads, see `Worths.least`.
     """
 

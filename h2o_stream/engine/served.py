@@ -29,8 +29,8 @@ class Served(Protocol):
         learned_positions: number of positions with a learned embedding, or None.
         prefill_step: prompt tokens per forward, see `config.prefill_step`.
         generation: how it is recommended to sample, and its `eos_token_id`; as transformers' `GenerationConfig`.
-        dtype: of its activations, such as ``bfloat16``.
-        device: of its inputs, such as ``cpu``.
+        dtype: dtype of its activations, such as ``bfloat16``.
+        device: device of its inputs, such as ``cpu``.
         vocabulary: number of logits.
     """
 

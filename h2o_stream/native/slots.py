@@ -54,7 +54,7 @@ class BoundLayer:
     """The slots of a decoder layer or of one head group, by address. Valid for one revision of the cache.
 
     Args:
-        head_groups: with their slots allocated.
+        head_groups: head groups with their slots allocated.
         attention: filled with what the cache knows; the caller sets sizes, scaling and softcap.
         new_tokens: how many are attended to at once, beside those in slots; 0 for decode steps only.
     """

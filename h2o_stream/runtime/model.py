@@ -164,12 +164,12 @@ class ServedRuntime:
         cache.engine_note = f"native, {library.name()}, without torch"
 
     def forward(self, tokens: Sequence[int]) -> Floats:
-        """See `Served`."""
+        """Feed tokens to the stream."""
         last: Floats = self._logits(tokens, 1)[-1]
         return last
 
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> Floats:
-        """See `Served`."""
+        """Feed tokens to the stream, as `forward` does."""
         logits = self._logits(tokens, len(tokens))
         ours = numpy.take_along_axis(logits, numpy.array(expected)[:, None], 1)[:, 0]
         largest = logits.max(1, keepdims=True)
@@ -202,21 +202,21 @@ class ServedRuntime:
         return kept
 
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
-        """See `Served`."""
+        """Embeddings of tokens [n], [n, hidden] float32."""
         return self._model.read_embeddings(ids)
 
     def first_layers(self, count: int | None = None) -> FirstLayers | None:
-        """See `Served`."""
+        """The first layers, or all, for texts that stand alone; None where they are not available."""
         return first_layers(self._model.description, count)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """See `Served`."""
+        """A copy of the cache's state, see `H2OCache.state_dict`; bfloat16 numbers are uint16."""
         return self.cache.state_dict()
 
     def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """See `Served`."""
+        """Replace the stream, see `H2OCache.load_state_dict`."""
         self.cache.load_state_dict(state)
 
     def close(self) -> None:
-        """See `Served`."""
+        """Restore the model."""
         self.cache.reset()
