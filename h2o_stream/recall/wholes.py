@@ -90,7 +90,7 @@ class _Named(NamedTuple):
     """Something that a message names.
 
     Attributes:
-        name: in the message; empty if it is the first line of what is found.
+        name: name in the message; empty if it is the first line of the text.
         find: finds it in a text.
         newest: whether what was said last goes first, replies too; otherwise replies come after all that users said.
     """
