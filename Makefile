@@ -82,7 +82,7 @@ sanitize: setup-dev
 real: setup-dev
 	$(BIN)/python -m lab.tools.real $(MODEL) $(ARGS)
 
-# Writes the tables of docs/families.md.
+# Writes the tables of lab/docs/families.md.
 family-table: setup-dev
 	$(BIN)/python -m tests.families
 

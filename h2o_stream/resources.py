@@ -125,8 +125,8 @@ def atomic_file(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[Bi
     """Create a file atomically: the block fills another one, which takes its name at the end.
 
     Args:
-        path: of the file.
-        mode: of a new file.
+        path: path of the file.
+        mode: permissions of a new file.
         sync: whether it is on disk then, and survives a power failure.
 
     Raises:

@@ -85,7 +85,7 @@ class _LogFile(logging.FileHandler):
         return os.fdopen(descriptor, "a", encoding="utf-8", errors="replace")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
+        """Write a record to the file."""
         with suppress(OSError):
             if self.stream is not None and os.fstat(self.stream.fileno()).st_size > _MAX_LOG_BYTES:
                 Path(self.baseFilename).replace(f"{self.baseFilename}.1")

@@ -38,7 +38,7 @@ PER_HEAD = {**SIZES, "num_key_value_heads": 4}
 
 @dataclass(frozen=True)
 class Family:
-    """A family in docs/families.md.
+    """A family in lab/docs/families.md.
 
     Attributes:
         name: the family's name.
@@ -353,7 +353,7 @@ def passed(number: int, policy: str) -> int:
 
 
 def summary(count: Callable[[int, str], int] = passed) -> str:
-    """The families for docs/families.md, and what is not exact; `count` gives the exact ways of a family and policy."""
+    """The families for lab/docs/families.md, and what is not exact; `count` gives the exact ways of each."""
     names = [it.models if it.name in it.models else f"{it.name} ({it.models})" for it in FAMILIES]
     inexact = [
         f"{family.name} with {policy} ({ways} of {len(CELLS)} ways)"
@@ -367,7 +367,7 @@ def summary(count: Callable[[int, str], int] = passed) -> str:
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    page = Path("docs/families.md")
+    page = Path("lab/docs/families.md")
     text = page.read_text(encoding="utf-8")
     for mark, written in (("families", summary()), ("sweep", sweep_table())):
         head, begin, rest = text.partition(f"<!-- {mark} -->\n")

@@ -123,7 +123,9 @@ def _open_model(path: Path, seed: Seed) -> None:
         patch.multiple(sources, MIN_BYTES=0, MIN_GGUF_BYTES=0),  # small ones are kept, too
     ):
         if sum(file.stat().st_size for file in (path, *path.glob("*"))) // 32 % 8 == 0:
-            loaded = loading._load_without_torch(config, CacheConfig("h2o", window=32), "auto", path, _ignore, _ignore)
+            loaded = loading.load_without_torch(
+                config, CacheConfig("h2o", window=32), "auto", _ignore, _ignore, str(path)
+            )
             model, tokenizer = loaded.model, loaded.tokenizer
         else:
             source = open_source(config, path, _ignore)
@@ -134,7 +136,7 @@ def _open_model(path: Path, seed: Seed) -> None:
 
 def _open_with_torch(path: Path, seed: Seed) -> None:
     from h2o_stream.config import CacheConfig, ModelConfig
-    from h2o_stream.models.load import load
+    from h2o_stream.runtime.transformers_model import load
 
     loaded = load(ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig(), _ignore, _ignore)
     _step(loaded.model, loaded.tokenizer("the an th")["input_ids"])
@@ -298,7 +300,7 @@ def _conversation(model: Path, cache: Mapping[str, Any]) -> Any:
 
     if model not in _LOADED:
         config = ModelConfig(str(model), offline=True, dtype="float32")
-        _LOADED[model] = loading._load_without_torch(config, CacheConfig("h2o"), "auto", model, _ignore, _ignore)
+        _LOADED[model] = loading.load_without_torch(config, CacheConfig("h2o"), "auto", _ignore, _ignore, str(model))
     loaded, sampling = _LOADED[model], SamplingConfig(temperature=0, max_tokens=4)
     engine = Engine(loaded.model, loaded.tokenizer, CacheConfig("h2o", window=32, chunk=16, **cache), sampling)
     conversation = Conversation(engine, None, loaded.stops, "auto")

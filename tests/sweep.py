@@ -1,4 +1,4 @@
-"""The outcome of every entry of transformers' causal-LM map, for the tests and for docs/families.md."""
+"""The outcome of every entry of transformers' causal-LM map, for the tests and for lab/docs/families.md."""
 
 import functools
 import re
@@ -117,7 +117,7 @@ def _kind(model: PreTrainedModel, reason: str, ids: Tensor, wanted: Tensor) -> s
 
 
 def sweep_table() -> str:
-    """The table for docs/families.md."""
+    """The table for lab/docs/families.md."""
     found: dict[str, list[str]] = {name: [] for name in OUTCOMES}
     for entry in ENTRIES:
         found[outcome(entry)].append(entry)

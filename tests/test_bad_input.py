@@ -49,7 +49,7 @@ OPTIONS: list[tuple[str, str, str]] = [
     (STREAM, "--turns x", "--turns"), (STREAM, "--pace 0", "--pace must be above 0"),
     (STREAM, "--pace inf", "--pace must be above 0"), (COMPARE, "nll --text x --tokens 0", "--tokens"),
     (COMPARE, "recall --text x --facts 0", "--facts"), (COMPARE, "recall --text x --facts -3", "--facts"),
-    (COMPARE, "summarize --requests x --limit 0", "--limit"), (COMPARE, "summarize --requests x --batch 0", "--batch"),
+    (COMPARE, "summarize --requests x --limit 0", "--limit"),
     (COMPARE, "summarize --requests x --seed -1", "--seed"), (COMPARE, "speed --text x --threads 0", "--threads"),
     (COMPARE, "throughput --text x --rounds 0", "--rounds"), (COMPARE, "throughput --text x --ratio 1.5", "--ratio"),
     (COMPARE, "throughput --text x --ratio 0", "--window must be at least 1"),

@@ -151,10 +151,10 @@ class TestCompare:
     def test_summarize(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         file, out = tmp_path / "requests.jsonl", tmp_path / "out"
         form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "n": 1, "summary_gt": "some words"}
-        stops = [[], [], [], ["###"], []]  # transformers looks at the whole vocabulary for each batch that has some
+        stops = [[], [], [], ["###"], []]
         written(file, [{**form, "article": "word " * (20 + 9 * n), "stop": stops[n]} for n in range(5)])
         base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--windows", "16,32"]
-        base += ["--batch", "2", "--jsonl", "-", "--dtype", "float32"]
+        base += ["--jsonl", "-", "--dtype", "float32"]
         done = invoke("h2o-compare", *base, "--limit", "4", "--out", out)
         assert done.exit_code == 0, done.stderr
         run, *results = records(done.stdout)
@@ -229,9 +229,7 @@ class TestCompare:
         assert (none.exit_code, none.stderr.count("\n")) == (2, 1)
         assert "use --positions gap or rolling" in none.stderr
 
-    def test_summaries_in_a_batch_are_those_alone_and_chunks_make_a_difference(
-        self, tiny_folder: Path, tmp_path: Path
-    ) -> None:
+    def test_chunks_make_a_difference(self, tiny_folder: Path, tmp_path: Path) -> None:
         prompts = ["one two three " * 12, "The quick brown fox. " * 9, "a b c d e " * 20]
         file = written(tmp_path / "requests.jsonl", [{"prompt": prompt, "max_tokens": 8} for prompt in prompts])
 
@@ -241,11 +239,11 @@ class TestCompare:
             assert done.exit_code == 0, done.stderr
             made = records((tmp_path / name / "predictions" / "h2o-24.jsonl").read_text())
             assert all(line["rouge"] is None for line in made), "there is no reference"
-            return [line["text"] for line in sorted(made, key=lambda line: line["index"])]
+            return [line["text"] for line in made]
 
-        alone = texts("alone", "--batch", "1")
-        assert texts("together") == alone
-        assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != alone
+        whole = texts("whole")
+        assert texts("eager", "--engine", "eager") == whole
+        assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != whole
 
     @pytest.mark.parametrize(("content", "words"), [(b"", "0 tokens"), (b"a\xff", "not UTF-8 at byte 1")])
     def test_bad_texts(self, tiny_folder: Path, tmp_path: Path, content: bytes, words: str) -> None:

@@ -5,45 +5,47 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
-import torch
+from numpy.typing import NDArray
 
 from h2o_stream.compare.asking import ask, tell
 from h2o_stream.compare.folder import Folder, JobResult, identity
-from h2o_stream.compare.nll import paired_difference
+from h2o_stream.compare.models import endless
+from h2o_stream.compare.nll import paired_difference, stream_nll
 from h2o_stream.compare.recall.comparison import rates_by_distance
 from h2o_stream.compare.recall.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
 from h2o_stream.compare.recall.facts import never_said, question_after_update, questions_about, read_facts, tells
 from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.models.load import LoadedModel
+from h2o_stream.runtime.transformers_model import LoadedModel
 from h2o_stream.session.conversation import Conversation
 from tests.states import equal_states
 
 
-def noise(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+def noise(count: int, seed: int) -> NDArray[numpy.float32]:
+    return numpy.random.default_rng(seed).standard_normal(count, numpy.float32)
 
 
 class TestBootstrap:
     def test_the_interval_holds_the_truth_about_as_often_as_it_says(self) -> None:
         inside = 0
         for seed in range(200):
-            interval = paired_difference(0.1 + noise(2048, seed), torch.zeros(2048), seed=seed)
+            interval = paired_difference(0.1 + noise(2048, seed), numpy.zeros(2048), seed=seed)
             inside += interval.low <= 0.1 <= interval.high
         assert 175 <= inside <= 199
 
     def test_neighbours_that_are_alike_widen_it(self) -> None:
         independent = noise(4096, 0)
-        alike = noise(64, 0).repeat_interleave(64)
-        theirs = torch.zeros(4096)
+        alike = noise(64, 0).repeat(64)
+        theirs = numpy.zeros(4096)
         narrow, wide = paired_difference(independent, theirs), paired_difference(alike, theirs)
         assert (wide.high - wide.low) > 4 * (narrow.high - narrow.low)
 
     def test_only_shared_tokens_are_compared(self) -> None:
-        ours = torch.cat((torch.full((100,), 2.0), torch.full((500,), 50.0)))
-        interval = paired_difference(ours, torch.ones(100))
+        ours = numpy.repeat((2.0, 50.0), (100, 500))
+        interval = paired_difference(ours, numpy.ones(100))
         assert interval == (1.0, 1.0, 1.0)
 
     def test_it_is_the_same_when_computed_again(self) -> None:
@@ -53,7 +55,7 @@ class TestBootstrap:
 class TestFolder:
     def test_what_is_stored_is_found_under_its_key_only(self, tmp_path: Path) -> None:
         folder = Folder(tmp_path / "new")
-        folder.store({"a": 1}, JobResult({"tok_s": 5.0}, torch.arange(3.0)))
+        folder.store({"a": 1}, JobResult({"tok_s": 5.0}, numpy.arange(3.0)))
         part = Folder(tmp_path / "new").load({"a": 1})
         assert part.values.tolist() == [0, 1, 2]
         assert part.figures == {"tok_s": 5.0}
@@ -210,3 +212,16 @@ class TestRates:
         (rate,) = rates_by_distance([self.answer("same", 64, "a", False, 1.0)], (64,))
         assert rate["relative"] is None
         assert rate["of_same"] is None
+
+
+@pytest.mark.parametrize("config", [CacheConfig(window=16, chunk=8, budgets="equal"), CacheConfig("full")])
+def test_losses_without_torch_are_those_of_torch(
+    served_embedded: LoadedModel, embedded: LoadedModel, config: CacheConfig
+) -> None:
+    tokens = embedded.tokenizer("The capital of France is Paris, and that of Italy is Rome. " * 3)["input_ids"][:41]
+    native, eager = (
+        list(stream_nll(model, chosen, tokens, engine="eager"))[-1]
+        for model, chosen in ((served_embedded.model, endless(config)), (embedded.model, config))
+    )
+    assert (native.figures["steps"][:6], eager.figures["steps"][:6]) == ("native", "eager:")
+    assert native.values.mean() == pytest.approx(eager.values.mean(), abs=1e-3)

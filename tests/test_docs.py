@@ -13,7 +13,10 @@ from tests.fixtures import make_llama, written
 from tests.in_turn import in_turn
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "lab" / "docs" / "comparisons.md",
+]  # fmt: skip
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 SEEDS = re.compile(r"^\| `(?:python|helm).*$", re.M)
 INLINE = re.compile(r"`(h2o-(?:chat|stream|compare)\s[^`]+)`")

@@ -11,7 +11,7 @@ from tests.causal_models import ENTRIES
 from tests.fixtures import thinned
 from tests.sweep import OUTCOMES, outcome, rows_in
 
-DOCS = Path("docs/families.md").read_text(encoding="utf-8")
+DOCS = Path("lab/docs/families.md").read_text(encoding="utf-8")
 
 same_version = pytest.mark.skipif(
     f"transformers {transformers.__version__}" not in DOCS, reason="the table is of another version of transformers"

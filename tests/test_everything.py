@@ -85,10 +85,10 @@ def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monk
     measure(monkeypatch, FEW)
     stream = nll.stream_nll
 
-    def limited(model: Any, config: Any, tokens: Any) -> Any:
+    def limited(model: Any, config: Any, tokens: Any, *more: Any) -> Any:
         if (config.policy, config.window) == ("tova", 32):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")
-        return stream(model, config, tokens)
+        return stream(model, config, tokens, *more)
 
     monkeypatch.setattr(nll, "stream_nll", limited)
     done = invoke("h2o-compare", *arguments)

@@ -10,10 +10,10 @@ import pytest
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.models.load import load
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
+from h2o_stream.runtime.transformers_model import load
 from tests.hostile import attempt, cases_of, search_all
 from tests.hostile_files import Folder, Gguf
 from tests.hostile_kinds import KINDS, checkpoint_seed, gguf_seed

@@ -77,7 +77,7 @@ def test_two_processes_find_what_one_finds(
     form = {"max_tokens": 6, "temperature": 0.5, "summary_gt": "some words"}
     file = written(tmp_path / "requests.jsonl", [{**form, "article": "word " * (20 + 9 * n)} for n in range(3)])
     inputs: dict[str, list[Any]] = {
-        "summarize": ["--requests", file, "--batch", "1"],
+        "summarize": ["--requests", file],
         "nll": ["--text", text, "--tokens", "90"],
     }
     model = ["-m", tiny_folder, "--dtype", "float32", "--windows", "24", "--policies", "full,h2o"]

@@ -10,9 +10,9 @@ import pytest
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.compare.asking import prefilled, say
 from h2o_stream.engine.events import Token
-from h2o_stream.models.load import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.recall.passage import Candidate, Passage, Recalled
+from h2o_stream.runtime.transformers_model import LoadedModel
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
@@ -341,3 +341,93 @@ def test_a_list_is_told_after_it_was_evicted(served_embedded: LoadedModel) -> No
         conversation.load_state_dict(state)
         *_, turn = conversation.say("What are the codes of the garage and the attic?")
         assert [code in turn.text for code in codes.values()] == [True, False, False, True, False], turn.text
+
+
+class TestWholes:
+    CHAPTER = "Chapter 1.\n\n" + "\n\n".join("w3 w4 w5 w6. " * 8 for _ in range(4))
+
+    @pytest.fixture
+    def history(self, make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch) -> ConversationHistory:
+        """A chapter of which most was evicted."""
+        monkeypatch.setattr("h2o_stream.recall.recall.MIN_REPLY", 1)
+        history = make()
+        list(history.feed_turn(f"{self.CHAPTER}\n\nChapter 2.\n\nw8 w9", "w9"))
+        fill(history, 2)
+        return history
+
+    def test_it_is_read_again_in_pieces(self, history: ConversationHistory) -> None:
+        before = len(history.conversation.engine.tokens)
+        first, *events, turn = history.say("Summarize chapter 1")
+        assert " ".join(piece.excerpt for piece in first.candidates).split() == self.CHAPTER.split()
+        assert len(first.candidates) > 1
+        assert turn.recalled == first.candidates
+        # one turn, of a paragraph for each piece that was answered
+        assert 0 < turn.text.count("\n\n") < len(first.candidates)
+        assert (
+            turn.text == "".join(event.text for event in events if isinstance(event, Token)) == history.entries[-1].text
+        )
+        assert turn.timings.new_tokens == sum(isinstance(event, Token) for event in events)
+        assert [span.turn for span in history.conversation.turn_spans] == [1, 2, 3, 4]
+        # the pieces were read aside: the stream has the message and the reply
+        tokenizer, tokens = history.conversation.engine.tokenizer, history.conversation.engine.tokens
+        assert turn.counts.seen == len(tokens)
+        assert tokenizer.decode(tokens[before:], skip_special_tokens=True).split()[-4:] == turn.text.split()[-4:]
+        assert "w3" not in tokenizer.decode(tokens[before:])
+
+    def test_a_short_reply_has_no_pieces(self, history: ConversationHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("h2o_stream.recall.recall.MIN_REPLY", 3)
+        first, *_, turn = history.say("Summarize chapter 1")
+        assert [candidate.excerpt for candidate in first.candidates] == [self.CHAPTER.strip()]
+        assert "\n\n" not in turn.text
+
+    def test_a_turn_that_is_abandoned_between_pieces(
+        self, make: Callable[..., ConversationHistory], history: ConversationHistory
+    ) -> None:
+        events = history.say("Summarize chapter 1")
+        texts = list[str]()
+        while "\n\n" not in "".join(texts):
+            event = next(events)
+            if isinstance(event, Token):
+                texts.append(event.text)
+        events.close()
+        assert (history.entries[-1].text, history.entries[-1].finish) == ("".join(texts), "interrupted")
+        tokens, state = [*history.conversation.engine.tokens], history.conversation.state_dict()
+        other = make()
+        other.conversation.load_state_dict(state)
+        assert [*other.conversation.engine.tokens] == tokens
+        assert history.undo()[0].prompt == "Summarize chapter 1"
+
+    def test_passages_of_it_are_enough_for_a_question(
+        self, history: ConversationHistory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        passage = Passage(1, "user", "w3 w4 w5 w6.", 0, 2)
+        found = [Candidate(passage, passage.text, 1.0, ("w3",), 0.0, 2, "recalled")]
+        monkeypatch.setattr("h2o_stream.recall.recall.decide", lambda *_: found)
+        assert next(history.say("In chapter 1 who is w3")) == Recalled(tuple(found))
+
+    @pytest.mark.parametrize(("message", "mode", "gone"), [
+        ("Summarize chapter 1", "off", "off"),
+        ("Summarize chapter 7", "auto", "never given"),
+        ("Summarize chapter 1", "auto", "too long"),
+    ])  # fmt: skip
+    def test_it_is_never_silent(
+        self, history: ConversationHistory, monkeypatch: pytest.MonkeyPatch, message: str, mode: Any, gone: str
+    ) -> None:
+        monkeypatch.setattr("h2o_stream.recall.recall.MAX_WHOLE", 99)
+        history.conversation.recall.mode = mode
+        first = next(history.say(message))
+        assert (first.gone, first.candidates) == (gone, ())
+
+    def test_code_is_read_again_however_its_text_is_cut(self, make: Callable[..., ConversationHistory]) -> None:
+        """Regression: of code that begins within a passage nothing was found in the stream."""
+        code = "class W5:\n    " + "w5\n    " * 20
+        history = make()
+        list(history.feed_turn("w3", f"w9 w9 w9 w9 w9 w9 w9 w9\n{code}\nw9"))
+        fill(history, 8)
+        first = next(history.say("Show me class W5 again"))
+        assert [candidate.excerpt for candidate in first.candidates] == [code.rstrip()]
+
+    def test_nothing_is_new_for_what_is_still_held(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        list(history.feed_turn("Chapter 1.\n\nw3", "w9"))
+        assert not any(isinstance(event, Recalled) for event in history.say("Summarize chapter 1"))

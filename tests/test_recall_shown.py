@@ -15,7 +15,7 @@ from rich.cells import cell_len
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import CacheConfig, ChatConfig, ModelConfig, RecallConfig, RecallMode, SamplingConfig, Settings
-from h2o_stream.recall.passage import Candidate, Passage, Recalled, Verdict
+from h2o_stream.recall.passage import Candidate, Passage, Recalled, Verdict, Whole
 from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.retention import RetainedText, RetainedTurn
@@ -24,7 +24,7 @@ from h2o_stream.session.turn import Timings, Turn
 from h2o_stream.ui.chat import Chat, open_chat
 from h2o_stream.ui.documents import _REPLY, split_asking, split_question
 from h2o_stream.ui.heatmap import heatmap
-from h2o_stream.ui.recall import candidates_table, gone_line, recalled_line
+from h2o_stream.ui.recall import candidates_table, note_recalled, recalled_line
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import PrefillStatus, SafeConsole, Terminal
 from tests.commands import invoke, piped, records
@@ -40,6 +40,10 @@ CLARA = Candidate(
     "My sister Clara works\nas a dentist.", score=0.83127, terms=("Clara", "dentist"), held=0.04, tokens=9,
     verdict="recalled",
 )  # fmt: skip
+
+
+READING = "reading chapter 13 again, which is no longer in the cache (turn 3,"
+CHAPTER = Whole("chapter 13", 3, text="Chapter 13. It rained.", start=9)
 
 
 def turn(*recalled: Candidate) -> Turn:
@@ -58,20 +62,16 @@ class TestLines:
         assert recalled_line(CLARA, 80) == "recalled from turn 3: My sister Clara works as a dentist."
         assert recalled_line(CLARA, 30) == "recalled from turn 3: My sist…"
 
-    @pytest.mark.parametrize(
-        ("message", "cached", "warned"),
-        [
-            ("Summarize chapter 13.", 256, True),
-            ("Please translate it into French.", 256, True),
-            ("Fasse das Kapitel zusammen.", 256, True),
-            ("What is the summit called?", 256, False),
-            ("Summarize chapter 13.", 8000, False),
-            ("Summarize this text: " + "It rained. " * 40, 256, False),
-        ],
-    )
-    def test_what_is_gone_as_a_whole(self, message: str, cached: int, warned: bool) -> None:
-        counts = CacheCounts(seen=12_000, cached=cached, sinks=4, pinned=0, heavy=2, recent=3, window=8192, nbytes=1)
-        assert gone_line(message, counts).startswith("256 of 12,000 tokens are still in the cache") is warned
+    @pytest.mark.parametrize(("event", "line"), [
+        (Recalled((CLARA,), CHAPTER), f"{READING} 9 tokens)"),
+        (Recalled((CLARA, CLARA), CHAPTER), f"{READING} 18 tokens in 2 pieces)"),
+        (Recalled((), CHAPTER, "off"), "chapter 13 is no longer in the cache as a whole; /recall auto"),
+        (Recalled((), CHAPTER, "too long"), "chapter 13 is no longer in the cache as a whole, and too long"),
+        (Recalled((), Whole("chapter 13"), "never given"), "chapter 13 was not found in what was said"),
+    ])  # fmt: skip
+    def test_what_is_gone_as_a_whole(self, event: Recalled, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+        note_recalled(Terminal(quiet=bool(event.gone)), event)
+        assert " ".join(capsys.readouterr().err.split()).startswith(line)
 
     def test_on_the_screen(self) -> None:
         out, terminal = io.StringIO(), Terminal()

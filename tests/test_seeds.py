@@ -1,4 +1,4 @@
-"""Every command of other projects in the table of docs/comparing.md: ours runs, theirs runs or gets one line."""
+"""Every command of other projects in the table of lab/docs/commands.md: ours runs, theirs runs or gets one line."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.usefixtures("no_charts")
 
-PAGE = Path(__file__).parents[1] / "docs" / "comparing.md"
+PAGE = Path(__file__).parents[1] / "lab" / "docs" / "commands.md"
 ROW = re.compile(r"^\| `((?:python|helm)[^`]+)` \| `(h2o-[^`]+)` \|", re.M)
 ROWS = ROW.findall(PAGE.read_text(encoding="utf-8"))
 

@@ -15,7 +15,7 @@ from h2o_stream.native import library
 from h2o_stream.serve.chat import parse_chat
 from h2o_stream.serve.completions import parse_completion
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.fields import ELSEWHERE, FIELDS, Endpoint, Ignored, Refused, Served, as_markdown, read_fields
+from h2o_stream.serve.fields import ELSEWHERE, FIELDS, Endpoint, Ignored, Refused, Served, read_fields
 from h2o_stream.serve.responses import parse_response
 from h2o_stream.serve.wording import renamed
 from tests.fixtures import make_llama, saved
@@ -287,6 +287,21 @@ def test_the_table_has_every_field_of_openai(endpoint: Endpoint) -> None:
         for message in typing.get_args(chat.ChatCompletionMessageParam):
             names |= {f"messages.{name}" for name in typing.get_type_hints(message)}
     assert not names - FIELDS[endpoint].keys()
+
+
+def as_markdown() -> str:
+    """The table for the documentation: the fields that are served, by the endpoints that take them."""
+    rows = dict[tuple[str, ...], list[str]]()
+    for name in dict.fromkeys(name for table in FIELDS.values() for name in table):
+        rules = {endpoint: rule for endpoint, table in FIELDS.items() if isinstance(rule := table.get(name), Served)}
+        others = sorted({f"`{rule.name}`" for rule in rules.values() if rule.name})
+        if rules:
+            rows.setdefault(tuple(rules), []).append(f"`{name}`" + (f" ({' or '.join(others)})" if others else ""))
+    lines = [
+        f"| {'all' if len(endpoints) == len(FIELDS) else ', '.join(endpoints)} | {', '.join(names)} |"
+        for endpoints, names in rows.items()
+    ]
+    return "\n".join(("| endpoints | fields |", "|---|---|", *lines))
 
 
 def test_the_documentation_has_the_table() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from h2o_stream import CacheConfig, ConfigError, attach
+from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.sizing import sized
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.compare.catalog import NllOptions
@@ -102,29 +103,36 @@ class TestByTheModel:
     """A window as large as a small part of the bytes that a step reads anyway."""
 
     @pytest.mark.parametrize(
-        ("step_bytes", "free", "context", "window"),
+        ("step_bytes", "free", "context", "queries", "window"),
         [
-            (96e6, 16e9, 8192, 256),  # the embedded model
-            (500e6, 16e9, 32768, 1536),
-            (4.6e9, 16e9, 8192, 3072),
-            (4.6e9, 16e9, 1024, 768),  # of which a chunk is not evicted yet
-            (4.6e9, 0.2e9, 8192, 768),  # little memory
-            (1e6, 16e9, 8192, 256),
+            (96e6, 16e9, 8192, 3, 256),  # the embedded model
+            (500e6, 16e9, 32768, 4, 1536),
+            (500e6, 16e9, 32768, 7, 768),
+            (4.6e9, 16e9, 8192, 4, 3072),
+            (4.6e9, 16e9, 1024, 4, 768),  # of which a chunk is not evicted yet
+            (4.6e9, 0.2e9, 8192, 4, 768),  # little memory
+            (1e6, 16e9, 8192, 1, 256),
         ],
     )
     def test_window(
-        self, monkeypatch: pytest.MonkeyPatch, step_bytes: float, free: float, context: int, window: int
+        self, monkeypatch: pytest.MonkeyPatch, step_bytes: float, free: float, context: int, queries: int, window: int
     ) -> None:
         monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda: free)
         config = sized(
-            CacheConfig(auto_window=1), context, lambda config: config.window * 25_000, lambda: int(step_bytes)
+            CacheConfig(auto_window=1),
+            context,
+            lambda config: config.window * 25_000,
+            lambda: int(step_bytes),
+            [None, HeadShape(2 * queries, 2, 64, 64)],
         )
         assert (config.window, config.auto_window) == (window, 1)
 
     def test_many_streams_share_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda: 16e9)
         windows = [
-            sized(CacheConfig(auto_window=streams), None, lambda config: config.window * 25_000, lambda: 10**11).window
+            sized(
+                CacheConfig(auto_window=streams), None, lambda config: config.window * 25_000, lambda: 10**11, []
+            ).window
             for streams in (1, 64, 1000)
         ]
         assert windows == [AUTO_WINDOWS[-1], 768, AUTO_WINDOWS[0]]

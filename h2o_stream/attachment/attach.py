@@ -16,7 +16,7 @@ from h2o_stream.attachment.attention_interface import attention_names, using_h2o
 from h2o_stream.attachment.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.attachment.model_facts import input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.retrieval_heads import give_retrieval_heads_more
-from h2o_stream.attachment.sizing import allocated_bytes, weight_bytes
+from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.attachment.support import check_supported, layer_specs, with_default_positions
 from h2o_stream.attachment.verification import Verification, verify_logits
 from h2o_stream.cache.full_cache import FullCache
@@ -77,7 +77,7 @@ def attach(
     model._h2o_cache = cache
     try:
         with (
-            using_h2o_attention(model) if isinstance(cache, H2OCache) else nullcontext(),
+            using_h2o_attention(model) if cache.evicts else nullcontext(),
             replaced_forward(model, AttachedForward(model, cache, stepper, attention)),
         ):
             yield cache
@@ -120,9 +120,10 @@ def _build(
     max_distance = max_distance_of(model.config)
 
     def bytes_of(config: CacheConfig) -> int:
-        return allocated_bytes(H2OCache(config, specs, max_distance))
+        return H2OCache(config, specs, max_distance).allocated_bytes()
 
-    config = sized(config, max_distance, bytes_of, functools.partial(weight_bytes, model))
+    weights = functools.partial(weight_bytes, model)
+    config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
     cache.is_called = lambda saved: saved == getattr(model, FILE_DIGEST, "")
     cache.continues = verification.continues()
@@ -147,15 +148,15 @@ def _steps(
         cache.engine_note = "eager: --engine eager"
         return None
     cache.kernels = kernels.make_kernels()
-    found = native_steps.make_stepper(model, cache, verification)
-    if isinstance(found, str):
+    stepper = native_steps.make_stepper(model, cache, verification)
+    if isinstance(stepper, str):
         if not graph_steps.why_not(cache, input_device(model)):
             cache.engine_note = "eager, captured as a CUDA graph"
             return graph_steps.GraphSteps(model.forward, cache)
-        cache.engine_note = f"eager: {found}"
+        cache.engine_note = f"eager: {stepper}"
         return None
     cache.engine_note = f"native, {library.name()}"
-    return found
+    return stepper
 
 
 def _assign_memory(model: PreTrainedModel, cache: H2OCache) -> None:

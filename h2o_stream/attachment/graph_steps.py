@@ -46,7 +46,7 @@ class CudaRecording:
             self.logits = step()
 
     def replay(self) -> None:
-        """See `Recording.replay`."""
+        """Run the captured step again."""
         self._graph.replay()
 
 
@@ -73,7 +73,7 @@ class GraphSteps:
         self._inputs: dict[str, Tensor] = {}
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """See `Stepper.logits`."""
+        """Logits of one token, by a captured graph if there is one for this step; None if it is not taken."""
         cache = self._cache
         if self._failed or not cache.steady:
             return None

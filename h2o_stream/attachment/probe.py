@@ -102,8 +102,10 @@ def probe(
         spec = LayerSpec(attends=False)
         if kind not in WITHOUT_ATTENTION:
             spec = replace(_probed(name, layer.seen, tables.get(kind, ()), position), shape=layer.shape)
-        like = {name: state.to("meta") for name, state in kept.items()}
-        found.append(replace(spec, states=states if kind in RECURRENT else 0, state_like=like))
+        shapes = {name: tuple(state.shape[1:]) for name, state in kept.items()}
+        dtypes = {name: state.dtype for name, state in kept.items()}
+        count = states if kind in RECURRENT else 0
+        found.append(replace(spec, states=count, state_shapes=shapes, state_dtypes=dtypes))
     return found
 
 
@@ -135,7 +137,7 @@ def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable
                 for unrotated, rotated in ordered
             ]
             forms.append((max(off), replace(spec, table=table, order=order.to(key.device) if number else None)))
-    smallest, spec = min(forms, key=lambda found: found[0])
+    smallest, spec = min(forms, key=lambda form: form[0])
     if not smallest < limit:
         raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
     return spec

@@ -59,9 +59,9 @@ def _known(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Progres
     if key in _measured:
         return _measured[key]
     with suppress(ValueError, TypeError, RuntimeError):
-        found = torch.tensor(read_measurement("reach", key), dtype=torch.float32, device="cpu")
-        if found.dim() == 2 and len(found) == sum(spec.evicts for spec in specs):
-            return _measured.setdefault(key, found)
+        shares = torch.tensor(read_measurement("reach", key), dtype=torch.float32, device="cpu")
+        if shares.dim() == 2 and len(shares) == sum(spec.evicts for spec in specs):
+            return _measured.setdefault(key, shares)
     begun = time.perf_counter()
     _measured[key] = _attention_to_copy(model, specs, progress)
     if time.perf_counter() - begun > LONG_S:

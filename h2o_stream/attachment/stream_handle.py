@@ -15,7 +15,7 @@ class StreamHandle:
     Otherwise it looks like the cache, to `isinstance` too.
 
     Args:
-        cache: of the attached model, at the start of a stream.
+        cache: cache of the attached model, at the start of a stream.
     """
 
     def __init__(self, cache: H2OCache | FullCache) -> None:

@@ -89,9 +89,9 @@ class Verification:
     """The check of one model with the layers of one cache.
 
     Args:
-        model: with its own forward, and its own attention when this is created.
+        model: transformers model with its own forward, and its own attention when this is created.
         positions: mode of the cache.
-        device: where keys and values are kept.
+        device: device of the stored keys and values.
         specs: what the cache knows of each layer.
     """
 
@@ -292,15 +292,15 @@ class Verification:
 
     def _through(self, cache: H2OCache, steps: TensorStepper | None, dtype: torch.dtype | None = None) -> Tensor | None:
         """[1, n, V] through the cache; None if native steps cannot run."""
-        tokens, found = self._tokens, []
+        tokens, parts = self._tokens, []
         for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
             # Once, the first token after the prompt goes through the model and the kernels of its layers.
             native = None if number == 1 and dtype is None else steps
             logits = self._fed(cache, part, native, dtype)
             if logits is None:
                 return None
-            found.append(logits)
-        return torch.cat(found, 1)
+            parts.append(logits)
+        return torch.cat(parts, 1)
 
     def _fed(
         self, cache: H2OCache, tokens: Tensor, steps: TensorStepper | None = None, dtype: torch.dtype | None = None
@@ -323,7 +323,5 @@ class Verification:
         """An empty cache; with states in this dtype, if it is not None."""
         specs = self._specs
         if dtype is not None:
-            specs = [
-                replace(x, state_like={name: like.to(dtype) for name, like in x.state_like.items()}) for x in specs
-            ]
+            specs = [replace(x, state_dtypes=dict.fromkeys(x.state_dtypes, dtype)) for x in specs]
         return H2OCache(self._config, specs, self._max_distance, self._learned)

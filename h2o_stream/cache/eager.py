@@ -28,7 +28,7 @@ class EagerKernels:
         return True
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
-        """See `Kernels.decode`."""
+        """Attend with the query of one token, update the scores and evict."""
         slot = group.store.next_slot(group.seen, group.free)
         group.store.write(slot, chunk.key, chunk.value)
         group.add_newest(slot)
@@ -56,7 +56,7 @@ class EagerKernels:
         return output
 
     def prefill(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
-        """See `Kernels.prefill`."""
+        """Attend to the cached tokens and to the new ones, then keep the best of both."""
         keys, values = group.store.read_exactly(group.filled)
         candidates = _append(group, chunk, keys.shape[2])
         keys, values = torch.cat((keys, chunk.key), 2), torch.cat((values, chunk.value), 2)
@@ -106,7 +106,7 @@ def _attention(
     """`attention` of the new tokens, rotated and masked by the rules of the group.
 
     Args:
-        group: whose table, span, protection and sliding window apply.
+        group: head group whose table, span, protection and sliding window apply.
         chunk: the Q new tokens.
         candidates: the K cached and new tokens.
         keys: [B, Hkv, K, D].

@@ -29,7 +29,7 @@ class ChunkMemory:
     """The memory of a head group, for one chunk of new tokens.
 
     Args:
-        group: with a memory.
+        group: head group with a memory.
         chunk: the Q new tokens.
     """
 

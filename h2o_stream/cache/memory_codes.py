@@ -52,29 +52,29 @@ class Codes(Protocol):
         """Add the codes of the newest tokens of a head, which torch has appended.
 
         Args:
-            part: of a group.
-            stream: whose tokens they are.
+            part: part of the memory that belongs to a head group.
+            stream: memory of the stream that the tokens belong to.
             head: index within the group.
             added: how many tokens.
-            queries: of the head, by which codes are learned.
+            queries: queries of the head, from which the codebook is learned.
 
         Raises:
             OutOfMemoryError: there is none for the computation.
         """
 
     def make_chapter(self, segments: Array, head: HeadPart, codebook: Array, scratch: Array, chapter: Array) -> None:
-        """See `MakeChapter`."""
+        """Make an index of full segments."""
 
 
 class NoCodes:
     """Without the native library there are none."""
 
     def head_bytes(self, shape: HeadShape) -> HeadBytes:
-        """See `Codes`."""
+        """The records alone."""
         return HeadBytes(0, _SEGMENT * (HEADER + shape.key_size + shape.value_size), _SEGMENT, 0)
 
     def add(self, part: MemoryPart, stream: StreamMemory, head: int, added: int, queries: Queries) -> None:
-        """See `Codes`."""
+        """Do nothing."""
 
     def make_chapter(self, segments: Array, head: HeadPart, codebook: Array, scratch: Array, chapter: Array) -> None:
-        """See `Codes`."""
+        """Do nothing."""

@@ -56,9 +56,9 @@ class MakeChapter(Protocol):
 
         Args:
             segments: their addresses.
-            head: where it is in them.
-            codebook: of the head.
-            scratch: as many bytes as are needed.
+            head: offsets of the head in a segment.
+            codebook: codebook of the head.
+            scratch: working memory of the size that is needed.
             chapter: gets the index.
         """
 
@@ -69,8 +69,8 @@ class IndexLayout:
 
     Attributes:
         make: makes a head's part.
-        segments: of a chapter; 0 if no index is made.
-        tokens: of a segment.
+        segments: number of segments in a chapter; 0 if no index is made.
+        tokens: number of tokens in a segment.
         scratch: bytes that are needed.
     """
 
@@ -89,12 +89,12 @@ class MemoryIndex:
 
     Args:
         layout: how they are made.
-        heads: of the memory.
-        file: of its segments.
-        max_segments: of the memory.
+        heads: heads that have a memory.
+        file: file of its segments.
+        max_segments: largest number of segments.
 
     Attributes:
-        chapters: in order.
+        chapters: the chapters, oldest first.
         addresses: [n] int64, theirs.
         bounds: [2] int64, the place where the first begins, negative if some of it was forgotten; how many there are.
     """
@@ -113,9 +113,9 @@ class MemoryIndex:
         """Make chapters of the segments that are full.
 
         Args:
-            addresses: of the segments.
+            addresses: addresses of the segments.
             count: tokens of the head that has fewest.
-            codebooks: of all heads.
+            codebooks: codebooks of all heads.
         """
         with suppress(OSError):  # no room on disk: segments without an index are searched without one
             while self._layout.segments and (first := self._end) + self._chapter_tokens <= count:

@@ -24,7 +24,7 @@ def spread(low: Tensor, high: Tensor, bits: int, covers: float | None = None) ->
     Args:
         low: minimum of each range; above `high` for an empty range, which gives a grid of zeros.
         high: same shape, the maximum.
-        bits: of a code.
+        bits: bits of a code.
         covers: fraction of the range, around its middle, that the grid spans; None for the default of these bits.
     """
     half = (high - low).clamp_min(0) / 2 * (_COVERS[bits] if covers is None else covers)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.config import (
     AUTO_MEMORY_SHARE,
+    AUTO_QUERIES,
     AUTO_STEP_SHARE,
     AUTO_WINDOWS,
     DEFAULT_CHUNK,
@@ -39,14 +41,16 @@ def sized(
     max_distance: int | None,
     allocated_bytes: Callable[[CacheConfig], int],
     step_bytes: Callable[[], int],
+    shapes: Iterable[HeadShape | None],
 ) -> CacheConfig:
     """The same with the window that its `cache_size`, or `auto_window`, asks for; else unchanged.
 
     Args:
-        config: of a cache that evicts.
+        config: configuration of a cache that evicts.
         max_distance: largest distance the model was trained for, or None.
         allocated_bytes: what one stream takes at most with a config that has a window.
         step_bytes: bytes of weights that a step reads.
+        shapes: heads of the layers; None for a layer without attention, or unknown ones.
 
     Raises:
         ConfigError: see `config_for_size`.
@@ -55,7 +59,9 @@ def sized(
         return config_for_size(config, max_distance, allocated_bytes)
     if not config.auto_window:
         return config
-    most = min(step_bytes() * AUTO_STEP_SHARE, free_bytes() * AUTO_MEMORY_SHARE / config.auto_window)
+    queries = max((x.query_heads / x.kv_heads for x in shapes if x), default=1)
+    step_share = AUTO_STEP_SHARE * min(1, AUTO_QUERIES / queries)
+    most = min(step_bytes() * step_share, free_bytes() * AUTO_MEMORY_SHARE / config.auto_window)
     largest = _largest_window(config, max_distance)
     for window in AUTO_WINDOWS[1:]:  # from the smallest, so that small models start without counting the large ones
         larger = replace(config, window=window)
@@ -79,7 +85,7 @@ def config_for_size(
     Where the model's context allows less, the window is what it allows. Pins do not let it grow.
 
     Args:
-        config: with a `cache_size`.
+        config: configuration with a `cache_size`.
         max_distance: largest distance the model was trained for, or None.
         allocated_bytes: what one stream takes at most with a config that has a window.
 

@@ -55,8 +55,8 @@ class StreamMemory:
         codebooks: [floats] float32, for the codes of all heads' keys.
         found: [places] int32, what the last queries of all heads attended to; -1 for nothing.
         addresses: [n] int64, those of the segments.
-        segments: as many as are needed.
-        index: of full segments.
+        segments: segments, oldest first, as many as are needed.
+        index: index of the full segments.
         dropped: tokens of each head that were forgotten, because the memory was full.
     """
 

@@ -56,12 +56,12 @@ class TokenMemory:
     """The memories of the streams of a cache.
 
     Args:
-        limit_bytes: of the segments of a stream.
+        limit_bytes: largest number of bytes that the segments of a stream take.
         previous: one whose file it shares.
 
     Attributes:
         limit_bytes: see above.
-        rows: by stream; empty before the first token.
+        rows: memories by stream; empty before the first token.
         searched: whether attention searches it; see `WindowRules.search_memory`.
     """
 
@@ -86,8 +86,8 @@ class TokenMemory:
         Args:
             layers: the groups of each layer; none of a layer that does not evict.
             windows: the same groups as windows.
-            shapes: of the heads of each layer; None without attention.
-            codes: of their keys.
+            shapes: shapes of the heads of each layer; None without attention.
+            codes: maker of their keys' codes.
         """
         chosen = [
             (group, shape, codes.head_bytes(shape), shape.kv_heads if len(layer) == 1 else group.weight)
@@ -142,10 +142,10 @@ class TokenMemory:
         """Append tokens [n, bytes] that a head has evicted, and their codes.
 
         Args:
-            part: of the group of heads.
-            row: of the stream.
+            part: part of the memory that belongs to the head group.
+            row: row of the stream in the batch.
             head: index within the group.
-            records: as `native/src/memory.h` has them.
+            records: records in the layout of `native/src/memory.h`.
             queries: see `Codes`.
         """
         self.rows[row].append(part.first + head, records)

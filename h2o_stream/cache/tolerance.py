@@ -12,9 +12,9 @@ class Rounding(NamedTuple):
     """What is rounding in some dtype, as root mean squares relative to that of the logits.
 
     Attributes:
-        tolerance: of a model that does not amplify rounding.
-        step: by how much an embedding is rounded to see whether it does, relative to its numbers.
-        limit: of the tolerance, whatever rounding does.
+        tolerance: tolerance of a model that does not amplify rounding.
+        step: relative perturbation of the embedding, to see whether a model amplifies rounding.
+        limit: largest tolerance.
     """
 
     tolerance: float

@@ -20,7 +20,7 @@ class WindowGrowth:
     """The windows that a configured one may grow to.
 
     Attributes:
-        config: with a window, not with ratios.
+        config: configuration with a window, not with ratios.
         context: largest distance the model was trained for, or None.
         numbers: keys and values of a token, in all heads that evict; 0 if that is unknown.
     """

@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 _STAGE = 1.25
 """Length of a stream at the end of a stage, relative to its beginning."""
 
+_STAGED, _FIRST_STAGE = 1 << 16, 256
+"""Equal windows above this are allocated in stages while the stream grows; the length at the end of the first."""
+
 
 @dataclass(frozen=True)
 class HeadWindow:
@@ -71,7 +74,7 @@ class Schedule:
         common: streams up to this length are held entirely, by every head.
         between: tokens held of streams of ``common + 1``, ``common + 2``, ... tokens, until it holds `window`.
         window: tokens held from then on.
-        stages: lengths at which a stage ends, from `common` on; without them, slots are allocated for the most tokens.
+        stages: lengths at which a stage ends; without them, slots are allocated for the most tokens.
         evicted: tokens that had been evicted when the window grew; all that come later are held until it is full.
     """
 
@@ -84,7 +87,12 @@ class Schedule:
     @classmethod
     def equal(cls, window: int) -> Schedule:
         """The same from the first token to the last."""
-        return cls(window, (), window)
+        if window <= _STAGED:
+            return cls(window, (), window)
+        stages = [_FIRST_STAGE]
+        while stages[-1] < window:
+            stages.append(min(math.ceil(stages[-1] * _STAGE), window))
+        return cls(window, (), window, tuple(stages))
 
     def grown(self, more: int, evicted: int) -> Schedule:
         """The same with `more` slots, for a stream that has evicted tokens; see above."""
@@ -111,7 +119,8 @@ class Schedule:
         """Largest number of tokens held in the stage of a stream of `seen`; within `common`, that many."""
         if not self.stages:
             return self.max_held
-        return self._limit(self.stages[min(bisect_left(self.stages, seen), len(self.stages) - 1)])
+        end = self.stages[min(bisect_left(self.stages, seen), len(self.stages) - 1)]
+        return end if end < self.common else self._limit(end)
 
     def held(self, seen: int) -> int:
         """Tokens held of a stream of `seen`."""
@@ -135,7 +144,7 @@ def schedules(windows: tuple[int, ...], weights: tuple[int, ...], common: int) -
 
     Args:
         windows: final size for each group of heads.
-        weights: of the groups in means over heads.
+        weights: weights of the groups in means over heads.
         common: mean window.
     """
     if set(windows) == {common}:

@@ -18,7 +18,7 @@ def convert_plainly(parameter: Any, declared: Any) -> None:
     """Let a parameter of a command convert the simple values itself, if it does not yet.
 
     Args:
-        parameter: of typer or click.
+        parameter: typer's or click's parameter.
         declared: the annotation it was made of: a type, or `Annotated` with that and a `typer.models.OptionInfo`.
     """
     kind, *info = get_args(declared) if hasattr(declared, "__metadata__") else (declared,)

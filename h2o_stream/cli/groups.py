@@ -24,7 +24,7 @@ class Group(Generic[T]):
         make: called with the values by name; types and defaults of the options are those of its parameters.
         panel: heading in ``--help`` of the options that have none of their own.
         like: a dataclass with the types and defaults of the options that `make` takes as ``**values``.
-        options: in the order of ``--help``; the value of a group is what that group makes. None passes typer's context.
+        options: options in the order of ``--help``; a group's value is what it makes. None passes typer's context.
     """
 
     def __init__(

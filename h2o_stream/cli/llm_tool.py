@@ -47,7 +47,7 @@ class _Open:
 
 
 class H2OModel(llm.Model):
-    """See the module."""
+    """The model as llm runs it."""
 
     model_id = "h2o"
     can_stream = True

@@ -280,11 +280,11 @@ OUTPUT = group_of(OutputOptions, "Output")
 def _sources(context: typer.Context) -> dict[str, tuple[Any, str]]:
     """Every option's value and its source: flag, environment, file or default."""
     names = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
-    found = {}
+    sources = {}
     for name, value in context.params.items():
         source = context.get_parameter_source(name)
-        found[name] = (value, names.get(source.name, "default") if source else "default")
-    return found
+        sources[name] = (value, names.get(source.name, "default") if source else "default")
+    return sources
 
 
 SOURCES = Group(_sources, context=None)

@@ -51,12 +51,12 @@ def with_dashes(name: str) -> str:
 def hint(arguments: Sequence[str], known: Iterable[str]) -> str:
     """What to use in place of options of the H2O repositories that a command does not have; empty without any."""
     ours = {with_dashes(name) for name in known}
-    found: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     for argument in arguments:
         if argument == "--":
             break
         name = argument.partition("=")[0]
         advice = _HINTS.get(with_dashes(name).lower())
-        if advice and with_dashes(name) not in ours and name not in found.setdefault(advice, []):
-            found[advice].append(name)
-    return "; ".join(f"{', '.join(names)}: {advice}" for advice, names in found.items())
+        if advice and with_dashes(name) not in ours and name not in options.setdefault(advice, []):
+            options[advice].append(name)
+    return "; ".join(f"{', '.join(names)}: {advice}" for advice, names in options.items())

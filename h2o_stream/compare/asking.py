@@ -7,12 +7,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.compare.recall.facts import Question, tells
 from h2o_stream.config import RecallMode, SamplingConfig
-from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import H2OStreamError
@@ -116,7 +112,7 @@ def _margin(conversation: Conversation, question: Question) -> float:
     right, wrong = (_encode(tokenizer, question.reply, values) for values in (question.answers, question.wrong))
     shared = shared_length(right, wrong)
     with prefilled(conversation, question.text):
-        logits = _continue(conversation.engine, right[:shared])
+        logits = conversation.engine.served.forward(right[:shared])
     return float(logits[right[shared]] - logits[wrong[shared]])
 
 
@@ -143,11 +139,3 @@ def prefilled(conversation: Conversation, text: str) -> Iterator[bool]:
 def _encode(tokenizer: Any, reply: str, values: Sequence[str]) -> list[int]:
     """A reply with a value; its full stop makes it differ from one with a longer value."""
     return list(tokenizer(f"{reply} {values[0]}.", add_special_tokens=False)["input_ids"])
-
-
-@torch.no_grad()
-def _continue(engine: Engine, tokens: Sequence[int]) -> torch.Tensor:
-    """The logits after further tokens of a reply, [vocabulary] float32."""
-    ids = torch.tensor([list(tokens)], device=input_device(engine.model))
-    logits: torch.Tensor = engine.model(ids, past_key_values=engine.cache, use_cache=True, logits_to_keep=1).logits
-    return logits[0, -1].float().cpu()

@@ -76,11 +76,17 @@ class NllOptions(ComparisonOptions):
     ] = False
     seeds: Seeds = (0,)
     ray: Ray = None
+    engine: EngineChoice = "auto"
 
     @property
     def configs(self) -> list[CacheConfig]:
         """Every policy with every window, or with every size."""
         return configs_of(self.policies, self.windows, self.seeds, self.cache, self.cache_sizes)
+
+    @property
+    def variant(self) -> str:
+        """Tokens are masked by the laboratory."""
+        return "masked" if self.masked else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +118,7 @@ class RecallOptions(ComparisonOptions):
     ] = None
     seeds: Seeds = (0,)
     ray: Ray = None
+    engine: EngineChoice = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,8 +159,8 @@ class SummarizeOptions(ComparisonOptions):
         bool, Option("Sample as each request says, or take the likeliest token.", "--sample/--greedy")
     ] = False
     seed: Annotated[int, Option("Random seed.", min=0)] = 0
-    batch: Annotated[int, Option("Requests answered at once.", min=1)] = 8
     ray: Ray = None
+    engine: EngineChoice = "auto"
     output_path: Annotated[Path | None, Option("The answers of one policy in HELM's form, requests echoed.")] = None
 
     def __post_init__(self) -> None:
@@ -237,6 +244,11 @@ class SpeedOptions(ComparisonOptions):
             require_peer(peer, None if self.random_weights else self.model.model)
 
     @property
+    def variant(self) -> str:
+        """Random weights are made by the laboratory."""
+        return "random-weights" if self.random_weights else ""
+
+    @property
     def models(self) -> list[ModelConfig]:
         """The model in every precision."""
         return [
@@ -266,6 +278,7 @@ class DivergenceOptions(ComparisonOptions):
             parse=some_of("peer", ("llama.cpp", "ik_llama.cpp"), may_be_none=True),
         ),
     ] = ("llama.cpp",)
+    engine: EngineChoice = "auto"
 
 
 def manual_file(folder: Path) -> Path:

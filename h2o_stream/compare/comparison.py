@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from h2o_stream.attachment.support import check_supported, with_default_positions
-from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.rope import ABSOLUTE_TAKEN
 from h2o_stream.cache.source import policy_source
 from h2o_stream.compare.folder import Folder, JobResult, digest_of_key, identity
+from h2o_stream.compare.models import Models, digest_of_model, plan_for
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.compare.pause import Pause
-from h2o_stream.config import CacheConfig
+from h2o_stream.config import AtContext, CacheConfig, EngineChoice, SamplingConfig
+from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
-from h2o_stream.models.load import load
 from h2o_stream.options import bytes_text
 from h2o_stream.processes import Processes
+from h2o_stream.runtime.model import RuntimeModel
 
 Notify = Callable[[str], None]
 Options = TypeVar("Options", bound=ComparisonOptions)
@@ -42,7 +41,7 @@ class Job:
     """A unit of work of a comparison.
 
     Attributes:
-        label: for people.
+        label: label that people read.
         key: everything that the result depends on; a result stored under the same key is reused.
         total: final value of `JobProgress.done`.
         run: runs the job, from what an earlier run has kept if it is given that. Yields `JobProgress`, and last the
@@ -68,30 +67,54 @@ class Comparison(ABC, Generic[Options]):
     """A question to be answered by measuring what the options say.
 
     Attributes:
-        name: of its subcommand, its records and its table.
+        name: name of its subcommand, its records and its table.
         exclusive: whether its jobs are timed, so that only one may run at a time.
+        native: whether it takes models without torch, too: `model_for` says which one serves a policy.
+        model: model for most policies; transformers' unless the comparison is `native`.
     """
 
     name: ClassVar[str]
     exclusive: ClassVar[bool] = False
+    native: bool = False
 
     def __init__(self, options: Options) -> None:
         self.options, self.configs = options, options.configs
+        self.models: Models | None = None
         self.model: Any = None
         self.tokenizer: Any = None
 
     def load_model(self, notify: Notify) -> dict[str, Any]:
         """Load the model. Returns the settings of model and policies for the run record."""
-        loaded = load(self.options.model, notify=notify)
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        engine: EngineChoice = getattr(self.options, "engine", "auto") if self.native else "eager"
+        self.models = models = Models(self.options.model, self.configs, engine, notify)
+        self.model, self.tokenizer = models.first, models.tokenizer
+        if not isinstance(self.model, RuntimeModel):
+            self._set_positions(notify)
+        settings = {"model": models.name, "identity": digest_of_model(self.model), **cache_settings(self.configs)}
+        return {**settings, "engine": engine, "why_transformers": models.why_transformers} if self.native else settings
+
+    def _set_positions(self, notify: Notify) -> None:
+        """Say so if a model of transformers has no other positions than absolute ones."""
+        from h2o_stream.attachment.support import with_default_positions
+        from h2o_stream.cache.rope import ABSOLUTE_TAKEN
+
         given, self.configs = self.configs, [with_default_positions(self.model.config, one) for one in self.configs]
         if self.configs != given:
             notify(ABSOLUTE_TAKEN)
-        return {"model": loaded.name, "identity": model_digest(self.model), **cache_settings(self.configs)}
+
+    def model_for(self, config: CacheConfig) -> tuple[Any, CacheConfig]:
+        """The model that serves a policy, and the config to serve it with."""
+        return self.models.of(config) if self.native and self.models else (self.model, config)
+
+    def engine_for(self, config: CacheConfig, sampling: SamplingConfig, at_context: AtContext = "continue") -> Engine:
+        """An engine that serves a policy; arguments as for `Engine`."""
+        assert self.models is not None, "the model was loaded"
+        model, config = self.model_for(config)
+        return Engine(model, self.tokenizer, config, sampling, at_context, engine=self.models.engine)
 
     def key(self, config: CacheConfig, **settings: Any) -> dict[str, Any]:
         """The key of a job: its settings, and what else its result depends on."""
-        return {"what": self.name, **settings, **identity(self.model, config)}
+        return {"what": self.name, **settings, **identity(*self.model_for(config))}
 
     @abstractmethod
     def begin(self, notify: Notify) -> dict[str, Any]:
@@ -115,7 +138,7 @@ class Comparison(ABC, Generic[Options]):
 
     def close(self) -> None:
         """Release what `begin` and the jobs hold."""
-        self.model = None
+        self.model = self.models = None
 
 
 OnProgress = Callable[[Job, JobProgress], None]
@@ -188,7 +211,7 @@ def leave_out_unsupported(comparison: Comparison[Any], on_failure: OnFailure) ->
         return
     for config in list(comparison.configs):
         try:
-            check_supported(type(comparison.model), comparison.model.config, config)
+            plan_for(*comparison.model_for(config))
         except H2OStreamError as error:
             comparison.leave_out(config)
             on_failure(label_of(config), str(error))

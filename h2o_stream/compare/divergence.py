@@ -17,16 +17,16 @@ from h2o_stream.cache.identity import model_digest
 from h2o_stream.compare.catalog import PEERS, DivergenceOptions, require_peer
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, machine
+from h2o_stream.compare.models import Models
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.speed.engines import OURS, EngineSpec
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
+from h2o_stream.engine.served import serve
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.models.load import load
 from h2o_stream.progress import ignore
 from h2o_stream.resources import version_of
-from h2o_stream.runtime.loading import load_model
-from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.runtime.transformers_model import load
 
 Step = Callable[[int], NDArray[numpy.float32]]
 """From a token to the logits [V] after it."""
@@ -66,6 +66,7 @@ class Divergence(Comparison[DivergenceOptions]):
             "engine": engine,
             "model": self._identity,
             "dtype": self.options.model.dtype,
+            "steps": self.options.engine,
             "tokens": digest_of(self._tokens),
             "machine": machine(),
             "version": version_of(PEERS.get(engine, engine)),
@@ -73,9 +74,9 @@ class Divergence(Comparison[DivergenceOptions]):
 
     def _diverge(self, engine: str) -> Iterator[JobProgress | JobResult]:
         count = len(self._exact)
-        found = torch.empty(count, 2)
+        found = numpy.empty((count, 2))
         with ExitStack() as stack:
-            step, dtype = self._ours(count) if engine == OURS else self._peer(engine, count, stack)
+            step, dtype = self._ours() if engine == OURS else self._peer(engine, count, stack)
             for number, (token, exact) in enumerate(zip(self._tokens, self._exact, strict=False)):
                 logits = torch.from_numpy(step(token)).float().log_softmax(-1)
                 found[number, 0] = divergence(exact, logits)
@@ -83,13 +84,11 @@ class Divergence(Comparison[DivergenceOptions]):
                 yield JobProgress(number + 1)
         yield JobResult({"dtype": dtype}, found)
 
-    def _ours(self, count: int) -> tuple[Step, str]:
-        """Steps of the model without torch, whose cache keeps everything; and their dtype."""
-        cache = CacheConfig("recent", max(count, 8), sinks=0)
-        loaded = load_model(self.options.model, cache, "auto", ignore, ignore)
-        if not isinstance(loaded.model, RuntimeModel):
-            raise H2OStreamError(f"its steps are not native: {loaded.why_transformers}")
-        served = loaded.model.serve(cache)
+    def _ours(self) -> tuple[Step, str]:
+        """Our steps, with a cache that keeps everything; and their dtype."""
+        full = CacheConfig("full")
+        model, cache = Models(self.options.model, [full], self.options.engine, ignore).of(full)
+        served = serve(model, cache, self.options.engine, ignore)
         return (lambda token: served.forward([token])), served.dtype
 
     def _peer(self, engine: str, count: int, stack: ExitStack) -> tuple[Step, str]:
@@ -102,14 +101,14 @@ class Divergence(Comparison[DivergenceOptions]):
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each engine."""
         for engine, result in zip(self._engines, results, strict=True):
-            divergences, same = result.values.double().unbind(1)
+            divergences, same = result.values.T
             yield {
                 "type": self.name,
                 "engine": engine,
                 "dtype": result.figures["dtype"],
                 "tokens": len(divergences),
                 "kl": float(divergences.mean()),
-                "kl_p99": float(divergences.quantile(0.99)),
+                "kl_p99": float(numpy.quantile(divergences, 0.99)),
                 "kl_first": float(divergences[0]),
                 "same_first_choice": float(same.mean()),
             }

@@ -12,18 +12,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
+from safetensors.numpy import save
 
-from h2o_stream.attachment.support import check_supported
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.source import policy_source
+from h2o_stream.compare.models import digest_of_model, dtype_of, plan_for
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.native import library
+from h2o_stream.native.threads import num_threads
 from h2o_stream.resources import version_of, write_atomically
+from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.session.run_record import RECORDS, RUN, hardware, read_run_record
 
 _MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
@@ -38,10 +39,11 @@ _VALUES, _KEPT = "values", ".kept"
 
 def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
     """What a result depends on: model, dtype, and the policy as configured and as this version resolves it."""
-    plan = check_supported(type(model), model.config, config)
+    plan = plan_for(model, config)
     return {
-        "model": model_digest(model),
-        "dtype": str(model.dtype),
+        "model": digest_of_model(model),
+        "native": isinstance(model, RuntimeModel),
+        "dtype": dtype_of(model),
         "config": asdict(config),
         "plan": asdict(plan),
         "source": policy_source(plan),
@@ -52,16 +54,16 @@ def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """What a timed result depends on in addition: processor, threads and the kernel library."""
     processor = {name: value for name, value in hardware().items() if name != "memory_bytes"}
-    return {**processor, "threads": torch.get_num_threads(), "library": library.identity()}
+    return {**processor, "threads": num_threads(), "library": library.identity()}
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """The result of a job: JSON values, and a tensor of many numbers. What is kept of one also has a `state`."""
+    """The result of a job: JSON values, and an array of many numbers. What is kept of one also has a `state`."""
 
     figures: dict[str, Any] = field(default_factory=dict)
-    values: Tensor = field(default_factory=lambda: torch.empty(0))
-    state: Mapping[str, Tensor] = field(default_factory=dict)
+    values: NDArray[Any] = field(default_factory=lambda: numpy.empty(0, numpy.float32))
+    state: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 class Folder:
@@ -107,9 +109,9 @@ class Folder:
         if path is None or not path.exists():
             return None
         try:
-            with safe_open(path, "pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
-                return JobResult(json.loads(file.metadata()["figures"]), tensors.pop(_VALUES), tensors)
+            with safe_open(path, "numpy") as file:
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
+                return JobResult(json.loads(file.metadata()["figures"]), arrays.pop(_VALUES), arrays)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
             return None
 
@@ -129,8 +131,9 @@ class Folder:
             return
         metadata = {"figures": json.dumps(result.figures), "key": json.dumps(key, default=str)}
         with file_errors(f"--out {path}"):
-            tensors = {name: tensor.contiguous() for name, tensor in result.state.items()}
-            write_atomically(path, save({_VALUES: result.values.contiguous(), **tensors}, metadata))
+            arrays = {_VALUES: result.values, **result.state}
+            whole = {name: numpy.ascontiguousarray(array) for name, array in arrays.items()}
+            write_atomically(path, save(whole, metadata))
             if not kept:
                 path.with_suffix(_KEPT).unlink(missing_ok=True)
 

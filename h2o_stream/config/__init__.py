@@ -5,6 +5,7 @@
 
 from h2o_stream.config.cache import (
     AUTO_MEMORY_SHARE,
+    AUTO_QUERIES,
     AUTO_STEP_SHARE,
     AUTO_WINDOWS,
     DEFAULT_CHUNK,

@@ -16,6 +16,10 @@ AUTO_STEP_SHARE, AUTO_MEMORY_SHARE = 1 / 12, 1 / 10
 """The windows among which ``auto`` chooses: the largest of which the cache takes at most these shares of the bytes of
 weights that a step reads, and of free memory."""
 
+AUTO_QUERIES = 4
+"""Query heads per KV head up to which a step waits for memory. With more of them attention is bound by arithmetic, and
+a slot counts for more than its bytes in proportion."""
+
 DEFAULT_CHUNK = 64
 """Tokens between two evictions of a prefill. A small chunk gives scores close to decoding's, a large one is faster."""
 
@@ -149,7 +153,7 @@ class CacheConfig:
             `kv_bits` 6 unless it is given. None leaves `window` as it is.
         recent_ratio: recent slots as a part of the first prompt of a stream.
         max_window: largest window that pins may let it grow to; None for what the model's context allows.
-        seed: of a random policy; the others ignore it.
+        seed: seed of a random policy; the others ignore it.
         budgets: ``measured`` gives retrieval heads larger windows (`attachment.retrieval_heads`), so that `window` and
             `heavy` are means; ``equal`` gives every head the same.
         long_term: weight of the long-term score of ``h2o``; 0 disables it, which saves four bytes per slot.

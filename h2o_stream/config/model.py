@@ -25,7 +25,7 @@ class ModelConfig:
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` or a torch device such as ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
         device_map: passed to transformers and accelerate (``auto`` spreads the layers); replaces `device`.
-        max_memory: with `device_map`, the maximum for weights on each device, as ``0=10GiB,cpu=24GiB`` or, in parts
+        max_memory: with `device_map`, the most for weights on each device, as ``0=10GiB,cpu=24GiB`` or, in parts
             of all weights, ``0=20%,cpu=80%``; weights that fit nowhere are read from disk in every step.
         tensor_parallel: every process of ``torchrun`` holds a shard of each matrix, and evicts for its own heads.
         offline: use only files on this machine, no network.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from h2o_stream.errors import ConfigError
 from h2o_stream.registry import Registry
 
 Positions = Literal["gap", "rolling", "absolute"]
@@ -27,7 +28,7 @@ class PolicyDefaults:
         heavy_share: fraction of the unpinned window for heavy hitters, 0 to 1.
         sinks: first tokens of the stream that are never evicted.
         decay: factor on the accumulated scores per token seen; 1 is the papers' plain sum.
-        positions: where RoPE sees the kept tokens.
+        positions: rule for the positions at which RoPE sees the kept tokens.
         rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens; a `Policy` class with these as
             its ``defaults`` leaves it out.
         draws: whether the rule is random and needs a seed.
@@ -66,5 +67,13 @@ def _policy_defaults(named: Any) -> PolicyDefaults:
     return replace(defaults, rule=f"{named.__module__}:{named.__qualname__}")
 
 
-POLICIES = Registry("h2o_stream.policies", _POLICIES, _policy_defaults)
-"""Defaults of all policies, by name."""
+class _Policies(Registry[PolicyDefaults]):
+    def __getitem__(self, name: str) -> PolicyDefaults:
+        policy, colon, _ = name.partition(":")
+        if colon and policy in _POLICIES:
+            raise ConfigError(f"policy {name!r}: {policy} has no parameters after a colon, only options")
+        return super().__getitem__(policy)
+
+
+POLICIES = _Policies("h2o_stream.policies", _POLICIES, _policy_defaults)
+"""Defaults of all policies, by name; parameters of a policy in Python follow it, as in ``snapkv:pooled=15``."""

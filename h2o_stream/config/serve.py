@@ -17,13 +17,13 @@ class ServeConfig:
 
     Args:
         host: address to listen on.
-        port: to listen on; 0 takes a free one.
+        port: port to listen on; 0 takes a free one.
         api_key: clients must send it as ``Authorization: Bearer``; None lets everybody in.
         api_key_file: has such keys, one a line. Conversations belong to the key that began them.
         allow_anyone: let other machines in without a key.
         allow_host: further names of this server, as requests have them in ``Host``; ``*`` is all.
         allow_origin: pages that may use it beside its own, as ``Origin`` has them; ``*`` is all.
-        folder: where conversations are kept; None is the user's data folder.
+        folder: folder of the conversations; None is in the user's data folder.
         awake: conversations whose caches are in memory; the others sleep on disk.
         running: replies generated at once.
         waiting: requests that may wait for that; others are refused with status 429.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy
 
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, weight_count
@@ -43,15 +44,27 @@ class AttachedModel:
 
     @torch.no_grad()
     def forward(self, tokens: Sequence[int]) -> NDArray[numpy.float32]:
-        """See `Served`."""
+        """Feed tokens to the stream."""
+        logits: NDArray[numpy.float32] = self._logits(tokens, 1)[-1].cpu().numpy()
+        return logits
+
+    @torch.no_grad()
+    def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> NDArray[numpy.float32]:
+        """Feed tokens to the stream, as `forward` does."""
+        targets = torch.tensor(expected, dtype=torch.int64, device=self._device)
+        losses = cross_entropy(self._logits(tokens, len(tokens)), targets, reduction="none")
+        return numpy.asarray(losses.cpu())
+
+    def _logits(self, tokens: Sequence[int], keep: int) -> torch.Tensor:
+        """Feed tokens. Returns the logits after the last `keep` of them, [keep, V] float32."""
         ids = torch.tensor([tokens], dtype=torch.int64, device=self._device)
-        output = self._model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        logits: NDArray[numpy.float32] = output.logits[0, -1].float().cpu().numpy()
+        output = self._model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep)
+        logits: torch.Tensor = output.logits[0, -keep:].float()
         return logits
 
     @torch.no_grad()
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
-        """See `Served`."""
+        """Embeddings of tokens [n], [n, hidden] float32."""
         embeddings = self._model.get_input_embeddings()
         weight = getattr(embeddings, "weight", None)
         device = weight.device if isinstance(weight, torch.Tensor) else "cpu"
@@ -59,20 +72,20 @@ class AttachedModel:
         return rows
 
     def first_layers(self, count: int | None = None) -> FirstLayers | None:
-        """See `Served`."""
+        """The first layers, or all, for texts that stand alone; None where they are not available."""
         native = self.native_model
         return first_layers(native.description, count) if native else None
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """See `Served`."""
+        """A copy of the cache's state, see `H2OCache.state_dict`; bfloat16 numbers are uint16."""
         return to_arrays(self.cache.state_dict())
 
     def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """See `Served`."""
+        """Replace the stream, see `H2OCache.load_state_dict`."""
         self.cache.load_state_dict(to_tensors(state))
 
     def close(self) -> None:
-        """See `Served`."""
+        """Restore the model."""
         self._stack.close()
 
 

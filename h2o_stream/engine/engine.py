@@ -243,6 +243,7 @@ class Engine:
         stops: Sequence[str] = (),
         visible: Mapping[int, str] = MappingProxyType({}),
         thinking: bool = False,
+        max_tokens: int | None = None,
     ) -> Iterator[Token | Finished]:
         """Generate a reply, until it ends or reaches a limit.
 
@@ -250,6 +251,7 @@ class Engine:
             stops: strings that end the reply, in addition to those of the sampling config.
             visible: the text of control tokens that are part of the text all the same, by id.
             thinking: whether the prompt has begun the thinking of the reply.
+            max_tokens: how much; None is the limit of the sampling config.
 
         Yields:
             A `Token` for each token, the end-of-turn token included, then one `Finished`.
@@ -261,7 +263,7 @@ class Engine:
         matcher = self.grammar.matcher(thinking) if self.grammar else None
         reply = list[int]()
         self.sampler.end_tokens = [*self.end_tokens]
-        while len(reply) < self.sampling.max_tokens:
+        while len(reply) < (self.sampling.max_tokens if max_tokens is None else max_tokens):
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
                 return

@@ -40,8 +40,8 @@ class Grammar:
     """A grammar for one model's replies.
 
     Args:
-        tokenizer: of the model.
-        end_tokens: that end a turn; they are allowed where the text may end.
+        tokenizer: tokenizer of the model.
+        end_tokens: tokens that end a turn; they are allowed where the text may end.
         vocabulary: number of logits.
         rules: a JSON schema, or a text in llguidance's form of Lark, or in llama.cpp's (GBNF).
         thinking: how the model marks its thinking, which may come first and follows no rules; None if it has to answer.
@@ -117,7 +117,7 @@ class ThinkingMatcher(Matcher):
         free: allows thinking, and after it what `strict` allows.
         strict: allows no thinking.
         thinking: how it is marked.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         ends: tokens that end a turn.
         begun: the beginning of the thinking that the prompt ends with, or nothing.
     """
@@ -146,7 +146,7 @@ class ThinkingMatcher(Matcher):
         return self._free in self._alive and opened > closed and (closed < 0 or bool(self._thinking.skipped))
 
     def masked(self, logits: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
-        """See `Matcher`."""
+        """Logits in which tokens that may not come next are -inf."""
         likeliest = int(logits.argmax())
         self._alive = [matcher for matcher in self._alive if matcher.alive]
         if not self._text and len(self._alive) > 1 and not self._free.allowed(len(logits))[likeliest]:
@@ -160,7 +160,7 @@ class ThinkingMatcher(Matcher):
         return _masked(logits, allowed, self._ends)
 
     def accept(self, token: int) -> None:
-        """See `Matcher`."""
+        """Go on with a token."""
         self._forced = self._forced[1:]
         for matcher in self._alive:
             matcher.accept(token)
@@ -207,7 +207,7 @@ def compile_rules(
     """Llguidance's matchers, without thinking and after it; None if there is none.
 
     Args:
-        tokenizer: of `guided`.
+        tokenizer: tokenizer of `guided`.
         added: see `added_texts`.
         rules: see `Grammar`.
         thinking: likewise.

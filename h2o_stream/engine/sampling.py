@@ -94,10 +94,10 @@ class Sampler:
 
     Attributes:
         seed: the seed in use, random if none was given.
-        sources: where each of them comes from.
+        sources: origin of each setting.
         focused: whether the reply is to follow what was just read or a schema: then our own temperature is at most
             `FOCUSED_TEMPERATURE`.
-        forbidden: by token the one that does not follow it.
+        forbidden: forbidden for some tokens, the one that must not follow.
         end_tokens: those that end a reply, which are not sampled before `SamplingConfig.min_tokens` others.
         forced: the next tokens, whatever the model would say.
     """

@@ -55,7 +55,7 @@ class GgufFile:
     order. The architecture is llama.cpp's name of it.
 
     Args:
-        path: of the file, or of any part of a split one (`gguf_parts`).
+        path: path of the file, or of any part of a split one (`gguf_parts`).
 
     Raises:
         ModelNotFoundError: a file is missing, unreadable or damaged.

@@ -1,4 +1,4 @@
-"""Versions of the residual stream that layers update in turns (AltUp), and residuals of low rank (LAuReL)."""
+"""Versions of the residual stream that layers update one after another (AltUp), and residuals of low rank (LAuReL)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AltUp:
 
     Attributes:
         router: [n, hidden] float32, with all factors on what goes into it.
-        epsilon: of the RMS norm before it.
+        epsilon: epsilon of the RMS norm before it.
         prediction: [n * n, n] float32.
         correction: [n, n] float32.
         embedding_scale: [hidden] float32, on what the token's embedding for the layer is multiplied with, or None.

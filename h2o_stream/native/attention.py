@@ -34,7 +34,7 @@ class Rope:
     Attributes:
         frequencies: [rotary_dims / 2] float32, angles per position.
         scale: factor on rotated queries and keys (YaRN, LongRoPE), at every position.
-        fixed: whether nothing but the angles depends on positions, and the frequencies not on the sequence length.
+        fixed: whether rotations depend on the position alone, not on the length of the text.
         order: [head_size] int32, the order of the elements of a head in which halves are rotated, see
             `cache.rope.dimension_orders`; None for as they are.
     """
@@ -77,9 +77,9 @@ class Gate:
 
     Attributes:
         kind: what they go through before.
-        offset: of the first head's.
-        stride: from one head's to the next.
-        size: of each head: `value_size`, or 1 for all of its output.
+        offset: offset of the first head's part.
+        stride: distance from one head's part to the next.
+        size: size of each head: `value_size`, or 1 for all of its output.
     """
 
     kind: GateKind
@@ -106,7 +106,7 @@ class Attention:
     """The attention of a layer; the outputs of one to four `qkv` matrices are parts of one vector.
 
     Attributes:
-        columns: where in that vector the output of each matrix starts; None for one after another.
+        columns: start of each matrix's output in that vector; None for one after another.
         norms_all_heads: whether the norms are of all heads as one vector.
         norms_after_rope: whether they come after RoPE.
         sink_logits: [query_heads] float32, a logit of each head that stands for no token (learned sinks), or None.
@@ -114,12 +114,12 @@ class Attention:
         elements: [head_size] int32, where the elements of a query or key are in its part of the vector; None for as
             they are. Everything else is said of the elements in this order.
         key_tail: what all keys end with.
-        gate: on the output.
-        value_norm: of each head's value.
-        output_norm: of the output of all heads as one vector.
+        gate: gate on the output.
+        value_norm: norm of each head's value.
+        output_norm: norm of the output of all heads as one vector.
         source: the layer whose keys and values these are, which are in the same places of its vector; None for the
             layer itself.
-        temperature: of queries.
+        temperature: temperature of queries.
         clip: largest magnitude in the vector; 0 for any.
         value_scale: factor on values.
 
@@ -200,7 +200,7 @@ class Attention:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """See `FeedForward`."""
+        """All matrices of some size."""
         return [*self.qkv, *(latent.matrix for latent in self.latent), self.out]
 
     @property
@@ -274,13 +274,13 @@ def borrowing_attention(
     Args:
         lender: has its own keys and values.
         source: its layer.
-        size: of queries.
+        size: size of a query.
         query: its projection.
-        query_norm: of its queries.
-        rope: of its queries.
+        query_norm: norm of the queries.
+        rope: RoPE of the queries.
         out: its output projection.
-        scaling: of queries times keys.
-        name: of the attention, for messages.
+        scaling: scaling of queries times keys.
+        name: name of the attention, for messages.
 
     Raises:
         DescriptionError: they do not fit.
@@ -304,9 +304,9 @@ def borrowing_attention(
 
 def with_lent_columns(attentions: Sequence[Attention | None]) -> list[Attention | None]:
     """The attentions of all layers; keys and values that later ones use get columns that no other layer writes to."""
-    found = [attention for attention in attentions if attention]
-    sources = dict.fromkeys(attention.source for attention in found if attention.source is not None)
-    free = max((sum(matrix.rows for matrix in attention.qkv) for attention in found), default=0)
+    present = [attention for attention in attentions if attention]
+    sources = dict.fromkeys(attention.source for attention in present if attention.source is not None)
+    free = max((sum(matrix.rows for matrix in attention.qkv) for attention in present), default=0)
     lent: dict[int, Attention] = {}
     for number in sources:
         lender = attentions[number]

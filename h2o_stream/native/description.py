@@ -50,8 +50,8 @@ class Mlp:
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
 
     Attributes:
-        parameters: of the activation, see `abi.h`.
-        inner_norm: of what goes into `down`.
+        parameters: parameters of the activation, see `abi.h`.
+        inner_norm: norm of the input of `down`.
         gate_deviations: only what is above the gates' mean by so many standard deviations goes on; None for all.
 
     Raises:
@@ -76,21 +76,21 @@ class Mlp:
 
     @property
     def hidden(self) -> int:
-        """See `FeedForward`."""
+        """Size of the vectors that it takes and gives."""
         return self.up.columns
 
     @property
     def matrices(self) -> list[Matrix]:
-        """See `FeedForward`."""
+        """All matrices of some size."""
         return [*([self.gate] if self.gate else []), self.up, self.down]
 
     @property
     def nbytes(self) -> int:
-        """See `FeedForward`."""
+        """Bytes of weights that a decode step reads."""
         return sum(matrix.weights.nbytes for matrix in self.matrices)
 
     def fill(self, struct: abi.Layer) -> None:
-        """See `FeedForward`."""
+        """Fill the structure of a layer."""
         struct.up, struct.down, struct.activation = self.up.to_struct(), self.down.to_struct(), self.activation
         struct.activation_parameters[: len(self.parameters)] = self.parameters
         struct.inner_norm = self.inner_norm.to_struct(self.down.columns)
@@ -107,7 +107,7 @@ class OwnEmbedding:
     Attributes:
         gate: [size, hidden]; its activation is that of the MLP.
         out: [hidden, size].
-        norm: of what is added.
+        norm: norm of the added vector.
 
     Raises:
         DescriptionError: sizes do not fit.
@@ -157,7 +157,7 @@ class Layer:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """See `Description.matrices`."""
+        """All matrices of the layer."""
         return [*self._mixing_matrices, *(self.mlp.matrices if self.mlp else [])]
 
     @property
@@ -231,7 +231,7 @@ class LayerEmbeddings:
     Attributes:
         embedding: [vocabulary, layers * size].
         projection: [layers * size, hidden].
-        norm: of `size` elements.
+        norm: norm of `size` elements.
     """
 
     embedding: Matrix
@@ -258,8 +258,8 @@ class Description:
         logit_scale: factor on logits.
         logit_softcap: softcap of logits, 0 for none.
         residual_scale: factor on attention and MLP outputs.
-        dtype: of the model's activations, such as "bfloat16"; those of a step are float32.
-        logits_dtype: of the model's logits.
+        dtype: dtype of the model's activations, such as "bfloat16"; those of a step are float32.
+        logits_dtype: dtype of the model's logits.
         layer_embeddings: those of each layer.
         versions: those of the residual stream, if there are several.
         placeholders: tokens that stand for something else than text, which the model itself has to take.

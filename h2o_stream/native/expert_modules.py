@@ -70,8 +70,8 @@ def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp], beside: Any
     """Determine what a block of experts computes; weights are not copied.
 
     Args:
-        module: of which `has_experts` holds.
-        name: for the message.
+        module: module with experts, see `has_experts`.
+        name: name for the message.
         mlp_of: describes a shared expert.
         beside: a shared expert that is not in the module, whose output is added to its.
 
@@ -124,7 +124,7 @@ def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts
 
     Args:
         layer: has router and experts.
-        name: for the message.
+        name: name for the message.
         norms: around them; that of the router without its scale.
         mlp: beside them.
     """
@@ -198,7 +198,7 @@ def _columns(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
 
 
 def _concatenated(experts: Any) -> bool:
-    """Whether gates come before what they are for, rather than in turns."""
+    """Whether all gate rows come first, rather than interleaved with the up rows."""
     return bool(getattr(experts, "is_concatenated", True))
 
 

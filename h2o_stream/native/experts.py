@@ -24,7 +24,7 @@ class Router:
         choice_bias: [experts] float32, added to scores for the choice only; or None.
         groups: the experts are in so many groups of equal size; 0 if they are in none.
         chosen_groups: how many of them experts are chosen from.
-        group_worth: which groups those are.
+        group_worth: how groups are ranked: by their best expert, or by the sum of the best two.
         jitter: see `Scoring`.
         weighs_inputs: whether weights are factors on what goes into an expert, not on its output.
         factors: [experts] float32, on weights; or None.
@@ -55,7 +55,7 @@ class Router:
 
 
 def halves_of(both: Matrix, inner: int) -> tuple[Matrix, Matrix]:
-    """Gates of all experts, and what they are for, of which every expert has `inner` rows after one another."""
+    """Views of the gate and up rows, `inner` each, in a fused matrix of all experts."""
     rows = both.rows - inner
     return both.row_range(0, rows), both.row_range(inner, rows)
 
@@ -65,10 +65,10 @@ class BesideMlp:
     """Norms of experts that read what goes into the norm before the MLP, which is their `shared` one (Gemma 4).
 
     Attributes:
-        router: of what the router reads.
-        inputs: of what the experts read.
-        output: of the sum of their outputs.
-        mlp: of the MLP's output.
+        router: norm of the router's input.
+        inputs: norm of the experts' input.
+        output: norm of the sum of the experts' outputs.
+        mlp: norm of the MLP's output.
     """
 
     router: Norm
@@ -86,14 +86,14 @@ class Experts:
 
     Attributes:
         router: chooses among them.
-        gate: of all experts, with the rows of `up` unless gates are apart; or None.
-        up: of all experts; None if its rows are in `gate`.
-        down: of all experts.
+        gate: gate matrices of all experts, with the rows of `up` unless gates are separate; or None.
+        up: up matrices of all experts; None if their rows are in `gate`.
+        down: down matrices of all experts.
         inner_size: rows of one expert's `gate` and `up`.
         stride: rows from one expert's `gate` to the next; more than `inner_size` if `up` is between them.
-        activation: of all experts, and of the shared one.
-        parameters: of the activation, see `abi.h`.
-        gate_layout: where the gates are.
+        activation: activation of all experts and of the shared one.
+        parameters: parameters of the activation, see `abi.h`.
+        gate_layout: arrangement of the gate rows.
         beside: norms of experts beside the MLP, or None.
         shared: an expert that all tokens go through, or None.
         shared_gate: [1, hidden]: the sigmoid of its output is a factor on the shared expert's; or None.
@@ -143,7 +143,7 @@ class Experts:
 
     @property
     def hidden(self) -> int:
-        """See `FeedForward`."""
+        """Size of the vectors that it takes and gives."""
         return self.router.matrix.columns
 
     @property
@@ -161,12 +161,12 @@ class Experts:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """See `FeedForward`; the router and the shared expert's gate are small."""
+        """All matrices of some size; the router and the shared expert's gate are small."""
         return [*self._own, *(self.shared.matrices if self.shared else [])]
 
     @property
     def nbytes(self) -> int:
-        """See `FeedForward`."""
+        """Bytes of weights that a decode step reads."""
         whole: int = sum(matrix.weights.nbytes for matrix in self._own)
         return whole * self.router.chosen // self.count + (self.shared.nbytes if self.shared else 0)
 
@@ -175,7 +175,7 @@ class Experts:
         return [matrix for matrix in (self.gate, self.up, self.down) if matrix]
 
     def fill(self, struct: abi.Layer) -> None:
-        """See `FeedForward`."""
+        """Fill the structure of a layer."""
         if self.shared:
             self.shared.fill(struct)
         router, struct.activation = self.router, self.activation

@@ -37,13 +37,13 @@ class NativeKernels:
         self._bound: WeakKeyDictionary[HeadGroup, _Bound] = WeakKeyDictionary()
 
     def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
-        """See `Kernels.supports`."""
+        """Whether native code can compute this group."""
         if type(query) is not Tensor:
             return False
         return not why_not(group) and query.dtype == group.dtype and query.device == group.device
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
-        """See `Kernels.decode`."""
+        """Attend with the query of one token, update the scores and evict."""
         bound = self._bind(group, chunk, 0)
         bound.slots["evictions"][:, 0] = [group.schedule.num_evictions(length) for length in chunk.lengths]
         tensors = [x.contiguous() for x in (chunk.query, chunk.key, chunk.value)]
@@ -98,9 +98,9 @@ class NativeKernels:
         """The structures of the group, created anew when something has changed."""
         scaling, softcap, sinks = chunk.transform
         key = group.revision.number, scaling, softcap
-        found = self._bound.get(group)
-        if found and found[0] == key and found[1] >= new_tokens:
-            bound = found[2]
+        known = self._bound.get(group)
+        if known and known[0] == key and known[1] >= new_tokens:
+            bound = known[2]
         else:
             attention = AttentionLayer(
                 query_heads=chunk.query.shape[1],
@@ -116,5 +116,5 @@ class NativeKernels:
         return bound
 
 
-def _whole_numbers(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+def _whole_numbers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

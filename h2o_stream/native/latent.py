@@ -16,10 +16,10 @@ class LatentSizes:
     """Sizes of an attention with latent keys and values.
 
     Attributes:
-        rank: of the latent vector that keys and values are computed from.
+        rank: rank of the latent vector that keys and values are computed from.
         rotated: last elements of queries and keys, which RoPE rotates; all keys have the same ones.
         rest: elements before these.
-        value_size: of values.
+        value_size: size of values.
 
     Raises:
         DescriptionError: there are none of some.
@@ -58,17 +58,17 @@ def latent_attention(
     """Describe an attention with latent keys and values.
 
     Args:
-        sizes: of its heads.
+        sizes: sizes of the heads.
         first: the projection to queries, or to latent queries.
-        query_up: from latent queries to queries; its places are not read. None if queries are not latent.
+        query_up: matrix from latent queries to queries; its places are not read. None if queries are not latent.
         down: the projection to the latent vector and the last elements of all keys.
-        up: from the latent vector to the first elements of keys, and values, head by head.
-        norm: of the latent vector.
+        up: matrix from the latent vector to the first elements of keys, and to values, head by head.
+        norm: norm of the latent vector.
         out: the output projection.
-        scaling: of queries times keys.
-        rope: of the last elements.
+        scaling: scaling of queries times keys.
+        rope: RoPE of the last elements.
         elements: see `Attention`.
-        name: of the attention, for messages.
+        name: name of the attention, for messages.
 
     Raises:
         DescriptionError: the matrices do not fit the sizes.
@@ -83,8 +83,8 @@ def latent_attention(
     latent.append(Latent(up, norm, start, end))
     size, stride = sizes.head_size, sizes.rest + sizes.value_size
     heads = queries.rows // size
-    found = (queries.rows, down.rows, up.rows, up.columns, out.columns)
-    if found != (heads * size, sizes.rank + sizes.rotated, heads * stride, sizes.rank, heads * sizes.value_size):
+    weight_sizes = (queries.rows, down.rows, up.rows, up.columns, out.columns)
+    if weight_sizes != (heads * size, sizes.rank + sizes.rotated, heads * stride, sizes.rank, heads * sizes.value_size):
         raise DescriptionError(f"{name} has matrices that do not fit {heads} heads of {size}")
     return Attention(
         query_heads=heads,

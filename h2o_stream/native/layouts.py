@@ -186,12 +186,12 @@ class LatentLayout:
 
     Attributes:
         query: the projection to queries.
-        query_down: that to latent queries, in place of `query`.
-        query_norm: of latent queries.
-        query_up: from them to queries.
+        query_down: projection to latent queries, in place of `query`.
+        query_norm: norm of latent queries.
+        query_up: projection from latent queries to queries.
         down: the projection to the latent vector and the last part of all keys.
-        norm: of the latent vector.
-        up: from it to keys and values.
+        norm: norm of the latent vector.
+        up: projection from the latent vector to keys and values.
         out: the output projection.
     """
 

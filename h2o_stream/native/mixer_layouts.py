@@ -13,10 +13,10 @@ class DeltaLayout:
     """Module names in a gated delta rule.
 
     Attributes:
-        projections: in the order of `columns`.
-        norm: of the output of each head.
+        projections: names of the projections, in the order of `columns`.
+        norm: norm of the output of each head.
         out: the output projection.
-        columns: of key heads, heads, key size and value size.
+        columns: places of the results, from key heads, heads, key size and value size.
     """
 
     projections: tuple[str, ...]

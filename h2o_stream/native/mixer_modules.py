@@ -36,7 +36,7 @@ def mixer_of(module: Any, hidden: int, name: str) -> Mixer:
     Args:
         module: takes and gives vectors of `hidden` numbers.
         hidden: size of the residual stream.
-        name: of the layer, for messages.
+        name: name of the layer, for messages.
 
     Raises:
         DescriptionError: it is none of the known ones.

@@ -46,7 +46,7 @@ def fill_mixer(mixer: Mixer, struct: abi.Mixer, first_state: int) -> None:
     """Fill a structure.
 
     Args:
-        mixer: of a layer.
+        mixer: mixer of a layer.
         struct: is filled.
         first_state: number of states in all layers before.
     """
@@ -109,16 +109,16 @@ class ShortConvolution:
 
     @property
     def projections(self) -> list[Matrix]:
-        """See `Mixer`."""
+        """Matrices whose outputs are concatenated."""
         return [self.projection]
 
     @property
     def states(self) -> dict[str, tuple[int, ...]]:
-        """See `Mixer`: the last inputs of the convolution, the newest last."""
+        """Shapes of the states: the last inputs of the convolution, the newest last."""
         return {"conv.0": (self.convolution.channels, self.convolution.kernel)}
 
     def fill(self, struct: abi.Mixer) -> None:
-        """See `Mixer`."""
+        """Fill the fields of this kind."""
         struct.convolution = self.convolution.to_struct()
 
 
@@ -151,19 +151,19 @@ class GatedDelta:
     """The gated delta rule of Qwen3-Next, Qwen 3.5 and OLMo hybrid; see `src/abi.h` for what it computes.
 
     Attributes:
-        projections: to everything that `columns` names.
-        columns: where it is.
-        convolution: of all queries, then all keys, then all values.
-        key_heads: of queries and keys.
-        heads: of values, a multiple of the key heads.
-        key_size: of queries and keys.
-        value_size: of values.
+        projections: matrices that compute everything that `columns` names.
+        columns: places of the projections' results.
+        convolution: convolution over all queries, then all keys, then all values.
+        key_heads: number of heads of queries and keys.
+        heads: number of value heads, a multiple of the key heads.
+        key_size: size of queries and keys.
+        value_size: size of values.
         rate: [heads] float32, by how much a unit of decay makes the state smaller; negative.
         decay_bias: [heads] float32, added to decays.
         beta_scale: factor on betas, after the sigmoid.
-        norm: of the output of each head, before the gate.
+        norm: norm of the output of each head, before the gate.
         out: the output projection.
-        out_in_turns: its columns are in turns of the key heads: those of the first value head of each come first.
+        out_in_turns: its columns are interleaved by key head: the first value head of each key head comes first.
 
     Raises:
         DescriptionError: sizes do not fit.
@@ -197,12 +197,12 @@ class GatedDelta:
 
     @property
     def states(self) -> dict[str, tuple[int, ...]]:
-        """See `Mixer`: the last inputs of the convolution, the newest last; and what each head has learned."""
+        """Shapes of the states: the last inputs of the convolution, the newest last; and what each head has learned."""
         convolution = self.convolution.channels, self.convolution.kernel
         return {"conv.0": convolution, "recurrent.0": (self.heads, self.key_size, self.value_size)}
 
     def fill(self, struct: abi.Mixer) -> None:
-        """See `Mixer`."""
+        """Fill the fields of this kind."""
         struct.convolution, struct.norm = self.convolution.to_struct(), self.norm.to_struct(self.value_size)
         for name in ("key_heads", "heads", "key_size", "value_size", "beta_scale", "out_in_turns"):
             setattr(struct, name, getattr(self, name))
@@ -217,17 +217,17 @@ class Mamba2:
     """Mamba-2, as in Granite 4 hybrids, Bamba, Nemotron-H and Falcon-H1; see `src/abi.h` for what it computes.
 
     Attributes:
-        projections: to gates, values, keys (B), queries (C) and decays (dt), in this order.
-        convolution: of values, keys and queries.
-        key_heads: of queries and keys (groups).
-        heads: of values, a multiple of the key heads.
-        key_size: of queries and keys (the state's size).
-        value_size: of values.
+        projections: matrices for gates, values, keys (B), queries (C) and decays (dt), in this order.
+        convolution: convolution over values, keys and queries.
+        key_heads: number of heads of queries and keys (groups).
+        heads: number of value heads, a multiple of the key heads.
+        key_size: size of queries and keys (of the state).
+        value_size: size of values.
         rate: [heads] float32, by how much a unit of step makes the state smaller; negative.
         decay_bias: [heads] float32, added to decays.
-        step_limits: of steps.
+        step_limits: smallest and largest step.
         skip: [heads] float32, of a value in its output.
-        norm: of the output.
+        norm: norm of the output.
         norm_groups: parts of the output that are normed by themselves.
         norm_before_gate: whether the norm comes before the gate.
         out: the output projection.
@@ -271,12 +271,12 @@ class Mamba2:
 
     @property
     def states(self) -> dict[str, tuple[int, ...]]:
-        """See `Mixer`: the last inputs of the convolution, the newest last; and what each head carries on."""
+        """Shapes of the states: the last inputs of the convolution, the newest last; and what each head carries on."""
         convolution = self.convolution.channels, self.convolution.kernel
         return {"conv.0": convolution, "recurrent.0": (self.heads, self.value_size, self.key_size)}
 
     def fill(self, struct: abi.Mixer) -> None:
-        """See `Mixer`."""
+        """Fill the fields of this kind."""
         struct.convolution, struct.norm = self.convolution.to_struct(), self.norm.to_struct(self.inner)
         for name in ("key_heads", "heads", "key_size", "value_size", "norm_groups", "norm_before_gate"):
             setattr(struct, name, getattr(self, name))
@@ -292,8 +292,8 @@ class Mamba2:
 
 def _check_heads(mixer: GatedDelta | Mamba2, needed: int) -> None:
     """Check that matrices and convolution fit the heads of a mixer, which projects to `needed` numbers."""
-    numbers = mixer.key_heads, mixer.heads, mixer.key_size, mixer.value_size
-    require(min(numbers) > 0, f"a recurrent mixer has key heads, heads, and sizes of these of {numbers}")
+    sizes = mixer.key_heads, mixer.heads, mixer.key_size, mixer.value_size
+    require(min(sizes) > 0, f"a recurrent mixer has key heads, heads, and sizes of these of {sizes}")
     keys, values = mixer.key_heads * mixer.key_size, mixer.heads * mixer.value_size
     rows = sum(matrix.rows for matrix in mixer.projections)
     fits = rows == needed and mixer.convolution.channels == 2 * keys + values and mixer.out.columns == values

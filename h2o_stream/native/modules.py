@@ -79,7 +79,7 @@ def matrix_of(module: Any, name: str) -> Matrix:
 
     Args:
         module: a plain `nn.Linear`, or one that holds packed `tiles` of a `kind`.
-        name: for the message.
+        name: name for the message.
 
     Raises:
         DescriptionError: it is neither, or its weights are not contiguous float32 or bfloat16.
@@ -199,7 +199,7 @@ def activation_of(function: Any, name: str) -> tuple[Activation, tuple[float, ..
 
 
 def xielu(parameters: Sequence[float], x: Tensor) -> Tensor:
-    """See `Activation` in `abi.h`."""
+    """XIELU with the parameters that `Activation` in `abi.h` lists."""
     positive, negative, slope, most = parameters
     below = (torch.expm1(x.clamp_max(most)) - x) * negative
     return torch.where(x > 0, positive * x * x, below) + slope * x
@@ -226,7 +226,7 @@ def gated_activation_of(function: Any, module: Any, name: str) -> tuple[Activati
     Args:
         function: gives [n].
         module: says its parameters.
-        name: for the message.
+        name: name for the message.
     """
     if parameters := _clamping(module):
         limit = parameters[1]

@@ -25,7 +25,7 @@ def pointer(array: Array | None, dtype: str, count: int, *, strided: bool = Fals
 
     Args:
         array: the caller keeps it alive. Subclasses are refused, because they may keep their numbers elsewhere.
-        dtype: of the numbers that native code reads or writes: "float32", "bfloat16", "int64", ...
+        dtype: dtype of the numbers that native code reads or writes: "float32", "bfloat16", "int64", ...
         count: how many of them, at least.
         strided: whether native code also takes the strides; otherwise the array must be contiguous.
 

@@ -35,7 +35,7 @@ def only_match(
     Args:
         candidates: what each is, and what it computes; no two of them may be the same function.
         expected: what the module computes.
-        name: of the module, for the message.
+        name: name of the module, for the message.
         problem: what it is if no candidate matches.
         limit: see `relative_error`.
 

@@ -35,8 +35,8 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name
         rotary: a rotary embedding of transformers.
         layer_type: type of the layer, if the embedding distinguishes several.
         attention: the module that applies it.
-        size: of a head.
-        name: of `attention`, for the message.
+        size: size of a head.
+        name: name of `attention`, for the message.
         tail: how many of the last elements of a head it is applied to; 0 for all.
 
     Raises:

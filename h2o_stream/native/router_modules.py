@@ -38,7 +38,7 @@ class RouterModule:
 
     Args:
         block: the block.
-        name: of the router, for messages.
+        name: name of the router, for messages.
 
     Raises:
         DescriptionError: there is none with one matrix, or it does not say how many experts it chooses.

@@ -33,9 +33,9 @@ class AnswerHead:
     """A head that answers.
 
     Attributes:
-        layer: of the head.
+        layer: layer that contains the head.
         query_head: its number in the layer.
-        min_score: that of the worst right passage among our pairs.
+        min_score: score of the worst right passage among our pairs.
     """
 
     layer: int
@@ -49,8 +49,8 @@ class Text:
 
     Attributes:
         tokens: all that is read.
-        start: where the text begins.
-        stop: where it ends; keys after it count, queries do not.
+        start: first token of the text.
+        stop: end of the text; keys after it count, queries do not.
     """
 
     tokens: list[int]

@@ -37,6 +37,16 @@ def compose(candidates: Sequence[Candidate], message: str) -> str:
     return "\n".join([_CONTEXT, *map(_labelled, reversed(candidates)), "", f"{_MESSAGE} {message}"])
 
 
+def over_piece(piece: Candidate, message: str) -> str:
+    """The user's turn where a piece of a text is read by itself: what is asked of all of it, by the name in its
+    terms, is asked of the piece.
+
+    Of a chapter of three reports, 4,000 tokens, summaries over eight pieces name things of all three; one over all of
+    them, read through a window of 256, of one (embedded model).
+    """
+    return f"{piece.excerpt}\n\n{message.replace(piece.terms[0], 'this text')}"
+
+
 def _labelled(candidate: Candidate) -> str:
     excerpt = candidate.excerpt.strip("\r\n").rstrip()
     return f"{_OWN_WORDS} {excerpt}" if candidate.passage.role == "assistant" else excerpt

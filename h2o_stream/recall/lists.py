@@ -26,13 +26,6 @@ _BETWEEN = re.compile(
 )
 """What stands between the things that a text lists."""
 
-_WHOLE = re.compile(
-    r"\b(?:summar(?:y|i[sz]e)|translat|rewrite|proofread|outline|zusammenfass|fasse?\b.*\bzusammen|übersetz|résum|tradui"
-    r"|resum(?:e|ir|en)\b|traduc|riassum|traduci)|总结|翻译|要約",
-    re.IGNORECASE,
-)
-"""Requests that need all of a text."""
-
 _SHARED = 0.85
 """How much of the word that is common to all of them each has to cover: another form of it does."""
 
@@ -40,11 +33,6 @@ _SHARED = 0.85
 def without_quantities(asked: dict[str, float]) -> dict[str, float]:
     """The terms of a request that say what is asked for."""
     return {word: weight for word, weight in asked.items() if word not in _QUANTITIES}
-
-
-def asks_for_whole(request: str) -> bool:
-    """Whether a text asks for something that takes all of another one: a summary, a translation."""
-    return _WHOLE.search(request) is not None
 
 
 def asks_for_all(request: str) -> bool:
@@ -62,7 +50,7 @@ def answers(request: str, asked: list[str], weights: Floats, covered: Floats, th
     Args:
         request: the text.
         asked: its terms, [T].
-        weights: of the terms, above 0, [T].
+        weights: weights of the terms, above 0, [T].
         covered: how much of each weight each passage covers, best passages first, [M, T].
         threshold: the lowest share of a part's weight, 0 to 1.
 

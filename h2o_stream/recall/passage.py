@@ -7,6 +7,9 @@ from typing import Literal
 
 Role = Literal["user", "assistant"]
 
+SaidTurn = tuple[int, str, str]
+"""Number of a turn, the user's message and the reply."""
+
 Verdict = Literal["recalled", "still held", "loosely related", "repeated", "outdated", "said by the model", "no room"]
 """What was decided about a candidate.
 
@@ -49,7 +52,49 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """What a message asks for as a whole.
+
+    Attributes:
+        name: name that the message uses.
+        turn: turn in which it was given; 0 if it never was.
+        role: who gave it.
+        text: text of the whole.
+        rest: what else the message asks for, if a passage may answer it; empty if it needs all.
+        start: its first token in the stream.
+        stop: the one after its last.
+        held: share of its tokens that the heads that copy still hold, 0 to 1.
+    """
+
+    name: str
+    turn: int = 0
+    role: Role = "user"
+    text: str = ""
+    rest: str = ""
+    start: int = 0
+    stop: int = 0
+    held: float = 0.0
+
+
+Gone = Literal["", "never given", "off", "too long"]
+"""Why a whole is not read again; empty if it is."""
+
+
+@dataclass(frozen=True)
 class Recalled:
-    """The event before a reply for which passages are read again."""
+    """The event before a reply for which passages are read again, or something that is gone as a whole.
+
+    Attributes:
+        candidates: the passages, or the pieces of the whole.
+        whole: what the message asks for and the cache no longer has; None if it asks for passages.
+        gone: why it is not read again.
+    """
 
     candidates: tuple[Candidate, ...]
+    whole: Whole | None = None
+    gone: Gone = ""
+
+    @property
+    def pieces(self) -> tuple[Candidate, ...]:
+        """The pieces of a whole that is longer than what can be read at once."""
+        return self.candidates if self.whole and not self.gone and len(self.candidates) > 1 else ()

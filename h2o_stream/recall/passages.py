@@ -170,12 +170,17 @@ def _strip(text: str, start: int, stop: int) -> list[range]:
     return [range(start, start + len(stripped.rstrip()))] if stripped else []
 
 
+def is_statement(text: str) -> bool:
+    """Whether a text ends with the end of a statement."""
+    return _STATEMENT_END.search(text) is not None
+
+
 def _is_open(text: str, part: range) -> bool:
     """Whether a part is short and belongs to what follows: a heading, an item or its number, a question."""
     if _count_words(text, part, MIN_WORDS) == MIN_WORDS:
         return False
     ending = text[max(part.start, part.stop - _LONGEST_ABBREVIATION) : part.stop]
-    return not _STATEMENT_END.search(ending) or bool(_ABBREVIATION.search(ending))
+    return not is_statement(ending) or bool(_ABBREVIATION.search(ending))
 
 
 def _parts(text: str, paragraph: range) -> list[range]:
@@ -249,7 +254,7 @@ class DecodedTokens:
     """The text of some tokens.
 
     Attributes:
-        text: of all of them, without control tokens.
+        text: text of all tokens, without control tokens.
         starts: the number of characters before each token.
         ends: the number of characters up to the end of each token, with the one that it is a part of.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -12,14 +13,12 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.progress import ignore
 from h2o_stream.recall.answer_head import Place
 from h2o_stream.recall.answers import Answers
-from h2o_stream.recall.decision import decide
+from h2o_stream.recall.decision import HELD, decide
 from h2o_stream.recall.index import PassageIndex
-from h2o_stream.recall.passage import Candidate, Passage
-from h2o_stream.recall.passages import locate
+from h2o_stream.recall.passage import Candidate, Gone, Passage, Recalled, SaidTurn, Whole
+from h2o_stream.recall.passages import locate, split
 from h2o_stream.recall.terms import TermWeights
-
-SaidTurn = tuple[int, str, str]
-"""Number of a turn, the user's message and the reply."""
+from h2o_stream.recall.wholes import MAX_PIECES, MAX_WHOLE, MIN_REPLY, cut_pieces, find_whole
 
 
 class Recall:
@@ -80,10 +79,66 @@ class Recall:
         cache = self._engine.cache
         return max((cache.plan.window - sum(map(len, cache.windows.protected))) // 2, 0)
 
-    def find(self, message: str) -> tuple[Candidate, ...]:
-        """The passages to read again before a message."""
+    def find(self, message: str) -> Recalled:
+        """What to read again before a message."""
+        whole = self._find_whole(message)
+        gone: Gone = ""
+        if whole is not None:
+            if whole.rest and (answers := self._recalled(whole.rest, whole)):
+                return Recalled(answers)
+            pieces, gone = self._pieces(whole)
+            if pieces:
+                self.last = pieces
+                return Recalled(pieces, whole)
+        return Recalled(self._recalled(message), whole, gone)
+
+    def _recalled(self, message: str, whole: Whole | None = None) -> tuple[Candidate, ...]:
+        """The passages to read again before a message; if a whole is given, only those of it."""
         self.last = tuple(self.decide(message)) if self._mode != "off" else ()
-        return tuple(candidate for candidate in self.last if candidate.verdict == "recalled")
+        found = tuple(candidate for candidate in self.last if candidate.verdict == "recalled")
+        if whole is None:
+            return found
+        return tuple(one for one in found if one.passage.turn == whole.turn and one.excerpt in whole.text)
+
+    def _find_whole(self, message: str) -> Whole | None:
+        """What a message asks for as a whole, if the cache no longer has it."""
+        if not self._engine.tokens or self._engine.cache.plan.policy == "full" or self.source is None:
+            return None
+        whole = find_whole(message, self.source)
+        if whole is None or not whole.turn:
+            return whole
+        turn = next(turn for turn in self.source() if turn[0] == whole.turn)
+        said = turn[1] if whole.role == "user" else turn[2]
+        start, stop, first = 0, len(self._engine.tokens), said.find(whole.text)
+        if first >= 0:  # it is not all that was said
+            passages = (passage for passage in self._finder()(*turn) if passage.role == whole.role)
+            inside = [
+                passage
+                for part, passage in zip(split(said), passages, strict=True)
+                if part.start < first + len(whole.text) and first < part.stop
+            ]
+            start, stop = inside[0].start, inside[-1].stop
+        held = retrieval_holders(self._engine.cache).share(start, stop)
+        return None if held >= HELD else replace(whole, start=start, stop=stop, held=held)
+
+    def _pieces(self, whole: Whole) -> tuple[tuple[Candidate, ...], Gone]:
+        """The pieces in which a whole is read again; or none, and why."""
+        if not whole.turn:
+            return (), "never given"
+        if self._mode == "off":
+            return (), "off"
+        tokens = self._count_tokens(whole.text)
+        if tokens > MAX_WHOLE:
+            return (), "too long"
+        most = min(MAX_PIECES, self._engine.sampling.max_tokens // MIN_REPLY)
+        count = max(min(-(-tokens // max(self._limit, 1)), most), 1)
+        pieces = [
+            (text, self._count_tokens(text)) for text in cut_pieces(whole.text, tokens / count, self._count_tokens)
+        ]
+        passage = Passage(whole.turn, whole.role, whole.text, whole.start, whole.stop)
+        return tuple(
+            Candidate(passage, text, 1.0, (whole.name,), whole.held, count, "recalled") for text, count in pieces
+        ), ""
 
     def decide(self, message: str) -> list[Candidate]:
         """What would be read again before a message, and what not and why; best first."""

@@ -137,7 +137,7 @@ class TermWeights:
     """Weights and relatedness of words, by a model's tokenizer and input embeddings.
 
     Args:
-        tokenizer: of transformers, or with the same methods.
+        tokenizer: tokenizer of transformers, or one with the same methods.
         read_rows: returns the embeddings [n, D] of token ids [n]; without them no word is related to another one.
     """
 

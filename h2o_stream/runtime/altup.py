@@ -23,9 +23,9 @@ def layer_altup(altup: AltUpParameters, weights: Weights, number: int, norm: Nor
     """How a layer updates them.
 
     Args:
-        altup: of the file.
-        weights: of the file.
-        number: of the layer.
+        altup: AltUp parameters of the file.
+        weights: weights of the file.
+        number: index of the layer.
         norm: before the router.
         input_scale: factor on what goes into the router.
 

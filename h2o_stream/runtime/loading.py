@@ -6,21 +6,22 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
-from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.processes import Processes
 from h2o_stream.progress import ProgressCallback
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, why_not_served
-from h2o_stream.runtime.slots import NUMBERS
 from h2o_stream.runtime.sources import Checkpoint, ModelFile, Source
 from h2o_stream.startup import gc_paused
 
@@ -37,28 +38,27 @@ def load_model(
 ) -> LoadedModel:
     """Load the model that `config` names, for this cache and engine: without torch if that is possible.
 
-    Other arguments and errors as for `models.load.load`, which does it otherwise.
+    Other arguments and errors as for `runtime.transformers_model.load`, which does it otherwise.
     """
     source = find(config.model, config.offline, progress)
     try:
-        path = local_path(source, config.offline)
-        loaded = _load_without_torch(config, cache, engine, path, notify, progress)
+        loaded = load_without_torch(config, cache, engine, notify, progress, source)
     except (DescriptionError, OutOfMemoryError) as reason:
-        from h2o_stream.models.load import load
+        from h2o_stream.runtime.transformers_model import load
 
         loaded = replace(load(config, cache, notify, progress, source), why_transformers=str(reason))
     return with_modelfile(loaded, notify)
 
 
-def _load_without_torch(
+def load_without_torch(
     config: ModelConfig,
     cache: CacheConfig,
     engine: EngineChoice,
-    path: Path,
     notify: Callable[[str], None],
     progress: ProgressCallback,
+    source: str | None = None,
 ) -> LoadedModel:
-    """Load a model without torch.
+    """Load a model without torch. Arguments as for `runtime.transformers_model.load`.
 
     Raises:
         DescriptionError: that is not possible; the message says why.
@@ -66,18 +66,20 @@ def _load_without_torch(
     """
     if reason := _why_not(config, engine):
         raise DescriptionError(reason)
-    source = open_source(config, path, notify)
-    parameters = source.parameters
+    path = local_path(source or find(config.model, config.offline, progress), config.offline)
+    opened = open_source(config, path, notify)
+    parameters = opened.parameters
     if reason := why_not_served(cache, parameters.max_distance, parameters.refused_positions):
         raise DescriptionError(reason)
     with gc_paused(), ThreadPoolExecutor(1) as executor:
-        tokenizer = executor.submit(source.tokenizer)
-        description = source.describe(progress, notify)
-        windows = source.windows(description, progress) if measures_heads(cache, parameters.max_distance) else ()
+        tokenizer = executor.submit(opened.tokenizer)
+        description = opened.describe(progress, notify)
+        windows = opened.windows(description, progress) if measures_heads(cache, parameters.max_distance) else ()
         ready = tokenizer.result()
-    if isinstance(source, ModelFile) and (note := missing_name(source.file)):
+    if isinstance(opened, ModelFile) and (note := missing_name(opened.file)):
         notify(note)
-    return LoadedModel(config.model, source.model(description, windows), *ready, path)
+    model = opened.model(description, windows, partial(_is_called, opened))
+    return LoadedModel(config.model, model, *ready, path)
 
 
 def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
@@ -104,11 +106,24 @@ def open_source(config: ModelConfig, path: Path, notify: Callable[[str], None]) 
     return Checkpoint(config.model, path, dtype, config.quantize, notify)
 
 
+def _is_called(source: Source, digest: str) -> bool:
+    """Whether states of a model may have another digest; that of transformers' model takes long."""
+    if digest.startswith("file "):
+        return digest == file_digest(source.path, source.variant)
+    config = ModelConfig(source.name, dtype=source.dtype, device="cpu", offline=True, quantize=source.quantize)
+    with suppress(H2OStreamError, ImportError):  # without torch, or memory for it
+        from h2o_stream.cache.identity import model_digest
+        from h2o_stream.runtime.transformers_model import load
+
+        return digest == model_digest(load(config, source=str(source.path)).model)
+    return False
+
+
 def _why_not(config: ModelConfig, engine: EngineChoice) -> str:
     """Why a model needs torch, as far as settings and machine say, or nothing."""
     if engine == "eager" or os.environ.get(library.CHECK_VARIABLE):
         return "steps are computed in torch, too"
-    if config.device_map or config.tensor_parallel or Processes().count > 1:
+    if config.device_map or config.tensor_parallel:
         return "it is spread over devices or processes"
     if config.device not in ("auto", "cpu") or (config.device == "auto" and _has_gpu()):
         return "it computes on another device than the CPU"
@@ -123,6 +138,6 @@ def _dtype(name: str) -> str:
     """The dtype of vectors, keys and values for a name, as `models.precision.allowed_dtypes` chooses it."""
     if name == "auto":
         return "bfloat16" if library.multiplies_bfloat16() else "float32"
-    if name not in NUMBERS:
+    if name not in ("float32", "bfloat16"):
         raise DescriptionError(f"{name} is computed in torch")
     return name

@@ -27,9 +27,9 @@ def describe_mixer(architecture: Architecture, parameters: Parameters, weights: 
     """Describe the recurrent mixer of a layer.
 
     Args:
-        architecture: of the family.
-        parameters: of the file.
-        weights: of the file.
+        architecture: architecture of the family.
+        parameters: parameters of the file.
+        weights: weights of the file.
         layer: its number.
 
     Raises:

@@ -40,12 +40,12 @@ class ExpertParameters:
     Attributes:
         count: experts of a layer.
         chosen: experts per token.
-        inner_size: of each.
-        shared_size: of the expert for all tokens, 0 if there is none; several are one of their sizes' sum.
+        inner_size: inner size of each expert.
+        shared_size: size of the shared expert (the sum, if there are several), 0 if there is none.
         scoring: how a router's logits become scores.
         normalized: whether the weights of a token's experts are divided by their sum.
         scale: factor on weights.
-        groups: of equal size, 0 if the experts are in none.
+        groups: number of groups of equal size, 0 if there are none.
         chosen_groups: how many of them a token's experts are chosen from.
 
     Raises:
@@ -82,10 +82,10 @@ class MixerParameters:
     """Numbers of the recurrent mixers with heads.
 
     Attributes:
-        key_heads: of queries and keys.
-        heads: of values.
-        key_size: of queries and keys.
-        value_size: of values.
+        key_heads: number of heads of queries and keys.
+        heads: number of value heads.
+        key_size: size of queries and keys.
+        value_size: size of values.
 
     Raises:
         DescriptionError: they do not fit each other.
@@ -128,34 +128,34 @@ class Parameters:
 
     Attributes:
         num_layers: decoder layers.
-        hidden_size: of the residual stream.
-        inner_size: of the MLP.
+        hidden_size: size of the residual stream.
+        inner_size: size of the MLP.
         vocabulary: tokens.
-        query_heads: of each layer.
-        kv_heads: of each layer.
-        head_size: of queries, keys and values.
+        query_heads: number of query heads in each layer.
+        kv_heads: number of KV heads in each layer.
+        head_size: size of queries, keys and values.
         norm: kind of all norms.
-        epsilon: of norms.
+        epsilon: epsilon of norms.
         context: positions it was trained for.
         ropes: RoPE of each layer, None in a layer without positions.
         tied: whether the output layer is the embedding.
-        scaling: of queries times keys.
+        scaling: scaling of queries times keys.
         sliding: window of each layer, None if it sees everything.
-        softcap: of queries times keys, 0 for none.
-        logit_softcap: of logits, 0 for none.
+        softcap: limit of queries times keys, 0 for none.
+        logit_softcap: limit of logits, 0 for none.
         embedding_scale: factor on embeddings.
         residual_scale: factor on what layers add.
         logit_scale: factor on logits.
-        temperature: of queries, and the positions of the original model; None for none.
+        temperature: temperature of queries, and the original model's number of positions; None for none.
         norms_after_rope: norms of queries and keys come after RoPE, so that it cannot be changed later.
-        experts: of layers that have experts.
+        experts: parameters of the experts, in layers that have them.
         latent: sizes of latent keys and values, None if there are none.
         latent_queries: size of latent queries, 0 if there are none.
-        mixer: of recurrent layers that have heads.
-        layer_shapes: of each layer, if they differ.
+        mixer: parameters of recurrent layers that have heads.
+        layer_shapes: shape of each layer, if they differ.
         borrowing: the last layers, so many, use keys and values of the last layer of their kind before them.
         own_embedding: size of the embeddings of tokens in each layer, 0 for none.
-        altup: of versions of the residual stream, None if there is one.
+        altup: parameters of AltUp, None if there is one residual stream.
 
     Raises:
         DescriptionError: they do not fit each other.

@@ -36,7 +36,7 @@ class Access:
     """What a server lets in.
 
     Args:
-        config: of the server.
+        config: configuration of the server.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -115,7 +115,7 @@ class Gate:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Answer a refused request with its error, and pass on all others."""
         if scope["type"] == "http":
             try:
                 self._access.check(scope)

@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
     """Ends soon after a signal, whatever its threads do."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn."""
+        """Shut down, and end the process if that takes too long."""
         timer = threading.Timer(_EXIT_S, os._exit, [128 + sig])
         timer.daemon = True
         timer.start()
@@ -65,7 +65,7 @@ def max_connections(config: ServeConfig, files: int) -> int:
     """How many connections leave the others the descriptors that they need.
 
     Args:
-        config: of the server.
+        config: configuration of the server.
         files: descriptors of the process.
 
     Raises:

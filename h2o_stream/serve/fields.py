@@ -2,7 +2,7 @@
 
 A field is served, under another name perhaps, refused with a reason unless its value changes nothing, or has no
 influence on any reply. Nothing is dropped without a word: names that are not in the table are reported.
-`docs/serving.md` has the same table.
+`docs/serving.md` has those that are served.
 """
 
 from __future__ import annotations
@@ -264,6 +264,10 @@ ELSEWHERE: Mapping[str, str] = {
 """What other servers have, by a part of the path, and why it is not here."""
 
 
+_MAX_UNKNOWN = 1000
+"""Fields that are not in the table, of which a request is told at most."""
+
+
 def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, Any], list[str], dict[str, str]]:
     """The served fields of a request by the names that they have here, those that are not in the table, and names that
     the request has by ours, where they differ.
@@ -291,7 +295,11 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, 
             if name in given or target not in given:
                 found[target] = value
                 names[target] = name if name in given else f"options.{name}"
-    return found, [*dict.fromkeys(unknown)], {target: name for target, name in names.items() if target != name}
+    return (
+        found,
+        [*dict.fromkeys(unknown[:_MAX_UNKNOWN])],
+        {target: name for target, name in names.items() if target != name},
+    )
 
 
 def _unknown_inside(name: str, value: Any, table: Mapping[str, Rule]) -> Iterator[str]:
@@ -317,32 +325,3 @@ def _is_served(place: str, rule: Rule, value: Any) -> bool:
 def _same(value: Any, other: Any) -> bool:
     """Whether two values of JSON are the same; true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-
-
-def as_markdown() -> str:
-    """The table for the documentation: fields, where they are sent, and what is done with them."""
-    rows = dict[tuple[str, str], list[str]]()
-    for name, places in _places().items():
-        for rule, where in places.items():
-            rows.setdefault((where, _described(rule)), []).append(f"`{name}`")
-    ordered = sorted(rows.items(), key=lambda row: (not row[0][1].startswith("served"), "no influence" in row[0][1]))
-    lines = [f"| {', '.join(names)} | {where} | {what} |" for (where, what), names in ordered]
-    return "\n".join(("| fields | of | |", "|---|---|---|", *lines))
-
-
-def _places() -> dict[str, dict[Rule, str]]:
-    """By field: what is done with it, and the endpoints where that is done."""
-    found = dict[str, dict[Rule, list[Endpoint]]]()
-    for endpoint, table in FIELDS.items():
-        for name, rule in table.items():
-            found.setdefault(name, {}).setdefault(rule, []).append(endpoint)
-    return {
-        name: {rule: "all" if len(ends) == len(FIELDS) else ", ".join(ends) for rule, ends in rules.items()}
-        for name, rules in found.items()
-    }
-
-
-def _described(rule: Rule) -> str:
-    if isinstance(rule, Served):
-        return f"served, as `{rule.name}`" if rule.name else "served"
-    return f"refused: {rule.why}" if isinstance(rule, Refused) else f"no influence: {rule.why}"

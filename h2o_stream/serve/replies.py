@@ -54,7 +54,7 @@ class Done:
     Attributes:
         finish: ``stop``, ``length`` or ``interrupted``.
         text: all of it.
-        calls: of tools in it, if they are recognised.
+        calls: calls of tools in the reply, if they are recognised.
         thinking: all of it.
         conversation: its id; nothing if it is not kept.
         turn: its number among the turns that a client can go back to.
@@ -89,8 +89,8 @@ class Ask:
 
     Attributes:
         dialogue: what it replies to; its system prompt and past turns do not count with `after`.
-        hashes: of the dialogue after each of its past turns, see `messages.chain`.
-        options: of the conversation.
+        hashes: hashes of the dialogue after each of its past turns, see `messages.chain`.
+        options: options of the conversation.
         config: how it is sampled.
         send: gets what happens, in the worker's thread.
         keep: whether the conversation is saved.

@@ -60,9 +60,9 @@ class Options:
         has_efforts: whether the template says how much.
         effort: how much; None leaves it to the template.
         pins: texts that are never evicted, fed before the first turn.
-        tools: that the model may call, described before the first turn.
+        tools: tools that the model may call, described before the first turn.
         calls: how the model writes calls; None without tools.
-        owner: whose it is, see `Access.owner`.
+        owner: owner of the conversation, see `Access.owner`.
     """
 
     cache: CacheConfig
@@ -127,7 +127,7 @@ class Sampled:
     """How replies are sampled and sent.
 
     Attributes:
-        config: of one reply.
+        config: sampling of one reply.
         choices: how many replies.
         stream: whether they are sent token by token.
         usage: whether a stream ends with the usage.

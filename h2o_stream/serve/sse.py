@@ -50,7 +50,7 @@ async def streamed(
     """Server-sent events, from the first token on.
 
     Args:
-        request: of the client.
+        request: the client's request.
         opened: gives a queue for each reply.
         chunks: makes events of what comes from them.
         named: whether events have names; else there is a last one that says so.

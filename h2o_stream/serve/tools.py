@@ -65,7 +65,7 @@ def parse_tool_choice(
     Args:
         body: the request.
         sampled: the same without regard to tools.
-        options: with the tools.
+        options: options of the conversation, with the tools.
         special: see `CallFormat.grammar`.
 
     Raises:

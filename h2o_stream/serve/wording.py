@@ -23,7 +23,7 @@ def as_api_error(error: BaseException, param: str | None = None, code: str | Non
     """An error as a client gets it.
 
     Args:
-        error: of a setting, a model or a reply; anything else is unexpected.
+        error: error in a setting, a model or a reply; anything else is unexpected.
         param: the field that it is about, if the error names none.
         code: see `ApiError`.
     """

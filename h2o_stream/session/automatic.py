@@ -60,12 +60,12 @@ def _reserve(name: str) -> str:
 
 def automatic_folders() -> list[tuple[Path, int]]:
     """The folders of automatic sessions with their bytes, the one used longest ago first."""
-    found = []
+    folders = []
     for mark in sessions_folder().glob(f"*/{AUTOMATIC}"):
         with suppress(OSError):
             sizes = [file.stat() for file in mark.parent.iterdir()]
-            found.append((max(size.st_mtime_ns for size in sizes), mark.parent, sum(size.st_size for size in sizes)))
-    return [(folder, nbytes) for _, folder, nbytes in sorted(found)]
+            folders.append((max(size.st_mtime_ns for size in sizes), mark.parent, sum(size.st_size for size in sizes)))
+    return [(folder, nbytes) for _, folder, nbytes in sorted(folders)]
 
 
 def make_room(limit: int) -> None:

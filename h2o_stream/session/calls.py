@@ -44,12 +44,12 @@ class CallFormat:
     Attributes:
         opening: what is before a call; nothing if the reply itself is one.
         closing: what is after it.
-        key: of the arguments in the JSON of a call; nothing if it has only them, and the name is before it.
+        key: key of the arguments in the JSON of a call; empty if the name stands before it.
         between: what is between such a name and the arguments.
         listed: whether all calls are one list.
         outer: the key of the object that has name and arguments, if they are not at the top.
         several: whether a reply may have several calls.
-        names: of the tools that are given. What names one of them is a call in other forms, too.
+        names: names of the given tools. A text in another form that names one of them is a call, too.
     """
 
     opening: str
@@ -184,8 +184,8 @@ class CallSplitter:
     Of a `forced` reply nothing is text, also if its last call was cut off.
     """
 
-    def __init__(self, form: CallFormat, forced: bool = False) -> None:
-        self._form, self._forced, self._text, self._given, self._passed = form, forced, "", 0, 0
+    def __init__(self, call_format: CallFormat, forced: bool = False) -> None:
+        self._form, self._forced, self._text, self._given, self._passed = call_format, forced, "", 0, 0
 
     def push(self, text: str) -> str:
         """Append text. Returns what is no part of a call."""
@@ -202,15 +202,15 @@ class CallSplitter:
 
     def _certain_size(self) -> int:
         """How much of the text is no part of a call, whatever follows."""
-        form, text = self._form, self._text
-        if not form.opening and not form.names:
+        call_format, text = self._form, self._text
+        if not call_format.opening and not call_format.names:
             start = text.lstrip()
             return 0 if not start or start[0] in "{[" or _PYTHON.startswith(start[: len(_PYTHON)]) else len(text)
-        opening, first, text = form.opening or _PYTHON, self._passed, text[self._passed :]
+        opening, first, text = call_format.opening or _PYTHON, self._passed, text[self._passed :]
         place = text.find(opening)
         size = passed = len(text) - overlap(text, opening) if place < 0 else place
-        if form.names:
-            size, passed = certain_size(text[:size], form.names)
+        if call_format.names:
+            size, passed = certain_size(text[:size], call_format.names)
         size = len(text[:size].rstrip())
         self._passed = first + min(size, passed)
         return first + size
@@ -220,12 +220,12 @@ def find_format(tokenizer: Any) -> CallFormat | None:
     """How the model of a tokenizer writes calls, by its chat template; None if that is unknown, or it has no tools."""
 
     def render(*messages: Mapping[str, Any]) -> str:
-        said = [
+        history = [
             {"role": "user", "content": _USER},
             *messages,
             {"role": "tool", "content": _RESULT, "tool_call_id": _ID},
         ]
-        return apply_template(tokenizer, said, [_TOOL]).rpartition(_USER)[2]
+        return apply_template(tokenizer, history, [_TOOL]).rpartition(_USER)[2]
 
     try:
         plain = render({"role": "assistant", "content": _REPLY})
@@ -233,15 +233,15 @@ def find_format(tokenizer: Any) -> CallFormat | None:
     except _REFUSALS:
         return None
     header, _, tail = plain.partition(_REPLY)
-    found = _format(one, header, tail)
-    if found is None or found.parse(_written(one, header, tail)) != ("", (Call(_NAME, _ARGUMENTS),)):
+    call_format = _format(one, header, tail)
+    if call_format is None or call_format.parse(_written(one, header, tail)) != ("", (Call(_NAME, _ARGUMENTS),)):
         return None
     try:
         two = _written(render(_calling(_NAME, _OTHER)), header, tail)
     except _REFUSALS:
         two = ""
-    several = found.parse(two)[1] == (Call(_NAME, _ARGUMENTS), Call(_OTHER, _ARGUMENTS))
-    return replace(found, several=several)
+    several = call_format.parse(two)[1] == (Call(_NAME, _ARGUMENTS), Call(_OTHER, _ARGUMENTS))
+    return replace(call_format, several=several)
 
 
 _ID = "a1b2c3d4e"
@@ -300,15 +300,15 @@ def _documents(functions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     """The parameters of functions, each with an id of its own: where it is part of another schema, what it refers to is
     still inside itself.
     """
-    found = dict[str, Mapping[str, Any]]()
+    documents = dict[str, Mapping[str, Any]]()
     for number, function in enumerate(functions):
         given = function.get("parameters")
         parameters = dict(given) if isinstance(given, Mapping) and given else {"type": "object"}
         parameters.pop("$schema", None)  # old ones have other names for ids
         own = str(parameters.get("$id"))
-        own = own if _URI.fullmatch(own) and own not in found else f"urn:function:{number}"
-        found[own] = {**parameters, "$id": own}
-    return list(found.values())
+        own = own if _URI.fullmatch(own) and own not in documents else f"urn:function:{number}"
+        documents[own] = {**parameters, "$id": own}
+    return list(documents.values())
 
 
 def _json(schema: Mapping[str, Any], lenient: bool) -> str:

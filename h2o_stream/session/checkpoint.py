@@ -21,10 +21,10 @@ class Checkpoint:
     """A committed conversation.
 
     Attributes:
-        rng_state: of the sampler when the next turn began.
-        session: where the conversation is saved; None if it is not.
+        rng_state: state of the sampler when the next turn began.
+        session: session that saves the conversation; None if it is not saved.
         unsaved: the turns of a conversation without a session.
-        states: after the last turns, by turn number. With a session that has a name, only those that could not be
+        states: states after the last turns, by turn number. With a named session, only those that could not be
             written.
     """
 

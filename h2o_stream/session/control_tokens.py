@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -121,8 +122,8 @@ class ControlTokens:
         return self._encode_aliased("".join(parts), num_controls)
 
     def _encode_aliased(self, text: str, num_controls: int) -> list[int]:
-        tokenizer, numbers, unknown = self._aliased
-        tokens = [numbers.get(token, token) for token in encode(tokenizer, text)]
+        tokenizer, ids, unknown = self._aliased
+        tokens = [ids.get(token, token) for token in encode(tokenizer, text)]
         if self._count([token for token in tokens if token != unknown]) > num_controls:
             raise DataError("the tokenizer makes control tokens of this text; accepted: a text without their names")
         return tokens
@@ -130,9 +131,9 @@ class ControlTokens:
     def _count(self, tokens: list[int]) -> int:
         return sum(token in self._tokens for token in tokens)
 
-    @cached_property
-    def _aliased(self) -> tuple[Tokenizer, Mapping[int, int], int | None]:
-        return _with_secret_names(self._tokenizer.backend_tokenizer.to_str())
+    @property
+    def _aliased(self) -> _Aliased:
+        return aliased(self._tokenizer)
 
 
 class _Parts(frozenset[str]):
@@ -155,11 +156,23 @@ def _alias(content: str) -> str:
     return f"\ue000{_SECRET}{content}\ue001"
 
 
+_Aliased = tuple[Tokenizer, Mapping[int, int], int | None]
+"""A tokenizer with secret names for control tokens, own ids of added tokens by its ids, and the id of unknown text."""
+
+_made: WeakKeyDictionary[Any, tuple[dict[int, str], _Aliased]] = WeakKeyDictionary()
+
+
+def aliased(tokenizer: Any) -> _Aliased:
+    """The same tokenizer with secret names. It is made once, which takes a quarter of a second for 49,152 entries."""
+    added = {number: token.content for number, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()}
+    known = _made.get(tokenizer)
+    if known is None or known[0] != added:
+        known = _made[tokenizer] = added, _with_secret_names(tokenizer.backend_tokenizer.to_str())
+    return known[1]
+
+
 @lru_cache(maxsize=2)
-def _with_secret_names(serialized: str) -> tuple[Tokenizer, Mapping[int, int], int | None]:
-    """A tokenizer with secret names for control tokens, the own ids of added tokens by its ids, and the id of unknown
-    text. It depends on nothing else, and making it takes a quarter of a second for 49,152 entries.
-    """
+def _with_secret_names(serialized: str) -> _Aliased:
     described = json.loads(serialized)
     tokens = [token for token in described["added_tokens"] if token["content"].strip()]
     names = {token["content"]: _alias(token["content"]) for token in tokens}
@@ -174,10 +187,10 @@ def _with_secret_names(serialized: str) -> tuple[Tokenizer, Mapping[int, int], i
     for token in tokens:
         flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip")}
         tokenizer.add_tokens([AddedToken(names[token["content"]], normalized=False, special=False, **flags)])
-    numbers = {tokenizer.token_to_id(alias): number for number, alias in aliases.items()}
+    ids = {tokenizer.token_to_id(alias): number for number, alias in aliases.items()}
     model = described["model"]
     unknown = tokenizer.token_to_id(model.get("unk_token") or "") if "unk_id" not in model else model["unk_id"]
-    return tokenizer, {alias: number for alias, number in numbers.items() if alias is not None}, unknown
+    return tokenizer, {alias: number for alias, number in ids.items() if alias is not None}, unknown
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:

@@ -11,17 +11,17 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any
 
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.state import Array, State
-from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS, RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.recall.form import compose, forbidden
+from h2o_stream.recall.form import compose, forbidden, over_piece
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
 from h2o_stream.session.conversation_state import ConversationState, PendingPin, TurnSpan, load_conversation_state
@@ -202,41 +202,111 @@ class Conversation:
 
     def _say(self, message: UserTurn, begun: str) -> ReplyEvents:
         text, prompt, template = text_of(message), self._prompt(message), self.metadata.template
-        recalled = self.recall.find(question_of(message))
-        if recalled:
-            yield Recalled(recalled)
-            prompt = self._with_recalled(prompt, recalled, message)
-        if begun:
-            prompt = template.begin(prompt, begun)
-        reply = GrowingReply(text, template.markers, prompt.num_thinking is not None, recalled)
-        reply.answer.append(begun)
-        with self._reading(recalled), self._indexing(text, reply.answer):
-            with closing(self._feed(prompt)) as events:
+        found = self.recall.find(question_of(message))
+        if found.candidates or found.gone:
+            yield found
+        reply = GrowingReply(text, template.markers, found.candidates)
+        with self._indexing(text, reply.answer):
+            if found.pieces and not begun and self.engine.grammar is None:
+                yield from self._say_in_pieces(message, found.pieces, reply)
+                return
+            recalled = found.pieces[::-1] or found.candidates  # the best passage comes last
+            if recalled:
+                prompt = self._with_recalled(prompt, recalled, message)
+            if begun:
+                prompt = template.begin(prompt, begun)
+            reply.answer.append(begun)
+            with self._reading(recalled):
+                ended = yield from self._reply(prompt, reply, bool(recalled), self.engine.sampling.max_tokens)
+            yield reply.finish(self.metadata.turns, ended, self.engine)
+
+    def _say_in_pieces(self, message: UserTurn, pieces: Sequence[Candidate], reply: GrowingReply) -> ReplyEvents:
+        """A turn whose reply is made of replies over the pieces of a text, each of which is read by itself.
+
+        In the stream of the conversation a small model would repeat its reply to the first piece, in later turns too.
+        """
+        ended: Finished | None = None
+        try:
+            with self._aside():
+                for number, piece in enumerate(pieces):
+                    self._restart(self.system)
+                    prompt = self._prompt(change_question(message, partial(over_piece, piece)))
+                    if ended is not None:
+                        reply.end_round(ended)
+                    share = (self.engine.sampling.max_tokens - reply.num_tokens) // (len(pieces) - number)
+                    ended = yield from self._reply(prompt, reply, True, max(share, 1), enough=share // 2)
+                    if ended.cut or ended.reason not in ("stop", "length"):
+                        break
+        except GeneratorExit:
+            with closing(self._tell(message, "".join(reply.answer))) as events:
+                for _ in takewhile(
+                    lambda event: isinstance(event, PrefillProgress), events
+                ):  # others are not waited for
+                    pass
+            raise
+        assert ended is not None, "there is a piece"
+        turn = reply.finish(0, ended, self.engine)
+        yield from self._tell(message, turn.text)
+        yield replace(turn, number=self.metadata.turns, counts=self.engine.counts)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is said inside the block is no part of the conversation."""
+        state = self.state_dict()
+        try:
+            yield
+        finally:
+            draws = self.engine.sampler.rng_state
+            self.load_state_dict(state)
+            self.engine.sampler.rng_state = draws
+
+    def _tell(self, message: UserTurn, reply: str) -> Generator[PrefillProgress, None, None]:
+        """Feed a turn whose reply was made aside, to its end."""
+        prompt, engine = self._prompt(message), self.engine
+        tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None, own=True)]
+        should_stop, engine.should_stop = engine.should_stop, lambda: False
+        try:
+            with closing(self._feed(Prompt(tokens, prompt.num_pinned))) as events:
                 for event in events:
-                    if isinstance(event, Finished):
-                        yield reply.finish(self.metadata.turns, event, self.engine)
-                        return
-                    if isinstance(event, PrefillProgress):
-                        reply.add_progress(event)
-                    yield event
-            start = len(self.engine.tokens) - (prompt.num_thinking or 0)
-            thinking = prompt.num_thinking is not None
-            sampler = self.engine.sampler
-            sampler.focused = bool(recalled) or self.engine.grammar is not None
-            sampler.forbidden = self._labels if recalled else {}
-            budget, end = self.engine.sampling.thinking_budget, self.engine.sampling.thinking_message
-            sampler.forced = template.thinking_end(end) if reply.thinks_beyond(budget) else []
-            for generated in self.engine.decode(self._stops, template.marker_tokens, thinking):
-                if isinstance(generated, Finished):
-                    yield reply.finish(self.metadata.turns, generated, self.engine)
-                    return
-                if isinstance(generated, Token):  # an engine that is stepped with others waits before it
-                    generated = reply.add_token(generated)
-                    if generated.thinking is not None:
-                        self.metadata = replace(self.metadata, thinking=range(start, generated.seen))
-                    if reply.thinks_beyond(budget) and not sampler.forced:
-                        sampler.forced = template.thinking_end(end)
-                yield generated
+                    if not isinstance(event, Finished):
+                        yield event
+        finally:
+            engine.should_stop = should_stop
+
+    def _reply(
+        self, prompt: Prompt, reply: GrowingReply, recalled: bool, max_tokens: int, enough: int | None = None
+    ) -> Generator[PrefillProgress | Token, None, Finished]:
+        """Feed a prompt and generate at most so much of the reply to it; from `enough` tokens on up to the end of a
+        sentence. Returns how it ended.
+        """
+        thinking = prompt.num_thinking is not None
+        reply.begin_round(thinking)
+        with closing(self._feed(prompt)) as events:
+            for event in events:
+                if isinstance(event, Finished):
+                    return event
+                if isinstance(event, PrefillProgress):
+                    reply.add_progress(event)
+                yield event
+        template, start = self.metadata.template, len(self.engine.tokens) - (prompt.num_thinking or 0)
+        sampler = self.engine.sampler
+        sampler.focused = recalled or self.engine.grammar is not None
+        sampler.forbidden = self._labels if recalled else {}
+        budget, end = self.engine.sampling.thinking_budget, self.engine.sampling.thinking_message
+        sampler.forced = template.thinking_end(end) if reply.thinks_beyond(budget) else []
+        for generated in self.engine.decode(self._stops, template.marker_tokens, thinking, max_tokens):
+            if isinstance(generated, Finished):
+                return generated
+            if isinstance(generated, Token):  # an engine that is stepped with others waits before it
+                generated = reply.add_token(generated)
+                if generated.thinking is not None:
+                    self.metadata = replace(self.metadata, thinking=range(start, generated.seen))
+                if reply.thinks_beyond(budget) and not sampler.forced:
+                    sampler.forced = template.thinking_end(end)
+            yield generated
+            if enough is not None and reply.round_tokens >= enough and reply.ends_sentence:
+                return Finished("length")
+        raise AssertionError("a reply always ends with Finished")
 
     def feed_turn(self, text: UserTurn, reply: str, own: bool = False) -> FeedEvents:
         """Feed a past turn: the user's message, as in `say`, and the reply to it, in the model's `own` words or a
@@ -318,7 +388,7 @@ class Conversation:
     def _reading(self, recalled: Sequence[Candidate]) -> Iterator[None]:
         """Inside the block, attention does not search the memory if passages are read again: it would prefer others."""
         cache = self.engine.cache
-        if not recalled or not isinstance(cache, WindowRules):
+        if not recalled or cache.memory is None:
             yield
             return
         cache.search_memory(False)

@@ -71,11 +71,11 @@ class ConversationState:
 
     def turn_tokens(self, turn: int, num_tokens: int) -> range:
         """The token indices of a turn; none if it has no tokens."""
-        numbers = self.starts
-        place = 2 * bisect_left(range(len(numbers) // 2), turn, key=lambda at: numbers[2 * at])
-        if place == len(numbers) or numbers[place] != turn:
+        starts = self.starts
+        place = 2 * bisect_left(range(len(starts) // 2), turn, key=lambda at: starts[2 * at])
+        if place == len(starts) or starts[place] != turn:
             return range(0)
-        return range(numbers[place + 1], numbers[place + 3] if place + 2 < len(numbers) else num_tokens)
+        return range(starts[place + 1], starts[place + 3] if place + 2 < len(starts) else num_tokens)
 
     @property
     def last_start(self) -> tuple[int, int]:

@@ -35,11 +35,11 @@ _SIMILARITY = 0.8
 
 def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
     """All sessions with their names, in order. Damaged ones are omitted."""
-    found = []
+    sessions = []
     for path in sorted((folder or sessions_folder()).glob("*/transcript.jsonl")):
         with suppress(DataError):
-            found.append((path.parent.name, Transcript(path)))
-    return found
+            sessions.append((path.parent.name, Transcript(path)))
+    return sessions
 
 
 def session_names() -> list[str]:
@@ -47,8 +47,8 @@ def session_names() -> list[str]:
     times = dict[str, int]()
     for path in sessions_folder().glob("*/transcript.jsonl"):
         with suppress(OSError):
-            if (found := path.stat()).st_size:
-                times[path.parent.name] = found.st_mtime_ns
+            if (stat := path.stat()).st_size:
+                times[path.parent.name] = stat.st_mtime_ns
     return sorted(times, key=times.__getitem__, reverse=True)
 
 
@@ -90,8 +90,8 @@ def find_transcript(name: str) -> Transcript:
 def read_settings(name: str) -> dict[str, Any]:
     """The options that a session was left with; none if nothing is known of them."""
     with suppress(OSError, ValueError):
-        found = parse_json((session_folder(name) / _SETTINGS).read_bytes())
-        return found if isinstance(found, dict) else {}
+        values = parse_json((session_folder(name) / _SETTINGS).read_bytes())
+        return values if isinstance(values, dict) else {}
     return {}
 
 

@@ -102,7 +102,7 @@ class ConversationHistory:
         return self._transactions.start(self._feed_turn(encodable(text), reply, "told"))
 
     def pin(self, text: str) -> FeedEvents:
-        """See `Conversation.pin` and `feed_turn`. A text that is cut off becomes an ordinary turn without a reply."""
+        """Pin a text, which is fed as a turn. A text that is cut off becomes an ordinary turn without a reply."""
         return self._transactions.start(self._feed_turn(encodable(text), "", "pinned"))
 
     def _feed_turn(self, text: str, reply: str, kind: Kind) -> FeedEvents:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy
 
 from h2o_stream.cache.token_memory import TokenMemory
-from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.conversation_state import TurnSpan
@@ -19,12 +18,12 @@ class MemoryReport:
     """The memory of a conversation.
 
     Attributes:
-        tokens: of the head that has most.
+        tokens: number of tokens in the head that has most.
         forgotten: the oldest, for which it was too small.
         heads: KV heads that have a memory.
-        nbytes: on disk.
-        limit_bytes: of them.
-        turns: in how many query heads the last token attends most to a token of a turn, the most first.
+        nbytes: bytes on disk.
+        limit_bytes: largest number of these bytes.
+        turns: turns to which the last token attends most, with the number of such query heads, the largest first.
         queries: query heads that found anything.
     """
 
@@ -39,7 +38,7 @@ class MemoryReport:
 
 def memory_of(engine: Engine) -> TokenMemory | None:
     """The memory behind the window, if there is one."""
-    return engine.cache.memory if isinstance(engine.cache, WindowRules) else None
+    return engine.cache.memory
 
 
 def report_memory(engine: Engine, spans: list[TurnSpan]) -> MemoryReport:
@@ -51,11 +50,11 @@ def report_memory(engine: Engine, spans: list[TurnSpan]) -> MemoryReport:
     memory = memory_of(engine)
     if memory is None:
         raise H2OStreamError("there is no memory behind the window; start with --memory auto")
-    found = [token for row in memory.rows for token in row.looked_back()]
-    turns = Counter(turn for token in found if (turn := _turn_of(token, spans)) is not None)
+    tokens = [token for row in memory.rows for token in row.looked_back()]
+    turns = Counter(turn for token in tokens if (turn := _turn_of(token, spans)) is not None)
     forgotten = max((row.dropped for row in memory.rows), default=0)
     return MemoryReport(
-        memory.tokens, forgotten, memory.num_heads, memory.nbytes, memory.limit_bytes, turns.most_common(), len(found)
+        memory.tokens, forgotten, memory.num_heads, memory.nbytes, memory.limit_bytes, turns.most_common(), len(tokens)
     )
 
 

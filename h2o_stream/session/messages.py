@@ -112,10 +112,10 @@ def as_users(messages: Sequence[Message]) -> list[Message]:
     """The messages with system messages as the user's, and neighbours of the user's as one."""
     merged = list[Message]()
     for message in messages:
-        said = {**message, "role": "user"} if message["role"] == "system" else message
-        if merged and said["role"] == merged[-1]["role"] == "user":
-            said = {**said, "content": f"{merged.pop()['content']}\n\n{said['content']}"}
-        merged.append(said)
+        spoken = {**message, "role": "user"} if message["role"] == "system" else message
+        if merged and spoken["role"] == merged[-1]["role"] == "user":
+            spoken = {**spoken, "content": f"{merged.pop()['content']}\n\n{spoken['content']}"}
+        merged.append(spoken)
     return merged
 
 
@@ -203,8 +203,8 @@ def _refuse(place: str, value: Any, accepted: str) -> NoReturn:
 
 def _shown(message: Message) -> str:
     calls = [f"{_name(call)}({json.dumps(call['function']['arguments'])})" for call in message.get("tool_calls", ())]
-    said = " ".join(filter(None, (message["content"], *calls)))
-    return said if message["role"] == "user" else f"{message['role']}: {said}"
+    text = " ".join(filter(None, (message["content"], *calls)))
+    return text if message["role"] == "user" else f"{message['role']}: {text}"
 
 
 def _name(call: Mapping[str, Any]) -> str:

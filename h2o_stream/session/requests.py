@@ -56,21 +56,22 @@ def _sampling(record: dict[str, Any], place: str) -> SamplingConfig:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(s, str) for s in stop):
         raise DataError(f"{place}: stop must be a string or a list of strings")
-    numbers = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0}
-    for name, default in numbers.items():
+    values = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0}
+    for name, default in values.items():
         value = record.get(name)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise DataError(f"{place}: {name} must be a number")
-        numbers[name] = value
+        values[name] = value
     try:
         return SamplingConfig(
-            temperature=numbers["temperature"],
-            top_p=numbers["top_p"],
+            temperature=values["temperature"],
+            top_p=values["top_p"],
             top_k=0,
             min_p=0.0,
             repetition_penalty=1.0,
-            max_tokens=int(numbers["max_tokens"]),
+            dry_multiplier=0.0,
+            max_tokens=int(values["max_tokens"]),
             stop=tuple(stop),
         )
     except ConfigError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tokenizers.decoders import DecodeStream
 
 from h2o_stream.cache.holders import Holders, holders
-from h2o_stream.cache.window_rules import WindowRules
+from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.served import StreamCache
 from h2o_stream.errors import H2OStreamError
@@ -57,13 +57,13 @@ def retention(
         H2OStreamError: there is no such layer.
     """
     check_layer(engine.cache, layer)
-    held = holders(engine.cache, layer)
+    kept = holders(engine.cache, layer)
     return [
         RetainedTurn(
             span,
-            held.share(span.start, span.stop),
-            list(_pieces(engine, held, span, recalled)),
-            None if (thought := _first_within(thoughts, span)) is None else held.share(thought.start, thought.stop),
+            kept.share(span.start, span.stop),
+            list(_pieces(engine, kept, span, recalled)),
+            None if (thought := _first_within(thoughts, span)) is None else kept.share(thought.start, thought.stop),
         )
         for span in spans
     ]
@@ -71,7 +71,7 @@ def retention(
 
 def check_layer(cache: StreamCache, layer: int | None) -> None:
     """Refuse a layer that the model does not have."""
-    num_layers = len(cache.specs if isinstance(cache, WindowRules) else cache.layers)
+    num_layers = len(cache.specs if isinstance(cache, SlotCache) else cache.layers)
     if layer is not None and not 0 <= layer < num_layers:
         raise H2OStreamError(f"there is no layer {layer}, the model has layers 0 to {num_layers - 1}")
 
@@ -82,10 +82,10 @@ def _first_within(ranges: Sequence[range], span: TurnSpan) -> range | None:
     return ranges[place] if place < len(ranges) and ranges[place].start < span.stop else None
 
 
-def _pieces(engine: Engine, held: Holders, span: TurnSpan, recalled: Sequence[range]) -> Iterator[RetainedText]:
+def _pieces(engine: Engine, kept: Holders, span: TurnSpan, recalled: Sequence[range]) -> Iterator[RetainedText]:
     """The tokens of a span that any head holds. Those that are not neighbours are decoded apart."""
     previous, backend = -2, engine.tokenizer.backend_tokenizer
-    for index, share in held.shares(span.start, span.stop):
+    for index, share in kept.shares(span.start, span.stop):
         if index != previous + 1:
             stream = DecodeStream(skip_special_tokens=True)
         text = stream.step(backend, engine.tokens[index]) or ""

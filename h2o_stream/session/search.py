@@ -99,14 +99,14 @@ def _open(path: Path | None) -> sqlite3.Connection:
 def _follow(connection: sqlite3.Connection) -> None:
     """Read the sessions that are new or have changed, and forget those that are gone."""
     known = dict(connection.execute("SELECT name, stamp FROM sessions"))
-    found = dict(_stamps())
+    stamps = dict(_stamps())
     with connection:
-        for name in [name for name, stamp in known.items() if found.get(name) != stamp]:
+        for name in [name for name, stamp in known.items() if stamps.get(name) != stamp]:
             connection.execute("DELETE FROM turns WHERE name = ?", (name,))
             connection.execute("DELETE FROM sessions WHERE name = ?", (name,))
-        for name in [name for name, stamp in found.items() if known.get(name) != stamp]:
+        for name in [name for name, stamp in stamps.items() if known.get(name) != stamp]:
             connection.executemany("INSERT INTO turns VALUES(?, ?, ?, ?)", _rows(name))
-            connection.execute("INSERT INTO sessions VALUES(?, ?)", (name, found[name]))
+            connection.execute("INSERT INTO sessions VALUES(?, ?)", (name, stamps[name]))
 
 
 def _stamps() -> Iterator[tuple[str, str]]:

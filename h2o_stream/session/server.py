@@ -20,9 +20,9 @@ class Server:
     """A server's model.
 
     Args:
-        url: of the server, with or without ``/v1``.
-        key: that the server wants, if it does.
-        model: to be asked; None is the first one that the server has.
+        url: URL of the server, with or without ``/v1``.
+        key: API key for the server, if it needs one.
+        model: name of the model; None is the server's first one.
 
     Raises:
         ConfigError: this is no URL.
@@ -90,12 +90,12 @@ class Server:
         if reason := _message(text):
             raise self._error(reason)
         try:
-            found = json.loads(text)
+            answer = json.loads(text)
         except ValueError as error:
             raise self._error("what answers is no server of models") from error
-        if not isinstance(found, dict):
+        if not isinstance(answer, dict):
             raise self._error("what answers is no server of models")
-        return found
+        return answer
 
     def _error(self, reason: str) -> DataError:
         return DataError(f"--server {self.url}: {reason}")

@@ -36,8 +36,8 @@ class Session:
     """One conversation on disk, open in one process only. A context manager.
 
     Args:
-        name: of the session: letters, digits, ``_``, ``-`` and ``.``, at most 64 characters and 255 bytes.
-        folder: where sessions are; the default is the user's data folder.
+        name: name of the session: letters, digits, ``_``, ``-`` and ``.``, at most 64 characters and 255 bytes.
+        folder: folder of all sessions; the default is in the user's data folder.
         create: start it if it does not exist.
         max_states: how many of the last states are kept.
         sync_states: whether a saved state survives a power failure. Its turn's text does in either case.

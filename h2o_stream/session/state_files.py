@@ -35,14 +35,14 @@ LOG_FILE = ".log"
 _NUMBER = numpy.dtype("<i4")
 
 Mark = tuple[int, int]
-"""See `NumberLog.marks`."""
+"""A length of a log, and a checksum up to there; see `NumberLog.marks`."""
 
 
 class StateFiles:
     """The files ``state-N.safetensors`` of a folder, and segments of memories that they share, each in a file.
 
     Args:
-        folder: of the files.
+        folder: folder that contains the files.
         sync: see `Session`.
     """
 

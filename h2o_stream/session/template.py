@@ -42,9 +42,9 @@ class Prompt:
     """The new tokens of a turn.
 
     Attributes:
-        tokens: to feed.
+        tokens: tokens to feed.
         num_pinned: how many of them, from the start, must never be evicted.
-        recalled: which of them repeat passages of earlier turns.
+        recalled: those of `tokens` that repeat passages of earlier turns.
         num_thinking: how many of them, at the end, begin the thinking of the reply; None if it is not begun.
     """
 
@@ -191,7 +191,7 @@ class ChatTemplate:
         return None
 
     def _num_thinking(self, tokens: Sequence[int], after: str) -> int | None:
-        """See `Prompt`, for a prompt that ends with the text `after`."""
+        """How many of the last tokens begin thinking, in a prompt that ends with the text `after`."""
         opening = self.markers.unclosed(after) if self.markers else ""
         if not opening:
             return None

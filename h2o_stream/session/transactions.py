@@ -19,7 +19,7 @@ from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.engine.sampling import RngState
 from h2o_stream.errors import DataError, H2OStreamError, means_out_of_memory
 from h2o_stream.logs import Log
-from h2o_stream.recall.recall import SaidTurn
+from h2o_stream.recall.passage import SaidTurn
 from h2o_stream.session.checkpoint import Checkpoint
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.sessions import Session

@@ -45,7 +45,7 @@ class Turn:
     """A finished turn: the texts and what they took.
 
     Attributes:
-        number: from 1, since the start of the conversation.
+        number: number of the turn in the conversation, from 1.
         counts: the state of the cache at the end.
         rss_bytes: resident memory of the process at the end.
         detail: a line for the user if the reply was cut short.

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from rich.text import Text
 
-from h2o_stream.config import ChatConfig, Settings
+from h2o_stream.config import DEFAULT_MODEL, ChatConfig, Settings
 from h2o_stream.engine.events import Finish, PrefillProgress
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.models.recommended import better_models
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.conversation import ReplyEvents
+from h2o_stream.session.folders import session_names
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.memory import memory_of, report_memory
@@ -27,7 +29,7 @@ from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.documents import read_ahead
 from h2o_stream.ui.format import context_bar, slot_bar, status_line, turn_line
 from h2o_stream.ui.memory import memory_lines
-from h2o_stream.ui.recall import gone_line, note_recalled
+from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
 from h2o_stream.ui.sessions import NOT_KEPT
 from h2o_stream.ui.start import LoadedConversation, open_conversation
@@ -66,6 +68,8 @@ def open_chat(
                     history.keep(context.start_session)
                 private = NOT_KEPT * (not config.history and history.session is None)
                 terminal.note(f"{loaded.header}. {private}/help lists the commands, Ctrl-D leaves.", style="dim")
+                if terminal.interactive and settings.model.model == DEFAULT_MODEL and not session_names():
+                    terminal.note(better_models(), style="dim")
             yield chat
 
 
@@ -112,8 +116,6 @@ class Chat:
     def say(self, message: str) -> Finish:
         """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn."""
         interrupts = self._context.loaded.interrupts
-        if line := gone_line(message, self._history.conversation.engine.counts):
-            self._terminal.note(line)
         with interrupts, self._terminal.unechoed():
             with closing(self._history.say(message)) as events:
                 try:
@@ -145,7 +147,8 @@ class Chat:
                     note_recalled(self._terminal, event)
                     continue
                 if isinstance(event, PrefillProgress):
-                    status.show(event.done, event.total)
+                    if reply is None:
+                        status.show(event.done, event.total)
                     continue
                 status.close()
                 if reply is None:

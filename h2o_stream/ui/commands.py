@@ -141,8 +141,8 @@ class Commands(SessionCommands):
         if not conversation.turn_spans:
             raise H2OStreamError("nothing was said yet")
         if word:
-            for found in explain(self._history, word, layer):
-                self._terminal.console.print(explanation(found))
+            for place in explain(self._history, word, layer):
+                self._terminal.console.print(explanation(place))
             return
         turns = retention(
             conversation.engine, conversation.turn_spans, layer, conversation.recalled, conversation.thoughts
@@ -184,10 +184,10 @@ class Commands(SessionCommands):
         self._terminal.note(f"undone: {_title(entries[-count])}" + (" ..." if count > 1 else ""))
 
     def _edit(self, argument: str) -> None:
-        said = [entry for entry in self._history.entries if entry.kind == "said"]
-        if not said:
+        spoken = [entry for entry in self._history.entries if entry.kind == "said"]
+        if not spoken:
             raise H2OStreamError("nothing was said yet")
-        entry = self._entry(_parse_number("/edit", argument)) if argument else said[-1]
+        entry = self._entry(_parse_number("/edit", argument)) if argument else spoken[-1]
         if entry.kind != "said":
             raise H2OStreamError(f"turn {entry.turn} is no message of yours")
         self._context.edited = entry

@@ -79,8 +79,8 @@ def run_comparison(
         if processes.main:
             folder.claim(run)
         jsonl.write(run)
-        found: list[dict[str, Any]] = []
-        with progress_bars(terminal) as progress, _pause(comparison.name, out, run, found, terminal) as pause:
+        records: list[dict[str, Any]] = []
+        with progress_bars(terminal) as progress, _pause(comparison.name, out, run, records, terminal) as pause:
             if on_failure is not None:
                 leave_out_unsupported(comparison, on_failure)
             jobs = comparison.jobs()
@@ -95,12 +95,12 @@ def run_comparison(
                 results = run_possible_jobs(comparison, jobs, processes, run_one, on_failure)
             for record in comparison.records(results):
                 jsonl.write(record)
-                found.append(record)
+                records.append(record)
         if not processes.main:
             return
-        page = page_of(comparison.name, run, found)
+        page = page_of(comparison.name, run, records)
         if out is not None:
-            folder.keep_records(run, found)
+            folder.keep_records(run, records)
             folder.write(f"{comparison.name}.md", markdown_page(page))
             for name, text in comparison.files():
                 folder.write(name, text)
@@ -112,8 +112,8 @@ def run_comparison(
 
 
 @contextmanager
-def _pause(kind: str, out: Path | None, run: Record, found: Sequence[Record], terminal: Terminal) -> Iterator[Pause]:
-    """A block that an interrupted comparison leaves by saying how to go on; without a folder it shows `found`."""
+def _pause(kind: str, out: Path | None, run: Record, records: Sequence[Record], terminal: Terminal) -> Iterator[Pause]:
+    """A block that an interrupted comparison leaves by saying how to go on; without a folder it shows `records`."""
     try:
         with Pause(lambda: terminal.note("keeping what is finished; once more ends at once", style="dim")) as pause:
             yield pause
@@ -123,7 +123,7 @@ def _pause(kind: str, out: Path | None, run: Record, found: Sequence[Record], te
         else:
             terminal.note("interrupted; only with --out FOLDER is anything kept, to go on from there")
             with suppress(LookupError, ValueError):  # too few records for a page
-                print_page(page_of(kind, run, found), terminal)
+                print_page(page_of(kind, run, records), terminal)
         raise
 
 

@@ -45,14 +45,14 @@ def _files(name: str) -> list[Path]:
             return [path]
         pattern = str(path / "**") if path.is_dir() else str(path)
         names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (Path.glob finds hidden files, too)
-        found = [Path(name) for name in names if is_file(Path(name))]
+        files = [Path(name) for name in names if is_file(Path(name))]
     except (OSError, RuntimeError, ValueError):
         return []
-    if path.is_dir() and not found:
+    if path.is_dir() and not files:
         raise DataError(f"/file {name}: the folder has no files")
-    if len(found) > _MAX_FILES:
-        raise DataError(f"/file {name} has {len(found):,} files; at most {_MAX_FILES} are read")
-    return found
+    if len(files) > _MAX_FILES:
+        raise DataError(f"/file {name} has {len(files):,} files; at most {_MAX_FILES} are read")
+    return files
 
 
 def read_all(files: Sequence[Path], notify: Callable[[str], None]) -> list[tuple[str, str]]:

@@ -41,26 +41,26 @@ def heatmap(turns: Sequence[RetainedTurn], heads: str) -> Text:
     return shown
 
 
-def explanation(found: Explanation) -> Text:
+def explanation(place: Explanation) -> Text:
     """What became of a word at one place, in a paragraph."""
-    head, fate = f"turn {found.turn} · {one_line(found.text)}\n  ", found.fate
+    head, fate = f"turn {place.turn} · {one_line(place.text)}\n  ", place.fate
     if isinstance(fate, Kept):
-        said = f"{_held(fate.now, found.num_heads)}; the least that stays there is worth {fate.now.least:.3g}"
+        sentence = f"{_held(fate.now, place.num_heads)}; the least that stays there is worth {fate.now.least:.3g}"
     elif fate.turn is None:
-        said = f"gone after turn {fate.since} or before; states of earlier turns are not kept"
+        sentence = f"gone after turn {fate.since} or before; states of earlier turns are not kept"
     elif fate.before is None:
-        said = f"gone in turn {fate.turn}, in which it was said"
+        sentence = f"gone in turn {fate.turn}, in which it was said"
     else:
-        before = _held(fate.before, found.num_heads)
-        said = (
+        before = _held(fate.before, place.num_heads)
+        sentence = (
             f"gone in turn {fate.turn}. Before: {before}, the least that stayed {fate.before.least:.3g}; "
             f"after: the least that stayed there {fate.needed:.3g}"
         )
-    if found.memory is not None:
-        said += f"; in the memory of {found.memory.heads} heads"
-    if found.memory is not None and found.memory.found:
-        said += f", found again from turn {found.turn} by {found.memory.found} query heads"
-    return Text.assemble((head, "bold"), said)
+    if place.memory is not None:
+        sentence += f"; in the memory of {place.memory.heads} heads"
+    if place.memory is not None and place.memory.found:
+        sentence += f", found again from turn {place.turn} by {place.memory.found} query heads"
+    return Text.assemble((head, "bold"), sentence)
 
 
 def _held(holding: Holding, num_heads: int) -> str:

@@ -35,7 +35,7 @@ class LoadingLine:
         self._first = (self._started, 0)
 
     def __call__(self, progress: Progress) -> None:
-        """See `ProgressCallback`."""
+        """Draw how far the loading is."""
         if self._latest is None or progress.what != self._latest.what:
             self._first = (time.monotonic(), progress.done)
         self._latest = progress

@@ -172,7 +172,7 @@ class CommandCompleter(Completer):
         self._files = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """See prompt_toolkit."""
+        """Complete commands, and paths after those that take a file."""
         name, gap, argument = document.text_before_cursor.partition(" ")
         if not gap:
             for command in COMMANDS:
@@ -217,7 +217,7 @@ class _WithoutPasted(History):
     """Keeps no texts that were pasted, nor the lines that stand for them."""
 
     def append_string(self, string: str) -> None:
-        """See prompt_toolkit."""
+        """Add a message to the history."""
         if not PASTED.search(string):
             super().append_string(string)
         elif typed := PASTED.sub("", string).strip():

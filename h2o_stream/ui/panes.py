@@ -122,8 +122,8 @@ class Panes:
         if self._live:
             self._live.stop()
             save_picture(self._terminal, self)
-            for said in self._said:
-                self._terminal.console.print(said)
+            for verdict in self._said:
+                self._terminal.console.print(verdict)
 
     def start_turn(self, title: str, prompt: str) -> None:
         """Show that a turn begins."""

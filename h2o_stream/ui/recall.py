@@ -8,42 +8,52 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.recall.lists import asks_for_whole
-from h2o_stream.recall.passage import Candidate, Recalled
+from h2o_stream.recall.passage import Candidate, Gone, Recalled
+from h2o_stream.recall.wholes import MAX_WHOLE
 from h2o_stream.ui.terminal import Terminal, one_line
 
-_MAX_REQUEST = 200
-"""Characters of a message above which it may bring the text that it is about."""
+_WHY: dict[Gone, str] = {
+    "never given": "was not found in what was said: no heading names it; paste it, or read it with /file",
+    "off": "is no longer in the cache as a whole; /recall auto lets it be read again",
+    "too long": f"is no longer in the cache as a whole, and too long to be read again ({MAX_WHOLE:,} tokens at most); "
+    "name a part of it",
+}
 
 SPEAKERS = {"user": "you", "assistant": "model"}
 
 
 def recalled_line(candidate: Candidate, width: int) -> str:
     """The line about a passage that is read again, in at most `width` columns."""
-    line = Text(f"recalled from turn {candidate.passage.turn}: {one_line(candidate.excerpt)}")
-    line.truncate(width, overflow="ellipsis")
-    return line.plain
+    return _cut(f"recalled from turn {candidate.passage.turn}: {one_line(candidate.excerpt)}", width)
 
 
 def recalled_lines(event: Recalled, width: int) -> list[str]:
-    """A line for each passage that is read again."""
-    return [recalled_line(candidate, width) for candidate in event.candidates]
-
-
-def gone_line(message: str, counts: CacheCounts) -> str:
-    """A warning for a message that asks for all of a text, most of which is no longer there; empty if there is none."""
-    if len(message) > _MAX_REQUEST or counts.cached >= counts.seen / 2 or not asks_for_whole(message):
-        return ""
-    return (
-        f"{counts.cached:,} of {counts.seen:,} tokens are still in the cache, and recall reads passages, not whole "
-        "texts; give the part that this is about again (a paste, or /file)"
+    """A line for each passage that is read again, or about what is asked for as a whole."""
+    whole = event.whole
+    passages = [recalled_line(candidate, width) for candidate in event.candidates]
+    if whole is None:
+        return passages
+    if event.gone:
+        return [f"{one_line(whole.name)} {_WHY[event.gone]}", *passages]
+    tokens, count = sum(piece.tokens for piece in event.candidates), len(event.candidates)
+    size = f"{'turn' if whole.start else 'up to turn'} {whole.turn}, {tokens:,} tokens" + f" in {count} pieces" * (
+        count > 1
     )
+    return [_cut(f"reading {one_line(whole.name)} again, which is no longer in the cache ({size})", width)]
+
+
+def _cut(line: str, width: int) -> str:
+    text = Text(line)
+    text.truncate(width, overflow="ellipsis")
+    return text.plain
 
 
 def note_recalled(terminal: Terminal, event: Recalled) -> None:
-    """Print these lines dim, unless quiet."""
-    for line in recalled_lines(event, terminal.console.width - 1):
+    """Print these lines dim; that something is gone, even if quiet."""
+    lines = recalled_lines(event, terminal.console.width - 1)
+    if event.gone:
+        terminal.error(lines.pop(0))
+    for line in lines:
         terminal.note(line, style="dim")
 
 

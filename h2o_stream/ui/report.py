@@ -58,16 +58,16 @@ def read_comparisons(folders: Sequence[Path]) -> list[FinishedComparison]:
     Raises:
         DataError: a folder has none, or one that is unfinished or damaged.
     """
-    found = []
+    comparisons = []
     for folder in folders:
         missing = {item.comparison for item in read_left_out(folder) if item.job is None}
         inside = [folder] if (folder / RUN).exists() else sorted(path.parent for path in folder.glob(f"*/{RUN}"))
         inside = [path for path in inside if path.name not in missing]
         if not inside:
             raise DataError(f"{folder}: there is no comparison in it; report takes folders of --out")
-        found += [_read(path) for path in inside]
+        comparisons += [_read(path) for path in inside]
     order = list(COMPARISONS)
-    return sorted(found, key=lambda item: order.index(item.kind))
+    return sorted(comparisons, key=lambda item: order.index(item.kind))
 
 
 def _read(folder: Path) -> FinishedComparison:
@@ -92,15 +92,15 @@ def write_report(finished: Sequence[FinishedComparison], path: Path, left_out: S
         DataError: the file exists and is not a report, or cannot be written.
         H2OStreamError: matplotlib is missing, which HTML needs.
     """
-    form = format_of(path, ".html", ".md", ".csv", ".tex")
-    if form == ".html":
+    suffix = format_of(path, ".html", ".md", ".csv", ".tex")
+    if suffix == ".html":
         require_matplotlib()
     with file_errors(f"--to {path}"):
         if path.exists() and not _is_report(path.read_text(encoding="utf-8", errors="replace")):
             raise DataError(f"--to {path} exists and is not a report; choose another name")
-    if form in (".html", ".md"):
-        text = _html(finished, left_out) if form == ".html" else _markdown(finished, left_out, path.parent)
-    elif form == ".csv":
+    if suffix in (".html", ".md"):
+        text = _html(finished, left_out) if suffix == ".html" else _markdown(finished, left_out, path.parent)
+    elif suffix == ".csv":
         text = csv_tables({item.folder.name: item.page for item in finished})
     else:
         text = "\n".join([f"% made by {_MADE_BY} {__version__}\n", *(latex_page(item.page) for item in finished)])

@@ -139,12 +139,12 @@ def latex_page(page: Page) -> str:
 
 def csv_tables(pages: Mapping[str, Page]) -> str:
     """The tables of pages as one: the page and the title of its table in front of each row, all columns after."""
-    found = [(name, table) for name, page in pages.items() for table in page.tables]
-    columns = dict.fromkeys(column for _, table in found for column in table.header)
+    tables = [(name, table) for name, page in pages.items() for table in page.tables]
+    columns = dict.fromkeys(column for _, table in tables for column in table.header)
     text = StringIO()
     writer = csv.DictWriter(text, [*CSV_BEGINS, *columns], restval="", lineterminator="\n")
     writer.writeheader()
-    for name, table in found:
+    for name, table in tables:
         for row in table.rows:
             writer.writerow(dict(zip((*CSV_BEGINS, *table.header), (name, table.title, *row), strict=True)))
     return text.getvalue()
@@ -183,7 +183,7 @@ def models_table(models: Sequence[StoredModel], kept: Sequence[CachedFolder]) ->
 def show_scores(files: Sequence[Path], to: Path | None, terminal: Terminal, jsonl: JsonlWriter) -> None:
     """Score files of answers and show a row for each. To a file, too, in the format of its name."""
     require_rouge()
-    form = format_of(to, ".md", ".csv", ".tex") if to else ""
+    suffix = format_of(to, ".md", ".csv", ".tex") if to else ""
     scorer = RougeScorer()
     records = [score_file(file, scorer) for file in files]
     for record in records:
@@ -200,6 +200,6 @@ def show_scores(files: Sequence[Path], to: Path | None, terminal: Terminal, json
             ".csv": lambda page: csv_tables({"score": page}),
             ".tex": latex_page,
         }
-        write_text(to, texts[form](page), "--to")
+        write_text(to, texts[suffix](page), "--to")
     if not terminal.quiet:
         terminal.console.print(data_table(table, terminal.console.width))

@@ -53,13 +53,13 @@ class SafeConsole(Console):
     """rich's console, with all text made `printable`. Its own escape sequences are kept."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See rich. All text passes through here."""
+        """Segments without control characters in their text. All output passes through here."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control or (shown := printable(text)) == text else Segment(shown, style)
 
     def on_broken_pipe(self) -> None:
-        """See rich. Raises, like any other write to a closed pipe."""
+        """Raise, as any other write to a closed pipe does."""
         raise BrokenPipeError
 
 

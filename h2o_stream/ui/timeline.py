@@ -73,15 +73,15 @@ def _line(values: list[float], rows: int, top: float, label: str, style: str, ma
 
 def _axis(count: int, seen: int, context: int | None, mark: int | None) -> list[Text]:
     """What the columns mean: tokens seen so far, and the context."""
-    said = f"{seen:,} tokens seen"
+    label = f"{seen:,} tokens seen"
     indent = " " * (_LABEL - 2) + "0└"
     if mark is None or context is None:
-        later = f"{said} · context {context:,} later" if context else said
-        shown = later if len(later) <= count else said
+        later = f"{label} · context {context:,} later" if context else label
+        shown = later if len(later) <= count else label
         return [Text.assemble((indent, "dim"), (shown.rjust(count, "─")[-count:], "dim"))]
     name = f"context {context:,}"
     start = max(min(mark - len(name), count - len(name) - 1), 0)
-    axis = f"{said}".ljust(start, "─")[:start] if len(said) < start else "─" * start
+    axis = f"{label}".ljust(start, "─")[:start] if len(label) < start else "─" * start
     rest = "─" * (count - start - len(name) - 1)
     line = Text.assemble((f"{indent}{axis}", "dim"), (f"{name}┘", "yellow"), (rest, "dim"))
     line.truncate(len(indent) + count)

@@ -105,7 +105,7 @@ def test_an_answer_is_scored_token_by_token_under_eviction(tiny_folder: Path, to
     """The same as prefilling the context and then decoding the answer."""
     model = ours(tiny_folder, policy="recent", window=8)
     context, answers = tokenizer(DOCUMENTS[0]["question"])["input_ids"], ([17, 300, 4], [9], [17, 2, 2, 5])
-    scored = list(model._score_continuations(context, answers))
+    scored = list(model.score_continuations(context, answers))
     for answer, (likelihood, greedy) in zip(answers, scored, strict=True):
         with attach(model.model, CacheConfig("recent", 8, chunk=0)) as cache:
             model.model(torch.tensor([context[:-1]]), past_key_values=cache)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from h2o_stream.cache.protection import Protection
 from h2o_stream.cache.rope import RopeLookup
-from h2o_stream.config import CachePlan
+from h2o_stream.config import POLICIES, CachePlan
+from h2o_stream.errors import ConfigError
 from h2o_stream.registry import resolve
 
 
@@ -63,7 +65,7 @@ class Candidates:
         keys: [B, Hkv, K, D], as stored: un-rotated, or rotated by token index with ``absolute``; undefined where a slot
             is empty. Only in `Policy.priority` of a policy that `needs_keys`, like the next two.
         values: [B, Hkv, K, D]; undefined where a slot is empty.
-        rotations: where RoPE sees the keys, cosines and sines in float32; None with ``absolute``.
+        rotations: cosines and sines in float32 for the keys' positions; None with ``absolute``.
         head_state: what the policy keeps of each head; see `Policy.head_state`.
     """
 
@@ -78,26 +80,28 @@ class Candidates:
     head_state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Policy(ABC):
     """One way to choose which tokens stay.
+
+    A subclass that is a dataclass, too, has parameters of its own: its fields, which follow its name: `POLICIES`.
 
     Args:
         plan: window, protected tokens, decay and seed.
         layer: index of the decoder layer, which random policies draw by.
     """
 
-    needs_attention: bool = True
+    plan: CachePlan
+    layer: int = 0
+
+    needs_attention: ClassVar[bool] = True
     """Whether scores depend on attention, so that `update_scores` must see every forward."""
 
-    long_term: bool = False
+    long_term: bool = field(default=False, init=False)
     """Whether there is a second, long-term score; see `update_long_term`."""
 
-    needs_keys: bool = False
+    needs_keys: ClassVar[bool] = False
     """Whether `priority` looks at keys and values."""
-
-    def __init__(self, plan: CachePlan, layer: int = 0) -> None:
-        self.plan = plan
-        self.layer = layer
 
     @property
     def rule(self) -> str:
@@ -215,6 +219,26 @@ def select(worth: Tensor, index: Tensor, limit: int, limits: Tensor | None = Non
 
 
 def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
-    """The policy of a plan."""
-    policy: Policy = resolve(plan.rule)(plan, layer)
+    """The policy of a plan, with the parameters that its name gives after a colon.
+
+    Raises:
+        ConfigError: the policy has no such parameter.
+    """
+    kind = resolve(plan.rule)
+    given = plan.policy.partition(":")[2] if plan.rule == POLICIES[plan.policy].rule else ""
+    policy: Policy = kind(plan, layer, **_parameters(kind, plan.policy, given))
     return policy
+
+
+def _parameters(kind: type[Policy], policy: str, given: str) -> dict[str, Any]:
+    settable = [own for own in fields(kind) if own.init and own.name not in ("plan", "layer")]
+    defaults: dict[str, Any] = {own.name: own.default for own in settable}
+    found = dict[str, Any]()
+    for word in filter(None, given.split(":")):
+        name, _, value = word.partition("=")
+        try:
+            found[name] = type(defaults[name])(value)
+        except (KeyError, ValueError):
+            known = ", ".join(f"{name}={default}" for name, default in defaults.items()) or "none"
+            raise ConfigError(f"policy {policy!r}: {word!r} is no parameter; it has {known}") from None
+    return found

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.policies.base import Attention, Candidates
-from h2o_stream.config import LONG_TERM_DECAY, LONG_TERM_DISTANCE, CachePlan
+from h2o_stream.config import LONG_TERM_DECAY, LONG_TERM_DISTANCE
 
 
 class LongTerm(Accumulated):
@@ -16,9 +16,8 @@ class LongTerm(Accumulated):
     sharp look counts and a hundred glances do not.
     """
 
-    def __init__(self, plan: CachePlan, layer: int = 0) -> None:
-        super().__init__(plan, layer)
-        self.long_term = plan.long_term > 0
+    def __post_init__(self) -> None:
+        self.long_term = self.plan.long_term > 0
 
     def update_long_term(self, long_term_scores: Tensor, candidates: Candidates, attention: Attention) -> Tensor:
         """Decay the scores, add the squares of the attention to distant tokens; see `Policy.update_long_term`.

@@ -9,17 +9,16 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from h2o_stream.attachment.model_facts import context_of
 from h2o_stream.compare.asking import GREEDY
 from h2o_stream.compare.catalog import RecallOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
+from h2o_stream.compare.models import context_of
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.recall.fact_chat import FactChat
 from h2o_stream.compare.recall.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
 from h2o_stream.compare.recall.facts import KINDS, Fact, read_facts
 from h2o_stream.config import RECALL_NAMES, CacheConfig, RecallMode
-from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import DataError
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text
@@ -47,6 +46,7 @@ class Recall(Comparison[RecallOptions]):
     """Every policy in the same chats: facts asked for at set distances, and at the end of talk about other things."""
 
     name = "recall"
+    native = True
 
     _facts: tuple[Fact, ...]
 
@@ -71,7 +71,7 @@ class Recall(Comparison[RecallOptions]):
             "distances": list(self.options.distances),
             "recall": list(self.options.recall),
             "chat": self.options.chat,
-            "context": context_of(self.model.config),
+            "context": context_of(self.model),
         }
 
     @property
@@ -101,10 +101,10 @@ class Recall(Comparison[RecallOptions]):
     def _measure_stream(self, run: _Run, kept: JobResult | None = None) -> Iterator[JobProgress | JobResult]:
         answers, before = list[dict[str, Any]](), 0
         known = deque[dict[str, Any]](kept.figures["answers"] if kept else ())
-        limit = context_of(self.model.config) if run.config.policy == "full" else None
+        limit = context_of(self.model) if run.config.policy == "full" else None
         for tellings in (facts_told_once(self._facts), facts_with_updates(self._facts)):
             filler, seen = Filler(self.tokenizer, self._tokens), 0
-            with Engine(self.model, self.tokenizer, run.config, GREEDY) as engine:
+            with self.engine_for(run.config, GREEDY) as engine:
                 conversation = Conversation(engine, recall=run.recall)
                 for event in FactStream(conversation, tellings, self.options.distances, filler, limit, known).run():
                     if isinstance(event, int):
@@ -117,7 +117,7 @@ class Recall(Comparison[RecallOptions]):
 
     def _measure_chat(self, run: _Run) -> Iterator[JobProgress | JobResult]:
         assert self.options.chat
-        with Engine(self.model, self.tokenizer, run.config, GREEDY) as engine:
+        with self.engine_for(run.config, GREEDY) as engine:
             conversation, prompts = Conversation(engine, recall=run.recall), load_questions(None).prompts(loop=True)
             chat = FactChat(conversation, self._facts, prompts, self.options.chat)
             for seen in chat.talk():

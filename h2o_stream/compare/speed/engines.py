@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h2o_stream.compare.catalog import PEERS
+from h2o_stream.compare.models import Models, context_of, dtype_of
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
+from h2o_stream.engine.served import serve
 from h2o_stream.memory import trim_heap
+from h2o_stream.models.file_identity import model_identity
+from h2o_stream.models.find import find, local_path
+from h2o_stream.progress import ignore
+from h2o_stream.runtime.model import RuntimeModel
+
+if TYPE_CHECKING:
+    from h2o_stream.compare.comparison import JobProgress
 
 OURS = "h2o-stream"
 TRANSFORMERS, LLAMA_CPP, IK_LLAMA_CPP, OPENVINO = PEERS
@@ -23,18 +32,16 @@ _CHUNK_SIZE = 2048
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine (`OURS` or one of `PEERS`) with its settings; `steps`, as of `attach`, are ours only.
+    """An engine (`OURS` or one of `PEERS`) with its settings; `steps`, as of `Models`, are ours only.
 
-    The policy is our engine's; unless it is ``full``, OpenVINO evicts down to its window by a rule of its own. With the
-    path of a transformers config a model with random weights is timed in place of `model`. `length` is the longest
-    history in tokens, for an engine that allocates its cache before it reads.
+    The policy is our engine's; unless it is ``full``, OpenVINO evicts down to its window by a rule of its own. `length`
+    is the longest history in tokens, for an engine that allocates its cache before it reads.
     """
 
     engine: str
     model: ModelConfig
     cache: CacheConfig
     steps: EngineChoice = "auto"
-    random_weights: str | None = None
     threads: int | None = None
     length: int = 8192
 
@@ -48,6 +55,25 @@ class EngineSpec:
             return self.engine
         cache = "full" if full else f"{self.cache.name} {window}"
         return f"{self.engine} {cache} eager" if self.steps == "eager" else f"{self.engine} {cache}"
+
+    def digest(self) -> str:
+        """Identifies the weights."""
+        return model_identity(local_path(find(self.model.model, self.model.offline), self.model.offline))
+
+    def prepared(self, done: int, stack: ExitStack) -> Generator[JobProgress, None, EngineSpec]:
+        """This with the files that the engine needs, which exist until the stack is closed. `done` is for progress."""
+        yield from ()
+        return self
+
+    def load(self) -> Any:
+        """The model, of transformers."""
+        from h2o_stream.runtime.transformers_model import load
+
+        return load(self.model).model
+
+    def load_served(self) -> tuple[Any, CacheConfig]:
+        """The model as our engine serves it, and the config to serve it with."""
+        return Models(self.model, [self.cache], self.steps, ignore).of(self.cache)
 
 
 @dataclass(frozen=True)
@@ -116,66 +142,32 @@ class Runner(ABC):
         return MemoryUse(self.cache_bytes(), psutil.Process().memory_info().rss)
 
 
-class _TransformersRunner(Runner):
-    """A model of transformers with its own full cache."""
+class _OurRunner(Runner):
+    """Our engine as the chat has it: without torch where that is possible."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        import torch
-
         super().__init__(spec)
         if spec.threads:
-            torch.set_num_threads(spec.threads)
-        torch.set_grad_enabled(False)
-        self._torch, self._stack = torch, ExitStack()
-        self.model = _model_of(spec)
-        from h2o_stream.attachment.sizing import weight_bytes
-
-        self._weight_bytes = weight_bytes(self.model)
-        self.cache: Any = None
-        self._start()
-
-    def _start(self) -> None:
-        from transformers import DynamicCache
-
-        self.cache = DynamicCache(config=self.model.config)
+            os.environ["OMP_NUM_THREADS"] = str(spec.threads)  # which torch reads, too
+        self._model, cache = spec.load_served()
+        self._served = serve(self._model, cache, spec.steps, ignore)
+        self.chunk_size = self._served.prefill_step
 
     def info(self) -> EngineInfo:
-        from h2o_stream.attachment.model_facts import context_of
-        from h2o_stream.models.fitting import dtype_name
-
-        unlimited = self.spec.engine == OURS and self.spec.cache.policy != "full"
-        context = None if unlimited else context_of(self.model.config)
-        return EngineInfo(dtype_name(self.model.dtype), self._weight_bytes, context)
-
-    def step(self, tokens: Sequence[int]) -> None:
-        ids = self._torch.tensor([list(tokens)], device=self.model.device)
-        self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        if self.model.device.type == "cuda":
-            self._torch.cuda.synchronize()
-
-    def cache_bytes(self) -> int | None:
-        from h2o_stream.cache.full_cache import tensors_of
-
-        return sum(tensor.nbytes for layer in self.cache.layers for tensor in tensors_of(layer).values())
-
-
-class _H2ORunner(_TransformersRunner):
-    def _start(self) -> None:
-        from h2o_stream.attachment.attach import attach
-        from h2o_stream.engine.attached import prefill_step_of
-
-        self.chunk_size = prefill_step_of(self.model)
-        self.cache = self._stack.enter_context(attach(self.model, self.spec.cache, engine=self.spec.steps))
+        context = self._served.context if self.spec.cache.policy == "full" else None
+        return EngineInfo(self._served.dtype, _weight_bytes(self._model), context)
 
     def prepare(self) -> None:
         """Run a short stream: the first forward allocates buffers, starts threads and checks the native steps."""
         self.feed([5] * 64)
         self.decode([5, 6])
-        self.cache.reset()
+        self._served.cache.reset()
+
+    def step(self, tokens: Sequence[int]) -> None:
+        self._served.forward(tokens)
 
     def steps(self) -> str:
-        note: str = self.cache.engine_note
-        return note
+        return self._served.cache.engine_note
 
     def feed(self, tokens: Sequence[int]) -> float:
         start_time = time.perf_counter()
@@ -184,18 +176,46 @@ class _H2ORunner(_TransformersRunner):
         return time.perf_counter() - start_time
 
     def cache_bytes(self) -> int:
-        return int(self.cache.nbytes)
+        return self._served.cache.nbytes
 
 
-def _model_of(spec: EngineSpec) -> Any:
-    if spec.random_weights:
-        from h2o_stream.compare.random_models.weights import random_model
+class _TransformersRunner(Runner):
+    """A model of transformers with its own full cache."""
 
-        return random_model(Path(spec.random_weights), spec.model)
-    from h2o_stream.models.load import load
+    def __init__(self, spec: EngineSpec) -> None:
+        import torch
+        from transformers import DynamicCache
 
-    return load(spec.model).model
+        super().__init__(spec)
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
+        torch.set_grad_enabled(False)
+        self._torch, self._model = torch, spec.load()
+        self._cache = DynamicCache(config=self._model.config)
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(dtype_of(self._model), _weight_bytes(self._model), context_of(self._model))
+
+    def step(self, tokens: Sequence[int]) -> None:
+        ids = self._torch.tensor([list(tokens)], device=self._model.device)
+        self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        if self._model.device.type == "cuda":
+            self._torch.cuda.synchronize()
+
+    def cache_bytes(self) -> int | None:
+        from h2o_stream.cache.full_cache import tensors_of
+
+        return sum(tensor.nbytes for layer in self._cache.layers for tensor in tensors_of(layer).values())
 
 
-RUNNERS: dict[str, type[Runner]] = {OURS: _H2ORunner, TRANSFORMERS: _TransformersRunner}
+def _weight_bytes(model: Any) -> int:
+    """Bytes of weights that a step reads."""
+    if isinstance(model, RuntimeModel):
+        return model.description.nbytes
+    from h2o_stream.attachment.sizing import weight_bytes
+
+    return weight_bytes(model)
+
+
+RUNNERS: dict[str, type[Runner]] = {OURS: _OurRunner, TRANSFORMERS: _TransformersRunner}
 """By engine; see `peers` for the rest."""

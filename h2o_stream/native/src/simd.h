@@ -30,13 +30,13 @@
 
 namespace simd {
 
-// Elements per vector. Compilers emulate wider vectors than the machine has.
+// Elements per vector, and vectors in registers. Compilers emulate wider vectors than the machine has.
 #if defined(H2O_AVX512)
-constexpr int64_t kWidth = 16;
+constexpr int64_t kWidth = 16, kRegisters = 32;
 #elif defined(H2O_AVX2)
-constexpr int64_t kWidth = 8;
+constexpr int64_t kWidth = 8, kRegisters = 16;
 #else
-constexpr int64_t kWidth = 4;
+constexpr int64_t kWidth = 4, kRegisters = 16;
 #endif
 
 using Floats = float __attribute__((vector_size(4 * kWidth)));

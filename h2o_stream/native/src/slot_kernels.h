@@ -237,7 +237,7 @@ void accumulate_heads(const Values& values, int64_t slots, const float* probs, i
   if constexpr (max_heads > 1) {
     if (heads < max_heads) return accumulate_heads<max_heads - 1>(values, slots, probs, prob_stride, heads, accum);
   }
-  constexpr int64_t wide = 4;
+  constexpr int64_t wide = 4 * max_heads < simd::kRegisters ? 4 : 2;
   int64_t i = 0;
   const auto columns = [&](auto registers) {
     constexpr int64_t count = decltype(registers)::value;

@@ -47,7 +47,7 @@ class Chart:
 
     Attributes:
         axes: labels of x and y.
-        y_range: of the y axis; None fits the curves.
+        y_range: limits of the y axis; None fits the curves.
         logarithmic: the logarithmic axes: "x", "y", "xy" or "".
     """
 
@@ -145,7 +145,7 @@ def loss(records: Sequence[Record]) -> str:
             added.setdefault(limit, {}).setdefault(record["policy"], []).append(record["to_full"]["mean"])
     sentences = []
     for _, limit in a_few(sorted(added)):
-        means = {policy: fmean(found) for policy, found in added[_, limit].items()}
+        means = {policy: fmean(losses) for policy, losses in added[_, limit].items()}
         best, *others = [_loss(name, means[name]) for name in best_named(means, smallest=True)]
         sentences.append(f"At {limit}, {listing([f'{best} nats per token against the full cache', *others])}.")
     return " ".join(sentences)

@@ -17,10 +17,10 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     title = f"{run['model']}: tokens/s; memory read at {bandwidth / 1e9:.1f} GB/s"
     names = dict.fromkeys((record["name"], weights(record)) for record in records)
     curves = []
-    for name, held in names:
-        of_engine = [record for record in records if (record["name"], weights(record)) == (name, held)]
+    for name, weights_name in names:
+        of_engine = [record for record in records if (record["name"], weights(record)) == (name, weights_name)]
         x, y = [record["history"] for record in of_engine], [record["decode_tok_s"] for record in of_engine]
-        curves.append(Curve(f"{name} {held}", x, y))
+        curves.append(Curve(f"{name} {weights_name}", x, y))
     return Page(
         title,
         "of floor: decoding as a fraction of the bound set by reading weights and cache once per token",

@@ -10,20 +10,18 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-import torch
+import numpy
 
 from h2o_lab.book.questions import BookQuestion, Part, parts_of, read_questions
 from h2o_lab.harness.options import TasksOptions
-from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.compare.asking import GREEDY, prefilled, read, say, widest
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
+from h2o_stream.compare.models import context_of, dtype_of
 from h2o_stream.compare.nll import ratio_interval
 from h2o_stream.config import CacheConfig, RecallMode
-from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.models.fitting import dtype_name
 from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text
@@ -56,6 +54,7 @@ class Book(Comparison[TasksOptions]):
     """Every policy reads the parts of a book that answer questions, and is asked; and nothing is read at all."""
 
     name = "tasks"
+    native = True
 
     _digest: str
     _questions: tuple[BookQuestion, ...]
@@ -85,7 +84,7 @@ class Book(Comparison[TasksOptions]):
         return {
             **settings,
             "suite": _SUITE,
-            "dtype": dtype_name(self.model.dtype),
+            "dtype": dtype_of(self.model),
             "lengths": list(lengths),
             "recall": list(self.options.recall),
             "questions": [question.id for question in self._questions],
@@ -97,7 +96,7 @@ class Book(Comparison[TasksOptions]):
 
     def _limit_full_cache(self, notify: Notify) -> None:
         """Leave the full cache out where parts with their questions are longer than the model's context."""
-        context, every = context_of(self.model.config), self._runs
+        context, every = context_of(self.model), self._runs
         beyond = [n for n, tokens in self._tokens.items() if context is not None and max(tokens) + _ROOM > context]
         self._beyond = frozenset(beyond)
         if left_out := [run.label for run in every if run not in self._runs]:
@@ -140,7 +139,7 @@ class Book(Comparison[TasksOptions]):
 
     def _ask_without_book(self) -> Iterator[JobProgress | JobResult]:
         answers = list[dict[str, Any]]()
-        with Engine(self.model, self.tokenizer, CacheConfig("full"), GREEDY) as engine:
+        with self.engine_for(CacheConfig("full"), GREEDY) as engine:
             conversation = Conversation(engine)
             for question in self._questions:
                 answers.append(_answer(conversation, question, partial(conversation.restart, conversation.system)))
@@ -151,7 +150,7 @@ class Book(Comparison[TasksOptions]):
         assert run.length is not None
         answers, before = list[dict[str, Any]](), 0
         known = deque[dict[str, Any]](kept.figures["answers"] if kept else ())
-        with Engine(self.model, self.tokenizer, run.config, GREEDY) as engine:
+        with self.engine_for(run.config, GREEDY) as engine:
             conversation = Conversation(engine)
             for part, tokens in zip(self._parts[run.length], self._tokens[run.length], strict=True):
                 if len(known) >= (asked := len(part.questions) * len(self._modes(run))):
@@ -224,7 +223,6 @@ def _answer(conversation: Conversation, question: BookQuestion, take_back: Calla
     }
 
 
-@torch.no_grad()
 def _log_probability(conversation: Conversation, question: BookQuestion) -> float:
     """That of the answer in nats, after the beginning of the reply. Leaves both in the stream."""
     engine = conversation.engine
@@ -232,11 +230,9 @@ def _log_probability(conversation: Conversation, question: BookQuestion) -> floa
         list(engine.tokenizer(text, add_special_tokens=False)["input_ids"])
         for text in (question.reply, f"{question.reply} {question.answers[0]}")
     )
-    start, ids = shared_length(prefix, reply), torch.tensor([reply], device=input_device(engine.model))
     with prefilled(conversation, question.question):
-        logits = engine.model(ids, past_key_values=engine.cache, use_cache=True).logits[0, start - 1 : -1]
-    scores = torch.log_softmax(logits.float(), -1).gather(-1, ids[0, start:, None])
-    return float(scores.sum())
+        losses = engine.served.losses(reply[:-1], reply[1:])
+    return -float(losses[shared_length(prefix, reply) - 1 :].sum())
 
 
 def _rates(answers: Sequence[Mapping[str, Any]], nothing: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -248,8 +244,8 @@ def _rates(answers: Sequence[Mapping[str, Any]], nothing: Sequence[Mapping[str, 
         ``recalling``: the share of questions before which something was read again.
     """
     before = {answer["id"]: answer["log_probability"] for answer in nothing}
-    gains = torch.tensor([a["log_probability"] - before[a["id"]] for a in answers], dtype=torch.float64)
-    gain = ratio_interval(gains, torch.ones_like(gains))
+    gains = numpy.array([a["log_probability"] - before[a["id"]] for a in answers])
+    gain = ratio_interval(gains, numpy.ones_like(gains))
     return {
         "questions": len(answers),
         "accuracy": fmean(answer["right"] for answer in answers),

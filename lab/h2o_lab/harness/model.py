@@ -6,9 +6,8 @@ Needs the extra ``eval``.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ import torch
 from lm_eval.api.registry import model_registry
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from h2o_lab.harness.contexts import ByContext, window_of_context
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import input_device
-from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, ModelConfig
+from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.find import find
-from h2o_stream.models.load import load
+from h2o_stream.runtime.transformers_model import load
 
 NAME = "h2o"
 
@@ -31,17 +30,17 @@ _OPTIONS = {field.name for field in fields(CacheConfig)} - {"device"}
 """Arguments for the cache; ``device`` is `HFLM`'s."""
 
 
-class H2OLM(HFLM):
+class H2OLM(ByContext, HFLM):
     """`HFLM` under a cache policy.
 
-    All of a context but its last token is read at once and then evicted. That token and the continuation are fed one
-    by one, so that each attends to kept tokens only. With ``policy=full`` this is the harness's own model.
+    With ``policy=full`` this is the harness's own model.
 
     Args:
         pretrained: a name as in `ModelConfig.model`, or a loaded model of transformers.
         ratio: the window as a fraction of each context; replaces ``window``.
         quiet: hide progress bars.
         cache_device: see `CacheConfig.device`.
+        steps: what computes them, see `attach`.
         more: other arguments of `CacheConfig` and of `HFLM`.
 
     Raises:
@@ -55,52 +54,41 @@ class H2OLM(HFLM):
         ratio: float | None = None,
         quiet: bool = False,
         cache_device: Any = "auto",
+        steps: EngineChoice = "auto",
         **more: Any,
     ) -> None:
         if pretrained is None:
             raise ConfigError("no model was named; add pretrained=NAME to --model_args")
         cache = {name: more.pop(name) for name in list(more) if name in _OPTIONS}
         self.cache_config = CacheConfig(**{"chunk": 0, "device": cache_device, **cache})
-        self.ratio, self.quiet = ratio, quiet
+        self.ratio, self.quiet, self._steps = ratio, quiet, steps
         if isinstance(pretrained, str):
             pretrained = find(pretrained, offline=False)
         if isinstance(pretrained, str) and Path(pretrained).is_file():
             config = ModelConfig(pretrained, str(more.pop("dtype", "auto")))
             loaded = load(config, notify=logging.getLogger("lm_eval").info)
             pretrained, more["tokenizer"] = loaded.model, loaded.tokenizer
+        if isinstance(pretrained, str):
+            super().__init__(pretrained, **more)
+            return
+        pretrained.tie_weights = lambda *_, **__: None  # its weights are tied, and packed ones cannot be again
         super().__init__(pretrained, **more)
-
-    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """See the harness."""
-        return super().loglikelihood(requests, disable_tqdm or self.quiet)
+        del pretrained.tie_weights
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         if self.cache_config.policy == "full":
-            with attach(self.model, self.cache_config):
-                return list(super()._loglikelihood_tokens(requests, disable_tqdm, override_bs))
-        answers: dict[int, tuple[float, bool]] = {}
-        by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for number, (_, context, _) in enumerate(requests):
-            by_context[tuple(context)].append(number)
-        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods")
-        for context, numbers in by_context.items():
-            scored = self._score_continuations(context, [requests[number][2] for number in numbers])
-            for number, answer in zip(numbers, scored, strict=True):
-                answers[number] = answer
-                if requests[number][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
-                bar.update()
-        bar.close()
-        return [answers[number] for number in range(len(requests))]
+            with self._attached(1):
+                return list(HFLM._loglikelihood_tokens(self, requests, disable_tqdm, override_bs))
+        return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
 
     @torch.no_grad()
-    def _score_continuations(
+    def score_continuations(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> Iterator[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether greedy decoding gives the same tokens."""
-        with attach(self.model, self._config_for(len(context))) as cache:
+        """See `ByContext`."""
+        with self._attached(len(context)) as cache:
 
             def feed(tokens: Sequence[int]) -> Tensor:
                 """[n, vocabulary] log-probabilities of the token after each of these."""
@@ -123,14 +111,12 @@ class H2OLM(HFLM):
                 log_probs = scores.gather(-1, expected[:, None])
                 yield float(log_probs.sum()), bool((scores.argmax(-1) == expected).all())
 
-    def _config_for(self, context: int) -> CacheConfig:
-        if self.ratio is None:
-            return self.cache_config
-        return replace(self.cache_config, window=max(round(self.ratio * context), 2))
+    def _attached(self, context: int) -> Any:
+        return attach(self.model, window_of_context(self.cache_config, self.ratio, context), engine=self._steps)
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         context = args[0] if args else kwargs["context"]
-        with attach(self.model, self._config_for(context.shape[1])):
+        with self._attached(context.shape[1]):
             return super()._model_generate(*args, **kwargs)
 
 

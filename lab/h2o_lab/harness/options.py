@@ -11,7 +11,7 @@ from h2o_lab.harness.command import require_harness
 from h2o_lab.ruler.items import TASKS
 from h2o_lab.ruler.options import RulerOptions
 from h2o_stream.compare.options import Policies, Ray, configs_of
-from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
+from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed_if_any, numbers_if_any
 from h2o_stream.registry import resolve
@@ -66,6 +66,7 @@ class TasksOptions(RulerOptions):
     shots: Annotated[int | None, Option("harness: examples before each question. (default: the task's)", min=0)] = None
     limit: Annotated[int | None, Option("harness: documents; default is all.", min=1)] = None
     ray: Ray = None
+    engine: EngineChoice = "auto"
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}

@@ -12,16 +12,18 @@ from typing import Any
 from h2o_lab.harness.options import TasksOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
 from h2o_stream.compare.folder import JobResult
+from h2o_stream.compare.models import dtype_of
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.fitting import dtype_name
 from h2o_stream.resources import version_of
+from h2o_stream.runtime.model import RuntimeModel
 
 
 class Tasks(Comparison[TasksOptions]):
     """Every policy on every task."""
 
     name = "tasks"
+    native = True
 
     def __init__(self, options: TasksOptions) -> None:
         super().__init__(options)
@@ -42,7 +44,7 @@ class Tasks(Comparison[TasksOptions]):
                 raise ConfigError(f"task {task!r} is unknown; --tasks takes the harness's, --task-folder brings more")
         return {
             **settings,
-            "dtype": dtype_name(self.model.dtype),
+            "dtype": dtype_of(self.model),
             "tasks": list(self.options.chosen_tasks),
             **self._settings,
         }
@@ -74,9 +76,7 @@ class Tasks(Comparison[TasksOptions]):
     def _evaluate(self, task: str, config: CacheConfig) -> Iterator[JobResult]:
         from lm_eval import evaluator
 
-        from h2o_lab.harness.model import H2OLM
-
-        model = H2OLM(self.model, self._ratio, True, tokenizer=self.tokenizer, **_harness_arguments(config))
+        model = self._model_under(config)
         evaluator.get_git_commit_hash = lambda: None  # it logs an error outside a git repository
         results = evaluator.simple_evaluate(
             model,
@@ -93,6 +93,18 @@ class Tasks(Comparison[TasksOptions]):
             if isinstance(value, float) and "stderr" not in name
         }
         yield JobResult({"metrics": metrics, "documents": len(results["samples"][task])})
+
+    def _model_under(self, config: CacheConfig) -> Any:
+        """The harness's model under a policy; a context is one chunk."""
+        model, served = self.model_for(config)
+        if isinstance(model, RuntimeModel):
+            from h2o_lab.harness.served import ServedLM
+
+            return ServedLM(model, self.tokenizer, served, None if config.policy == "full" else self._ratio)
+        from h2o_lab.harness.model import H2OLM
+
+        steps = self.options.engine
+        return H2OLM(model, self._ratio, True, steps=steps, tokenizer=self.tokenizer, **_harness_arguments(config))
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each task and policy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,28 +11,30 @@ from torch.nn.functional import embedding
 
 from h2o_stream.cache.policies.base import Candidates, NewQueries, Policy
 from h2o_stream.cache.rope import rotate_back
-from h2o_stream.config import CachePlan
-
-OBSERVED = 32
-"""Newest queries of each query head that are kept, or as many as there are recent tokens, if these are fewer."""
 
 
+@dataclass(eq=False)
 class Observation(Policy):
     """Keeps the newest n queries of every query head in a ring, before RoPE: n D floats each.
 
     The query of token t is at place t % n of the ring. No query is older than the recent budget, so that all tokens
     after it are held.
 
+    Args:
+        observation: n, or as many as there are recent tokens, if these are fewer.
+
     Attributes:
         observed: n.
     """
 
+    observation: int = 32
+    observed: int = field(default=0, init=False)
+
     needs_attention = False
     needs_keys = True
 
-    def __init__(self, plan: CachePlan, layer: int = 0) -> None:
-        super().__init__(plan, layer)
-        self.observed = min(OBSERVED, plan.recent)
+    def __post_init__(self) -> None:
+        self.observed = min(self.observation, self.plan.recent)
 
     def head_state(self, queries_per_key: int, key_size: int, value_size: int) -> dict[str, Tensor]:
         """One tensor [G, n, D]; see `Policy.head_state`."""

@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from transformers import Cache
-
 from h2o_lab.ruler.items import Item, Question
-from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.cache.state import State
 from h2o_stream.compare.asking import prefilled, tell, widest
 from h2o_stream.config import RecallMode, SamplingConfig
@@ -84,15 +80,18 @@ def _ask(conversation: Conversation, number: int, message: str, question: Questi
     with prefilled(conversation, message) as recalling:
         _feed(engine, prefix[:-1])
         state = engine.state_dict()
-        right, *wrong = _log_probabilities(engine, prefix[-1], answers)
-        _return_to(conversation, state)
+        losses = []
+        for answer in answers:
+            losses.append(float(engine.served.losses([prefix[-1], *answer[:-1]], answer).sum()))
+            _return_to(conversation, state)
         _feed(engine, prefix[-1:])
         engine.set_sampling(SamplingConfig(0.0, max_tokens=2 * max(map(len, answers)) + _ROOM))
         reply = "".join(event.text for event in engine.decode() if isinstance(event, Token | Finished))
         _return_to(conversation, state)
         _feed(engine, [prefix[-1], *answers[0]])
     mode = conversation.recall.mode
-    return Answer(number, question.score(reply), right - max(wrong), reply.strip(), mode, recalling)
+    margin = min(losses[1:]) - losses[0]
+    return Answer(number, question.score(reply), margin, reply.strip(), mode, recalling)
 
 
 def _return_to(conversation: Conversation, state: State) -> None:
@@ -121,21 +120,3 @@ def _feed(engine: Engine, tokens: Sequence[int]) -> None:
     for event in engine.prefill(tokens):
         if isinstance(event, Finished):
             raise H2OStreamError(f"the stream ended early: {event.detail or event.reason}")
-
-
-@torch.no_grad()
-def _log_probabilities(engine: Engine, last: int, answers: Sequence[Sequence[int]]) -> list[float]:
-    """The log-probability of each answer after the stream and one more token, in nats.
-
-    The answers are rows of one forward, so that all their tokens attend to what is held now; shorter ones are padded on
-    the right. Leaves the cache with these rows.
-    """
-    longest = max(map(len, answers))
-    rows = torch.tensor([[*answer, *[last] * (longest - len(answer))] for answer in answers])
-    rows = rows.to(input_device(engine.model))
-    ids = torch.cat((torch.full_like(rows[:, :1], last), rows[:, :-1]), 1)
-    assert isinstance(engine.cache, Cache)
-    engine.cache.batch_repeat_interleave(len(answers))
-    logits = engine.model(ids, past_key_values=engine.cache, use_cache=True).logits
-    scores = torch.log_softmax(logits.float(), -1).gather(-1, rows[:, :, None])[:, :, 0]
-    return [float(scores[number, : len(answer)].sum()) for number, answer in enumerate(answers)]

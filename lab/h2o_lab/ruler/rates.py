@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy
+from numpy.typing import NDArray
 
 from h2o_stream.compare.nll import ratio_interval
 
@@ -23,8 +23,8 @@ def rates(answers: _Answers, nothing: _Answers, full: _Answers | None) -> dict[s
 
     Args:
         answers: under the policy.
-        nothing: to the same questions without the context.
-        full: to the same questions with the full cache; None if it was not asked.
+        nothing: answers to the same questions without the context.
+        full: answers to the same questions with the full cache; None if it was not asked.
 
     Returns:
         ``accuracy``: mean score. ``margin``: mean in nats; ``margins``: by question. ``margin_nothing`` and
@@ -51,13 +51,13 @@ def rates(answers: _Answers, nothing: _Answers, full: _Answers | None) -> dict[s
         recovery = ratio_interval(ours - floor, most - floor)
         rated |= {"recovery": recovery.mean, "recovery_interval": [recovery.low, recovery.high]}
     if answers is not full:
-        rated["to_full"] = ratio_interval(ours - most, torch.ones_like(most))._asdict()
+        rated["to_full"] = ratio_interval(ours - most, numpy.ones_like(most))._asdict()
     return rated
 
 
-def _by_item(answers: _Answers) -> Tensor:
-    """[items] float64, the mean margin of each item's questions."""
-    return torch.tensor([fmean(margins) for margins in _margins(answers)], dtype=torch.float64)
+def _by_item(answers: _Answers) -> NDArray[numpy.float64]:
+    """[items], the mean margin of each item's questions."""
+    return numpy.array([fmean(margins) for margins in _margins(answers)])
 
 
 def _margins(answers: _Answers) -> Iterable[list[float]]:

@@ -14,14 +14,12 @@ from h2o_lab.ruler.answers import Answer, ask_at_once, ask_in_turns, ask_without
 from h2o_lab.ruler.items import Haystack, Item, make_item
 from h2o_lab.ruler.options import Form, RulerOptions
 from h2o_lab.ruler.rates import rates
-from h2o_stream.attachment.model_facts import context_of
 from h2o_stream.compare.asking import GREEDY
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
+from h2o_stream.compare.models import context_of, dtype_of
 from h2o_stream.config import CacheConfig, RecallMode
-from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.fitting import dtype_name
 from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text
@@ -57,6 +55,7 @@ class Ruler(Comparison[RulerOptions]):
     """Every policy on the same contexts, and a cache that never saw them."""
 
     name = "tasks"
+    native = True
 
     _haystack: Haystack
     _beyond: frozenset[int] = frozenset()
@@ -79,7 +78,7 @@ class Ruler(Comparison[RulerOptions]):
         return {
             **settings,
             "suite": _SUITE,
-            "dtype": dtype_name(self.model.dtype),
+            "dtype": dtype_of(self.model),
             "tasks": list(self.options.chosen_tasks),
             **self._settings,
             "forms": list(self.options.chosen_forms),
@@ -90,7 +89,7 @@ class Ruler(Comparison[RulerOptions]):
 
     def _limit_full_cache(self, notify: Notify) -> None:
         """Leave the full cache out where contexts are longer than the model's."""
-        context, lengths = context_of(self.model.config), self.options.chosen_lengths
+        context, lengths = context_of(self.model), self.options.chosen_lengths
         beyond = [] if context is None else [length for length in lengths if length >= context]
         if not beyond or all(config.policy != "full" for config in self.configs):
             return
@@ -180,7 +179,7 @@ class Ruler(Comparison[RulerOptions]):
         self, cell: _Cell, config: CacheConfig, ask: _Ask, kept: JobResult | None = None
     ) -> Iterator[JobProgress | JobResult]:
         answers: list[dict[str, Any]] = kept.figures["answers"] if kept else []
-        with Engine(self.model, self.tokenizer, config, GREEDY, at_context="stop") as engine:
+        with self.engine_for(config, GREEDY, at_context="stop") as engine:
             conversation = Conversation(engine, recall="off")
             for number in range(answers[-1]["item"] + 1 if answers else 0, self.options.items):
                 conversation.restart(conversation.system)

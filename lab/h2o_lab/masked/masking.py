@@ -6,20 +6,25 @@ may still see. Scores are those of the policies, so a masked policy keeps the to
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 from transformers import AttentionInterface, DynamicCache
 
 from h2o_stream.attachment.attention_interface import attention_names, using_attention
-from h2o_stream.attachment.model_facts import input_device
+from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.cache.policies import Attention, Candidates, Policy, make_policy, select
 from h2o_stream.cache.protection import Protection
+from h2o_stream.compare.comparison import JobProgress
+from h2o_stream.compare.folder import JobResult
+from h2o_stream.compare.losses import Losses, chunk_of, losses_of
 from h2o_stream.config import CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, UnsupportedModelError
 
@@ -134,6 +139,27 @@ def masked_plan(config: CacheConfig) -> CachePlan:
     if plan.kv_bits != 16:
         raise ConfigError(f"kv_bits is {plan.kv_bits}; --masked takes --kv-bits 16 only")
     return plan
+
+
+def ruled_nll(
+    model: Any, plan: CachePlan, rule: Rule | None, tokens: Sequence[int]
+) -> Iterator[JobProgress | JobResult]:
+    """The losses of a text while a rule says what queries see; see `MaskedStream`. Yields what `stream_nll` does."""
+    start_time, total, context = time.perf_counter(), len(tokens) - 1, context_of(model.config)
+    chunk = chunk_of(plan)
+    if context is not None and total > context:
+        raise ConfigError(f"tokens is {total}, the model has {context} positions, which are true here; lower --tokens")
+    with masked_attention(model):
+        stream = MaskedStream(model, plan, rule)
+
+        def feed(tokens: Sequence[int], expected: Sequence[int]) -> Losses:
+            logits = stream.feed(tokens).float()
+            targets = torch.tensor(expected, device=logits.device)
+            return numpy.asarray(cross_entropy(logits, targets, reduction="none").cpu())
+
+        losses = yield from losses_of(tokens, chunk, feed)
+        figures = {"window": plan.window, "cache_bytes": stream.nbytes, "steps": "eager: tokens are masked"}
+    yield JobResult({**figures, "tok_s": total / (time.perf_counter() - start_time)}, losses)
 
 
 @contextmanager
