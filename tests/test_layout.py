@@ -1,6 +1,6 @@
-"""Where the slots' tensors are stored and which code works on them, as native code requires."""
+"""How many slots groups of heads have, what is in them, and who may look at their attention."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,9 @@ from transformers import LlamaForCausalLM
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.eager import EagerKernels
-from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.windows import HeadWindow
 from tests.fixtures import ids, make_llama
-from tests.in_turn import in_turn
 
 WINDOW = 24
 GROUPS = (
@@ -38,56 +36,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     return make_llama(heads=3, groups=2, layers=3, context=256)
 
 
-def addresses(cache: H2OCache) -> list[int]:
-    return [tensor.data_ptr() for group in cache.head_groups for tensor in group.tensors().values()]
-
-
-class TestAddresses:
-    @in_turn("policy, kv_bits", [("h2o", 2), ("h2o-paper", 8), ("tova", 16), ("random", 8), ("recent", 16)])
-    def test_they_stay_while_the_layout_does(self, model: LlamaForCausalLM, policy: str, kv_bits: int) -> None:
-        """Through prompts, single tokens, windows that change size and rows that change places."""
-        config = CacheConfig(policy, WINDOW, chunk=7, kv_bits=kv_bits)
-        with attach(model, config) as cache:
-            model(ids(9, 2), past_key_values=cache)
-            layouts, before = [cache.revision], addresses(cache)
-            for number, part in enumerate(ids(100, 2, seed=1).split([3, *[1] * 40, 20, *[1] * 30, 7], 1)):
-                if number % 10 == 5:
-                    cache.reorder_cache(torch.tensor([1, 0]))
-                model(part, past_key_values=cache)
-                if cache.revision == layouts[-1]:
-                    assert addresses(cache) == before
-                else:
-                    layouts.append(cache.revision)
-                    before = addresses(cache)
-            stages = max(len(layer.schedule.stages) for layer in cache.head_groups)
-            assert len(layouts) <= 1 + 2 * stages, "some heads grow when a stage ends, the others shrink a token later"
-            assert cache.steady
-            for layer in cache.head_groups:
-                assert layer.store.slots == layer.schedule.window + (1 if kv_bits == 16 else 2)
-
-    def test_what_changes_the_layout(self, model: LlamaForCausalLM) -> None:
-        with attach(model, CacheConfig("h2o", WINDOW)) as cache:
-            model(ids(60, 2), past_key_values=cache)
-            state = cache.state_dict()
-
-            def grows(change: Callable[[], Any]) -> bool:
-                before = cache.revision
-                change()
-                return cache.revision > before
-
-            assert not grows(lambda: model(ids(1, 2), past_key_values=cache))
-            assert not grows(lambda: model(ids(30, 2), past_key_values=cache))
-            assert not grows(lambda: cache.reorder_cache(torch.tensor([1, 1])))
-            assert not grows(cache.counts)
-            assert grows(lambda: cache.batch_select_indices(torch.tensor([0])))
-            assert grows(lambda: cache.batch_repeat_interleave(3))
-            assert grows(lambda: cache.pin(200, 202))
-            assert grows(cache.unpin)
-            assert grows(lambda: setattr(cache.head_groups[0], "watch", lambda *_: None))
-            assert grows(cache.reset)
-            assert grows(lambda: cache.load_state_dict(state))
-            assert grows(lambda: model(ids(5)))
-
+class TestWindows:
     def test_pins_that_go_before_the_window_is_full_make_room(self, model: LlamaForCausalLM) -> None:
         """Budgets are reassigned: growing windows grow further."""
         tokens = ids(90)
@@ -173,50 +122,12 @@ def by_token(layer: HeadGroup) -> dict[tuple[int, int, int], Any]:
     return found
 
 
-class Recording(EagerKernels):
-    """Kernels that behave like the eager ones."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def decode(self, *args: Any) -> Tensor:
-        self.calls.append("decode")
-        return super().decode(*args)
-
-    def prefill(self, *args: Any) -> Tensor:
-        self.calls.append("prefill")
-        return super().prefill(*args)
-
-
-class TestKernels:
-    @pytest.fixture
-    def kernels(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
-        made = Recording()
-        monkeypatch.setattr("h2o_stream.native.kernels.make_kernels", lambda: made)
-        monkeypatch.setattr("h2o_stream.attachment.native_steps.make_stepper", lambda *_: "a test")
-        return made
-
-    def test_they_serve_every_layer(self, model: LlamaForCausalLM, kernels: Recording) -> None:
-        with attach(model, CacheConfig("h2o", WINDOW, chunk=8)) as cache:
-            model(ids(20), past_key_values=cache)
-            model(ids(1), past_key_values=cache)
-        assert kernels.calls == ["prefill"] * 15 + ["decode"] * 5
-        with attach(model, CacheConfig("h2o", WINDOW, chunk=8), engine="eager"):
-            model(ids(20))
-        assert len(kernels.calls) == 20
-
-    def test_they_serve_recreated_layers(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
-        with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.25, recent_ratio=0.25)):
-            tiny(ids(20))
-        assert kernels.calls == ["prefill"] * 2
-
-    def test_a_layer_whose_attention_is_watched_is_not_served(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
-        shown: list[Sequence[int]] = []
-        with attach(tiny, CacheConfig("h2o", WINDOW)) as cache:
-            cache.head_groups[0].watch = lambda probs, *_: shown.append(probs.shape)
-            tiny(ids(20), past_key_values=cache)
-        assert kernels.calls == ["prefill"]
-        assert shown == [torch.Size((1, 2, 1, 20, 20))]
+def test_a_layer_whose_attention_is_watched_shows_it(tiny: LlamaForCausalLM) -> None:
+    shown: list[Sequence[int]] = []
+    with attach(tiny, CacheConfig("h2o", WINDOW)) as cache:
+        cache.head_groups[0].watch = lambda probs, *_: shown.append(probs.shape)
+        tiny(ids(20), past_key_values=cache)
+    assert shown == [torch.Size((1, 2, 1, 20, 20))]
 
 
 def test_counting_walks_no_layers(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import pytest
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.compare.asking import prefilled, say
 from h2o_stream.engine.events import Token
-from h2o_stream.models.load import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.recall.passage import Candidate, Passage, Recalled
+from h2o_stream.runtime.transformers_model import LoadedModel
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
@@ -347,8 +347,9 @@ class TestWholes:
     CHAPTER = "Chapter 1.\n\n" + "\n\n".join("w3 w4 w5 w6. " * 8 for _ in range(4))
 
     @pytest.fixture
-    def history(self, make: Callable[..., ConversationHistory]) -> ConversationHistory:
+    def history(self, make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch) -> ConversationHistory:
         """A chapter of which most was evicted."""
+        monkeypatch.setattr("h2o_stream.recall.recall.MIN_REPLY", 1)
         history = make()
         list(history.feed_turn(f"{self.CHAPTER}\n\nChapter 2.\n\nw8 w9", "w9"))
         fill(history, 2)
@@ -372,6 +373,12 @@ class TestWholes:
         assert turn.counts.seen == len(tokens)
         assert tokenizer.decode(tokens[before:], skip_special_tokens=True).split()[-4:] == turn.text.split()[-4:]
         assert "w3" not in tokenizer.decode(tokens[before:])
+
+    def test_a_short_reply_has_no_pieces(self, history: ConversationHistory, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("h2o_stream.recall.recall.MIN_REPLY", 3)
+        first, *_, turn = history.say("Summarize chapter 1")
+        assert [candidate.excerpt for candidate in first.candidates] == [self.CHAPTER.strip()]
+        assert "\n\n" not in turn.text
 
     def test_a_turn_that_is_abandoned_between_pieces(
         self, make: Callable[..., ConversationHistory], history: ConversationHistory

@@ -56,7 +56,7 @@ class EagerKernels:
         return output
 
     def prefill(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
-        """See `Kernels.prefill`."""
+        """Attend to the cached tokens and to the new ones, then keep the best of both."""
         keys, values = group.store.read_exactly(group.filled)
         candidates = _append(group, chunk, keys.shape[2])
         keys, values = torch.cat((keys, chunk.key), 2), torch.cat((values, chunk.value), 2)

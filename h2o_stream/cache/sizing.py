@@ -46,7 +46,7 @@ def sized(
     """The same with the window that its `cache_size`, or `auto_window`, asks for; else unchanged.
 
     Args:
-        config: of a cache that evicts.
+        config: configuration of a cache that evicts.
         max_distance: largest distance the model was trained for, or None.
         allocated_bytes: what one stream takes at most with a config that has a window.
         step_bytes: bytes of weights that a step reads.
@@ -85,7 +85,7 @@ def config_for_size(
     Where the model's context allows less, the window is what it allows. Pins do not let it grow.
 
     Args:
-        config: with a `cache_size`.
+        config: configuration with a `cache_size`.
         max_distance: largest distance the model was trained for, or None.
         allocated_bytes: what one stream takes at most with a config that has a window.
 

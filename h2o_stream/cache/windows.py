@@ -144,7 +144,7 @@ def schedules(windows: tuple[int, ...], weights: tuple[int, ...], common: int) -
 
     Args:
         windows: final size for each group of heads.
-        weights: of the groups in means over heads.
+        weights: weights of the groups in means over heads.
         common: mean window.
     """
     if set(windows) == {common}:

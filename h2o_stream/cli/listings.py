@@ -65,7 +65,8 @@ def remove(name: str | None) -> None:
 def list_models(enabled: bool) -> None:
     """``--models``."""
     if enabled:
-        from h2o_stream.models.other_tools import stored_models
+        from h2o_stream.models.other_tools import StoredModel, stored_models
+        from h2o_stream.models.recommended import recommended
         from h2o_stream.models.user_cache import cached_bytes, cached_folders, embedded_models
         from h2o_stream.resources import cache_folder
         from h2o_stream.ui.format import format_bytes
@@ -73,7 +74,13 @@ def list_models(enabled: bool) -> None:
 
         with run.reporting("h2o-chat", debug=False):
             terminal = _terminal()
-            terminal.stdout_console.print(models_table([*embedded_models(), *stored_models()], cached_folders()))
+            here = [*embedded_models(), *stored_models()]
+            others = [
+                StoredModel(x.name, x.nbytes, f"to download; about {x.tokens_per_s:.2g} tokens/s here")
+                for x in recommended()
+                if x.name not in {model.name for model in here}
+            ]
+            terminal.stdout_console.print(models_table([*here, *others], cached_folders()))
             terminal.note(f"h2o_stream keeps {format_bytes(cached_bytes())} in {cache_folder()}", style="dim")
         raise typer.Exit
 

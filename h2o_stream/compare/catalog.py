@@ -83,6 +83,11 @@ class NllOptions(ComparisonOptions):
         """Every policy with every window, or with every size."""
         return configs_of(self.policies, self.windows, self.seeds, self.cache, self.cache_sizes)
 
+    @property
+    def variant(self) -> str:
+        """Tokens are masked by the laboratory."""
+        return "masked" if self.masked else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecallOptions(ComparisonOptions):
@@ -237,6 +242,11 @@ class SpeedOptions(ComparisonOptions):
         super().check()
         for peer in self.peers:
             require_peer(peer, None if self.random_weights else self.model.model)
+
+    @property
+    def variant(self) -> str:
+        """Random weights are made by the laboratory."""
+        return "random-weights" if self.random_weights else ""
 
     @property
     def models(self) -> list[ModelConfig]:

@@ -41,7 +41,7 @@ class Job:
     """A unit of work of a comparison.
 
     Attributes:
-        label: for people.
+        label: label that people read.
         key: everything that the result depends on; a result stored under the same key is reused.
         total: final value of `JobProgress.done`.
         run: runs the job, from what an earlier run has kept if it is given that. Yields `JobProgress`, and last the
@@ -67,10 +67,10 @@ class Comparison(ABC, Generic[Options]):
     """A question to be answered by measuring what the options say.
 
     Attributes:
-        name: of its subcommand, its records and its table.
+        name: name of its subcommand, its records and its table.
         exclusive: whether its jobs are timed, so that only one may run at a time.
         native: whether it takes models without torch, too: `model_for` says which one serves a policy.
-        model: that of most policies; of transformers unless the comparison is `native`.
+        model: model for most policies; transformers' unless the comparison is `native`.
     """
 
     name: ClassVar[str]

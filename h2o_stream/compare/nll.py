@@ -41,27 +41,17 @@ class Nll(Comparison[NllOptions]):
     """Every policy on every text, on identical tokens: those of `NllOptions.tokens`, or as many as a text has."""
 
     name = "nll"
+    native = True
 
     _streams: list[list[int]]
 
-    def __init__(self, options: NllOptions) -> None:
-        super().__init__(options)
-        self.native = not options.masked
-
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and read the texts."""
-        if self.options.masked:
-            from h2o_stream.compare.masking import masked_plan, policy_rule
-
-            for config in self.configs:
-                if config.policy != "full":
-                    policy_rule(masked_plan(config))
         settings = self.load_model(notify)
         self._streams = [read_tokens(path, self.tokenizer, self.options.tokens) for path in self.options.text]
         return {
             **settings,
             "tokens": self.options.tokens,
-            **({"masked": True} if self.options.masked else {}),
             "texts": {
                 str(text): digest_of(tokens) for text, tokens in zip(self.options.text, self._streams, strict=True)
             },
@@ -76,19 +66,13 @@ class Nll(Comparison[NllOptions]):
         ]
 
     def _job(self, text: str, config: CacheConfig, tokens: Sequence[int]) -> Job:
-        key = self.key(config, tokens=digest_of(tokens), **({"masked": True} if self._masks(config) else {}))
-        return Job(f"{text} {label_of(config)}", key, len(tokens) - 1, partial(self._run, config, tokens), config)
+        key = self.key(config, tokens=digest_of(tokens))
+        return Job(f"{text} {label_of(config)}", key, len(tokens) - 1, partial(self.run, config, tokens), config)
 
-    def _masks(self, config: CacheConfig) -> bool:
-        return self.options.masked and config.policy != "full"
-
-    def _run(
+    def run(
         self, config: CacheConfig, tokens: Sequence[int], kept: JobResult | None = None
     ) -> Iterator[JobProgress | JobResult]:
-        if self._masks(config):
-            from h2o_stream.compare.masking import masked_nll
-
-            return masked_nll(self.model, config, tokens)
+        """The losses of a policy on a text."""
         return stream_nll(*self.model_for(config), tokens, kept, self.options.engine)
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:

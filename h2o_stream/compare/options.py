@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, get_args
 from h2o_stream.config import DEFAULT_WINDOW, MEMORY_SUFFIX, POLICIES, CacheConfig, ModelConfig, RecallMode
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, numbers, sizes, some_of
-from h2o_stream.registry import resolve
+from h2o_stream.registry import Registry, resolve
 from h2o_stream.resources import require_matplotlib, require_package
 from h2o_stream.texts import read_text
 
@@ -83,6 +83,10 @@ def configs_of(
     return sorted(dict.fromkeys(configs), key=lambda config: config.policy != "full")
 
 
+VARIANTS: Registry[Any] = Registry("h2o_stream.variants", {}, lambda named: named)
+"""Comparisons of other packages that take the options of one of ours: see `ComparisonOptions.variant`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class InAll:
     """Values of the fields of a comparison that is a part of ``h2o-compare all``, with and without --quick."""
@@ -145,6 +149,11 @@ class ComparisonOptions:
         for path in [texts] if isinstance(texts, Path) else texts:
             read_text(path, f"--text {path}")
 
+    @property
+    def variant(self) -> str:
+        """The name in `VARIANTS` of what measures with these options, in place of `comparison`; or nothing."""
+        return ""
+
     def make(self) -> Any:
         """Import the comparison and make it."""
-        return resolve(self.comparison)(self)
+        return (VARIANTS[self.variant] if self.variant else resolve(self.comparison))(self)

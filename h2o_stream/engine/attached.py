@@ -44,13 +44,13 @@ class AttachedModel:
 
     @torch.no_grad()
     def forward(self, tokens: Sequence[int]) -> NDArray[numpy.float32]:
-        """See `Served`."""
+        """Feed tokens to the stream."""
         logits: NDArray[numpy.float32] = self._logits(tokens, 1)[-1].cpu().numpy()
         return logits
 
     @torch.no_grad()
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> NDArray[numpy.float32]:
-        """See `Served`."""
+        """Feed tokens to the stream, as `forward` does."""
         targets = torch.tensor(expected, dtype=torch.int64, device=self._device)
         losses = cross_entropy(self._logits(tokens, len(tokens)), targets, reduction="none")
         return numpy.asarray(losses.cpu())
@@ -64,7 +64,7 @@ class AttachedModel:
 
     @torch.no_grad()
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
-        """See `Served`."""
+        """Embeddings of tokens [n], [n, hidden] float32."""
         embeddings = self._model.get_input_embeddings()
         weight = getattr(embeddings, "weight", None)
         device = weight.device if isinstance(weight, torch.Tensor) else "cpu"
@@ -72,20 +72,20 @@ class AttachedModel:
         return rows
 
     def first_layers(self, count: int | None = None) -> FirstLayers | None:
-        """See `Served`."""
+        """The first layers, or all, for texts that stand alone; None where they are not available."""
         native = self.native_model
         return first_layers(native.description, count) if native else None
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """See `Served`."""
+        """A copy of the cache's state, see `H2OCache.state_dict`; bfloat16 numbers are uint16."""
         return to_arrays(self.cache.state_dict())
 
     def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """See `Served`."""
+        """Replace the stream, see `H2OCache.load_state_dict`."""
         self.cache.load_state_dict(to_tensors(state))
 
     def close(self) -> None:
-        """See `Served`."""
+        """Restore the model."""
         self._stack.close()
 
 

@@ -26,7 +26,7 @@ class SplitExperts(nn.Module):
     """The experts of a block, as three linear layers, or two without gates: the rows of all experts follow one another.
 
     Args:
-        experts: of transformers, of a known kind (`can_split`); may be on the meta device, as the layers are.
+        experts: experts of transformers of a known kind (`can_split`), perhaps on the meta device.
         fused: whether gates are in one layer with what they are for.
     """
 
@@ -144,7 +144,7 @@ def split_experts(model: Any, names: set[str] | None = None, fused: bool = False
 
     Args:
         model: changed in place.
-        names: of the matrices that are needed, and tell whether gates are fused; None for all.
+        names: names of the needed matrices, which tell whether gates are fused; None for all.
         fused: whether they are, without names.
     """
     for name, module in list(model.named_modules()):

@@ -38,14 +38,14 @@ class NativeCodes:
         self._native = native
 
     def head_bytes(self, shape: HeadShape) -> HeadBytes:
-        """See `Codes`."""
+        """What a head of this shape takes of a segment."""
         layout = numpy.zeros(6, numpy.int64)
         sizes = shape.key_size, shape.value_size, config.MEMORY_CHAPTER
         self._native.h2o_memory_layout(*sizes, pointer(layout, "int64", 6))
         return HeadBytes(*layout.tolist())
 
     def add(self, part: MemoryPart, stream: StreamMemory, head: int, added: int, queries: Queries) -> None:
-        """See `Codes`."""
+        """Add the codes of the newest tokens of a head, which torch has appended."""
         query_heads, kv_heads, key_size, value_size = part.shape
         layer = AttentionLayer(query_heads=query_heads, kv_heads=kv_heads, head_size=key_size, value_size=value_size)
         slots = Slots(**memory_fields(part, stream, head + 1))
@@ -61,7 +61,7 @@ class NativeCodes:
             raise OutOfMemoryError(f"out of memory for the codes of {added} keys")
 
     def make_chapter(self, segments: Array, head: HeadPart, codebook: Array, scratch: Array, chapter: Array) -> None:
-        """See `Codes`."""
+        """Make an index of full segments."""
         self._native.h2o_memory_chapter(
             pointer(segments, "int64", len(segments)),
             len(segments),

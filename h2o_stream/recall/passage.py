@@ -56,10 +56,10 @@ class Whole:
     """What a message asks for as a whole.
 
     Attributes:
-        name: as the message calls it.
-        turn: in which it was given; 0 if it never was.
+        name: name that the message uses.
+        turn: turn in which it was given; 0 if it never was.
         role: who gave it.
-        text: of it.
+        text: text of the whole.
         rest: what else the message asks for, if a passage may answer it; empty if it needs all.
         start: its first token in the stream.
         stop: the one after its last.

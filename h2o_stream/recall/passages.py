@@ -254,7 +254,7 @@ class DecodedTokens:
     """The text of some tokens.
 
     Attributes:
-        text: of all of them, without control tokens.
+        text: text of all tokens, without control tokens.
         starts: the number of characters before each token.
         ends: the number of characters up to the end of each token, with the one that it is a part of.
     """

@@ -18,7 +18,7 @@ from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Candidate, Gone, Passage, Recalled, SaidTurn, Whole
 from h2o_stream.recall.passages import locate, split
 from h2o_stream.recall.terms import TermWeights
-from h2o_stream.recall.wholes import MAX_PIECES, MAX_WHOLE, cut_pieces, find_whole
+from h2o_stream.recall.wholes import MAX_PIECES, MAX_WHOLE, MIN_REPLY, cut_pieces, find_whole
 
 
 class Recall:
@@ -109,14 +109,15 @@ class Recall:
             return whole
         turn = next(turn for turn in self.source() if turn[0] == whole.turn)
         said = turn[1] if whole.role == "user" else turn[2]
-        first = said.index(whole.text)
-        passages = (passage for passage in self._finder()(*turn) if passage.role == whole.role)
-        inside = [
-            passage
-            for part, passage in zip(split(said), passages, strict=True)
-            if part.start < first + len(whole.text) and first < part.stop
-        ]
-        start, stop = inside[0].start, inside[-1].stop
+        start, stop, first = 0, len(self._engine.tokens), said.find(whole.text)
+        if first >= 0:  # it is not all that was said
+            passages = (passage for passage in self._finder()(*turn) if passage.role == whole.role)
+            inside = [
+                passage
+                for part, passage in zip(split(said), passages, strict=True)
+                if part.start < first + len(whole.text) and first < part.stop
+            ]
+            start, stop = inside[0].start, inside[-1].stop
         held = retrieval_holders(self._engine.cache).share(start, stop)
         return None if held >= HELD else replace(whole, start=start, stop=stop, held=held)
 
@@ -129,8 +130,11 @@ class Recall:
         tokens = self._count_tokens(whole.text)
         if tokens > MAX_WHOLE:
             return (), "too long"
-        size = max(self._limit, -(-tokens // MAX_PIECES))
-        pieces = [(text, self._count_tokens(text)) for text in cut_pieces(whole.text, size, self._count_tokens)]
+        most = min(MAX_PIECES, self._engine.sampling.max_tokens // MIN_REPLY)
+        count = max(min(-(-tokens // max(self._limit, 1)), most), 1)
+        pieces = [
+            (text, self._count_tokens(text)) for text in cut_pieces(whole.text, tokens / count, self._count_tokens)
+        ]
         passage = Passage(whole.turn, whole.role, whole.text, whole.start, whole.stop)
         return tuple(
             Candidate(passage, text, 1.0, (whole.name,), whole.held, count, "recalled") for text, count in pieces

@@ -28,7 +28,7 @@ class PackedCheckpoint:
     Embedding and output layer have 8 bits. What is packed is as in the file, also if the model has another dtype.
 
     Args:
-        weights: of the checkpoint.
+        weights: weights of the checkpoint.
         quantize: ``int8`` or ``int4``.
         progress: gets the numbers packed.
     """
@@ -44,7 +44,7 @@ class PackedCheckpoint:
         self._done, self._total = 0, sum(weights.arrays[f"{module}.weight"].size for module in self._kinds)
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
-        """See `Weights`."""
+        """A linear layer or, outside of layers, the embedding or the output layer; with its bias if it has one."""
         module = self._weights.module_name(name, layer)
         kind = self._kinds.get(module)
         if kind is None:
@@ -57,11 +57,11 @@ class PackedCheckpoint:
         return Matrix(tiles, self._weights.vector(name, layer, "bias"), rows, columns, kind)
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
-        """See `Weights`."""
+        """The weights of a norm, or with ``bias`` its biases, [n] float32; None if there are none."""
         return self._weights.vector(name, layer, kind)
 
     def has(self, name: str, layer: int) -> bool:
-        """See `Weights`."""
+        """Whether the layer has this weight."""
         return self._weights.has(name, layer)
 
     @property

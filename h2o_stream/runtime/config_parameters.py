@@ -30,7 +30,7 @@ class _ModelType:
         slides: ``all`` layers have the sliding window if there is one, ``some`` do, or ``none``.
         expert_size: what the inner size of experts is called.
         normalizes_experts: whether the weights of a token's experts are divided by their sum.
-        names: of modules on disk, where they are others than in transformers' models.
+        names: module names on disk, where they differ from those of transformers' models.
     """
 
     architecture: str

@@ -49,10 +49,10 @@ def describe_file(architecture: Architecture, parameters: Parameters, weights: W
     """Describe a model from its parameters and weights.
 
     Args:
-        architecture: of its family.
-        parameters: of the file.
-        weights: of the file.
-        dtype: of keys and values, ``float32`` or ``bfloat16``.
+        architecture: row of the family.
+        parameters: parameters of the file.
+        weights: weights of the file.
+        dtype: dtype of keys and values, ``float32`` or ``bfloat16``.
 
     Raises:
         DescriptionError: weights are missing, or not packed.

@@ -19,8 +19,8 @@ class AltUpParameters:
     Attributes:
         count: versions.
         active: the one that layers read.
-        rank: of the residuals of low rank.
-        gate_deviations: of each layer, see `native.description.Mlp`.
+        rank: rank of the low-rank residuals.
+        gate_deviations: deviations of each layer, see `native.description.Mlp`.
 
     Raises:
         DescriptionError: they do not fit each other.

@@ -22,7 +22,7 @@ def merged(file: GgufFile, keys: GgufTensor, values: GgufTensor) -> Floats:
     """Put together what takes a latent vector to keys and values.
 
     Args:
-        file: of the tensors.
+        file: file that contains the tensors.
         keys: [heads, rank, elements], of the elements that are not rotated.
         values: [heads, value size, rank].
 

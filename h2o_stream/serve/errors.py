@@ -15,7 +15,7 @@ class ApiError(H2OStreamError):
     """A request that is refused.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         param: the field of the request that is wrong, if it is one.
         code: a word for programs.
         retry_after_s: when to come back, if that would help.

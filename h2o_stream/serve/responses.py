@@ -35,7 +35,7 @@ class AskedResponse:
         after: the id of the response after which it continues.
         keep: whether it is saved.
         body: the request, parts of which an answer repeats.
-        id: of the response.
+        id: id of the response.
     """
 
     dialogue: Dialogue
@@ -47,7 +47,7 @@ class AskedResponse:
     id: str = entry(default_factory=lambda: secrets.token_hex(16))
 
     def replies(self, service: Service) -> Any:
-        """See `Service.replies`."""
+        """Ask for replies; a queue for each choice, of which only the first is kept."""
         return service.replies(self.dialogue, self.options, self.sampled, self.after, self.keep, response=self.id)
 
 

@@ -51,7 +51,7 @@ class LogprobSampler(Sampler):
         self.sampled: list[Logprob] = []
 
     def sample(self, logits: Scores, reply: Sequence[int] = (), mask: Callable[[Scores], Scores] | None = None) -> int:
-        """See `Sampler`."""
+        """The next token."""
         token = super().sample(logits, reply, mask)
         if self.logprobs is not None:
             self.sampled.append(_logprob(logits, token, self.logprobs))
@@ -77,7 +77,7 @@ class Pace:
     """How many tokens of prompts are read in a step with tokens of replies: as many as these can wait for.
 
     Attributes:
-        tokens: of prompts, in the next step.
+        tokens: number of prompt tokens in the next step.
     """
 
     tokens = MAX_PART

@@ -24,11 +24,12 @@ from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
 from h2o_stream.native.stepper import PromptPlan
 from h2o_stream.serve.aside import Threads
-from h2o_stream.serve.conversations import Conversations, Opened, raw_events, turn_events
+from h2o_stream.serve.conversations import Conversations, Opened
 from h2o_stream.serve.endings import Endings, Job
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Failed, Piece, Started
+from h2o_stream.serve.turns import raw_events, turn_events
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.turn import Turn
 
@@ -59,10 +60,10 @@ class Worker:
     """Serves one model from a thread of its own.
 
     Args:
-        model: of the runtime.
-        conversations: of the server; used in this thread only.
+        model: model of the runtime.
+        conversations: the server's conversations; used in this thread only.
         running: replies at once.
-        timeout_s: of a reply.
+        timeout_s: longest time of a reply.
         metrics: are counted here.
     """
 
@@ -73,7 +74,7 @@ class Worker:
         assert native is not None, "the model is one of the runtime"
         self._conversations, self._running, self._timeout_s, self._metrics = conversations, running, timeout_s, metrics
         self._batch = BatchStepper(native, model.model.description)
-        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._asked: deque[Ask] = deque()
         self._jobs: list[Job] = []
         self._stopped = False
@@ -104,7 +105,7 @@ class Worker:
         """How many replies are being made or saved, and how many wait."""
         return len(self._jobs) + self._endings.saving, len(self._asked)
 
-    def call(self, action: Callable[[], None]) -> None:
+    def call(self, action: Callable[[], object]) -> None:
         """Do something in the thread."""
         self._actions.put(action)
 

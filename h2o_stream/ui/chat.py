@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from rich.text import Text
 
-from h2o_stream.config import ChatConfig, Settings
+from h2o_stream.config import DEFAULT_MODEL, ChatConfig, Settings
 from h2o_stream.engine.events import Finish, PrefillProgress
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.models.recommended import better_models
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.conversation import ReplyEvents
+from h2o_stream.session.folders import session_names
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.memory import memory_of, report_memory
@@ -66,6 +68,8 @@ def open_chat(
                     history.keep(context.start_session)
                 private = NOT_KEPT * (not config.history and history.session is None)
                 terminal.note(f"{loaded.header}. {private}/help lists the commands, Ctrl-D leaves.", style="dim")
+                if terminal.interactive and settings.model.model == DEFAULT_MODEL and not session_names():
+                    terminal.note(better_models(), style="dim")
             yield chat
 
 

@@ -65,7 +65,7 @@ class Candidates:
         keys: [B, Hkv, K, D], as stored: un-rotated, or rotated by token index with ``absolute``; undefined where a slot
             is empty. Only in `Policy.priority` of a policy that `needs_keys`, like the next two.
         values: [B, Hkv, K, D]; undefined where a slot is empty.
-        rotations: where RoPE sees the keys, cosines and sines in float32; None with ``absolute``.
+        rotations: cosines and sines in float32 for the keys' positions; None with ``absolute``.
         head_state: what the policy keeps of each head; see `Policy.head_state`.
     """
 

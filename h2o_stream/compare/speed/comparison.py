@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, window_of
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.compare.random_models.gguf import check_architecture, write_random_gguf
-from h2o_stream.compare.random_models.weights import precision_of, read_settings
-from h2o_stream.compare.speed.engines import LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, EngineInfo, EngineSpec
+from h2o_stream.compare.speed.engines import OPENVINO, OURS, TRANSFORMERS, EngineInfo, EngineSpec
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
-from h2o_stream.models.file_identity import model_identity
-from h2o_stream.models.find import find, local_path
-from h2o_stream.models.load import load_tokenizer
 from h2o_stream.resources import version_of
+from h2o_stream.runtime.transformers_model import load_tokenizer
 
 ROUNDS = 5
 """Times that every engine decodes at a history; the median counts."""
@@ -112,8 +106,7 @@ class Benchmark:
             H2OStreamError: an engine is missing or failed.
         """
         for spec in self._specs[len(self._runs) :]:
-            if spec.random_weights and spec.engine == LLAMA_CPP:
-                spec = yield from self._with_random_file(spec, Path(spec.random_weights))
+            spec = yield from spec.prepared(len(self._runs), self._stack)
             yield JobProgress(len(self._runs), f"starting {spec.name}")
             worker = self._stack.enter_context(Worker(replace(spec, length=len(self._tokens))))
             self._runs.append(_EngineRun(worker, worker.call("info")))
@@ -135,14 +128,6 @@ class Benchmark:
             for run, round_seconds in zip(runs, seconds, strict=True)
         ]
 
-    def _with_random_file(self, spec: EngineSpec, settings: Path) -> Generator[JobProgress, None, EngineSpec]:
-        """The engine with a GGUF file of random weights, which exists until `close`."""
-        precision, folder = precision_of(spec.model), TemporaryDirectory(prefix="h2o-stream-")
-        file = Path(self._stack.enter_context(folder)) / f"random-{precision}.gguf"
-        for done, total in write_random_gguf(read_settings(settings), precision, file):
-            yield JobProgress(len(self._runs), f"writing {file.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
-        return replace(spec, model=replace(spec.model, model=str(file)))
-
 
 class Speed(Comparison[SpeedOptions]):
     """How fast engines are beside each other, all with the same model."""
@@ -152,26 +137,31 @@ class Speed(Comparison[SpeedOptions]):
 
     def __init__(self, options: SpeedOptions) -> None:
         super().__init__(options)
-        self._specs, self._histories = engine_specs(options), sorted(set(options.histories))
+        self._specs, self._histories = self.specs(), sorted(set(options.histories))
         self._tokens: list[int] = []
         self._benchmark = Benchmark(self._specs, [])  # until `begin` has read the text
+
+    def specs(self) -> list[EngineSpec]:
+        """The engines."""
+        return engine_specs(self.options)
+
+    def read(self, count: int, notify: Notify) -> list[int]:
+        """So many tokens of the text."""
+        return read_tokens(self.options.text, load_tokenizer(self.options.models[0], notify), count)
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Read the text and find the weights."""
         count = needed(self._histories)
-        first = self._specs[0]
-        self._tokens = read_tokens(self.options.text, load_tokenizer(first.model, notify), count)
+        self._tokens = self.read(count, notify)
         if len(self._tokens) < count:
             message = f"--text {self.options.text}: {len(self._tokens)} tokens, {count} are needed"
             raise DataError(f"{message}; lower --histories or give a longer text")
-        if first.random_weights:
-            self._check_random(Path(first.random_weights))
         self._digest = digest_of(self._tokens)
-        self._files = sorted({_weights_digest(spec) for spec in self._specs})
+        self._files = sorted({spec.digest() for spec in self._specs})
         self._benchmark = Benchmark(self._specs, self._tokens)
         return {
             "files": self._files,
-            "model": first.random_weights or first.model.model,
+            "model": self._specs[0].model.model,
             "policy": [spec.cache.policy for spec in self._specs],
             "window": [window_of(spec.cache) for spec in self._specs],
             "seed": None,
@@ -181,13 +171,6 @@ class Speed(Comparison[SpeedOptions]):
             "contenders": [asdict(spec) for spec in self._specs],
             "machine": machine(),
         }
-
-    def _check_random(self, settings: Path) -> None:
-        """Check early what would fail late, and map the tokens of the text into the vocabulary."""
-        config = read_settings(settings)
-        if LLAMA_CPP in {spec.engine for spec in self._specs}:
-            check_architecture(config)
-        self._tokens = [token % config.get_text_config().vocab_size for token in self._tokens]
 
     def jobs(self) -> list[Job]:
         """One for each history."""
@@ -228,31 +211,22 @@ class Speed(Comparison[SpeedOptions]):
         self._benchmark.close()
 
 
-def engine_specs(options: SpeedOptions) -> list[EngineSpec]:
-    """Our engine with every policy, and the peers; each in every precision it can have."""
-    random = str(options.random_weights) if options.random_weights else None
-    common: dict[str, Any] = {"threads": options.threads, "random_weights": random}
-    models = options.models
-    found = [
-        EngineSpec(OURS, model, config, options.engine, **common) for model in models for config in options.configs
-    ]
+def engine_specs(
+    options: SpeedOptions, make: Callable[..., EngineSpec] = EngineSpec, any_precision: bool = False
+) -> list[EngineSpec]:
+    """Our engine with every policy, and the peers; each in every precision it can have, as a file has one only."""
+    common, models = {"threads": options.threads}, options.models
+    found = [make(OURS, model, config, options.engine, **common) for model in models for config in options.configs]
     for peer in options.peers:
         if peer == TRANSFORMERS:
             peer_models = [replace(model, quantize="none") for model in models]
         else:  # the quantization is that of its file
-            peer_models = models if random else models[:1]
+            peer_models = models if any_precision else models[:1]
         caches = [CacheConfig("full")]
         if peer == OPENVINO:
             caches += [CacheConfig("h2o", window=window) for window in options.windows]
-        found += [EngineSpec(peer, model, cache, **common) for model in dict.fromkeys(peer_models) for cache in caches]
+        found += [make(peer, model, cache, **common) for model in dict.fromkeys(peer_models) for cache in caches]
     return found
-
-
-def _weights_digest(spec: EngineSpec) -> str:
-    if spec.random_weights:
-        return model_identity(Path(spec.random_weights))
-    model = spec.model
-    return model_identity(local_path(find(model.model, model.offline), model.offline))
 
 
 def _record(run: _EngineRun, history: int, decode_tok_s: float, bytes_per_s: float) -> dict[str, Any]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h2o_stream.compare.catalog import PEERS
 from h2o_stream.compare.models import Models, cache_bytes, context_of, dtype_of
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.engine.served import serve
 from h2o_stream.memory import trim_heap
+from h2o_stream.models.file_identity import model_identity
+from h2o_stream.models.find import find, local_path
 from h2o_stream.progress import ignore
 from h2o_stream.runtime.model import RuntimeModel
+
+if TYPE_CHECKING:
+    from h2o_stream.compare.comparison import JobProgress
 
 OURS = "h2o-stream"
 TRANSFORMERS, LLAMA_CPP, IK_LLAMA_CPP, OPENVINO = PEERS
@@ -29,16 +34,14 @@ _CHUNK_SIZE = 2048
 class EngineSpec:
     """An engine (`OURS` or one of `PEERS`) with its settings; `steps`, as of `Models`, are ours only.
 
-    The policy is our engine's; unless it is ``full``, OpenVINO evicts down to its window by a rule of its own. With the
-    path of a transformers config a model with random weights is timed in place of `model`. `length` is the longest
-    history in tokens, for an engine that allocates its cache before it reads.
+    The policy is our engine's; unless it is ``full``, OpenVINO evicts down to its window by a rule of its own. `length`
+    is the longest history in tokens, for an engine that allocates its cache before it reads.
     """
 
     engine: str
     model: ModelConfig
     cache: CacheConfig
     steps: EngineChoice = "auto"
-    random_weights: str | None = None
     threads: int | None = None
     length: int = 8192
 
@@ -52,6 +55,25 @@ class EngineSpec:
             return self.engine
         cache = "full" if full else f"{self.cache.name} {window}"
         return f"{self.engine} {cache} eager" if self.steps == "eager" else f"{self.engine} {cache}"
+
+    def digest(self) -> str:
+        """Identifies the weights."""
+        return model_identity(local_path(find(self.model.model, self.model.offline), self.model.offline))
+
+    def prepared(self, done: int, stack: ExitStack) -> Generator[JobProgress, None, EngineSpec]:
+        """This with the files that the engine needs, which exist until the stack is closed. `done` is for progress."""
+        yield from ()
+        return self
+
+    def load(self) -> Any:
+        """The model, of transformers."""
+        from h2o_stream.runtime.transformers_model import load
+
+        return load(self.model).model
+
+    def load_served(self) -> tuple[Any, CacheConfig]:
+        """The model as our engine serves it, and the config to serve it with."""
+        return Models(self.model, [self.cache], self.steps, ignore).of(self.cache)
 
 
 @dataclass(frozen=True)
@@ -127,7 +149,7 @@ class _OurRunner(Runner):
         super().__init__(spec)
         if spec.threads:
             os.environ["OMP_NUM_THREADS"] = str(spec.threads)  # which torch reads, too
-        self._model, cache = _served_model(spec)
+        self._model, cache = spec.load_served()
         self._served = serve(self._model, cache, spec.steps, ignore)
         self.chunk_size = self._served.prefill_step
 
@@ -168,7 +190,7 @@ class _TransformersRunner(Runner):
         if spec.threads:
             torch.set_num_threads(spec.threads)
         torch.set_grad_enabled(False)
-        self._torch, self._model = torch, _torch_model(spec)
+        self._torch, self._model = torch, spec.load()
         self._cache = DynamicCache(config=self._model.config)
 
     def info(self) -> EngineInfo:
@@ -186,12 +208,6 @@ class _TransformersRunner(Runner):
         return sum(tensor.nbytes for layer in self._cache.layers for tensor in tensors_of(layer).values())
 
 
-def _served_model(spec: EngineSpec) -> tuple[Any, CacheConfig]:
-    if spec.random_weights:
-        return _torch_model(spec), spec.cache
-    return Models(spec.model, [spec.cache], spec.steps, ignore).of(spec.cache)
-
-
 def _weight_bytes(model: Any) -> int:
     """Bytes of weights that a step reads."""
     if isinstance(model, RuntimeModel):
@@ -199,16 +215,6 @@ def _weight_bytes(model: Any) -> int:
     from h2o_stream.attachment.sizing import weight_bytes
 
     return weight_bytes(model)
-
-
-def _torch_model(spec: EngineSpec) -> Any:
-    if spec.random_weights:
-        from h2o_stream.compare.random_models.weights import random_model
-
-        return random_model(Path(spec.random_weights), spec.model)
-    from h2o_stream.models.load import load
-
-    return load(spec.model).model
 
 
 RUNNERS: dict[str, type[Runner]] = {OURS: _OurRunner, TRANSFORMERS: _TransformersRunner}

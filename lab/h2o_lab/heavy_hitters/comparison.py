@@ -21,11 +21,11 @@ from h2o_lab.heavy_hitters.options import HeavyHittersOptions
 from h2o_lab.heavy_hitters.removal import REMOVED, Removal
 from h2o_lab.heavy_hitters.statistics import power_law, share_of_top, sparsity
 from h2o_lab.heavy_hitters.words import word_attention
+from h2o_lab.masked.masking import ruled_nll
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, identity
-from h2o_stream.compare.masking import ruled_nll
 from h2o_stream.compare.nll import digest_of, paired_difference, read_tokens
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
@@ -134,9 +134,9 @@ class LayerAttention:
         sparsity: fraction of the visible tokens with less than 1% of a query's largest attention, mean over queries
             and heads.
         scores: [N] float32, attention each token received, mean over KV heads of the sorted sums, largest first.
-        exponent: of the power law of these sums.
+        exponent: exponent of the power law of these sums.
         top_share: fraction of all attention that the `_TOP` most attended tokens receive.
-        mass: by policy, fraction of the attention of queries after the window that falls on the tokens it holds.
+        mass: for each policy, the share of later queries' attention that falls on the tokens it holds.
         received: [N] float32, the sums in the order of the tokens, mean over KV heads.
     """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_stream.compare.masking import Rule
+from h2o_lab.masked.masking import Rule
 
 REMOVED = ("heavy", "random", "heavy but the first", "random but the first")
 """Ways to choose what is removed."""

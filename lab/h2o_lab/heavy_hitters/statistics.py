@@ -85,7 +85,7 @@ class LayerStatistics:
             over forwards and heads; NaN outside of `measuring_sparsity`.
         scores: [n] float32, accumulated scores of the held tokens, a mean over rows and heads, largest first; empty
             for a policy that keeps none.
-        exponent: of the power law of those scores; NaN without them.
+        exponent: exponent of the power law of those scores; NaN without them.
         mass: part of all attention paid so far, weighted as scores are, that went to tokens still held; NaN without
             scores.
     """

@@ -24,7 +24,7 @@ class WordAttention:
         cooccurrence: the same, with the number of different words near it.
         per_token: attention received by an occurrence in the mean, as a multiple of what it would receive if queries
             attended to everything alike, with the number of different words near it.
-        by_cooccurrence: that multiple, the mean of each of `PARTS` groups of words, from few neighbors to many.
+        by_cooccurrence: mean multiple in each of `PARTS` groups of words, from few neighbors to many.
     """
 
     frequency: float

@@ -87,7 +87,7 @@ class Haystack:
     """What contexts are made of.
 
     Attributes:
-        words: of a text, in order.
+        words: words of a text, in order.
         vocabulary: different words, which lists are drawn from.
     """
 

@@ -36,7 +36,7 @@ class Workload:
     """A batch to generate.
 
     Attributes:
-        shape: of every row.
+        shape: prompt and reply lengths of every row.
         config: the cache; ``full`` is transformers' own.
         batch: rows.
         row_bytes: peak bytes of the cache of a row.

@@ -141,12 +141,6 @@ def masked_plan(config: CacheConfig) -> CachePlan:
     return plan
 
 
-def masked_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[JobProgress | JobResult]:
-    """The losses of a policy that masks tokens instead of dropping them; like `stream_nll`."""
-    plan = masked_plan(config)
-    yield from ruled_nll(model, plan, policy_rule(plan), tokens)
-
-
 def ruled_nll(
     model: Any, plan: CachePlan, rule: Rule | None, tokens: Sequence[int]
 ) -> Iterator[JobProgress | JobResult]:

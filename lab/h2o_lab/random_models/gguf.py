@@ -20,7 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGUFWriter, LlamaFileType, TokenType
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
 
-from h2o_stream.compare.random_models.weights import DEVIATION
+from h2o_lab.random_models.weights import DEVIATION
 from h2o_stream.errors import ConfigError, DataError, file_errors
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
