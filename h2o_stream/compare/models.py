@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, CachePlan, EngineChoice, ModelConfig
 from h2o_stream.engine.served import StreamCache
 from h2o_stream.errors import ConfigError, OutOfMemoryError
@@ -13,7 +14,6 @@ from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.progress import ignore
-from h2o_stream.runtime.cache import RuntimeCache
 from h2o_stream.runtime.loading import load_without_torch, serves
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, plan_of, why_not_served
 
@@ -127,7 +127,8 @@ def dtype_of(model: Any) -> str:
 
 def cache_bytes(cache: StreamCache) -> int:
     """Bytes of a cache; of one that keeps everything those of its tokens, however many it has room for."""
-    groups = cache.head_groups if isinstance(cache, RuntimeCache) else ()
+    groups = cache.head_groups if isinstance(cache, WindowRules) else ()
     if cache.plan.window < _ENDLESS or not groups:
         return cache.nbytes
-    return cache.nbytes * cache.seen_tokens // groups[0].num_slots
+    slots: int = groups[0].num_slots
+    return cache.nbytes * cache.seen_tokens // slots
