@@ -34,7 +34,7 @@ class Models:
         first: the model that serves most policies.
         why_transformers: why that is one of transformers, or nothing.
 
-    Raises: see `models.load.load`.
+    Raises: see `runtime.transformers_model.load`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Models:
     def of(self, config: CacheConfig) -> tuple[Any, CacheConfig]:
         """The model for a policy, and the config to serve it with.
 
-        Raises: see `models.load.load`.
+        Raises: see `runtime.transformers_model.load`.
         """
         native = endless(config)
         if self._transformers is not self.first and serves(self._loaded, native):
@@ -61,7 +61,7 @@ class Models:
         from h2o_stream.attachment.support import with_default_positions
 
         if self._transformers is None:
-            from h2o_stream.models.load import load
+            from h2o_stream.runtime.transformers_model import load
 
             self._transformers = load(self._config, notify=self._notify).model
         return self._transformers, with_default_positions(self._transformers.config, config)
@@ -72,7 +72,7 @@ class Models:
         try:
             loaded = load_without_torch(self._config, first, self.engine, self._notify, ignore)
         except (DescriptionError, OutOfMemoryError, ConfigError) as reason:
-            from h2o_stream.models.load import load
+            from h2o_stream.runtime.transformers_model import load
 
             loaded = load(self._config, notify=self._notify)
             loaded = replace(loaded, why_transformers=str(reason))

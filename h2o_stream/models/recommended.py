@@ -35,9 +35,9 @@ class Recommended:
     """A model that fits into free memory.
 
     Attributes:
-        name: as ``--model`` takes it.
-        nbytes: of its file.
-        tokens_per_s: of a reply on this machine, estimated from how fast it reads memory.
+        name: name that ``--model`` takes.
+        nbytes: bytes of its file.
+        tokens_per_s: speed of a reply on this machine, estimated from its memory bandwidth.
     """
 
     name: str

@@ -92,6 +92,7 @@ class CheckedStepper:
         def restored(result: Any) -> Any:
             cache.load_state_dict(before)
             cache.stream_number = number  # it is the same stream
+            cache.tokens.expect((1,) * len(tokens), 1)
             return result
 
         expected = restored(self._eager(kwargs))

@@ -8,7 +8,10 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.cache.group_rules import HeadShape
+from h2o_stream.cache.layer_rules import LayerRules
 from h2o_stream.cache.retrieval import num_rows, repeated_tokens, retrieval_windows
+from h2o_stream.cache.rotations import Rotations
+from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
@@ -16,8 +19,7 @@ from h2o_stream.native import library
 from h2o_stream.native.description import Description, NativeModel
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.progress import Progress, ProgressCallback
-from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
-from h2o_stream.runtime.rotations import Floats, Rotations
+from h2o_stream.runtime.rotations import Floats
 
 
 class Unchanged:
@@ -94,11 +96,17 @@ def _measure(description: Description, sliding: Sequence[int | None], tokens: ND
     assert native is not None, "the weights are packed"
     shapes = head_shapes(description)
     layers = [
-        RuntimeLayer(shape, None, states=layer.mixer.states if layer.mixer else {}, hidden_from=seen)
+        LayerRules(
+            shape,
+            attends=shape is not None,
+            hidden_from=seen,
+            state_shapes=layer.mixer.states if layer.mixer else {},
+            dtype=description.dtype,
+        )
         for layer, shape, seen in zip(description.layers, shapes, sliding, strict=True)
     ]
     plan = CacheConfig("recent", count, sinks=0, span=0, positions="absolute", chunk=0)
-    cache = RuntimeCache(plan, layers, description.dtype, count, lambda: "")
+    cache = SlotCache(plan, layers, count)
     copied = numpy.zeros(sum(shape.kv_heads for shape in shapes if shape), numpy.float32)
     cache.prepare(count)
     stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)

@@ -1,7 +1,7 @@
 """Writes packed weights straight into the mapped file that later starts map, without torch.
 
-The file has the names and the config that `models.load` expects of a folder of packed weights; of an architecture with
-tensors in other forms than transformers' it has the file's numbers, by llama.cpp's names.
+The file has transformers' names; of an architecture with tensors in other forms than transformers' it has the numbers
+of the GGUF file, by llama.cpp's names.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matr
 
 
 class FolderWeights:
-    """The weights of a folder that `models.packed_weights` has written, or `packed_file`, mapped.
+    """The weights of a folder that `packed_file` has written, mapped.
 
     Args:
         folder: with model.safetensors.

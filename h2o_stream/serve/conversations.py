@@ -37,11 +37,11 @@ class Live:
     """A conversation that is awake.
 
     Attributes:
-        conversation: of a `WaitingEngine`.
+        conversation: conversation of a `WaitingEngine`.
         kept: what is known of it; None for one that is never saved.
-        options: of it.
+        options: options of the conversation.
         past: hash after the last turn on disk.
-        entries: of the turns that are in the cache and not on disk.
+        entries: entries of the turns that are in the cache and not on disk.
         exchanges: what each of these that is no pin consists of.
         before: entries of the turns of a branch that is not on disk yet.
         merged: past turns that are fed with the one to answer, see `as_fed`.
@@ -87,7 +87,7 @@ class Opened:
     Attributes:
         live: the conversation.
         unread: past turns that have to be read first.
-        origin: where it comes from.
+        origin: origin of the conversation.
         known: past turns that were recognised.
     """
 
@@ -101,14 +101,14 @@ class Conversations:
     """The conversations of a server.
 
     Args:
-        model: of the runtime.
-        config: of the server.
+        model: model of the runtime.
+        config: configuration of the server.
         store: the conversations on disk.
 
     Attributes:
         awake: those in memory by id, least recently used first.
         busy: ids of those that answer or are being saved.
-        pace: of their prompts.
+        pace: pace of their prompts.
     """
 
     def __init__(self, model: LoadedModel, config: ServeConfig, store: Store) -> None:

@@ -44,7 +44,7 @@ class Job:
     Attributes:
         ask: what is asked.
         opened: the conversation.
-        events: of it.
+        events: events of the reply.
         reading: the next event, if it comes from another thread.
         ending: ends the reply after that.
         corrected: the reply is complete, and the turn is read again as its client has seen it.
@@ -112,7 +112,7 @@ class Endings:
 
     Args:
         jobs: the replies being made; those that end are removed.
-        conversations: of the server.
+        conversations: the server's conversations.
         metrics: are counted here.
         call: does something in the worker's thread.
 

@@ -207,7 +207,7 @@ class _Process:
     """A grammar's process.
 
     Attributes:
-        connection: to it.
+        connection: connection to the process.
         masks: what it allows, by the number of a reply.
     """
 

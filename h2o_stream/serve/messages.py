@@ -70,7 +70,7 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
     messages of the user do; several of the assistant are one. A system prompt alone is answered as a message.
 
     Args:
-        messages: of the request.
+        messages: messages of the request.
         read: finds the calls in the text of a reply.
         goes_on: whether there were messages before, which are not sent again.
 

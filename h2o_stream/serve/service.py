@@ -70,9 +70,9 @@ class Service:
     """A model that is served.
 
     Args:
-        model: of the runtime.
+        model: model of the runtime.
         config: limits.
-        options: of conversations whose requests say nothing else.
+        options: options of conversations whose requests say nothing else.
 
     Attributes:
         started: seconds since 1970.

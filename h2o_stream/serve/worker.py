@@ -63,10 +63,10 @@ class Worker:
     """Serves one model from a thread of its own.
 
     Args:
-        model: of the runtime.
-        conversations: of the server; used in this thread only.
+        model: model of the runtime.
+        conversations: the server's conversations; used in this thread only.
         running: replies at once.
-        timeout_s: of a reply.
+        timeout_s: longest time of a reply.
         metrics: are counted here.
     """
 
