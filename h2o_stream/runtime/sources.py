@@ -18,10 +18,9 @@ from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, Weigh
 from h2o_stream.models.folder_sizes import check_folder
 from h2o_stream.models.generation_config import read_generation_config
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.packed_folder import MIN_BYTES, MIN_GGUF_BYTES, packed_folder
+from h2o_stream.models.packed_cache import MIN_BYTES, MIN_GGUF_BYTES, folder_lock, packed_folder
 from h2o_stream.models.templates import with_template
 from h2o_stream.models.tokenizer import FileTokenizer, read_object
-from h2o_stream.models.user_cache import folder_lock
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.matrix import require
 from h2o_stream.progress import ProgressCallback, ignore
