@@ -269,16 +269,16 @@ def _step(path: Path, with_torch: bool) -> None:
     from h2o_stream.config import CacheConfig, ModelConfig
     from h2o_stream.engine.served import serve
     from h2o_stream.models import file_tokenizers
-    from h2o_stream.models.gguf_export import export_config
-    from h2o_stream.models.load import load
+    from h2o_stream.models.gguf_export import export_tokenizer
     from h2o_stream.native.description import DescriptionError
     from h2o_stream.runtime import loading
+    from h2o_stream.runtime.transformers_model import load
 
     def export(file: Any, notify: Any) -> Path:
         """Without a process of its own, which takes seconds."""
         if not with_torch:
             raise DescriptionError("only transformers reads its tokenizer")
-        return export_config(file, notify)
+        return export_tokenizer(file, notify)
 
     file_tokenizers.export_apart = export
     config, cache = ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig("h2o", window=32, chunk=16)

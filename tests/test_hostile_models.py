@@ -9,10 +9,10 @@ import pytest
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.models.load import load
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
+from h2o_stream.runtime.transformers_model import load
 from tests.hostile_models import Folder, Gguf, attempt, search
 from tests.hostile_seeds import checkpoint_seed, gguf_names, gguf_seed
 from tests.in_turn import in_turn

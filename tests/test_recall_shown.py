@@ -43,7 +43,7 @@ CLARA = Candidate(
 
 
 READING = "reading chapter 13 again, which is no longer in the cache (turn 3,"
-CHAPTER = Whole("chapter 13", 3, "user", "Chapter 13. It rained.")
+CHAPTER = Whole("chapter 13", 3, text="Chapter 13. It rained.", start=9)
 
 
 def turn(*recalled: Candidate) -> Turn:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_config import end_token_ids
 from h2o_stream.models.tokenizer import read_object
 
 
@@ -37,3 +36,10 @@ def read_generation_config(source: Path | GgufFile) -> GenerationConfig:
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
     return GenerationConfig(**{field.name: values.get(field.name) for field in fields(GenerationConfig)})
+
+
+def end_token_ids(file: GgufFile) -> list[int] | None:
+    """The end-of-sequence token ids of a GGUF file."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    token_ids = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
+    return sorted(token_ids) or None

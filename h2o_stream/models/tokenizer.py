@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,14 +17,38 @@ from tokenizers import AddedToken, Tokenizer
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.rendering import render
 
+_LOWEST_PRIORITY = 19
+
 _UNKNOWN = "\ue000 \U000f0000"
 """A text that no vocabulary has: some tokenizers fail at it, whenever it comes."""
 
 
+_LONG = 2**17
+"""Characters that take a fifth of a second."""
+
+
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`."""
-    tokens: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`. Long
+    texts have the lowest priority.
+    """
+    work = partial(tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
+    tokens: list[int] = (work() if len(text) < _LONG else _background().submit(work).result())[0].ids
     return tokens
+
+
+@cache
+def _background() -> ThreadPoolExecutor:
+    """A thread that leaves the processors to others, as far as the system has priorities of threads."""
+    return ThreadPoolExecutor(1, "h2o-tokens", _yield_to_others)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_background.cache_clear)
+
+
+def _yield_to_others() -> None:
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 class FileTokenizer:

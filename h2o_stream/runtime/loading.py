@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
-from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.loaded import LoadedModel
@@ -35,13 +38,13 @@ def load_model(
 ) -> LoadedModel:
     """Load the model that `config` names, for this cache and engine: without torch if that is possible.
 
-    Other arguments and errors as for `models.load.load`, which does it otherwise.
+    Other arguments and errors as for `runtime.transformers_model.load`, which does it otherwise.
     """
     source = find(config.model, config.offline, progress)
     try:
         loaded = load_without_torch(config, cache, engine, notify, progress, source)
     except (DescriptionError, OutOfMemoryError) as reason:
-        from h2o_stream.models.load import load
+        from h2o_stream.runtime.transformers_model import load
 
         loaded = replace(load(config, cache, notify, progress, source), why_transformers=str(reason))
     return with_modelfile(loaded, notify)
@@ -55,7 +58,7 @@ def load_without_torch(
     progress: ProgressCallback,
     source: str | None = None,
 ) -> LoadedModel:
-    """Load a model without torch. Arguments as for `models.load.load`.
+    """Load a model without torch. Arguments as for `runtime.transformers_model.load`.
 
     Raises:
         DescriptionError: that is not possible; the message says why.
@@ -75,7 +78,8 @@ def load_without_torch(
         ready = tokenizer.result()
     if isinstance(opened, ModelFile) and (note := missing_name(opened.file)):
         notify(note)
-    return LoadedModel(config.model, opened.model(description, windows), *ready, path)
+    model = opened.model(description, windows, partial(_is_called, opened))
+    return LoadedModel(config.model, model, *ready, path)
 
 
 def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
@@ -100,6 +104,19 @@ def open_source(config: ModelConfig, path: Path, notify: Callable[[str], None]) 
             raise DescriptionError("its file is packed in another way, or not at all")
         return source
     return Checkpoint(config.model, path, dtype, config.quantize, notify)
+
+
+def _is_called(source: Source, digest: str) -> bool:
+    """Whether states of a model may have another digest; that of transformers' model takes long."""
+    if digest.startswith("file "):
+        return digest == file_digest(source.path, source.variant)
+    config = ModelConfig(source.name, dtype=source.dtype, device="cpu", offline=True, quantize=source.quantize)
+    with suppress(H2OStreamError, ImportError):  # without torch, or memory for it
+        from h2o_stream.cache.identity import model_digest
+        from h2o_stream.runtime.transformers_model import load
+
+        return digest == model_digest(load(config, source=str(source.path)).model)
+    return False
 
 
 def _why_not(config: ModelConfig, engine: EngineChoice) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.models.packed_folder import WEIGHTS_FILE
+from h2o_stream.models.packed_cache import WEIGHTS_FILE
 from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
@@ -65,7 +65,7 @@ def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matr
 
 
 class FolderWeights:
-    """The weights of a folder that `models.packed_weights` has written, or `packed_file`, mapped.
+    """The weights of a folder that `packed_file` has written, mapped.
 
     Args:
         folder: with model.safetensors.

@@ -36,7 +36,9 @@ def recalled_lines(event: Recalled, width: int) -> list[str]:
     if event.gone:
         return [f"{one_line(whole.name)} {_WHY[event.gone]}", *passages]
     tokens, count = sum(piece.tokens for piece in event.candidates), len(event.candidates)
-    size = f"turn {whole.turn}, {tokens:,} tokens" + f" in {count} pieces" * (count > 1)
+    size = f"{'turn' if whole.start else 'up to turn'} {whole.turn}, {tokens:,} tokens" + f" in {count} pieces" * (
+        count > 1
+    )
     return [_cut(f"reading {one_line(whole.name)} again, which is no longer in the cache ({size})", width)]
 
 
