@@ -3,17 +3,21 @@
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from h2o_stream.config import CacheConfig, ModelConfig
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
 from h2o_stream.runtime.transformers_model import load
+from h2o_stream.session.state_files import StateFiles
+from h2o_stream.session.state_format import write_state
 from tests.hostile import attempt, cases_of, search_all
 from tests.hostile_files import Folder, Gguf
 from tests.hostile_kinds import KINDS, checkpoint_seed, gguf_seed
@@ -33,10 +37,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return checkpoint_seed("Llama 3", tmp_path_factory.mktemp("hostile") / "llama")
 
 
-def test_changed_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of those that `make sanitize` tries."""
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's folders are changed, and then what they were."""
     for variable in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(variable, os.environ.get(variable, ""))  # and back
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+
+
+def test_changed_files(own: Any) -> None:
+    """Some of those that `make sanitize` tries."""
     cases, counts = cases_of(KINDS_TESTED, some=lambda name: name in SOME), Counter[str]()
     assert [*search_all(cases, range(COUNT), counts)] == []
     assert counts["opened"] > COUNT / 20
@@ -46,6 +55,40 @@ def test_changed_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.exhaustive
 def test_all_kinds(tmp_path: Path) -> None:
     assert [*search_all(cases_of([*KINDS]), range(3000), Counter())] == []
+
+
+DEEP = b"[" * 9999 + b"]" * 9999
+DAMAGED = [
+    ("checkpoint", "Llama 3", "config.json", DEEP, "nested too deeply"),
+    ("packed", "Llama 3", "config.json", b'{"quantization_config": 3}', "are damaged"),
+    ("packed", "Llama 3", "config.json", b'{"quantization_config": {"modules": {"lm_head": []}}}', "their formats are"),
+    ("tokenizer", "BPE", "generation_config.json", b"[3]", "no JSON object"),
+    ("tokenizer", "BPE", "generation_config.json", b'{"eos_token_id": [[]]}', "eos_token_id"),
+]
+
+
+@in_turn("kind, name, file, content, words", DAMAGED)
+def test_damaged_files(kind: str, name: str, file: str, content: bytes, words: str, own: Any, tmp_path: Path) -> None:
+    ((opener, seed),) = cases_of([kind], some=lambda each: each == name)
+    damaged = replace(seed, files={**seed.files, file: content})
+    damaged.write(tmp_path / "model")
+    with pytest.raises((DescriptionError, H2OStreamError)) as refused:
+        opener.open(tmp_path / "model", damaged)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_states_that_name_no_files(tmp_path: Path) -> None:
+    """Of logs and segments; they are ignored where others are deleted."""
+    files, state, path = StateFiles(tmp_path), {"n": np.array(1)}, tmp_path / "state-00000001.safetensors"
+    (tmp_path / "x.log").write_bytes(bytes(8))
+    for metadata in ({"logs": "3"}, {"logs": '{"a": 3}'}, {"segments": "[]"}, {"logs": '{"a": ["x.log", 9]}'}):
+        with path.open("wb") as file:
+            write_state(file, state, {"line": '{"turn": 3}', **metadata})
+        with pytest.raises(DataError, match="damaged"):
+            files.read(1, 3)
+        files.keep(lambda line: True)
+    assert files.record(2) is None
 
 
 KEYS: list[tuple[str, Any, str]] = [
@@ -109,7 +152,7 @@ def test_the_table_of_rotations_is_as_long_as_the_stream(smollm3: Gguf, tmp_path
     served = runtime.serve(CacheConfig("recent", window=16, chunk=8, positions="gap"))
     served.forward(list(range(3, 23)))
     rows = [layer.attention.rope_rows for layer in served.stepper.model.layers if layer.attention.rope]
-    assert max(rows) <= 64
+    assert max(rows) <= 256
     for token in range(60):
         served.forward([token])
     rows = [layer.attention.rope_rows for layer in served.stepper.model.layers if layer.attention.rope]
