@@ -494,6 +494,20 @@ def test_a_reply_that_waits_for_its_grammar_goes_on_as_alone(server: Running, mo
         assert reply(waits.result()) == alone
 
 
+def test_few_replies_are_begun_between_two_steps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = list[str]()
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (happened.append(name), function(*given))[1]
+
+    for name in ("_begin", "_step"):
+        monkeypatch.setattr(Worker, name, noting(name, getattr(Worker, name)))
+    assert server.ask("All at once?", n=6)[0] == 200
+    begun = "".join(name[1] for name in happened).split("s")
+    assert sum(map(len, begun)) == 6
+    assert max(map(len, begun)) <= worker._BEGUN
+
+
 def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
     pace, found = Pace(), list[int]()
     for seconds, replies in ((9, False), (0.2, True), (0.2, True), (0.05, True), (9, True), (9, True), (0.01, True)):

@@ -11,7 +11,7 @@ import numpy
 import torch
 from transformers.utils.logging import set_tqdm_hook
 
-from h2o_stream.models.packed_folder import MIN_BYTES
+from h2o_stream.models.packed_cache import MIN_BYTES
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.packed_file import Entry, write_packed

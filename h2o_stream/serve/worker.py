@@ -35,6 +35,9 @@ from h2o_stream.session.turn import Turn
 
 _log = logging.getLogger(__name__)
 
+_BEGUN = 2
+"""Replies that are begun between two steps: their conversations and prompts take some milliseconds each."""
+
 _GRAMMAR_S = 0.001
 """Seconds after which grammars are looked at again if nothing else is to be done."""
 
@@ -123,9 +126,11 @@ class Worker:
                     self._endings.give_up(job, error)
 
     def _receive(self) -> None:
-        """Take what was asked for, and begin new replies."""
+        """Take what was asked for, and begin new replies, not too many between two steps of others."""
         self._take_actions()
-        while self._asked and len(self._jobs) + self._endings.saving < self._running:
+        for _ in range(_BEGUN):
+            if not self._asked or len(self._jobs) + self._endings.saving >= self._running:
+                return
             ask = self._asked.popleft()
             try:
                 self._start(ask)
