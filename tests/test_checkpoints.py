@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models import packed_folder, user_cache
+from h2o_stream.models import packed_cache
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
@@ -144,8 +144,7 @@ class TestServed:
     def test_packed_weights(
         self, name: str, quantize: str, min_bytes: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (packed_folder, user_cache):
-            monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+        monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
         for module in (transformers_model, sources):
             monkeypatch.setattr(module, "MIN_BYTES", min_bytes)
         path = saved(name, tmp_path / "model", words)

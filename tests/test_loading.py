@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models import new_packed_folder, packed_folder, quantize
-from h2o_stream.models import user_cache as packed_models
+from h2o_stream.models import packed_cache, quantize
+from h2o_stream.models.packed_cache import cached_folders
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.models.quantize import FORMAT, PackedConfig
-from h2o_stream.models.user_cache import cached_folders
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
@@ -37,8 +36,7 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, with every conversion cached."""
-    for module in (packed_models, packed_folder):
-        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(loading, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
 
@@ -196,7 +194,7 @@ class TestKept:
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
     def test_a_full_disk_is_reported_before(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(new_packed_folder, "_RESERVED_BYTES", 2**60)
+        monkeypatch.setattr(packed_cache, "_RESERVED_BYTES", 2**60)
         said: list[str] = []
         load(ModelConfig(str(folder), quantize="int4", device="cpu"), notify=said.append)
         (line,) = said
@@ -215,7 +213,7 @@ class TestKept:
         config = ModelConfig(str(folder), quantize="int4", device="cpu")
         load(config)
         (entry,) = cached_folders()
-        packed_models.forget(str(folder))
+        packed_cache.forget(str(folder))
         lock = FileLock(entry.path.with_name(f"{entry.path.name}.lock"))
 
         def progress(step: Progress) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from h2o_stream.attachment import measurements
 from h2o_stream.models import gguf_export
-from h2o_stream.models import user_cache as packed_models
+from h2o_stream.models import packed_cache as packed_models
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
 from tests.fixtures import make_llama

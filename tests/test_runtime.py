@@ -17,7 +17,7 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
-from h2o_stream.models import packed_folder, user_cache
+from h2o_stream.models import packed_cache
 from h2o_stream.models.fitting import dtype_name
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.precision import allowed_dtypes
@@ -116,8 +116,7 @@ def through_both(file: Path, config: CacheConfig, **engine: Any) -> tuple[Engine
 
 def keep_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed weights of small models are kept, too, in a cache in this folder."""
-    for module in (packed_folder, user_cache):
-        monkeypatch.setattr(module, "cache_folder", lambda: folder / "cache")
+    monkeypatch.setattr(packed_cache, "cache_folder", lambda: folder / "cache")
     monkeypatch.setattr(transformers_model, "MIN_BYTES", 0)
     monkeypatch.setattr(sources, "MIN_GGUF_BYTES", 0)
 

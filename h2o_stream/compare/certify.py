@@ -67,7 +67,7 @@ def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:
 
 def _damage(source: Any) -> str:
     """A line if packed weights on disk are not those of the files; they are removed then."""
-    from h2o_stream.models.user_cache import folder_lock
+    from h2o_stream.models.packed_cache import folder_lock
 
     folder = source.folder
     if folder is None or not folder.exists() or not (name := source.packed_difference()):

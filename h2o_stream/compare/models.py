@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, CachePlan, EngineChoice, ModelConfig
+from h2o_stream.engine.served import StreamCache
 from h2o_stream.errors import ConfigError, OutOfMemoryError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
@@ -121,3 +123,12 @@ def digest_of_model(model: Any) -> str:
 def dtype_of(model: Any) -> str:
     """The dtype of a model's activations, such as ``bfloat16``."""
     return model.description.dtype if isinstance(model, RuntimeModel) else str(model.dtype).removeprefix("torch.")
+
+
+def cache_bytes(cache: StreamCache) -> int:
+    """Bytes of a cache; of one that keeps everything those of its tokens, however many it has room for."""
+    groups = cache.head_groups if isinstance(cache, WindowRules) else ()
+    if cache.plan.window < _ENDLESS or not groups:
+        return cache.nbytes
+    slots: int = groups[0].num_slots
+    return cache.nbytes * cache.seen_tokens // slots

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from h2o_stream.attachment.measurements import LONG_S
-from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.errors import ModelNotFoundError, OutOfMemoryError
 from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
@@ -19,10 +18,9 @@ from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, Weigh
 from h2o_stream.models.folder_sizes import check_folder
 from h2o_stream.models.generation_config import read_generation_config
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.packed_folder import MIN_BYTES, MIN_GGUF_BYTES, packed_folder
+from h2o_stream.models.packed_cache import MIN_BYTES, MIN_GGUF_BYTES, folder_lock, packed_folder
 from h2o_stream.models.templates import with_template
 from h2o_stream.models.tokenizer import FileTokenizer, read_object
-from h2o_stream.models.user_cache import folder_lock
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.matrix import require
 from h2o_stream.progress import ProgressCallback, ignore
@@ -131,11 +129,9 @@ class Source(ABC):
         if folder is None or not folder.exists():
             raise DescriptionError("its weights were not packed before")
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            return FolderWeights(
-                folder, config["quantization_config"]["modules"], self.architecture, self.parameters, self.dtype
-            )
-        except (OSError, ValueError, KeyError) as error:
+            kinds = read_object(folder / "config.json")["quantization_config"]["modules"]
+            return FolderWeights(folder, kinds, self.architecture, self.parameters, self.dtype)
+        except (ModelNotFoundError, OSError, LookupError, TypeError) as error:
             raise DescriptionError(f"its packed weights in {folder} are damaged") from error
 
     def model(
@@ -240,11 +236,8 @@ class Checkpoint(Source):
         self, name: str, path: Path, dtype: str, quantize: str, notify: Callable[[str], None] = ignore
     ) -> None:
         check_folder(path)
-        try:
-            config = read_object(path / "config.json")
-            architecture, parameters = parameters_of_config(config)
-        except (OSError, ValueError) as error:
-            raise DescriptionError(f"its config.json cannot be read: {error}") from error
+        config = read_object(path / "config.json")
+        architecture, parameters = parameters_of_config(config)
         self._dense = CheckpointWeights(path, architecture, parameters, dtype)
         precision = self._precision(name, quantize, dtype)
         if precision.reason:

@@ -50,7 +50,7 @@ from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.models.packed_folder import MIN_BYTES, packed_folder
+from h2o_stream.models.packed_cache import MIN_BYTES, folder_lock, packed_folder
 from h2o_stream.models.precision import (
     allowed_dtypes,
     device_map_kwargs,
@@ -61,7 +61,6 @@ from h2o_stream.models.precision import (
 )
 from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import with_template
-from h2o_stream.models.user_cache import folder_lock
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
