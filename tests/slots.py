@@ -19,6 +19,7 @@ def attend(
     kernels: Kernels | None = None,
 ) -> Tensor:
     """Feed new tokens and count them."""
+    group.tokens.expect(padding.counts if padding else (key.shape[2],) * len(key), key.shape[2])
     output = attend_with(group, query, key, value, transform, padding, kernels)
-    group.tokens.advance(padding.counts if padding else (key.shape[2],) * len(key), key.shape[2])
+    group.tokens.advance()
     return output

@@ -19,7 +19,7 @@ from h2o_stream.cache.state import encode_json
 from h2o_stream.cache.windows import HeadWindow, schedules, windows
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.engine.engine import Engine
-from h2o_stream.models.load import LoadedModel
+from h2o_stream.runtime.transformers_model import LoadedModel
 from tests.fixtures import make_llama, thinned, with_exhaustive
 from tests.oracle import Rules
 from tests.states import with_checksums

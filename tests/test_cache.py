@@ -12,7 +12,6 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import eager
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.policies import make_policy
 from h2o_stream.config import MIN_EVICTABLE
 from tests.fixtures import ids
 from tests.in_turn import in_turn
@@ -72,7 +71,7 @@ class TestSlots:
     )
     def test_invariants(self, policy: str, window: int, lengths: list[int], batch: int) -> None:
         plan = CacheConfig(policy, window, positions="absolute", chunk=4).plan()
-        layer = HeadGroup(plan, make_policy(plan), None)
+        layer = HeadGroup(plan)
         for number, length in enumerate(lengths):
             torch.manual_seed(number)
             q, k, v = (
@@ -104,7 +103,7 @@ class TestSlots:
 
     def test_keys_and_values_stay_with_their_tokens(self) -> None:
         plan = CacheConfig("h2o", 6, heavy=2, sinks=1, positions="absolute", chunk=3).plan()
-        layer = HeadGroup(plan, make_policy(plan), None)
+        layer = HeadGroup(plan)
         numbers = torch.arange(20.0)
         for part in numbers.split([5, 1, 1, 4, 1, 1, 1, 6]):
             k = part.view(1, 1, -1, 1).expand(1, 2, -1, 4)
@@ -116,7 +115,7 @@ class TestSlots:
     def test_scores_are_float32_and_do_not_saturate_in_bfloat16(self) -> None:
         """Bug 4 of the reference: at a score of 512, increments below 1 vanish in half precision."""
         plan = CacheConfig("h2o-paper", 4, heavy=2, positions="absolute").plan()
-        layer = HeadGroup(plan, make_policy(plan), None)
+        layer = HeadGroup(plan)
         one = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
         for _ in range(3):
             attend(layer, one, one, one, LogitTransform(0.5))

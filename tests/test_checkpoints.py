@@ -13,16 +13,16 @@ from transformers import PreTrainedTokenizerFast
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models import packed_folder, packed_weights, user_cache
-from h2o_stream.models.load import load
+from h2o_stream.models import packed_cache
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import config_parameters, sources
+from h2o_stream.runtime import config_parameters, sources, transformers_model
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint
+from h2o_stream.runtime.transformers_model import load
 from tests.descriptions import difference, same_weights
 from tests.families import LLAMA3, PARTIAL, SLIDING, YARN, tiny
 from tests.fixtures import thinned, with_exhaustive
@@ -144,9 +144,8 @@ class TestServed:
     def test_packed_weights(
         self, name: str, quantize: str, min_bytes: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for module in (packed_folder, user_cache):
-            monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
-        for module in (packed_weights, sources):
+        monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
+        for module in (transformers_model, sources):
             monkeypatch.setattr(module, "MIN_BYTES", min_bytes)
         path = saved(name, tmp_path / "model", words)
         config = ModelConfig(str(path), dtype="float32", quantize=quantize)

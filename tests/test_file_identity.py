@@ -10,14 +10,15 @@ import pytest
 import torch
 from gguf import GGUFValueType
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
-from h2o_stream.models import gguf_export
-from h2o_stream.models import packed_folder as packed_folders
+from h2o_stream.models import gguf_export, packed_cache
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_config
-from h2o_stream.models.packed_folder import packed_folder
+from h2o_stream.models.gguf_export import export_tokenizer
+from h2o_stream.models.packed_cache import packed_folder
+from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
+from h2o_stream.runtime.hf_config import hf_config
 from tests.fixtures import make_llama
 from tests.gguf_files import key, write_model
 
@@ -57,8 +58,9 @@ def copied(original: Path, content: bytes) -> Path:
 
 def exported(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     monkeypatch.setattr(gguf_export, "cache_folder", lambda: path.parent.parent / "cache")
-    folder = export_config(GgufFile(path), pytest.fail)
-    return AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    file = GgufFile(path)
+    folder = export_tokenizer(file, pytest.fail)
+    return hf_config(file, parameters_of_gguf(file)), AutoTokenizer.from_pretrained(folder)
 
 
 def base(value: float) -> bytes:
@@ -92,7 +94,7 @@ class TestGguf:
         content[tensor.offset + tensor.nbytes // 2] ^= 1
         other = copied(original, bytes(content))
         assert model_identity(original) != model_identity(other)
-        monkeypatch.setattr(packed_folders, "cache_folder", lambda: tmp_path)
+        monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path)
         folders = {packed_folder("model.gguf", path, "gguf") for path in (original, other)}
         assert len(folders) == 2
 

@@ -12,14 +12,13 @@ from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.config import ModelConfig
-from h2o_stream.models.gguf_hybrids import nemotron_config
-from h2o_stream.models.load import load
 from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.mixers import Mamba2
 from h2o_stream.runtime.sources import ModelFile
+from h2o_stream.runtime.transformers_model import load
 from tests import llama
 from tests.descriptions import difference
 from tests.fixtures import thinned, with_exhaustive
@@ -224,11 +223,6 @@ def test_biases_of_matrices_that_are_not_packed(tmp_path: Path) -> None:
     assert isinstance(mixer, Mamba2)
     assert mixer.projections[0].bias is not None
     assert difference(described, describe(expected)) == ""
-
-
-def test_a_layer_without_known_parts() -> None:
-    with pytest.raises(ValueError, match="layer 0 has no known part"):
-        nemotron_config({"ssm.time_step_rank": 8, "block_count": 1}.get, ())
 
 
 @pytest.mark.every(3)

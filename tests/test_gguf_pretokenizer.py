@@ -16,7 +16,7 @@ from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.models import gguf_export
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_config
+from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.gguf_pretokenizer import _REGEXES
 from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
 from h2o_stream.progress import ignore
@@ -43,7 +43,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | Non
     def load(name: str | None) -> Any:
         path = tmp_path / "small.gguf"
         write_model(path, make_llama(), "llama", pre=name, **RMS)
-        return AutoTokenizer.from_pretrained(export_config(GgufFile(path), pytest.fail))
+        return AutoTokenizer.from_pretrained(export_tokenizer(GgufFile(path), pytest.fail))
 
     return load
 
@@ -57,7 +57,7 @@ def test_digits_of_the_embedded_model(tmp_path: Path, monkeypatch: pytest.Monkey
     """SmolLM2's own definition: every digit apart, then GPT-2's regex."""
     monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path)
     file = GgufFile(Path(find("smollm2-135m", True)))
-    tokenizer = AutoTokenizer.from_pretrained(export_config(file, pytest.fail))
+    tokenizer = AutoTokenizer.from_pretrained(export_tokenizer(file, pytest.fail))
     ours = [tokenizer(text)["input_ids"] for text in TEXTS]
     tokenizer.backend_tokenizer.pre_tokenizer = DIGITS
     assert ours == [tokenizer(text)["input_ids"] for text in TEXTS]

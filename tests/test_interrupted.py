@@ -1,13 +1,15 @@
 """Comparisons that are interrupted keep what they have found, and go on from it."""
 
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from h2o_stream.compare import asking, nll
+from h2o_stream.compare import asking
 from h2o_stream.compare.pause import Pause
+from h2o_stream.runtime.model import ServedRuntime
 from tests.commands import invoke, records
 
 pytestmark = pytest.mark.usefixtures("no_charts")
@@ -25,20 +27,23 @@ class Interrupting:
             signal.raise_signal(signal.SIGINT)
         return self.function(*arguments, **named)
 
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return partial(self, owner)
+
 
 def results(text: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if name != "tok_s"} for record in records(text)[1:]]
 
 
 @pytest.mark.parametrize(
-    ("module", "function", "options"),
+    ("place", "function", "options"),
     [
-        (nll, "cross_entropy", ["nll", "--policies", "sink,h2o", "--tokens", "700", "--windows", "32"]),
+        (ServedRuntime, "losses", ["nll", "--policies", "sink,h2o", "--tokens", "700", "--windows", "32"]),
         (asking, "say", ["recall", "--policies", "sink", "--facts", "1", "--distances", "8", "--windows", "64"]),
     ],
 )
 def test_the_same_command_goes_on(
-    module: Any,
+    place: Any,
     function: str,
     options: list[str],
     tiny_folder: Path,
@@ -47,19 +52,19 @@ def test_the_same_command_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = [*options, "-m", tiny_folder, "--dtype", "float32", "--text", text, "--jsonl", "-", "--out"]
-    whole = Interrupting(getattr(module, function))
-    monkeypatch.setattr(module, function, whole)
+    whole = Interrupting(getattr(place, function))
+    monkeypatch.setattr(place, function, whole)
     expected = results(invoke("h2o-compare", *command, tmp_path / "whole").stdout)
 
     first = Interrupting(whole.function, number=2)
-    monkeypatch.setattr(module, function, first)
+    monkeypatch.setattr(place, function, first)
     left = invoke("h2o-compare", *command, tmp_path / "parts")
     assert left.exit_code == 130
     assert "the same command goes on" in left.stderr
     assert len(list((tmp_path / "parts" / "parts").glob("*.kept"))) == 1
 
     second = Interrupting(whole.function)
-    monkeypatch.setattr(module, function, second)
+    monkeypatch.setattr(place, function, second)
     done = invoke("h2o-compare", *command, tmp_path / "parts")
     assert done.exit_code == 0, done.stderr
     assert results(done.stdout) == expected
@@ -70,7 +75,7 @@ def test_the_same_command_goes_on(
 def test_without_a_folder_what_is_finished_is_shown(
     tiny_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nll, "cross_entropy", Interrupting(nll.cross_entropy, number=2))
+    monkeypatch.setattr(ServedRuntime, "losses", Interrupting(ServedRuntime.losses, number=2))
     options = ["--policies", "sink,h2o", "--tokens", "200", "--windows", "32", "--text", text]
     left = invoke("h2o-compare", "nll", "-m", tiny_folder, *options)
     assert left.exit_code == 130

@@ -15,18 +15,17 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models import load as loading
-from h2o_stream.models import new_packed_folder, packed_folder, packed_weights, quantize
-from h2o_stream.models import user_cache as packed_models
-from h2o_stream.models.gguf_names import Weight
-from h2o_stream.models.load import LoadedModel, load
+from h2o_stream.models import packed_cache, quantize
+from h2o_stream.models.packed_cache import cached_folders
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.models.quantize import FORMAT, PackedConfig
-from h2o_stream.models.user_cache import cached_folders
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
+from h2o_stream.runtime import transformers_model as loading
+from h2o_stream.runtime.hf_weights import HfWeights
+from h2o_stream.runtime.transformers_model import LoadedModel, load
 from tests.fixtures import make_llama, saved
 from tests.test_runtime import written as write_gguf
 from tests.tolerance import relative_error
@@ -37,9 +36,8 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, with every conversion cached."""
-    for module in (packed_models, packed_folder):
-        monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
+    monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(loading, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
 
 
@@ -174,7 +172,7 @@ class TestKept:
         assert "it has no model.norm.weight" in said[0]
 
     def test_small_ones_are_not_kept(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packed_weights, "MIN_BYTES", 2**30)
+        monkeypatch.setattr(loading, "MIN_BYTES", 2**30)
         load(ModelConfig(str(folder), quantize="int4", device="cpu"))
         assert not cached_folders()
 
@@ -185,7 +183,7 @@ class TestKept:
         def fail(*_: object) -> None:
             raise error
 
-        monkeypatch.setattr("safetensors.torch.save_file", fail)
+        monkeypatch.setattr("h2o_stream.runtime.packed_file._mapped", fail)
         config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
         if isinstance(error, KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
@@ -196,7 +194,7 @@ class TestKept:
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
     def test_a_full_disk_is_reported_before(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(new_packed_folder, "_RESERVED_BYTES", 2**60)
+        monkeypatch.setattr(packed_cache, "_RESERVED_BYTES", 2**60)
         said: list[str] = []
         load(ModelConfig(str(folder), quantize="int4", device="cpu"), notify=said.append)
         (line,) = said
@@ -215,7 +213,7 @@ class TestKept:
         config = ModelConfig(str(folder), quantize="int4", device="cpu")
         load(config)
         (entry,) = cached_folders()
-        packed_models.forget(str(folder))
+        packed_cache.forget(str(folder))
         lock = FileLock(entry.path.with_name(f"{entry.path.name}.lock"))
 
         def progress(step: Progress) -> None:
@@ -255,20 +253,21 @@ class TestGguf:
     def test_repacking_reads_matrix_by_matrix(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """No more than one matrix exists unpacked."""
         unpacked = most_unpacked = 0
-        read, packed = Weight.values, quantize.pack
+        read, packed = HfWeights.values, quantize.pack
 
-        def counted(weight: Weight) -> torch.Tensor:
+        def counted(weights: HfWeights, name: str) -> torch.Tensor:
             nonlocal unpacked, most_unpacked
-            unpacked += len(weight.shape) == 2
+            values = read(weights, name)
+            unpacked += len(values.shape) == 2
             most_unpacked = max(most_unpacked, unpacked)
-            return read(weight)
+            return values
 
         def packing(*args: object) -> torch.Tensor:
             nonlocal unpacked
             unpacked -= 1
             return packed(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Weight, "values", counted)
+        monkeypatch.setattr(HfWeights, "values", counted)
         monkeypatch.setattr(quantize, "pack", packing)
         load(ModelConfig(str(write_gguf(tmp_path, "Llama")), device="cpu", quantize="int4"))
         assert (unpacked, most_unpacked) == (0, 1)
@@ -288,7 +287,7 @@ class TestGguf:
             load(ModelConfig(device="cpu"), progress=stop)
 
     def test_it_is_refused_where_it_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("h2o_stream.models.gguf_model.free_bytes", lambda: 50 * 2**20)
+        monkeypatch.setattr("h2o_stream.runtime.hf_weights.free_bytes", lambda: 50 * 2**20)
         with pytest.raises(OutOfMemoryError, match=r"needs .* MiB of memory, 50 MiB are free"):
             load(ModelConfig(device="cpu"))
 

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from h2o_stream import CacheConfig, Engine, SamplingConfig
-from h2o_stream.cache import group_rules, shared_state
+from h2o_stream import CacheConfig, Engine, SamplingConfig, attach
+from h2o_stream.cache import shared_state
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.logs import MAX_MARKS, Log, NumberLog
@@ -28,9 +28,11 @@ from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Entry, Header, Transcript, _Content, header_record, last_turn, turn_record
+from tests.fixtures import ids, make_llama
 from tests.serve_load import post
 from tests.served import Running
 from tests.test_history import make, said  # noqa: F401
+from tests.tolerance import assert_close
 
 pytestmark = [
     pytest.mark.usefixtures("own_home"),
@@ -185,20 +187,29 @@ def test_logs_are_as_lists(steps: list[tuple[int, int]]) -> None:
 
 def test_rotations_of_the_distances_there_are(talker: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of all that the model was trained for: 65,536 of Llama's would take 32 MB."""
-    monkeypatch.setattr(shared_state, "_MIN_LENGTH", 32)
     found, greedy = [], SamplingConfig(temperature=0, max_tokens=600)
     for everything in (False, True):
         if everything:
-            monkeypatch.setattr(group_rules, "doubled", lambda length: 2**20)
+            monkeypatch.setattr(shared_state, "_MIN_REACH", 2**20)
         with Engine(talker(context=65536), tokenizer, CacheConfig(window=64), greedy) as engine:
             engine.end_tokens = frozenset()
             list(engine.prefill([*range(3, 59)]))
             list(engine.decode())
-            table: Any = engine.cache.head_groups[0].table
-            rows = {len(rows) for rows in table._tables.values()}
-            assert everything or max(rows) <= 8192
+            assert (len(engine.cache.head_groups[0].table.on_cpu(1)) > 2048) == everything
             found.append([*engine.tokens])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("engine", ["auto", "eager"])
+def test_rotations_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    """Its tokens are counted before its distances are looked up."""
+    monkeypatch.setattr(shared_state, "_MIN_REACH", 32)
+    model, tokens = make_llama(context=4096), ids(200)
+    with attach(model, CacheConfig(window=16, chunk=20), engine=engine) as cache:
+        whole = model(tokens, past_key_values=cache).logits[:, -1]
+        cache.reset()
+        assert model(tokens[:, :100], past_key_values=cache).logits.isfinite().all()
+        assert_close(model(tokens[:, 100:], past_key_values=cache).logits[:, -1], whole)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["turn", "undo"]), st.integers(0, 9000)), max_size=6), st.booleans())

@@ -164,7 +164,7 @@ def test_undo_and_forks_are_exact(name: str, dtype: torch.dtype) -> None:
         assert swapped[0].equal(swapped[1])
         assert swapped[1].equal(expected[1, 1:2])
         model(tokens[:, 28:30], past_key_values=cache)  # eager: dense prompts are
-        own = {state.dtype for spec in cache.specs for state in spec.state_like.values()}
+        own = {dtype for spec in cache.specs for dtype in spec.state_dtypes.values()}
         assert {state.dtype for state in states(cache)} == own
         cache.reset()
         assert not states(cache)

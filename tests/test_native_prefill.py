@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.policies import Candidates, make_policy
+from h2o_stream.cache.policies import Candidates
 from h2o_stream.cache.protection import Protection
 from h2o_stream.cache.quantized_store import QuantizedStore
+from h2o_stream.cache.store import Store
 from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import LONG_TERM_DECAY, LONG_TERM_DISTANCE, CachePlan
 from h2o_stream.native.abi import TOO_FEW_SLOTS, AttentionLayer, PolicyKind, PositionMode, Slots
@@ -26,7 +28,7 @@ from tests.slots import attend
 
 POLICIES = {"h2o": 0, "h2o-paper": 0, "tova": 1, "random": 2, "sink": 3, "recent": 3}
 POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
-BOOKS = ("scores", "long_term", "index", "rank", "free", "seen")
+FIELDS = {"long_term_scores": "long_term"}
 
 
 class Table:
@@ -99,7 +101,7 @@ class Eager:
         self.case, self.layers = case, []
         for heads in groups:
             table = None if case.plan.positions == "absolute" else Table(case.rotary)
-            layer = HeadGroup(case.plan, make_policy(case.plan, 3), table, case.sliding)
+            layer = HeadGroup(case.plan, layer=3, table=table, sliding=case.sliding)
             layer.schedule = case.schedule
             layer.protection = Protection(case.plan.sinks, case.pins, case.plan.recent, case.transient)
             self.layers.append((layer, torch.tensor(heads)))
@@ -164,22 +166,13 @@ class Native:
         return tensor.data_ptr()
 
     def made(self, heads: int, slots: int) -> dict[str, Tensor]:
-        case, bits = self.case, self.case.plan.kv_bits
-        like = torch.zeros(1, heads, 1, case.size, dtype=case.dtype)
-        exact, long_term = self.layer.exact_sinks, case.plan.long_term > 0
-        if bits == 16:
-            store = {name: torch.full((heads, slots, case.size), 7.0, dtype=case.dtype) for name in ("keys", "values")}
-        else:
-            quantized = QuantizedStore(like, like, slots, bits, exact, self.layer.residual)
-            store = {name: getattr(quantized, name)[0].clone() for name in quantized.names}
-        return store | {
-            "scores": torch.full((heads, slots), -torch.inf),
-            **({"long_term": torch.zeros(heads, slots)} if long_term else {}),
-            "index": torch.full((heads, slots), -1, dtype=torch.int32),
-            "rank": torch.full((heads, slots), slots, dtype=torch.int16),
-            "free": torch.zeros(heads, dtype=torch.int64),
-            "seen": torch.zeros(1, dtype=torch.int64),
-        }
+        group, size = HeadGroup(self.case.plan), self.case.size
+        group.allocate(HeadShape(heads, heads, size, size), str(self.case.dtype), 1, slots)
+        if self.case.plan.kv_bits == 16:
+            group.store.keys.fill_(7.0)
+            group.store.values.fill_(7.0)
+        tensors = {FIELDS.get(name, name): tensor[0].clone() for name, tensor in group.tensors().items()}
+        return tensors | {name: tensors[name].squeeze(-1) for name in ("free", "seen")}
 
     def slots(self, tensors: dict[str, Tensor], heads: tuple[int, ...], slots: int) -> Slots:
         numbers = self.address(torch.tensor(heads, dtype=torch.int32))
@@ -228,16 +221,9 @@ class Native:
     def held(self) -> list[dict[str, Tensor]]:
         result = []
         for group in range(len(self.groups)):
-            book = {name: self.stacked(group, name) for name in BOOKS if name in self.tensors[0][group]}
-            bits, like = self.case.plan.kv_bits, torch.zeros(self.case.batch, 1, 1, self.case.size)
-            slots = book["index"].shape[-1]
-            store = QuantizedStore(like, like, slots, min(bits, 8), self.layer.exact_sinks, self.layer.residual or 1)
-            if bits == 16:
-                store.read_exactly = lambda _, g=group: (self.stacked(g, "keys"), self.stacked(g, "values"))
-            else:
-                store.bits = bits
-                for name in store.names:
-                    setattr(store, name, self.stacked(group, name))
+            book = {name: self.stacked(group, name) for name in self.tensors[0][group]}
+            bits, sinks = self.case.plan.kv_bits, self.layer.exact_sinks
+            store = Store(book) if bits == 16 else QuantizedStore(book, bits, sinks)
             held = Candidates(book["scores"], book["index"], book["rank"], book["seen"], book.get("long_term"))
             result.append(by_token(store, held))
         return result

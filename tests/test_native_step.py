@@ -227,7 +227,7 @@ def test_a_policy_written_in_python_is_served_eagerly(monkeypatch: pytest.Monkey
     model = make_llama()
     with attach(model, CacheConfig(window=24)) as cache:
         assert cache.engine_note.startswith("native"), "a verified model does not vouch for the policy"
-    monkeypatch.setattr("h2o_stream.cache.layer.make_policy", lambda plan, layer=0: Mine(plan, layer))
+    monkeypatch.setattr("h2o_stream.cache.head_group.make_policy", lambda plan, layer=0: Mine(plan, layer))
     with torch.no_grad(), attach(model, CacheConfig(window=24)) as cache:
         assert cache.engine_note.startswith("eager")
         for part in tokens_of(1, 40).split(1, 1):
@@ -303,14 +303,15 @@ def test_a_token_that_does_not_exist_is_refused(token: int) -> None:
 def test_as_many_slots_as_ranks_of_16_bits_can_count(policy: str, slots: int, dtype: torch.dtype) -> None:
     """Full slots take single tokens, then a chunk, then single tokens."""
     plan = CacheConfig(policy, slots - 1, positions="absolute", chunk=5).plan()
-    groups = [HeadGroup(plan, make_policy(plan), None) for _ in range(2)]
+    groups = [HeadGroup(plan) for _ in range(2)]
     kernels = (make_kernels(), None)
     like, generator = torch.empty(1, 2, 1, 8), torch.Generator().manual_seed(slots)
     order = torch.stack([torch.randperm(slots, generator=generator) for _ in range(2)])
     for group in groups:
-        group.allocate(like, like, slots)
+        group.allocate_like(like, like, slots)
         assert group.rank.dtype == dtype
-        group.tokens.advance((slots - 1,), slots - 1)
+        group.tokens.expect((slots - 1,), slots - 1)
+        group.tokens.advance()
         group.seen.fill_(slots - 1)
         group.index.copy_(order).masked_fill_(group.index == slots - 1, -1)
         group.rank.copy_(slots - 2 - order).masked_fill_(group.index < 0, slots)

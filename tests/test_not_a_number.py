@@ -8,7 +8,6 @@ from torch import Tensor
 
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.protection import Protection
 from h2o_stream.config import CachePlan
 from h2o_stream.native import library
@@ -21,7 +20,7 @@ NEW = (40, 1, 1, 9, *[1] * 20)
 
 def outputs(native: bool, plan: CachePlan, poisoned: int) -> Iterator[tuple[Tensor, HeadGroup]]:
     """Results of a layer whose first head gets a NaN key in one forward."""
-    layer = HeadGroup(plan, make_policy(plan), None if plan.positions == "absolute" else Table(16))
+    layer = HeadGroup(plan, table=None if plan.positions == "absolute" else Table(16))
     layer.protection = Protection(plan.sinks, (range(7, 9),), 4)
     kernels = NativeKernels(library.loaded()) if native else None
     seeded = torch.Generator().manual_seed(1)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.attention_interface import h2o_attention
 from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.mapped_store import MappedQuantizedStore, MappedStore, mapped_to_file
+from h2o_stream.cache.mapped_memory import mapped_memory
+from h2o_stream.cache.slots import ENCODED, STORED
 from h2o_stream.compare.options import configs_of
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.models.load import load
 from h2o_stream.models.precision import device_map_kwargs
+from h2o_stream.runtime.transformers_model import load
 from tests.commands import invoke
 from tests.fixtures import make_llama, saved, with_exhaustive
 
@@ -47,7 +48,7 @@ def test_weights_on_disk_give_the_same_output_as_in_memory(tiny_folder: Path, po
 @pytest.mark.parametrize("policy", ["h2o", "recent", "tova"])
 def test_a_cache_in_host_memory_of_a_model_elsewhere(policy: str) -> None:
     """Fake tensors have no data but track devices, and refuse to be mixed across devices like real ones."""
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         config = CacheConfig(policy, 16, positions="absolute", budgets="equal", device="cpu")
         cache = H2OCache(config, [LayerSpec(device=torch.device("cuda"))], None)
         for new in (5, 1, 30, 1, 1):
@@ -81,27 +82,22 @@ def test_a_cache_on_disk_gives_the_same_output(
         config = CacheConfig(**{"policy": "h2o", "window": 32, "sinks": 4, **settings, "device": device})
         with attach(model, config) as cache:
             generated.append(model.generate(IDS, max_new_tokens=24, do_sample=False, num_beams=2).tolist())
-            stores = [group.store for group in cache.head_groups]
-            assert all(isinstance(store, MappedStore | MappedQuantizedStore) == (device == "disk") for store in stores)
-            if sys.platform == "linux" and device == "disk":
-                places = mapped_ranges(str(tmp_path))
-                for store in stores:
-                    for name in store.names:
-                        address = getattr(store, name).data_ptr()
-                        assert any(start <= address < end for start, end in places), name
+            assert all(is_mapped(group, tmp_path) == (device == "disk") for group in cache.head_groups)
             states.append(cache.state_dict())
     assert generated[0] == generated[1]
     assert states[0].keys() == states[1].keys()
     with attach(model, config) as cache:
         cache.load_state_dict(states[0])
-        assert isinstance(cache.head_groups[0].store, MappedStore | MappedQuantizedStore)
+        assert is_mapped(cache.head_groups[0], tmp_path)
     assert not list((tmp_path / "h2o-stream").glob("slots/*")), "nothing stays behind"
 
 
-def mapped_ranges(folder: str) -> list[tuple[int, int]]:
-    """Addresses at which this process maps files of a folder."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
-    return [(int(start, 16), int(end, 16)) for start, _, end in (line[0].partition("-") for line in lines)]
+def is_mapped(group: HeadGroup, folder: Path) -> bool:
+    """Whether the process maps files of a folder where keys and values, and their codes, are."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    places = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
+    addresses = [x.data_ptr() for name, x in group.tensors().items() if name in {*STORED, *ENCODED}]
+    return all(any(start <= address < end for start, end in places) for address in addresses)
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,7 +107,7 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     with pytest.raises(H2OStreamError, match=r"No space left on device.*--cache-device cpu"):
-        mapped_to_file(torch.zeros(4))
+        mapped_memory(16)
     assert not list(tmp_path.glob("*/slots/*"))
 
 

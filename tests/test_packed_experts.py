@@ -12,14 +12,12 @@ from torch import nn
 from h2o_stream import attach
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
-from h2o_stream.models import load as models_load
-from h2o_stream.models import packed_weights
-from h2o_stream.models.load import load
 from h2o_stream.models.packed_experts import SplitExperts, is_plain, split_experts
 from h2o_stream.native import library
 from h2o_stream.runtime import sources
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.runtime.transformers_model import load
 from tests.families import EXPERTS, GROUPED, tiny
 from tests.fixtures import thinned
 from tests.gguf_files import write_model
@@ -89,9 +87,7 @@ def test_steps_and_prompts_are_native(name: str, rows: int, tmp_path: Path) -> N
 def test_later_starts_map_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without torch."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in (models_load, sources):
-        monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
-    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
+    monkeypatch.setattr(sources, "MIN_GGUF_BYTES", 0)
     path = written(tmp_path, name)
     config, cache = ModelConfig(str(path), dtype="float32"), CacheConfig(window=40, chunk=16)
     logits: list[Any] = []

@@ -9,9 +9,9 @@ import pytest
 
 from h2o_stream.attachment import measurements
 from h2o_stream.models import gguf_export
-from h2o_stream.models import user_cache as packed_models
+from h2o_stream.models import packed_cache as packed_models
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_config
+from h2o_stream.models.gguf_export import export_tokenizer
 from tests.fixtures import make_llama
 from tests.gguf_files import write_model
 
@@ -49,12 +49,12 @@ def test_exports_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     made = []
     for time_ns in (1, 2, 3):
         os.utime(path, ns=(time_ns, time_ns))
-        made.append(export_config(GgufFile(path), pytest.fail))
+        made.append(export_tokenizer(GgufFile(path), pytest.fail))
         os.utime(made[-1], ns=(time_ns, time_ns))
         assert not old.exists()
     os.utime(path, ns=(2, 2))
     assert [folder.exists() for folder in made] == [False, True, True]
-    assert export_config(GgufFile(path), pytest.fail) == made[1]
+    assert export_tokenizer(GgufFile(path), pytest.fail) == made[1]
 
 
 def test_packed_weights_of_files_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,11 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.quantize import decode, encode, fit, spread
-from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.engine.served import serve
-from h2o_stream.models.load import LoadedModel
+from h2o_stream.runtime.transformers_model import LoadedModel
 from tests.fixtures import make_llama, with_exhaustive
 from tests.slots import attend
 from tests.tolerance import assert_close
@@ -80,7 +79,7 @@ class TestLayer:
     def test_every_token_is_where_it_belongs(self, policy: str, window: int, bits: int, lengths: list[int]) -> None:
         """Each slot's key is near the key of its token, and exact for sinks and the newest."""
         plan = CacheConfig(policy, window, positions="absolute", chunk=7, kv_bits=bits).plan()
-        layer = HeadGroup(plan, make_policy(plan), None)
+        layer = HeadGroup(plan)
         keys: list[torch.Tensor] = []
         for number, length in enumerate(lengths):
             k = numbers(1, 2, length, 8, seed=number)
@@ -101,8 +100,9 @@ class TestLayer:
 
     def test_grids_are_widened_by_a_margin(self) -> None:
         """So that a key which lies a little further out changes no grid, and stored keys are seldom rounded again."""
-        like = torch.zeros(1, 1, 1, 8)
-        store = QuantizedStore(like, like, slots=20, bits=8, sinks=0, residual=1)
+        group = HeadGroup(CacheConfig(window=18, kv_bits=8).plan())
+        group.allocate(HeadShape(1, 1, 8, 8), "float32", 1, 20)
+        store: Any = group.store
 
         def widened(*keys: float) -> tuple[float, float]:
             x = torch.tensor(keys)[:, None].expand(1, 1, len(keys), 8)
@@ -120,7 +120,7 @@ class TestLayer:
     def test_a_token_does_not_drift_while_it_stays(self) -> None:
         """Once the ranges are stable, reading and storing again changes no code."""
         plan = CacheConfig("sink", 40, sinks=30, positions="absolute", chunk=5, kv_bits=4).plan()
-        layer = HeadGroup(plan, make_policy(plan), None)
+        layer = HeadGroup(plan)
         self.feed(layer, [60])
         layer.store.key_range[:, :, 0], layer.store.key_range[:, :, 1] = -9.0, 9.0
         self.feed(layer, [10])

@@ -71,6 +71,8 @@ def test_what_is_named(message: str, turn: int, begins: str, ends: str) -> None:
         "Translate 'good morning' into French.",
         "Summarize the plot of Hamlet.",
         "What is the part I wrote about?",
+        "I read chapter 2 yesterday. What should I cook?",
+        "Explain the first part of your answer",
         "Summarize this text: " + WORDS,
         "",
     ],
@@ -80,6 +82,7 @@ def test_what_is_not(message: str) -> None:
     assert whole is None or whole.name in message
 
 
+PROSE = "The class Invoice:\nClass Invoice has a function to add cents.\nIt keeps a total."
 ADD = "    def add(self, cents):\n        self.total += cents"
 
 
@@ -88,6 +91,8 @@ ADD = "    def add(self, cents):\n        self.total += cents"
     ("Document the `add` function", ADD),
     ("Add a column to the table invoices", "CREATE TABLE invoices (\n    cents INT\n);"),
     ("What is the function of the liver?", None),
+    ("Write a function to sort a list.", None),
+    ("Summarize the story in a sentence.", None),
 ])  # fmt: skip
 def test_code(message: str, code: str | None) -> None:
     """The newest version, the model's too."""
@@ -96,8 +101,14 @@ def test_code(message: str, code: str | None) -> None:
         f"Sure:\n```python\nclass Invoice:\n    total = 0\n\n{ADD}\n```\n"
         "```sql\nCREATE TABLE invoices (\n    cents INT\n);\n```\nDone."
     )
-    whole = find_whole(message, lambda: [(1, old, new), (2, "Thanks", "Fine")])
+    whole = find_whole(message, lambda: [(1, old, new), (2, "Thanks", PROSE)])
     assert (whole.text if whole else None) == code
+
+
+def test_all_that_was_said() -> None:
+    whole = find_whole("Summarize our conversation", lambda: [(1, "Hi", "Hello"), (2, "Bye", "See you")])
+    assert whole is not None
+    assert (whole.turn, whole.text) == (2, "User: Hi\n\nAssistant: Hello\n\nUser: Bye\n\nAssistant: See you")
 
 
 def test_what_was_never_given() -> None:

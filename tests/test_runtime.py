@@ -12,26 +12,26 @@ import numpy
 import pytest
 from gguf import GGMLQuantizationType
 
+from h2o_stream.cache.rotations import Rotations
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
-from h2o_stream.models import load as models_load
-from h2o_stream.models import packed_folder, packed_weights, user_cache
+from h2o_stream.models import packed_cache
 from h2o_stream.models.fitting import dtype_name
-from h2o_stream.models.load import load
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.precision import allowed_dtypes
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import loading, sources
+from h2o_stream.runtime import loading, sources, transformers_model
 from h2o_stream.runtime.known import read_windows, shipped_digest
 from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.runtime.model import RuntimeModel
-from h2o_stream.runtime.rotations import Rotations, rope_frequencies
+from h2o_stream.runtime.rotations import rope_frequencies
 from h2o_stream.runtime.sources import ModelFile
+from h2o_stream.runtime.transformers_model import load
 from tests.descriptions import difference
 from tests.families import GROUPED, SLIDING, tiny
 from tests.fixtures import thinned, with_exhaustive
@@ -116,11 +116,9 @@ def through_both(file: Path, config: CacheConfig, **engine: Any) -> tuple[Engine
 
 def keep_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed weights of small models are kept, too, in a cache in this folder."""
-    for module in (packed_folder, user_cache):
-        monkeypatch.setattr(module, "cache_folder", lambda: folder / "cache")
-    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
-    for module in (sources, models_load):
-        monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
+    monkeypatch.setattr(packed_cache, "cache_folder", lambda: folder / "cache")
+    monkeypatch.setattr(transformers_model, "MIN_BYTES", 0)
+    monkeypatch.setattr(sources, "MIN_GGUF_BYTES", 0)
 
 
 def test_caches_share_a_table_of_rotations() -> None:

@@ -112,6 +112,18 @@ class TestConversations:
         status, answer = server.ask("One.", "Two.", "Three.", previous_response_id=second["id"])
         assert (status, answer["error"]["param"]) == (400, "messages")
 
+    def test_a_branch_reads_again_what_its_conversation_does(self, server: Running) -> None:
+        """Also if it is not kept."""
+        asked = {"recall": "auto", "window": 48, "max_tokens": 1}
+        history = ["The 日本語 é 7111 is blue."]
+        for text in ("Hi. 1", "Hi. 2", "Hi. 3", "日本語 é 7111?"):
+            history += [reply(server.say(*history, **asked)), text]
+        answers = [server.say(*history, **asked, store=keep)["h2o"] for keep in (False, True, True)]
+        assert [answer["origin"] for answer in answers] == ["branched", "continued", "branched"]
+        assert len({answer["seen_tokens"] for answer in answers}) == 1
+        read = server.say(*history, **asked | {"recall": "off"})["h2o"]
+        assert answers[0]["seen_tokens"] > read["seen_tokens"]
+
     def test_together_as_alone(self, server: Running) -> None:
         alone = [texts(converse(server.url, number, 2, 10)) for number in range(2)]
         answers, _ = together(server.url, range(4), 2, 10)

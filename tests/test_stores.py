@@ -10,10 +10,10 @@ from filelock import FileLock
 
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
 from h2o_stream.models import other_tools as stores
-from h2o_stream.models import user_cache as packed_models
+from h2o_stream.models import packed_cache as packed_models
 from h2o_stream.models.find import find
 from h2o_stream.models.other_tools import ollama_file, stored_models
-from h2o_stream.models.user_cache import cached_bytes, cached_folders, forget
+from h2o_stream.models.packed_cache import cached_bytes, cached_folders, forget
 from tests.commands import invoke
 
 HEX = "0123456789abcdef" * 4

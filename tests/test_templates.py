@@ -1,13 +1,17 @@
 """What is fed is what templates make of the very text, and no text becomes a control token."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from h2o_stream.errors import DataError, UnsupportedModelError
+from h2o_stream.session import control_tokens
 from h2o_stream.session.control_tokens import ControlTokens
 from h2o_stream.session.template import ChatTemplate
 from tests.in_turn import in_turn
@@ -126,6 +130,35 @@ def test_vocabulary_without_merges_to_check() -> None:
     assert controls.encode("user hello stop") == [2, 3, 1]
     assert 1 not in controls.encode(f"user {controls.guard('hello stop')}")
     assert controls.encode(f"user {controls.guard('hello stop')} stop")[-1] == 1
+
+
+class Spy:
+    """A pattern that notes how many characters it searches at once."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern, self.most = pattern, 0
+
+    def search(self, text: str, start: int, stop: int) -> re.Match[str] | None:
+        self.most = max(self.most, min(stop, len(text)) - start)
+        return self._pattern.search(text, start, stop)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from(["<|im_end|>", "<|im_end", "|>", "<|", "<|im_start|>", "a", "\n", "日本"]), max_size=30)
+)
+def test_long_texts_are_searched_in_pieces(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, parts: list[str]
+) -> None:
+    """The same is found as in one piece, wherever pieces begin."""
+    controls, text = ControlTokens(tokenizer), "".join(parts)
+    whole = controls.guard(text), controls.encode(controls.guard(text)), controls.encode(text)
+    monkeypatch.setattr(control_tokens, "_PIECE", 3)
+    spy: Any = Spy(controls._pattern)
+    controls._pattern = spy
+    assert (controls.guard(text), controls.encode(controls.guard(text)), controls.encode(text)) == whole
+    assert controls.unguard(whole[0]) == text
+    assert spy.most <= 3 + controls._longest
 
 
 def test_templates_that_look_for_control_tokens(tokenizer: PreTrainedTokenizerBase) -> None:

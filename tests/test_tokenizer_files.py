@@ -21,11 +21,11 @@ from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.generation_config import GenerationConfig, read_generation_config
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
-from h2o_stream.models.load import load_tokenizer
 from h2o_stream.models.templates import FALLBACK_TEMPLATE, with_template
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.recall.passages import decode
 from h2o_stream.recall.terms import TermWeights
+from h2o_stream.runtime.transformers_model import load_tokenizer
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.retention import retention
@@ -92,7 +92,7 @@ def ours(embedded_file: Path) -> FileTokenizer:
 def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
     """Exports a GGUF file into a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return lambda path: gguf_export.export_config(GgufFile(path), pytest.fail)
+    return lambda path: gguf_export.export_tokenizer(GgufFile(path), pytest.fail)
 
 
 def definition(tokenizer: Any) -> dict[str, Any]:

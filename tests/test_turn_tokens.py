@@ -19,7 +19,7 @@ from h2o_stream.models import file_tokenizers
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.generation_config import GenerationConfig, read_generation_config
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_config
+from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.templates import with_template
 from h2o_stream.models.turn_tokens import BEGINNINGS, end_tokens, with_bos
@@ -201,7 +201,7 @@ def test_a_folder(name: str, tmp_path: Path) -> None:
 def test_a_file_with_scores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokenizer is converted by transformers, and begins texts unless the file says that it does not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(file_tokenizers, "export_apart", export_config)
+    monkeypatch.setattr(file_tokenizers, "export_apart", export_tokenizer)
     family = FAMILIES[name]
     for number, change in enumerate(SENTENCEPIECE):
         file = CHANGES[change](published(family))

@@ -16,7 +16,7 @@ from h2o_stream.attachment.attention_interface import attention_names, using_h2o
 from h2o_stream.attachment.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.attachment.model_facts import input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.retrieval_heads import give_retrieval_heads_more
-from h2o_stream.attachment.sizing import allocated_bytes, weight_bytes
+from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.attachment.support import check_supported, layer_specs, with_default_positions
 from h2o_stream.attachment.verification import Verification, verify_logits
 from h2o_stream.cache.full_cache import FullCache
@@ -77,7 +77,7 @@ def attach(
     model._h2o_cache = cache
     try:
         with (
-            using_h2o_attention(model) if isinstance(cache, H2OCache) else nullcontext(),
+            using_h2o_attention(model) if cache.evicts else nullcontext(),
             replaced_forward(model, AttachedForward(model, cache, stepper, attention)),
         ):
             yield cache
@@ -120,7 +120,7 @@ def _build(
     max_distance = max_distance_of(model.config)
 
     def bytes_of(config: CacheConfig) -> int:
-        return allocated_bytes(H2OCache(config, specs, max_distance))
+        return H2OCache(config, specs, max_distance).allocated_bytes()
 
     weights = functools.partial(weight_bytes, model)
     config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])

@@ -100,7 +100,7 @@ class AttachedForward:
             return self._run({**dict(zip(self._names, args, strict=False)), **kwargs})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """See `OneThread`."""
+        """Refuse."""
         return self.cache.one_thread.__reduce_ex__(protocol)
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
@@ -132,7 +132,7 @@ class AttachedForward:
 
     def _check_attention(self) -> None:
         for config, name in self._attached:
-            if config._attn_implementation != name and not isinstance(self.cache, FullCache):
+            if config._attn_implementation != name and self.cache.evicts:
                 raise H2OStreamError(
                     f"the attention of an attached model was set to {config._attn_implementation}; "
                     f"choose it before the block, or set it back to {name}"
@@ -141,7 +141,7 @@ class AttachedForward:
     def _check_outputs(self, kwargs: dict[str, Any]) -> None:
         asked = kwargs.get("output_attentions")
         asked = getattr(self._text, "output_attentions", False) if asked is None else asked
-        if asked and (self._text, "eager") in self._attention and not isinstance(self.cache, FullCache):
+        if asked and (self._text, "eager") in self._attention and self.cache.evicts:
             raise H2OStreamError("an attached model does not give out its attentions; ask for them outside the block")
 
     def _wants_cache(self, kwargs: dict[str, Any]) -> bool:
@@ -155,7 +155,7 @@ class AttachedForward:
 
     def _without_cache(self, kwargs: dict[str, Any]) -> Any:
         """The model's own forward; the stream is left alone."""
-        if isinstance(self.cache, FullCache):
+        if not self.cache.evicts:
             return self.forward(**kwargs)
         with using_attention(self._model, self._attention):
             return self.forward(**kwargs)
@@ -180,8 +180,7 @@ class AttachedForward:
     def _output(self, kwargs: dict[str, Any]) -> Any:
         logits = self.stepper.logits(kwargs) if self.stepper and self._is_for(self.stepper, kwargs) else None
         if logits is None:
-            if isinstance(self.cache, H2OCache):
-                self.cache.use_own_dtypes()
+            self.cache.use_own_dtypes()
             output = self.forward(**self._with_all_queries(kwargs))
             self.cache.count_forward()
             return output
@@ -199,7 +198,7 @@ class AttachedForward:
     def _needs_pieces(self, kwargs: dict[str, Any]) -> bool:
         """Whether recurrent layers would take a prepared forward wrongly in one piece."""
         cache, new = self.cache, tokens_in(kwargs).shape[1]
-        if not isinstance(cache, H2OCache) or not cache.recurrent_layers:
+        if not cache.recurrent_layers:
             return False
         begun, padding = bool(cache.seen_tokens), cache.padding
         if begun and new > 1 and not cache.continues:
@@ -248,7 +247,7 @@ class AttachedForward:
     def _is_for(self, stepper: Stepper, kwargs: dict[str, Any]) -> bool:
         """Whether only logits are wanted, of tokens without padding that the stepper takes."""
         ids = kwargs.get("input_ids")
-        if getattr(self.cache, "padding", None) is not None:
+        if self.cache.padding is not None:
             return False
         if ids is not None and torch.is_autocast_enabled(ids.device.type):  # asks for other products than a step's
             return False

@@ -66,10 +66,9 @@ def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, 
 def _check_states(description: Description, specs: Sequence[LayerSpec]) -> None:
     """Check that layers attend, and keep states of the sizes, that the cache knows."""
     for number, (layer, spec) in enumerate(zip(description.layers, specs, strict=True)):
-        known = {name: tuple(state.shape[1:]) for name, state in spec.state_like.items()}
         described = dict(layer.mixer.states) if layer.mixer else {}
-        if known != described or spec.attends != (layer.attention is not None):
-            raise DescriptionError(f"layer {number} keeps states {described} beside {known}")
+        if dict(spec.state_shapes) != described or spec.attends != (layer.attention is not None):
+            raise DescriptionError(f"layer {number} keeps states {described} beside {dict(spec.state_shapes)}")
 
 
 def _why_not(cache: H2OCache, verification: Verification, steps: Callable[[H2OCache], TensorStepper] | None) -> str:

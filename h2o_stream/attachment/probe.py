@@ -102,8 +102,10 @@ def probe(
         spec = LayerSpec(attends=False)
         if kind not in WITHOUT_ATTENTION:
             spec = replace(_probed(name, layer.seen, tables.get(kind, ()), position), shape=layer.shape)
-        like = {name: state.to("meta") for name, state in kept.items()}
-        found.append(replace(spec, states=states if kind in RECURRENT else 0, state_like=like))
+        shapes = {name: tuple(state.shape[1:]) for name, state in kept.items()}
+        dtypes = {name: state.dtype for name, state in kept.items()}
+        count = states if kind in RECURRENT else 0
+        found.append(replace(spec, states=count, state_shapes=shapes, state_dtypes=dtypes))
     return found
 
 

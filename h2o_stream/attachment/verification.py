@@ -323,7 +323,5 @@ class Verification:
         """An empty cache; with states in this dtype, if it is not None."""
         specs = self._specs
         if dtype is not None:
-            specs = [
-                replace(x, state_like={name: like.to(dtype) for name, like in x.state_like.items()}) for x in specs
-            ]
+            specs = [replace(x, state_dtypes=dict.fromkeys(x.state_dtypes, dtype)) for x in specs]
         return H2OCache(self._config, specs, self._max_distance, self._learned)

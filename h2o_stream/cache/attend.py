@@ -37,7 +37,7 @@ def attend(
         key: [B, Hkv, Q, D].
         value: [B, Hkv, Q, D].
         transform: what the model does with query times key.
-        padding: which columns are padding, neither attended to nor kept; None for no column.
+        padding: columns that are padding, neither attended to nor kept; None for no column.
         kernels: used instead of the eager ones where they support the group and nobody watches; None for never.
 
     Returns:
@@ -45,7 +45,7 @@ def attend(
     """
     group.queries_per_key = query.shape[1] // key.shape[1]
     if not group.is_initialized:
-        group.allocate(key, value, group.schedule.common + group.spare)
+        group.allocate_like(key, value, group.schedule.common + group.spare)
     key, value = key.to(group.dtype), value.to(group.dtype)  # other ones come under autocast
     if padding is not None:
         query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy
 
-from h2o_stream.cache.group_rules import GroupRules
+from h2o_stream.cache.slots import Slots
 from h2o_stream.cache.state import Array
 from h2o_stream.errors import H2OStreamError
 
 
-def audit(groups: Sequence[GroupRules]) -> float:
+def audit(groups: Sequence[Slots]) -> float:
     """Check the layers of a stream that follow the plan (`H2OCache.evicting_groups`), under a policy that sums scores.
 
     Returns:
@@ -34,7 +34,7 @@ def audit(groups: Sequence[GroupRules]) -> float:
     return largest
 
 
-def check_slots(group: GroupRules, name: str) -> None:
+def check_slots(group: Slots, name: str) -> None:
     """Check what holds for every policy.
 
     Args:
@@ -78,14 +78,14 @@ def check_slots(group: GroupRules, name: str) -> None:
     must(group.filled <= slots and filled, "a slot that is in use counts as empty")
 
 
-def _entries(group: GroupRules, *names: str) -> Iterator[Array]:
+def _entries(group: Slots, *names: str) -> Iterator[Array]:
     """Bookkeeping of a group by name: views of what is on the CPU."""
     tensors = group.tensors()
     for name in names:
-        held = tensors[name]
-        yield numpy.asarray(held.cpu() if hasattr(held, "cpu") else held)
+        array = tensors[name]
+        yield numpy.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
-def _must(group: GroupRules, name: str, holds: Any, what: str) -> None:
+def _must(group: Slots, name: str, holds: Any, what: str) -> None:
     if not holds:
         raise H2OStreamError(f"after {max(group.tokens.lengths):,} tokens, {name}: {what}")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy
 
 from h2o_stream.cache.audit import check_slots
-from h2o_stream.cache.group_rules import GroupRules
 from h2o_stream.cache.protection import merged
+from h2o_stream.cache.slots import Slots
 from h2o_stream.cache.source import policy_source
 from h2o_stream.cache.state import (
     FINGERPRINT,
@@ -40,7 +40,7 @@ _RANGES = ("pins", "transient")
 """Ranges of token indices in a state: attributes of the cache."""
 
 
-def state_of(cache: WindowRules[Any, Any], recurrent: Mapping[str, Array] = MappingProxyType({})) -> State:
+def state_of(cache: WindowRules, recurrent: Mapping[str, Array] = MappingProxyType({})) -> State:
     """A copy of everything needed to continue exactly, with the states of recurrent layers by their names in it."""
     state = {
         f"{prefix}{_KEYS.get(name, name)}": array
@@ -64,12 +64,12 @@ def state_of(cache: WindowRules[Any, Any], recurrent: Mapping[str, Array] = Mapp
     return checksummed(state | memory) | sealed
 
 
-def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None:
+def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
     """Continue from a state, except for recurrent layers. If that fails, the cache is left half changed.
 
     Args:
         cache: a shallow copy; its layers are replaced.
-        state: as `state_of` gives it.
+        state: state that `state_of` returned.
 
     Raises:
         H2OStreamError: the state does not fit, or is damaged.
@@ -96,8 +96,8 @@ def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None
     for number, (prefix, group) in enumerate(_groups(cache)):
         arrays = parts.get(prefix, {})
         if number == 0:
-            cache.tokens.lengths = tuple(require_array(arrays, "seen").ravel().tolist())
-            cache.tokens.columns = columns
+            cache.tokens.expect(require_array(arrays, "seen").ravel().tolist(), columns)
+            cache.tokens.advance()
         group.queries_per_key = queries_per_key[number]
         group.load(arrays)
         group.filled = min(filled[number], group.num_slots)
@@ -120,7 +120,7 @@ def _ranges(state: Mapping[str, Array], name: str) -> tuple[range, ...]:
     return ranges
 
 
-def _groups(cache: WindowRules[Any, Any]) -> Iterator[tuple[str, GroupRules]]:
+def _groups(cache: WindowRules) -> Iterator[tuple[str, Slots]]:
     """Every head group, and what the names of its arrays begin with."""
     for number in range(len(cache.specs)):
         groups = cache.groups_of(number)
@@ -128,7 +128,7 @@ def _groups(cache: WindowRules[Any, Any]) -> Iterator[tuple[str, GroupRules]]:
             yield f"{number}." if len(groups) == 1 else f"{number}.{part}.", group
 
 
-def _load_windows(cache: WindowRules[Any, Any], saved: Mapping[str, Any], prompt: int) -> None:
+def _load_windows(cache: WindowRules, saved: Mapping[str, Any], prompt: int) -> None:
     """Make empty layers with the groups and windows of the saved stream, whatever was measured here."""
     try:
         layers = [tuple(HeadWindow(tuple(heads), share) for heads, share in layer) for layer in saved["groups"]]
@@ -156,7 +156,7 @@ def _covers_layer(windows: Sequence[HeadWindow]) -> bool:
     return bool(windows) and named and heads == list(range(len(heads))) and shares
 
 
-def _fingerprint(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> dict[str, Any]:
+def _fingerprint(cache: WindowRules, state: Mapping[str, Array]) -> dict[str, Any]:
     """Identifies the model, the policy and, by the first keys in the state, the dtype."""
     begin = f"{next(number for number, spec in enumerate(cache.specs) if spec.attends)}."
     keys = next((name for name in state if name.startswith(begin) and name.endswith(".keys")), f"{begin}keys")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.arrays import to_tensor
-from h2o_stream.cache.group_rules import GroupRules
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import Candidates, make_policy, select
+from h2o_stream.cache.slots import Slots
 
 
 def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
@@ -48,15 +48,17 @@ def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
         group.clear(slot)
 
 
-def worth_of_slots(group: GroupRules) -> tuple[Tensor, Tensor]:
+def worth_of_slots(group: Slots) -> tuple[Tensor, Tensor]:
     """What the group's tokens are worth apart from protection, [B, Hkv, S] float32, and which of them are protected."""
     if isinstance(group, HeadGroup):
         keys, values = group.store.read() if group.policy.needs_keys else (None, None)
         policy, shown = group.policy, _shown(group, group.candidates, keys, values)
     else:  # of numpy arrays, under a policy that looks at nothing else
         policy = make_policy(group.plan, group.layer)
-        held = {name: to_tensor(array) for name, array in group.tensors().items()}
-        shown = Candidates(held["scores"], held["index"], held["rank"], held["seen"], held.get("long_term_scores"))
+        tensors = {name: to_tensor(array) for name, array in group.tensors().items()}
+        shown = Candidates(
+            tensors["scores"], tensors["index"], tensors["rank"], tensors["seen"], tensors.get("long_term_scores")
+        )
     unprotected = replace(group.protection, sinks=0, pins=(), recent=0)
     return policy.worth(shown, unprotected), policy.protected(shown, group.protection)
 

@@ -41,16 +41,17 @@ class FullCache(Tearable, DynamicCache):
     """transformers' own growing cache, with the further methods of `H2OCache`.
 
     Args:
-        plan: with the policy ``full``.
-        config: of the model.
-        device: where layers go that are loaded before they were used.
+        plan: plan with the policy ``full``.
+        config: configuration of the model.
+        device: device of layers that are loaded before they were used.
         model_digest: identifies the model when a state is saved or loaded.
         in_host_memory: whether keys and values are in host memory while their layer is not used.
     """
 
-    engine_note = ""
-    stream_number = 0
-    """See `H2OCache`."""
+    evicts, continues, engine_note, stream_number = False, True, "", 0
+    memory = padding = None
+    recurrent_layers: tuple[()] = ()
+    """See `H2OCache`; recurrent layers take what comes."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class FullCache(Tearable, DynamicCache):
         self.one_thread = OneThread()
         super().__init__(config=config, offloading=in_host_memory)
         self.plan = plan
-        self._device, self._model_digest = device, model_digest
+        self._device, self.model_digest = device, model_digest
 
     @property
     def seen_tokens(self) -> int:
@@ -73,16 +74,18 @@ class FullCache(Tearable, DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states of all layers; a sliding layer also holds what its window was cut from."""
-        held = (tensor for layer in self.layers for tensor in tensors_of(layer).values())
-        return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}.values())
+        tensors = (tensor for layer in self.layers for tensor in tensors_of(layer).values())
+        return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
 
     def kept(self, layer: int = 0) -> Tensor:
         """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first."""
         keys = tensors_of(self.layers[layer]).get("keys") if layer < len(self.layers) else None
         if keys is None:
             return torch.empty(0, 0, 0, dtype=torch.int64, device="cpu")
-        held = keys.shape[2]
-        return torch.arange(self.seen_tokens - held, self.seen_tokens, device=keys.device).expand(*keys.shape[:2], held)
+        num_tokens = keys.shape[2]
+        return torch.arange(self.seen_tokens - num_tokens, self.seen_tokens, device=keys.device).expand(
+            *keys.shape[:2], num_tokens
+        )
 
     @property
     def pins(self) -> tuple[range, ...]:
@@ -105,6 +108,12 @@ class FullCache(Tearable, DynamicCache):
 
     def evict_first(self, start: int, stop: int) -> None:
         """Nothing to do: nothing is ever evicted."""
+
+    def search_memory(self, searched: bool) -> None:
+        """There is no memory."""
+
+    def use_own_dtypes(self) -> None:
+        """No other code than the model's writes states."""
 
     def begin(self, prompt: int) -> None:
         """Nothing depends on the first prompt."""
@@ -143,13 +152,14 @@ class FullCache(Tearable, DynamicCache):
         first, before = require_array(state, self._first_keys), self.layers[number]
         device = getattr(before, "device", None) or self._device
         release_states(layer)
-        load_states(layer, to_tensors(with_prefix(state, f"{number}.")), len(first), before, device)
+        known = {name: tuple(tensor.shape[1:]) for name, tensor in states_of(before).items()}
+        load_states(layer, to_tensors(with_prefix(state, f"{number}.")), len(first), known, device)
         if not isinstance(layer, CacheLayerMixin):
             return layer
         keys, values = (require_array(state, f"{number}.{name}") for name in ("keys", "values"))
-        held = min(seen, layer.sliding_window - 1 or seen) if layer.is_sliding else seen
+        num_tokens = min(seen, layer.sliding_window - 1 or seen) if layer.is_sliding else seen
         shapes = [(x.shape[:3], dtype_of(x)) for x in (keys, values)]
-        wanted = (first.shape[0], keys.shape[1], held), dtype_of(first)
+        wanted = (first.shape[0], keys.shape[1], num_tokens), dtype_of(first)
         if shapes != [wanted, wanted] or keys.ndim != 4 or values.ndim != 4:
             raise H2OStreamError(
                 f"the state does not fit: keys and values of layer {number} are {shapes}, not {wanted}"
@@ -171,7 +181,7 @@ class FullCache(Tearable, DynamicCache):
 
     def _fingerprint(self, state: Mapping[str, Array]) -> dict[str, Any]:
         dtype = dtype_of(require_array(state, self._first_keys))
-        return {"dtype": dtype, "model": self._model_digest(), "policy": "full"}
+        return {"dtype": dtype, "model": self.model_digest(), "policy": "full"}
 
     def reset(self) -> None:
         """See `H2OCache.reset`."""

@@ -1,30 +1,31 @@
-"""The cache of fixed slots: memory does not grow with the stream."""
+"""The cache of fixed slots in tensors, as transformers takes it: memory does not grow with the stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from h2o_stream.cache.arguments import check_forward, tokens_in
-from h2o_stream.cache.arrays import to_array, to_arrays, to_tensors
-from h2o_stream.cache.cache_state import load_state, state_of
-from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.one_thread import OneThread
-from h2o_stream.cache.recurrent import HeldRows, load_states, states_of
-from h2o_stream.cache.state import Array, check_saveable, refusing_damage, with_prefix
+from h2o_stream.cache.arrays import to_arrays, to_tensors
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.layer import LayeredCache, LayerSpec, kept_by
+from h2o_stream.cache.recurrent import HeldRows, RecurrentLayer, load_states, states_of
+from h2o_stream.cache.shared_state import Revision
+from h2o_stream.cache.slot_cache import SlotCache
+from h2o_stream.cache.state import Array, refusing_damage, with_prefix
 from h2o_stream.cache.tearing import marks_tears
-from h2o_stream.cache.windowed_cache import WindowedCache
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
 
 
 @marks_tears
-class H2OCache(WindowedCache):
-    """A fixed window of slots per decoder layer: streams, and what transformers asks of a cache.
+class H2OCache(SlotCache, LayeredCache):
+    """A fixed window of slots per decoder layer, in tensors, of several streams: what transformers asks of a cache.
 
     Args:
         config: windows and rules.
@@ -34,10 +35,12 @@ class H2OCache(WindowedCache):
         model_digest: identifies the model when a state is saved or loaded.
 
     Attributes:
-        one_thread: inside it the cache is changed.
+        layers: an `EvictingLayer` per decoder layer; a `RecurrentLayer` where it has states, as in hybrids.
+        recurrent_layers: those of the layers with states.
         continues: whether several tokens at once can continue a stream; if not, they are fed one by one.
     """
 
+    specs: tuple[LayerSpec, ...]
     continues = True
 
     def __init__(
@@ -48,62 +51,85 @@ class H2OCache(WindowedCache):
         last_position: int | None = None,
         model_digest: Callable[[], str] = lambda: "",
     ) -> None:
-        self.one_thread = OneThread()  # first, so that copying is refused before anything is copied
         self._last_position = last_position
-        self._arriving: tuple[Sequence[int], int] = (), 0
         self._held_rows = HeldRows((), ())
-        super().__init__(config, specs, max_distance, model_digest)
+        self.storage_device = None if config.device == "auto" else torch.device("cpu")
+        on_disk = config.device == "disk"
+        placed = [replace(spec, device=self.storage_device or spec.device, on_disk=on_disk) for spec in specs]
+        super().__init__(config, placed, max_distance, model_digest)
+
+    def make_groups(self, revision: Revision) -> None:
+        """Make empty head groups for the plan."""
+        made = [spec.make_layer(self.plan, number, self.tokens, revision) for number, spec in enumerate(self.specs)]
+        Cache.__init__(self, layers=made)  # of MiniMax, see `as_class_for`, the next class is another
+        self.by_layer = [layer.head_groups for layer in made]
+        self.recurrent_layers = [layer for layer in made if isinstance(layer, RecurrentLayer)]
+
+    # what they hold
+
+    @property
+    def holders(self) -> tuple[HeadGroup | RecurrentLayer, ...]:
+        """Everything that holds tensors."""
+        return (*self.head_groups, *self.recurrent_layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, evicted ones and padding included: what `generate` counts with."""
+        return self.tokens.columns
+
+    @property
+    def nbytes(self) -> int:
+        """See `SlotCache`."""
+        return sum(holder.nbytes for holder in self.holders)
+
+    def kept(self, layer: int = 0) -> Tensor:
+        """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first; shorter rows have -1 in front.
+
+        An index counts the tokens of its row, so that a row of a padded batch holds what it would hold alone.
+        """
+        return kept_by(self.layers[layer].head_groups)
+
+    make_room = torch.inference_mode(False)(SlotCache.make_room)
+    make_room_for_prompt = torch.inference_mode(False)(SlotCache.make_room_for_prompt)
+    count_token = torch.inference_mode(False)(SlotCache.count_token)
+    count_prompt = torch.inference_mode(False)(SlotCache.count_prompt)
+
+    def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Any]:
+        """The states of a layer that native code updates in place, zero before the first token."""
+        states: list[Any] = self.layers[layer].in_float32(shapes, rows)
+        return states
+
+    def use_own_dtypes(self) -> None:
+        """Prepare recurrent states for the model's own forward, after native ones."""
+        for layer in self.recurrent_layers:
+            layer.use_own_dtypes()
 
     # streams
 
-    def reset(self) -> None:
-        """Forget the stream and what of it is evicted first, and release the slots; pins stay."""
-        with self.writing(anew=True):
-            super().reset()
-            self.padding = None
-            self.start_stream()
+    def release_layers(self) -> None:
+        """Release the slots and states of all layers."""
+        Cache.reset(self)
+        self.padding = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of everything needed to continue exactly: tensors on the CPU by name, as safetensors takes them.
+        """See `SlotCache.state_dict`: tensors on the CPU, as safetensors takes them."""
+        return to_tensors(super().state_dict())
 
-        Raises:
-            H2OStreamError: the cache is empty, or the last forward was cut off halfway.
-        """
-        check_saveable(self.torn, self.seen_tokens)
-        recurrent = {
-            f"{number}.{name}": to_array(state)
-            for number, layer in enumerate(self.layers)
-            for name, state in states_of(layer).items()
-        }
-        return to_tensors(state_of(self, recurrent))
+    def states(self) -> list[dict[str, Array]]:
+        """The recurrent states of each layer, by name."""
+        return [to_arrays(states_of(layer)) for layer in self.layers]
 
-    def restored(self, state: Mapping[str, Array]) -> H2OCache:
-        """A copy that holds what a state has, for looking at it; no model is attached to it. Raises the same errors."""
-        loaded = copy(self)
-        with refusing_damage():
-            load_state(loaded, state)
-            self._check_head_sizes(loaded)
-            rows = len(loaded.tokens.lengths)
-            for number, (layer, before, spec) in enumerate(zip(loaded.layers, self.layers, self.specs, strict=True)):
-                load_states(layer, to_tensors(with_prefix(state, f"{number}.")), rows, before, spec.device)
-        return loaded
-
-    def _check_head_sizes(self, loaded: H2OCache) -> None:
-        """Check that heads are as large as those that are held now, if there are any."""
-        for number, groups in enumerate(zip(self.head_groups, loaded.head_groups, strict=False)):
-            sizes = [(g.store.keys.shape[-1], g.store.values.shape[-1]) for g in groups if g.is_initialized]
-            if len(set(sizes)) > 1 and len(self.head_groups) == len(loaded.head_groups):
-                raise H2OStreamError(f"the state does not fit: heads of slots {number} are of another size")
+    def load_states(self, state: Mapping[str, Array], rows: int) -> None:
+        """Take the recurrent states of all layers from a state of so many rows."""
+        for number, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
+            if spec.states:
+                saved = to_tensors(with_prefix(state, f"{number}."))
+                load_states(layer, saved, rows, spec.state_shapes, spec.device)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state, in place of what is held: the next token is what it would have been.
-
-        Raises:
-            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is unchanged.
-        """
+        """Continue from a state, in place of what is held: the next token is what it would have been."""
         with refusing_damage():
             arrays = to_arrays(state)
-        self.continue_as(self.restored(arrays))
+        super().load_state_dict(arrays)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i], scores and ranks included.
@@ -144,7 +170,7 @@ class H2OCache(WindowedCache):
         if self._waits_for_prompt:
             self.begin(new)
         counts = padding.counts if padding else (new,) * batch
-        self._arriving = counts, new
+        self.tokens.expect(counts, new)
         self.make_memory_room([*map(sum, zip(lengths, counts, strict=True))])
         self._held_rows = HeldRows(self.recurrent_layers, [row for row, count in enumerate(counts) if not count])
         kwargs["h2o_cache"] = self
@@ -163,6 +189,6 @@ class H2OCache(WindowedCache):
             kwargs["position_ids"] = seen[:, None] + torch.arange(new, device=tokens.device)
 
     def count_forward(self) -> None:
-        """See `WindowRules`."""
+        """Count the tokens of the forward that was prepared: all layers have taken them."""
         self._held_rows.restore()
-        self.tokens.advance(*self._arriving)
+        self.tokens.advance()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.cache.group_rules import GroupRules
+from h2o_stream.cache.slots import Slots
 from h2o_stream.cache.window_rules import WindowRules
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Holders:
     @classmethod
     def of(cls, kept: Sequence[IntegerArray]) -> Holders:
         """From the token indices [heads, n] that heads hold, -1 where they hold fewer."""
-        held = numpy.concatenate([index.ravel() for index in kept] or [numpy.empty(0, numpy.int32)])
-        tokens, counts = numpy.unique(held[held >= 0], return_counts=True)
+        indices = numpy.concatenate([index.ravel() for index in kept] or [numpy.empty(0, numpy.int32)])
+        tokens, counts = numpy.unique(indices[indices >= 0], return_counts=True)
         return cls(tokens, counts, sum(map(len, kept)))
 
     @cached_property
@@ -72,14 +72,14 @@ class Holders:
             yield token, count / self.num_heads
 
 
-def holders(cache: WindowRules[Any, Any] | FullCache, layer: int | None = None) -> Holders:
+def holders(cache: WindowRules | FullCache, layer: int | None = None) -> Holders:
     """Which heads hold what, of one layer or of all, those with sliding windows of their own included."""
     if isinstance(cache, WindowRules):
         return _of_groups(cache.head_groups if layer is None else cache.groups_of(layer))
     return _of_full(cache, range(len(cache.layers)) if layer is None else [layer])
 
 
-def retrieval_holders(cache: WindowRules[Any, Any] | FullCache) -> Holders:
+def retrieval_holders(cache: WindowRules | FullCache) -> Holders:
     """Which of the heads that find and copy old passages hold what: those that were given larger windows.
 
     If there are none, because windows are equal, it is all heads of the layers that follow the plan.
@@ -96,7 +96,7 @@ def retrieval_holders(cache: WindowRules[Any, Any] | FullCache) -> Holders:
     return _of_groups(larger or cache.evicting_groups)
 
 
-def _of_groups(groups: Sequence[GroupRules]) -> Holders:
+def _of_groups(groups: Sequence[Slots]) -> Holders:
     return Holders.of([group.token_indices[0] for group in groups if group.is_initialized])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -12,14 +12,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 
 from h2o_stream.cache.attend import attend
 from h2o_stream.cache.attention import LogitTransform
-from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
-from h2o_stream.cache.layer_plans import sliding_plan
+from h2o_stream.cache.layer_rules import LayerRules
 from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.recurrent import RecurrentLayer
-from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CachePlan
@@ -121,8 +118,8 @@ class LayeredCache(Cache):
     """A cache in which `h2o_attention` finds the layer that a module belongs to.
 
     Attributes:
-        padding: of the forward that is running, or None.
-        storage_device: where all keys and values are kept and attended to; None for where each layer computes.
+        padding: padding of the forward that is running, or None.
+        storage_device: device of all keys and values and of attention; None for that of each layer.
         kernels: used instead of the eager ones, where they can be; None for nowhere.
     """
 
@@ -148,55 +145,29 @@ class LayeredCache(Cache):
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """What the cache must know of a decoder layer.
+class LayerSpec(LayerRules):
+    """What a cache of tensors must know of a decoder layer.
 
     Attributes:
-        table: rotations for ``rolling`` and ``gap``; None if the model rotates by itself (``absolute``) or not at all.
         order: [D] int64, the dimensions of queries and keys in which the table rotates halves; None for as they are.
-        attends: whether it has attention, and so keys and values.
         states: how many states of constant size it has, see `RecurrentLayer`.
-        state_like: what these states are like, see `RecurrentLayer`.
-        sliding: window of a layer that slides while others do not. Such a layer ignores the plan. None: it follows the
-            plan.
-        chunked: `sliding` is the length of pieces that do not see each other, see `HeadGroup`.
-        hidden_from: age in tokens from which the model hides keys from this layer, or None.
-        device: where the layer computes; None for the CPU.
+        state_dtypes: what transformers gives them.
+        device: device of the layer; None for the CPU.
         on_disk: whether keys and values are in mapped files.
-        windows: its KV heads, grouped by window size.
-        shape: of its heads in this process; None without attention, or if unknown.
-        dtype: of its keys.
-        shard: the KV heads that are in this process, where several share the layer (tensor parallel); None for all.
+        shard: the KV heads that are in this process, where several share the layer (tensor parallel), as `shape` has
+            them; None for all.
     """
 
-    table: RotaryTable | None = None
     order: Tensor | None = None
-    attends: bool = True
     states: int = 0
-    state_like: Mapping[str, Tensor] = field(default_factory=dict)
-    sliding: int | None = None
-    chunked: bool = False
-    hidden_from: int | None = None
+    state_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     device: torch.device | None = None
     on_disk: bool = False
-    windows: tuple[HeadWindow, ...] = (HeadWindow(),)
     shard: range | None = None
-    shape: HeadShape | None = None
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def evicts(self) -> bool:
-        """Whether it follows the plan."""
-        return self.attends and self.sliding is None
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of one row, in float32."""
-        return sum(4 * state[0].numel() for state in self.state_like.values())
 
     @property
     def local_windows(self) -> tuple[HeadWindow | None, ...]:
-        """`windows` of the heads in this process, counted from the first one here; None where there are none."""
+        """See `LayerRules`; counted from the first head here."""
         if self.shard is None:
             return self.windows
         start, shard = self.shard.start, self.shard
@@ -210,49 +181,31 @@ class LayerSpec:
         self, plan: CachePlan, number: int, tokens: TokenCount | None = None, revision: Revision | None = None
     ) -> DecoderLayer:
         """An empty layer, the `number`-th of its model."""
-        groups = list(self._head_groups(plan, number, tokens, revision)) if self.attends else []
+        groups = tuple(self.make_groups(plan, number, tokens, revision))
         if not self.states:
             return EvictingLayer(groups, self.order)
         if self.attends:
             layer: RecurrentLayer = EvictingRecurrentLayer(self.states, groups, self.order)
         else:
             layer = RecurrentLayer(self.states)
-        layer.like = self.state_like
+        layer.own_dtypes = self.state_dtypes
         return layer
 
-    def _head_groups(
-        self, plan: CachePlan, number: int, tokens: TokenCount | None, revision: Revision | None
-    ) -> Iterator[HeadGroup]:
-        hidden_from, windows = self.hidden_from, [window for window in self.local_windows if window]
-        policy = make_policy(plan, number)
-        if self.sliding is not None:
-            plan, hidden_from, windows = sliding_plan(plan, self.sliding), self.sliding, [HeadWindow()]
-            policy = make_policy(plan)
-        for window in windows:
-            yield HeadGroup(
-                plan,
-                policy,
-                self.table,
-                hidden_from,
-                chunked=self.chunked,
-                heads=torch.tensor(window.heads, device=self.device) if window.heads else None,
-                on_disk=self.on_disk,
-                device=self.device,
-                tokens=tokens,
-                revision=revision,
-            )
+    def _group(self, plan: CachePlan, heads: tuple[int, ...], **rules: Any) -> HeadGroup:
+        chosen = torch.tensor(heads, device=self.device) if heads else None
+        return HeadGroup(plan, self.device, heads=chosen, on_disk=self.on_disk, **rules)
 
 
 def kept_by(groups: Sequence[HeadGroup]) -> Tensor:
     """[B, Hkv, n] int64: indices of the tokens that the head groups of a layer hold, see `H2OCache.kept`."""
-    held = [group.kept() for group in groups]
-    if not held:
+    indices = [group.kept() for group in groups]
+    if not indices:
         return torch.empty(0, 0, 0, dtype=torch.int64, device="cpu")
-    if len(held) == 1:
-        return held[0]
-    n = max(kept.shape[-1] for kept in held)
-    result = held[0].new_full((len(held[0]), sum(group.weight for group in groups), n), -1)
-    for group, kept in zip(groups, held, strict=True):
+    if len(indices) == 1:
+        return indices[0]
+    n = max(kept.shape[-1] for kept in indices)
+    result = indices[0].new_full((len(indices[0]), sum(group.weight for group in groups), n), -1)
+    for group, kept in zip(groups, indices, strict=True):
         if n:
             result[:, group.heads, n - kept.shape[-1] :] = kept
     return result

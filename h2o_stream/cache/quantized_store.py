@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from h2o_stream.cache.quantize import decode, encode, fit, spread
-from h2o_stream.cache.store import Store, moved, wide
-from h2o_stream.errors import ConfigError
+from h2o_stream.cache.store import Store, wide
 
 MARGIN = 0.1
 """Part of its range by which a grid is widened beyond a key that lies outside: few keys do then, and each time adds a
@@ -28,27 +29,24 @@ class QuantizedStore(Store):
     a key lies outside, they are re-encoded on a wider grid. (KIVI, arXiv 2402.02750, and MiniKV, arXiv 2411.18077,
     give each group of consecutive tokens its own grid; such groups do not survive the eviction of single tokens.) The
     values of a token share one grid per head.
+
+    Args:
+        tensors: see `Store`. Keys and values are those of sinks and ring; ``key_codes`` and ``value_codes`` those of
+            the other slots, ``key_range`` the minimum and maximum of each key channel, ``value_grid`` the offset and
+            step of the values of each slot.
+        bits: bits of a code.
+        sinks: first tokens that have slots of their own.
     """
 
-    names = ("keys", "values", "key_codes", "value_codes", "key_range", "value_grid")
-
-    def __init__(self, key: Tensor, value: Tensor, slots: int, bits: int, sinks: int, residual: int) -> None:
-        for size in (key.shape[-1], value.shape[-1]):
-            if size * bits % 8:
-                raise ConfigError(f"kv_bits is {bits}, but heads of size {size} do not fill bytes; raise --kv-bits")
-        self.slots, self.bits, self.sinks, self.residual = slots, bits, sinks, residual
-        self.exact = sinks + residual
-        rows, device, encoded = key.shape[:2], key.device, slots - self.exact
-        self.keys = key.new_zeros(*rows, self.exact, key.shape[-1])
-        self.values = value.new_zeros(*rows, self.exact, value.shape[-1])
-        self.key_codes = torch.zeros(*rows, encoded, key.shape[-1] * bits // 8, dtype=torch.uint8, device=device)
-        self.value_codes = torch.zeros(*rows, encoded, value.shape[-1] * bits // 8, dtype=torch.uint8, device=device)
-        self.key_range = torch.full((*rows, 2, key.shape[-1]), torch.inf, dtype=torch.float32, device=device)
-        self.key_range[:, :, 1] = -torch.inf
-        self.value_grid = torch.zeros(*rows, encoded, 2, dtype=torch.float16, device=device)
+    def __init__(self, tensors: Mapping[str, Tensor], bits: int, sinks: int) -> None:
+        super().__init__(tensors)
+        names = "key_codes", "value_codes", "key_range", "value_grid"
+        self.key_codes, self.value_codes, self.key_range, self.value_grid = (tensors[name] for name in names)
+        self.bits, self.sinks, self.exact = bits, sinks, self.keys.shape[2]
+        self.residual = self.exact - sinks
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """See `Store.read`."""
+        """All keys and values, for a decode step."""
         return self._decoded(self.keys.dtype)
 
     def read_exactly(self, filled: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +58,7 @@ class QuantizedStore(Store):
         return self._exact_slot(seen).expand_as(free)
 
     def write(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
-        """See `Store.write`."""
+        """Put one token [B, Hkv, 1, D] into the slot [B, Hkv, 1] that `next_slot` gave."""
         self.keys.scatter_(2, wide(slot, key), key)
         self.values.scatter_(2, wide(slot, value), value)
 
@@ -84,7 +82,7 @@ class QuantizedStore(Store):
         return slot
 
     def place_prefill(self, keys: Tensor, values: Tensor, index: Tensor, seen: Tensor) -> tuple[Tensor, int]:
-        """See `Store.place_prefill`."""
+        """Replace everything by n tokens, oldest first."""
         n, ring = keys.shape[2], self.residual - 1
         order = torch.arange(n, device=index.device)
         slot = torch.where(order < n - ring, self.exact - self.sinks + order, self._exact_slot(seen - n + order))
@@ -100,12 +98,6 @@ class QuantizedStore(Store):
         self.value_codes.copy_(encode(values, grid, self.bits))
         torch.cat(tuple(grid), -1, out=self.value_grid)
         return slot, max(n + 1, self.exact)
-
-    def rearrange(self, order: Tensor, slots: int) -> None:
-        """See `Store.rearrange`; `order` counts from the first encoded slot. Nothing is re-encoded."""
-        for name in ("key_codes", "value_codes", "value_grid"):
-            setattr(self, name, moved(getattr(self, name), order, slots - self.exact))
-        self.slots = slots
 
     def _exact_slot(self, index: Tensor) -> Tensor:
         """The slot of a token among the first or the newest, by its index."""

@@ -28,11 +28,11 @@ class RecurrentLayer(LinearAttentionLayer):
     """The states of a layer, each [B, ...].
 
     Attributes:
-        like: a state [any, ...] without data of each name, in the dtype that transformers gives it.
+        own_dtypes: what transformers gives each of them, by name.
     """
 
     head_groups: tuple[HeadGroup, ...] = ()
-    like: Mapping[str, Tensor] = MappingProxyType({})
+    own_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class RecurrentLayer(LinearAttentionLayer):
         """The states as native code updates them in place, zero where there are none yet.
 
         Args:
-            shapes: of each state of a row, by name.
+            shapes: shape of each state of a row, by name.
             rows: B.
 
         Returns:
@@ -63,24 +63,23 @@ class RecurrentLayer(LinearAttentionLayer):
         Raises:
             H2OStreamError: the states that are held have other shapes.
         """
-        held, found = states_of(self), []
+        held, converted = states_of(self), []
         for name, shape in shapes.items():
             state = held.get(name)
             if state is None:
                 state = torch.zeros(rows, *shape, dtype=torch.float32, device="cpu")
             if state.shape != (rows, *shape):
                 raise H2OStreamError(f"the state {name} is {list(state.shape)}, {[rows, *shape]} is needed")
-            found.append(state.float().contiguous())
-            if found[-1] is not held.get(name):
-                _set_state(self, name, found[-1])
-        return found
+            converted.append(state.float().contiguous())
+            if converted[-1] is not held.get(name):
+                _set_state(self, name, converted[-1])
+        return converted
 
     @torch.inference_mode(False)
     def use_own_dtypes(self) -> None:
         """Hold the states in the dtypes that transformers gives them, before it goes on with them."""
         for name, state in states_of(self).items():
-            if name in self.like and state.dtype != self.like[name].dtype:
-                _set_state(self, name, state.to(self.like[name].dtype))
+            _set_state(self, name, state.to(self.own_dtypes.get(name, state.dtype)))
 
     def select_rows(self, rows: Tensor) -> None:
         """Row i becomes a copy of row rows[i]; in place if there are as many, so that addresses stay valid."""
@@ -136,7 +135,11 @@ def release_states(layer: Any) -> None:
 
 
 def load_states(
-    layer: Any, saved: Mapping[str, Tensor], rows: int, before: Any, device: torch.device | None = None
+    layer: Any,
+    saved: Mapping[str, Tensor],
+    rows: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device | None = None,
 ) -> None:
     """Continue from states of `rows` rows, by name as `states_of` gives them.
 
@@ -144,8 +147,8 @@ def load_states(
         layer: takes the states; holds none yet.
         saved: the states among other tensors.
         rows: how many rows the stream has.
-        before: the layer that this one replaces; states have the sizes of its states, if they are known yet.
-        device: where the layer computes; None for where the states are.
+        shapes: shapes of the states of a row, by name, as far as they are known.
+        device: device of the layer; None for that of the states.
 
     Raises:
         H2OStreamError: they are not those of such a layer.
@@ -154,9 +157,8 @@ def load_states(
         return
     names = {f"{kind}.{number}" for kind in _KINDS for number in range(layer.number_of_states)}
     chosen = {name: saved[name] for name in sorted(names & saved.keys())}
-    sizes = {**getattr(before, "like", {}), **states_of(before)}
     for name, state in chosen.items():
-        wanted = sizes.get(name, state).shape[1:]
+        wanted = shapes.get(name, tuple(state.shape[1:]))
         if state.dim() < 2 or state.shape != (rows, *wanted):
             raise H2OStreamError(f"the state does not fit: {name} is {list(state.shape)}, {[rows, *wanted]} is needed")
     if layer.number_of_states and not chosen:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from h2o_stream.cache.rotations import Rotations
 from h2o_stream.config import Positions
 from h2o_stream.errors import UnsupportedModelError
 
@@ -77,15 +80,15 @@ def rotate_back(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.cat(rotated if x.shape[-1] == 2 * half else [*rotated, x[..., 2 * half :]], dim=-1)
 
 
-class RotaryTable:
-    """Cosines and sines of a model's own rotary embedding by distance; grows when needed.
+class RotaryTable(Rotations):
+    """The rotations of a model's own rotary embedding, as tensors, too.
 
     The model still scales queries and keys by its ``attention_scaling`` (YaRN) when it rotates them by position 0; the
     table omits that factor, so that it is applied once.
 
     Args:
         rotary: the model's rotary embedding.
-        layer_type: which of several frequencies (Gemma 3), or None if there is one.
+        layer_type: name of one of several frequencies (Gemma 3), or None if there is one.
     """
 
     def __init__(self, rotary: Any, layer_type: str | None = None) -> None:
@@ -93,35 +96,24 @@ class RotaryTable:
         self._layer_type = (layer_type,) if layer_type else ()
         prefix = f"{layer_type}_" if layer_type else ""
         self._scaling = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
-        self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def upto(self, limit: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Cosines and sines by distance.
-
-        Args:
-            limit: distances from 0 to limit - 1 are needed.
-            device: of the result.
-            dtype: of the result.
-
-        Returns:
-            [N, Drot], N at least `limit`: Drot / 2 cosines, then as many sines.
-        """
+        """`on_cpu` on any device, [N, Drot] in any dtype."""
         key = (device, dtype)
-        if key not in self._tables or len(self._tables[key]) < limit:
-            self._tables[key] = self._make(limit, *key)
-        return self._tables[key]
-
-    def on_cpu(self, limit: int) -> Tensor:
-        """`upto` as native code takes it: contiguous, float32, on the CPU."""
-        return self.upto(limit, torch.device("cpu"), torch.float32).contiguous()
+        if key not in self._tensors or len(self._tensors[key]) < limit:
+            self._tensors[key] = torch.from_numpy(self.on_cpu(limit)).to(device, dtype)
+        return self._tensors[key]
 
     @torch.no_grad()
-    def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        position = torch.arange(size, device=device)[None]
-        found = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), position, *self._layer_type)
-        cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found
+    def _make(self, limit: int) -> NDArray[numpy.float32]:
+        device = next(self._rotary.buffers(), torch.empty(0, device="cpu")).device
+        position = torch.arange(limit, device=device)[None]
+        rotations = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), position, *self._layer_type)
+        cos, sin = (rotations.real, rotations.imag) if isinstance(rotations, Tensor) else rotations
         table = torch.cat((_once(cos[0]), _once(sin[0])), dim=-1)
-        return (table / self._scaling).to(dtype)
+        rows: NDArray[numpy.float32] = (table / self._scaling).float().cpu().numpy()
+        return rows
 
 
 def _once(x: Tensor) -> Tensor:

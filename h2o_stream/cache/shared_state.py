@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import add
 
-_MIN_LENGTH = 1024
-
-
-def doubled(length: int) -> int:
-    """A power of two that is larger, the same for all lengths up to about twice this one."""
-    return 1 << max(length, _MIN_LENGTH).bit_length()
+_MIN_REACH = 256
 
 
 class TokenCount:
@@ -20,24 +15,33 @@ class TokenCount:
     all of them have. A forward that is cut off halfway is not counted.
 
     Args:
-        revision: grows when the stream has become about twice as long: tables by distance may be too short then.
+        revision: grows with `reach`.
 
     Attributes:
         lengths: tokens of each row without padding; empty before the first forward.
         columns: columns fed, padding included: what `generate` counts with.
+        reach: a power of two above the tokens of every row, after the forward that is expected; doubles with them. So
+            many distances can occur, which is what tables by distance are made for.
     """
 
     def __init__(self, revision: Revision | None = None) -> None:
         self.lengths: tuple[int, ...] = ()
-        self.columns = 0
+        self.columns, self.reach = 0, _MIN_REACH
+        self._expected: tuple[Sequence[int], int] = (), 0
         self._revision = revision or Revision()
 
-    def advance(self, counts: Sequence[int], columns: int) -> None:
-        """Count the tokens of a forward: `counts` of each row, in so many columns."""
-        before = max(self.lengths, default=0)
-        self.lengths = tuple(map(add, self.lengths, counts)) if self.lengths else tuple(counts)
-        if doubled(before) != doubled(max(self.lengths)):
+    def expect(self, counts: Sequence[int], columns: int) -> None:
+        """Announce the tokens of a forward: `counts` of each row, in so many columns."""
+        self._expected = counts, columns
+        reach = 1 << (max(self.lengths, default=0) + max(counts)).bit_length()
+        if reach > self.reach:
+            self.reach = reach
             self._revision.bump()
+
+    def advance(self) -> None:
+        """Count the tokens of the forward that was expected."""
+        counts, columns = self._expected
+        self.lengths = tuple(map(add, self.lengths, counts)) if self.lengths else tuple(counts)
         self.columns += columns
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -51,7 +55,7 @@ class TokenCount:
 
 class Revision:
     """Grows whenever a tensor of a cache is allocated or released, when a window, pin, span or row changes, or when a
-    stream has become about twice as long.
+    stream is about to become twice as long.
 
     Addresses and rules that native code has bound stay valid as long as the number stays the same.
     """

@@ -1,37 +1,32 @@
-"""Where a head group keeps keys and values: in the model's dtype here, in a few bits in `quantized_store`.
+"""Where a head group puts keys and values: in the model's dtype here, in a few bits in `quantized_store`.
 
-A policy says what a token is worth, a head group keeps scores, token indices and ranks. A store owns keys and values,
-and says which slot a new token takes and what moves to make room for it. It knows neither scores nor windows.
+A policy says what a token is worth, a head group keeps scores, token indices and ranks. A store says which slot a new
+token takes and what moves to make room for it. It knows neither scores nor windows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 
 class Store:
     """Keys and values [B, Hkv, S, D] in the model's dtype, and the interface of every store.
 
     Args:
-        key: [B, Hkv, *, D], for shape, dtype and device.
-        value: [B, Hkv, *, D], likewise.
-        slots: S.
+        tensors: see `Slots.layout`; they are written in place.
 
     Attributes:
-        sinks: first tokens that have slots of their own.
-        residual: newest tokens that have slots of their own, the next one included.
-        exact: slots before the first one that eviction may free, those of `sinks` and `residual`.
-        names: the tensors, rows first, that make up the state.
+        exact: slots before the first one that eviction may free, those of tokens in full precision.
     """
 
-    sinks = residual = exact = 0
-    names: tuple[str, ...] = ("keys", "values")
+    exact = 0
 
-    def __init__(self, key: Tensor, value: Tensor, slots: int) -> None:
-        self.keys, self.values = (x.new_zeros(*x.shape[:2], slots, x.shape[-1]) for x in (key, value))
-        self.slots = slots
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.keys, self.values = tensors["keys"], tensors["values"]
+        self.slots = tensors["index"].shape[-1]
 
     def read(self) -> tuple[Tensor, Tensor]:
         """All keys and values, for a decode step."""
@@ -88,16 +83,7 @@ class Store:
             slots[:, :, n:] = 0
         return torch.arange(n, device=index.device).where(index >= 0, self.slots), n
 
-    def rearrange(self, order: Tensor, slots: int) -> None:
-        """Move to an allocation of that many slots: first those at `order` [B, Hkv, n], then empty ones."""
-        self.keys, self.values, self.slots = moved(self.keys, order, slots), moved(self.values, order, slots), slots
-
 
 def wide(slot: Tensor, x: Tensor) -> Tensor:
     """Slots [B, Hkv, n], expanded over the last dimension of x [B, Hkv, n, D]."""
     return slot[..., None].expand(-1, -1, -1, x.shape[-1])
-
-
-def moved(x: Tensor, order: Tensor, slots: int) -> Tensor:
-    """Slots `order` [B, Hkv, n] of x [B, Hkv, S, D], padded with zeros up to `slots`."""
-    return pad(x.gather(2, wide(order, x)), (0, 0, 0, slots - order.shape[-1]))

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy
 
-from h2o_stream.cache.group_rules import GroupRules, HeadShape
+from h2o_stream.cache.layer_rules import LayerRules
 from h2o_stream.cache.protection import Protection, merged
-from h2o_stream.cache.windows import HeadWindow, Schedule, schedules, windows
+from h2o_stream.cache.slots import Slots
+from h2o_stream.cache.windows import Schedule, schedules, windows
 from h2o_stream.config import MIN_EVICTABLE, CachePlan
 from h2o_stream.errors import H2OStreamError
-
-
-class LayerWindows(Protocol):
-    """What is asked of a layer, see `LayerSpec`."""
-
-    @property
-    def evicts(self) -> bool:
-        """Whether it follows the plan."""
-
-    @property
-    def shape(self) -> HeadShape | None:
-        """Of its heads; None without attention, or if it is unknown."""
-
-    @property
-    def windows(self) -> tuple[HeadWindow, ...]:
-        """Its KV heads, grouped by window size."""
-
-    @property
-    def local_windows(self) -> tuple[HeadWindow | None, ...]:
-        """The same of the heads in this process; None where there are none."""
 
 
 class WindowAssignment:
@@ -53,7 +33,7 @@ class WindowAssignment:
     def __init__(
         self,
         plan: CachePlan,
-        specs: Iterable[LayerWindows],
+        specs: Iterable[LayerRules],
         max_distance: int | None,
         pins: tuple[range, ...] = (),
         transient: tuple[range, ...] = (),
@@ -80,13 +60,13 @@ class WindowAssignment:
         """Assign windows by another plan of an empty stream, or of one that has evicted nothing."""
         self._plan, self.added, self.evicted = plan, 0, (0,) * len(self.evicted)
 
-    def grow(self, groups: Sequence[GroupRules], plan: CachePlan, seen: int) -> None:
+    def grow(self, groups: Sequence[Slots], plan: CachePlan, seen: int) -> None:
         """Give every head as many slots more as the window of the plan has grown by, in a stream of `seen` tokens."""
         more, self.evicted = plan.window - self._plan.window, tuple(seen - x.held(seen) for x in self._schedules)
         self._plan, self.added = plan, self.added + more
         self.set_sizes(groups, [size + more for size in self.sizes])
 
-    def update(self, groups: Sequence[GroupRules], fixed: bool) -> None:
+    def update(self, groups: Sequence[Slots], fixed: bool) -> None:
         """Give each head its window unless that is `fixed`, and split what pins leave of it into heavy and recent."""
         plan, pinned = self._plan, sum(map(len, self.protected))
         if not fixed:
@@ -97,7 +77,7 @@ class WindowAssignment:
             recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
             group.protection = Protection(plan.sinks, self.pins, max(recent, self._min_recent), self.transient)
 
-    def set_sizes(self, groups: Sequence[GroupRules], sizes: Sequence[int]) -> None:
+    def set_sizes(self, groups: Sequence[Slots], sizes: Sequence[int]) -> None:
         """Give the heads their windows, and spans within the distances that the model knows."""
         plan, self.sizes = self._plan, tuple(sizes)
         before = tuple(size - self.added for size in sizes)
@@ -129,7 +109,7 @@ class WindowAssignment:
         return max(self._plan.residual - 1, 1) if self._plan.kv_bits < 16 else 1
 
 
-def check_not_evicted(group: GroupRules, start: int, stop: int) -> None:
+def check_not_evicted(group: Slots, start: int, stop: int) -> None:
     """Check that a group holds the tokens from `start` up to `stop` of every row, as far as the row has them.
 
     Raises:
@@ -147,10 +127,10 @@ def check_not_evicted(group: GroupRules, start: int, stop: int) -> None:
         )
 
 
-def still_needed(ranges: Sequence[range], groups: Sequence[GroupRules], seen: int) -> tuple[range, ...]:
+def still_needed(ranges: Sequence[range], groups: Sequence[Slots], seen: int) -> tuple[range, ...]:
     """Those ranges of which a head holds a token, or of which tokens may come in a row of `seen` tokens."""
-    held = [group.token_indices.ravel() for group in groups if group.is_initialized]
-    index = numpy.concatenate(held) if held else numpy.empty(0, numpy.int32)
+    indices = [group.token_indices.ravel() for group in groups if group.is_initialized]
+    index = numpy.concatenate(indices) if indices else numpy.empty(0, numpy.int32)
     return tuple(
         tokens
         for tokens in ranges

@@ -1,30 +1,22 @@
-"""What every cache with windows does, of torch or numpy: pins, transient tokens, windows, counts, stages of slots."""
+"""What the windows of a stream hold: pins, transient tokens, windows that grow, counts."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from h2o_stream.cache.counts import CacheCounts, Occupancy
-from h2o_stream.cache.group_rules import GroupRules, HeadShape
-from h2o_stream.cache.layer_plans import sliding_plan
-from h2o_stream.cache.memory_codes import Codes
-from h2o_stream.cache.one_thread import Tearable
+from h2o_stream.cache.layer_rules import LayerRules, sliding_plan
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.shared_state import Revision, TokenCount
-from h2o_stream.cache.state import Array
 from h2o_stream.cache.token_memory import TokenMemory
-from h2o_stream.cache.window_assignment import LayerWindows, WindowAssignment, check_not_evicted, still_needed
+from h2o_stream.cache.window_assignment import WindowAssignment, check_not_evicted, still_needed
 from h2o_stream.cache.window_growth import WindowGrowth
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError
 
-Spec = TypeVar("Spec", bound=LayerWindows)
-Group = TypeVar("Group", bound=GroupRules)
 
-
-class WindowRules(Tearable, ABC, Generic[Spec, Group]):
+class WindowRules:
     """Rules of a stream with a fixed number of slots.
 
     Args:
@@ -33,33 +25,26 @@ class WindowRules(Tearable, ABC, Generic[Spec, Group]):
         max_distance: largest distance the model was trained for, or None.
 
     Attributes:
-        model_digest: identifies the model when a state is saved or loaded.
-        is_called: whether it may have another digest, in states that were saved via the other loader: without torch, or
-            through transformers. May take long.
         plan: what the config means for this model, the first prompt and what is pinned.
         first_prompt: tokens of the first prompt of the stream, if the windows are ratios of it and it is known; or 0.
         tokens: counts the tokens of the stream.
         windows: the windows of the heads, and the pins.
-        memory: what the heads that retrieve have evicted, or None.
-        engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ...".
-        stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
+        by_layer: the head groups of each layer.
+        model_digest, is_called, memory: see `SlotCache`.
     """
 
     model_digest: Callable[[], str]
     is_called: Callable[[str], bool] = staticmethod(lambda digest: False)
+    by_layer: list[tuple[Any, ...]]
     plan: CachePlan
     tokens: TokenCount
     windows: WindowAssignment
     memory: TokenMemory | None = None
-    _codes: Codes | None = None
-    engine_note = ""
-    stream_number = 0
 
-    def __init__(self, config: CacheConfig, specs: Sequence[Spec], max_distance: int | None) -> None:
+    def __init__(self, config: CacheConfig, specs: Sequence[LayerRules], max_distance: int | None) -> None:
         self.config, self.max_distance, self.specs = config, max_distance, tuple(specs)
         self._revision = Revision()
         self._occupancy_cache: Occupancy | None = None
-        self._full_at = -1, -1  # revision and columns since which no slot was empty
         self.first_prompt = 0
         self.make_layers(DEFAULT_WINDOW)
 
@@ -70,9 +55,9 @@ class WindowRules(Tearable, ABC, Generic[Spec, Group]):
 
         Args:
             prompt: length of the first prompt.
-            pins: which the window has to hold.
+            pins: pins that the window has to hold.
             transient: ranges of token indices that are evicted first.
-            window: that has grown already; 0 for as large as the pins need.
+            window: window that has grown already; 0 for as large as the pins need.
 
         Raises:
             ConfigError, OutOfMemoryError: see `pin`.
@@ -83,105 +68,34 @@ class WindowRules(Tearable, ABC, Generic[Spec, Group]):
         self.make_groups(self._revision)
         self.windows = WindowAssignment(self.plan, self.specs, self.max_distance, pins, transient)
         self.assign_windows()
-        self.memory = TokenMemory(self.plan.memory, self.memory) if self.plan.memory else None
-        if self._codes is not None:
-            self.assign_memory(self._codes)
-
-    def assign_memory(self, codes: Codes) -> None:
-        """Give the heads that retrieve their parts of the memory, if there is one, with these codes of keys.
-
-        Raises:
-            ConfigError: no head evicts what it could keep.
-        """
-        self._codes = codes
-        if self.memory is not None:
-            groups = [self.groups_of(number) if spec.evicts else () for number, spec in enumerate(self.specs)]
-            windows = [spec.windows if spec.evicts else () for spec in self.specs]
-            self.memory.assign(groups, windows, [spec.shape for spec in self.specs], codes)
-            self._revision.bump()
-
-    def search_memory(self, searched: bool) -> None:
-        """Let attention search the memory from now on, or fill it only. Loading a state does not change that."""
-        if self.memory is not None and self.memory.searched != searched:
-            self.memory.searched = searched
-            for row in self.memory.rows:
-                row.found.fill(-1)
-            self._revision.bump()
-
-    def make_memory_room(self, lengths: Sequence[int]) -> None:
-        """Make room in the memory for rows of so many tokens.
-
-        Raises:
-            H2OStreamError: there is none on disk, or none for so many at once.
-        """
-        if self.memory is not None:
-            if not self.memory.rows:
-                self.memory.begin(len(lengths))
-                self._revision.bump()
-            self.memory.make_room(lengths, self.tokens.lengths or (0,) * len(lengths))
 
     def start_stream(self) -> None:
-        """Count from 0 again, with all slots released and without transient tokens; pins stay."""
-        for group in self.head_groups:
-            group.reset()
+        """Count from 0 again, without transient tokens; pins stay."""
         self.tokens.reset()
         self.first_prompt = 0
         self.windows.transient = ()
         self.windows.follow(self.plan)
         self._shrink()
         self.assign_windows()
-        if self.memory is not None:
-            self.memory.reset()
-        self.stream_number += 1
 
-    @abstractmethod
-    def restored(self, state: Mapping[str, Array]) -> Self:
-        """A copy that holds what a state has, for looking at it.
-
-        Raises:
-            H2OStreamError: the state does not fit, or is damaged.
-        """
-
-    def continue_as(self, restored: Self) -> None:
-        """Continue the stream of a copy that `restored` made, in place of what is held."""
-        searched = self.memory is None or self.memory.searched
-        self.__dict__.update(restored.__dict__, torn=False, stream_number=self.stream_number + 1)
-        self._revision.bump()
-        self.search_memory(searched)
-
-    @abstractmethod
     def make_groups(self, revision: Revision) -> None:
         """Make empty head groups for the plan."""
+        makers = enumerate(spec.make_groups for spec in self.specs)
+        self.by_layer = [tuple(make(self.plan, number, self.tokens, revision)) for number, make in makers]
 
     @property
-    @abstractmethod
-    def head_groups(self) -> Sequence[Group]:
+    def head_groups(self) -> list[Any]:
         """Those of all layers, in order."""
+        return [group for groups in self.by_layer for group in groups]
 
-    @abstractmethod
-    def groups_of(self, layer: int) -> Sequence[Group]:
+    def groups_of(self, layer: int) -> tuple[Any, ...]:
         """The head groups of a layer."""
-
-    @abstractmethod
-    def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Any]:
-        """The states of a layer that native code updates in place, zero before the first token.
-
-        Args:
-            layer: its index.
-            shapes: of each state of a row, by name.
-            rows: B.
-
-        Returns:
-            [B, ...] float32 of each name: tensors or arrays, whichever the cache is made of.
-
-        Raises:
-            H2OStreamError: the states that are held have other shapes.
-        """
+        return self.by_layer[layer]
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of keys, values, recurrent states and bookkeeping of all layers."""
+        """Bytes of keys, values and bookkeeping of all layers."""
+        return sum(group.nbytes for group in self.head_groups)
 
     @property
     def revision(self) -> int:
@@ -194,7 +108,7 @@ class WindowRules(Tearable, ABC, Generic[Spec, Group]):
         return [number for number, spec in enumerate(self.specs) if spec.evicts]
 
     @property
-    def evicting_groups(self) -> list[Group]:
+    def evicting_groups(self) -> list[Any]:
         """The head groups of the layers that follow the plan."""
         return [group for number in self.evicting_layers for group in self.groups_of(number)]
 
@@ -306,9 +220,9 @@ class WindowRules(Tearable, ABC, Generic[Spec, Group]):
     def growth(self, prompt: int = 0) -> WindowGrowth:
         """The window that was configured, and those that it may grow to; see `make_layers`."""
         shapes = [spec.shape for spec in self.specs if spec.evicts and spec.shape]
-        numbers = sum(shape.kv_heads * (shape.key_size + shape.value_size) for shape in shapes)
+        width = sum(shape.kv_heads * (shape.key_size + shape.value_size) for shape in shapes)
         config = self.config.for_prompt(prompt or self.first_prompt or DEFAULT_WINDOW)
-        return WindowGrowth(config, self.max_distance, numbers)
+        return WindowGrowth(config, self.max_distance, width)
 
     @property
     def grown(self) -> int:
@@ -362,8 +276,6 @@ class WindowRules(Tearable, ABC, Generic[Spec, Group]):
         schedules = {group.schedule for group in self.head_groups}
         self._settled = max(schedule.settled for schedule in schedules)
         self._stage_ends = frozenset(end for schedule in schedules for end in schedule.stages)
-        if self.memory is not None:
-            self.memory.invalidate_room()
         self._revision.bump()
 
     @property
@@ -376,68 +288,3 @@ class WindowRules(Tearable, ABC, Generic[Spec, Group]):
         """Whether every window has its final size: the next token evicts one token from each head, in every row."""
         lengths = self.tokens.lengths
         return bool(lengths) and min(lengths) >= self._settled
-
-    def make_room(self) -> None:
-        """Allocate slots for a token of each row, which a native step does not."""
-        if self.memory is not None:
-            self.make_memory_room([length + 1 for length in self.tokens.lengths])
-        if not self._stage_ends.isdisjoint(self.tokens.lengths):
-            for group in self.head_groups:
-                group.fit([length + more for length in self.tokens.lengths for more in (0, 1)])
-
-    def make_room_for_prompt(self, shapes: Sequence[HeadShape], dtype: str, lengths: Sequence[int], rows: int) -> None:
-        """Allocate slots for a native prompt, which does not.
-
-        Args:
-            shapes: of the heads of each layer.
-            dtype: of keys and values.
-            lengths: tokens of every row, now and after each chunk.
-            rows: B.
-        """
-        before = self.tokens.lengths or (0,) * rows
-        self.make_memory_room([length + max(lengths) - max(before) for length in before])
-        for number, shape in enumerate(shapes):
-            for group in self.groups_of(number):
-                if group.is_initialized:
-                    group.fit(lengths)
-                else:
-                    group.allocate_on_cpu(shape, dtype, rows, group.slots_needed(lengths))
-
-    def release_room(self) -> None:
-        """Note that a native step has taken a token of each row, and give up the slots that a stage no longer needs."""
-        if self._full_at == (self.revision, self.tokens.columns - 1) or self._fill_slots():
-            self._full_at = self.revision, self.tokens.columns
-        if not self._stage_ends.isdisjoint(length - 1 for length in self.tokens.lengths):
-            self._fit()
-
-    def _fill_slots(self) -> bool:
-        """Note that a slot of each group was filled; whether no group has an empty one now."""
-        for group in self.head_groups:
-            group.filled = min(group.filled + 1, group.num_slots)
-        return all(group.filled == group.num_slots for group in self.head_groups)
-
-    def release_room_of_prompt(self) -> None:
-        """Note that a native prompt may have filled all slots, and give up those that are no longer needed."""
-        for group in self.head_groups:
-            group.filled = group.num_slots
-        self._fit()
-
-    def _fit(self) -> None:
-        for group in self.head_groups:
-            group.fit(self.tokens.lengths)
-
-    # native forwards
-
-    @abstractmethod
-    def count_forward(self) -> None:
-        """Count the tokens of the forward that was prepared: all layers have taken them."""
-
-    def count_token(self) -> None:
-        """A native step has taken a token of each row through the slots of all layers."""
-        self.count_forward()
-        self.release_room()
-
-    def count_prompt(self) -> None:
-        """A native forward has taken several tokens of each row through the slots of all layers."""
-        self.count_forward()
-        self.release_room_of_prompt()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.cache.window_rules import WindowRules
+from h2o_stream.cache.slot_cache import SlotCache
 
 Role = Literal["sink", "pinned", "recent", "heavy"]
 """Why a head keeps a token: only ``heavy`` ones have to be worth it."""
@@ -28,8 +28,8 @@ class Holding:
 
     Attributes:
         heads: the heads that hold any of them, by number.
-        roles: in how many of these heads each role occurs.
-        worth: of these tokens in the mean, over the heads that hold them; protected ones too.
+        roles: number of these heads by role.
+        worth: mean worth of these tokens over the heads that hold them, protected ones included.
         least: the least that stays in these heads, see `Worths.least`.
     """
 
@@ -58,7 +58,7 @@ class Worths:
     role: NDArray[numpy.int64]
 
     @classmethod
-    def of(cls, cache: WindowRules[Any, Any], layer: int | None = None) -> Worths:
+    def of(cls, cache: SlotCache, layer: int | None = None) -> Worths:
         """Of a cache as it is now: of one layer, or of all that follow the plan."""
         from h2o_stream.cache.eviction import worth_of_slots
 

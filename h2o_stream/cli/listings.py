@@ -66,8 +66,8 @@ def list_models(enabled: bool) -> None:
     """``--models``."""
     if enabled:
         from h2o_stream.models.other_tools import StoredModel, stored_models
+        from h2o_stream.models.packed_cache import cached_bytes, cached_folders, embedded_models
         from h2o_stream.models.recommended import recommended
-        from h2o_stream.models.user_cache import cached_bytes, cached_folders, embedded_models
         from h2o_stream.resources import cache_folder
         from h2o_stream.ui.format import format_bytes
         from h2o_stream.ui.tables import models_table
@@ -87,7 +87,7 @@ def list_models(enabled: bool) -> None:
 
 def kept_names() -> list[str]:
     """For completion in a shell: the models of which something is kept."""
-    from h2o_stream.models.user_cache import cached_folders
+    from h2o_stream.models.packed_cache import cached_folders
 
     return [folder.names[0] for folder in cached_folders()]
 
@@ -95,7 +95,7 @@ def kept_names() -> list[str]:
 def forget(name: str | None) -> None:
     """``--forget MODEL``."""
     if name is not None:
-        from h2o_stream.models.user_cache import forget
+        from h2o_stream.models.packed_cache import forget
         from h2o_stream.ui.format import format_bytes
         from h2o_stream.ui.terminal import Terminal
 

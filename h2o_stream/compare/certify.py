@@ -40,9 +40,9 @@ def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:
     """
     from h2o_stream.attachment.verification import Verification
     from h2o_stream.models.find import find, local_path
-    from h2o_stream.models.load import load
     from h2o_stream.native.description import DescriptionError
     from h2o_stream.runtime.loading import open_source
+    from h2o_stream.runtime.transformers_model import load
 
     config = replace(options.model, model=options.name or options.model.model, device="cpu")
     try:
@@ -58,7 +58,7 @@ def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:
     loaded = load(through, source=str(source.path), from_packed=False)
     found += _tokenizer_differences(tokenizer, loaded.tokenizer)
     say("comparing logits")
-    model = source.model(description, ())
+    model = source.model(description)
     precise = replace(model, description=replace(description, dtype="float32"))
     makes = (lambda config, each=each: each.serve(config).forward for each in (model, precise))
     line = Verification(loaded.model, "gap", "auto", ()).why_not_served(*makes)
@@ -67,7 +67,7 @@ def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:
 
 def _damage(source: Any) -> str:
     """A line if packed weights on disk are not those of the files; they are removed then."""
-    from h2o_stream.models.user_cache import folder_lock
+    from h2o_stream.models.packed_cache import folder_lock
 
     folder = source.folder
     if folder is None or not folder.exists() or not (name := source.packed_difference()):

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, CachePlan, EngineChoice, ModelConfig
+from h2o_stream.engine.served import StreamCache
 from h2o_stream.errors import ConfigError, OutOfMemoryError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
@@ -34,7 +36,7 @@ class Models:
         first: the model that serves most policies.
         why_transformers: why that is one of transformers, or nothing.
 
-    Raises: see `models.load.load`.
+    Raises: see `runtime.transformers_model.load`.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Models:
     def of(self, config: CacheConfig) -> tuple[Any, CacheConfig]:
         """The model for a policy, and the config to serve it with.
 
-        Raises: see `models.load.load`.
+        Raises: see `runtime.transformers_model.load`.
         """
         native = endless(config)
         if self._transformers is not self.first and serves(self._loaded, native):
@@ -61,7 +63,7 @@ class Models:
         from h2o_stream.attachment.support import with_default_positions
 
         if self._transformers is None:
-            from h2o_stream.models.load import load
+            from h2o_stream.runtime.transformers_model import load
 
             self._transformers = load(self._config, notify=self._notify).model
         return self._transformers, with_default_positions(self._transformers.config, config)
@@ -72,7 +74,7 @@ class Models:
         try:
             loaded = load_without_torch(self._config, first, self.engine, self._notify, ignore)
         except (DescriptionError, OutOfMemoryError, ConfigError) as reason:
-            from h2o_stream.models.load import load
+            from h2o_stream.runtime.transformers_model import load
 
             loaded = load(self._config, notify=self._notify)
             loaded = replace(loaded, why_transformers=str(reason))
@@ -121,3 +123,12 @@ def digest_of_model(model: Any) -> str:
 def dtype_of(model: Any) -> str:
     """The dtype of a model's activations, such as ``bfloat16``."""
     return model.description.dtype if isinstance(model, RuntimeModel) else str(model.dtype).removeprefix("torch.")
+
+
+def cache_bytes(cache: StreamCache) -> int:
+    """Bytes of a cache; of one that keeps everything those of its tokens, however many it has room for."""
+    groups = cache.head_groups if isinstance(cache, WindowRules) else ()
+    if cache.plan.window < _ENDLESS or not groups:
+        return cache.nbytes
+    slots: int = groups[0].num_slots
+    return cache.nbytes * cache.seen_tokens // slots

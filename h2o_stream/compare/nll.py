@@ -18,7 +18,7 @@ from h2o_stream.compare.catalog import NllOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.losses import Losses, chunk_of, losses_of
-from h2o_stream.compare.models import context_of
+from h2o_stream.compare.models import cache_bytes, context_of
 from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.engine.served import serve
 from h2o_stream.errors import DataError
@@ -190,5 +190,5 @@ def stream_nll(
             return JobResult({"seconds": time.perf_counter() - start_time}, losses, served.state_dict())
 
         losses = yield from losses_of(tokens, math.ceil(STEP / chunk) * chunk, served.losses, keep, kept)
-        figures = {"window": cache.plan.window, "cache_bytes": cache.nbytes, "steps": cache.engine_note}
+        figures = {"window": cache.plan.window, "cache_bytes": cache_bytes(cache), "steps": cache.engine_note}
     yield JobResult({**figures, "tok_s": len(losses) / (time.perf_counter() - start_time)}, losses)

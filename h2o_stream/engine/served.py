@@ -15,10 +15,10 @@ from h2o_stream.runtime.model import RuntimeModel
 if TYPE_CHECKING:
     from h2o_stream.cache.full_cache import FullCache
     from h2o_stream.cache.h2o_cache import H2OCache
-    from h2o_stream.runtime.cache import RuntimeCache
+    from h2o_stream.cache.slot_cache import SlotCache
     from h2o_stream.runtime.first_layers import FirstLayers
 
-StreamCache: TypeAlias = "H2OCache | FullCache | RuntimeCache"
+StreamCache: TypeAlias = "H2OCache | FullCache | SlotCache"
 
 
 class Served(Protocol):
@@ -29,8 +29,8 @@ class Served(Protocol):
         learned_positions: number of positions with a learned embedding, or None.
         prefill_step: prompt tokens per forward, see `config.prefill_step`.
         generation: how it is recommended to sample, and its `eos_token_id`; as transformers' `GenerationConfig`.
-        dtype: of its activations, such as ``bfloat16``.
-        device: of its inputs, such as ``cpu``.
+        dtype: dtype of its activations, such as ``bfloat16``.
+        device: device of its inputs, such as ``cpu``.
         vocabulary: number of logits.
     """
 

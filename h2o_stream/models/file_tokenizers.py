@@ -42,11 +42,11 @@ def file_tokenizer(source: Path | GgufFile, notify: Callable[[str], None]) -> Fi
     """The tokenizer of a GGUF file or of a model's folder; None if only transformers can tell what it is.
 
     A vocabulary that is not byte-level BPE is exported by transformers, once, in another process. `notify`: see
-    `export_config`.
+    `export_tokenizer`.
 
     Raises:
         ModelNotFoundError: a file is damaged.
-        UnsupportedModelError, H2OStreamError: see `export_config`.
+        UnsupportedModelError, H2OStreamError: see `export_tokenizer`.
     """
     if isinstance(source, GgufFile):
         return byte_level_tokenizer(source) or FileTokenizer.from_folder(export_apart(source, notify))

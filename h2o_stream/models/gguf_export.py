@@ -1,7 +1,7 @@
-"""Exports config and tokenizer of a GGUF file to a cached folder that transformers can load.
+"""Exports the tokenizer of a GGUF file to a cached folder that transformers can load.
 
-transformers does the conversion; this module gives it shortened headers that it reads quickly, corrects the result
-(`gguf_config`), and makes it atomic and safe for concurrent processes.
+transformers does the conversion; this module gives it shortened headers that it reads quickly, and makes it atomic and
+safe for concurrent processes.
 """
 
 from __future__ import annotations
@@ -15,40 +15,39 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 from h2o_stream.models.file_identity import model_identity
+from h2o_stream.models.generation_config import end_token_ids
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_header import SkippedArray
 from h2o_stream.native.gguf_types import TensorType, ValueType
 from h2o_stream.processes import python_command
 from h2o_stream.progress import ignore
 from h2o_stream.resources import atomic_folder, cache_folder
 
-_FORMAT = 5
+_FORMAT = 6
 """Incremented when the exported files change."""
 
 _MAX_FOLDERS = 50
 """Exports that are kept; one more removes the one that was used longest ago."""
 
 _MISREAD = "gpt-oss.rope.scaling."
-"""Metadata of which transformers reads the name in place of the value; `correct_config` reads them."""
+"""Metadata of which transformers reads the name in place of the value, and stops."""
 
 _TOKENS = "tokenizer.ggml.tokens"
 
 
-def export_config(file: GgufFile, notify: Callable[[str], None]) -> Path:
-    """Return the folder with config.json, generation_config.json and tokenizer of a GGUF file; create it if necessary.
+def export_tokenizer(file: GgufFile, notify: Callable[[str], None]) -> Path:
+    """Return the folder with generation_config.json and tokenizer of a GGUF file; create it if necessary.
 
     `notify` is called if another process is creating it.
 
     Raises:
         ModelNotFoundError: the metadata is damaged.
-        UnsupportedModelError: transformers does not know the architecture or the RoPE scaling.
+        UnsupportedModelError: transformers does not know the tokenizer.
         H2OStreamError: the folder cannot be written.
     """
     folder = _folder(file)
@@ -79,12 +78,12 @@ def export_apart(file: GgufFile, notify: Callable[[str], None]) -> Path:
         code = "from h2o_stream.models.gguf_export import main; main()"
         with suppress(OSError):
             subprocess.run(python_command(code, str(file.path)), capture_output=True, check=False)
-    return export_config(file, notify)
+    return export_tokenizer(file, notify)
 
 
 def main() -> None:
     """Export the file in `sys.argv`."""
-    export_config(GgufFile(Path(sys.argv[1])), ignore)
+    export_tokenizer(GgufFile(Path(sys.argv[1])), ignore)
 
 
 def _folder(file: GgufFile) -> Path:
@@ -116,24 +115,12 @@ def _folder_locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _export(file: GgufFile, target: Path) -> None:
-    """Let transformers convert the header, and save the results."""
-    from transformers import AutoConfig, GenerationConfig
-    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+    """Let transformers convert the tokenizer, and save the results."""
+    from transformers import GenerationConfig
 
-    from h2o_stream.models.gguf_config import check_rope, check_sizes, correct_config, end_token_ids
-    from h2o_stream.models.gguf_families import config_of, family_of
-
-    check_sizes(file)
-    check_rope(file)
-    short = target / "short.gguf"
-    short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
     try:
         with _quiet_transformers():
-            family = family_of(file)
-            config = config_of(file, family) if family else AutoConfig.from_pretrained(target, gguf_file=short.name)
-            config = correct_config(config, file)
             tokenizer = _tokenizer(file, target)
-            generation = GenerationConfig.from_model_config(config)
     except H2OStreamError:
         raise
     except Exception as error:  # damaged metadata can raise anything
@@ -141,9 +128,8 @@ def _export(file: GgufFile, target: Path) -> None:
         if "architecture" in reason or "model type" in reason:
             raise UnsupportedModelError(f"{file.path.name} cannot be served: {reason}") from error
         raise file.damaged(reason) from error
-    short.unlink()
-    generation.eos_token_id = end_token_ids(file)
-    config.save_pretrained(target)
+    bos, pad = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding"))
+    generation = GenerationConfig(bos_token_id=bos, eos_token_id=end_token_ids(file), pad_token_id=pad)
     generation.save_pretrained(target)
     tokenizer.save_pretrained(target)
     _remove_added_tokens(target / "tokenizer.json", file.metadata[_TOKENS].count)
@@ -162,7 +148,7 @@ def _tokenizer(file: GgufFile, folder: Path) -> Any:
         )
     full = folder / "full.gguf"
     named = named_tokens(file)
-    full.write_bytes(_header(file, short=False, token_ids={key: named.get(name) for name, key in TOKEN_KEYS.items()}))
+    full.write_bytes(_header(file, {key: named.get(name) for name, key in TOKEN_KEYS.items()}))
     converted = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=full.name)
     full.unlink()
     return converted
@@ -176,18 +162,14 @@ def _remove_added_tokens(path: Path, count: int) -> None:
         path.write_text(json.dumps({**tokenizer, "added_tokens": original}, ensure_ascii=False), encoding="utf-8")
 
 
-def _header(file: GgufFile, short: bool, token_ids: Mapping[str, int | None] = MappingProxyType({})) -> bytes:
-    """A GGUF file with the metadata and tensors of one element each; `short` omits arrays that take long to parse.
+def _header(file: GgufFile, token_ids: Mapping[str, int | None]) -> bytes:
+    """A GGUF file with the metadata and tensors of one element each.
 
     The keys in `token_ids` have these numbers instead of their own, or are omitted.
     """
-    keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, SkippedArray))]
-    keys = [key for key in keys if not key.startswith(_MISREAD) and key not in token_ids]
-    entries = [file.raw_bytes(key) for key in keys if key != "general.alignment"]
+    left_out = ("general.alignment", _MISREAD, *token_ids)
+    entries = [file.raw_bytes(key) for key in file.metadata if not key.startswith(left_out)]
     entries += [_number(key, number) for key, number in token_ids.items() if number is not None]
-    size, tokens = f"{file.architecture}.vocab_size", file.metadata.get(_TOKENS)
-    if short and size not in file.metadata and isinstance(tokens, SkippedArray):
-        entries.append(_number(size, tokens.count))
     tensor_infos = [_string(name) + struct.pack("<IQIQ", 1, 1, TensorType.F32, 0) for name in file.tensors]
     head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(tensor_infos), len(entries)), *entries, *tensor_infos])
     return head + bytes(-len(head) % 32 + 32)

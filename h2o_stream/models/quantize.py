@@ -18,8 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.packed_cache import FORMAT
 from h2o_stream.models.packed_experts import split_experts
-from h2o_stream.models.packed_folder import FORMAT
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import columns_fit, pack, require_library, tiles_shape

@@ -35,9 +35,9 @@ class Recommended:
     """A model that fits into free memory.
 
     Attributes:
-        name: as ``--model`` takes it.
-        nbytes: of its file.
-        tokens_per_s: of a reply on this machine, estimated from how fast it reads memory.
+        name: name that ``--model`` takes.
+        nbytes: bytes of its file.
+        tokens_per_s: speed of a reply on this machine, estimated from its memory bandwidth.
     """
 
     name: str
@@ -63,11 +63,11 @@ def best(models: list[Recommended]) -> Recommended | None:
 
 def better_models() -> str:
     """What to tell somebody who meets the embedded model for the first time."""
-    found = best(recommended())
+    model = best(recommended())
     text = "This model has 135 million parameters, and is often wrong. "
-    if found:
-        text += f"Better, at about {found.tokens_per_s:.2g} tokens/s here: h2o-chat -m {found.name} "
-        text += f"({format_bytes(found.nbytes)} to download). "
+    if model:
+        text += f"Better, at about {model.tokens_per_s:.2g} tokens/s here: h2o-chat -m {model.name} "
+        text += f"({format_bytes(model.nbytes)} to download). "
     return text + "h2o-chat --models lists others, those of ollama and LM Studio too."
 
 

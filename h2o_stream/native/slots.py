@@ -6,14 +6,15 @@ The arrays of a head group may be tensors of torch or arrays of numpy; nothing h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from h2o_stream import config
-from h2o_stream.cache.group_rules import GroupRules
-from h2o_stream.cache.ranks import rank_dtype
+from h2o_stream.cache.group_rules import HeadShape
+from h2o_stream.cache.slots import Slots
 from h2o_stream.native.abi import SLOTS, AttentionLayer, PolicyKind, PositionMode
 from h2o_stream.native.memory import memory_fields
 from h2o_stream.native.pointers import Array, dtype_name, pointer, row_bytes
@@ -32,8 +33,11 @@ POLICIES: dict[str, PolicyKind] = {
 
 _POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
 
+_FIELDS = {"long_term_scores": "long_term"}
+"""What arrays are called in `abi.h`, where that differs."""
 
-def why_not(group: GroupRules) -> str:
+
+def why_not(group: Slots) -> str:
     """Why the library cannot attend and evict as this group does, where it is if it is allocated; or nothing."""
     if group.rule not in POLICIES:
         return f"policy {group.rule.rpartition(':')[2]} is written in Python"
@@ -50,18 +54,16 @@ class BoundLayer:
     """The slots of a decoder layer or of one head group, by address. Valid for one revision of the cache.
 
     Args:
-        head_groups: with their slots allocated.
+        head_groups: head groups with their slots allocated.
         attention: filled with what the cache knows; the caller sets sizes, scaling and softcap.
         new_tokens: how many are attended to at once, beside those in slots; 0 for decode steps only.
-        reach: tokens of a stream up to which it is valid; None for any.
     """
 
     def __init__(
         self,
-        head_groups: Sequence[GroupRules],
+        head_groups: Sequence[Slots],
         attention: AttentionLayer,
         new_tokens: int = 0,
-        reach: int | None = None,
     ) -> None:
         self.head_groups, first = head_groups, head_groups[0]
         plan, protection = first.plan, first.protection
@@ -69,7 +71,7 @@ class BoundLayer:
         all_heads = [whole if group.heads is None or len(head_groups) == 1 else group.heads for group in head_groups]
         self._heads = [numpy.asarray(heads, numpy.int32) for heads in all_heads]
         pins, transient = _bounds(protection.pins), _bounds(protection.transient)
-        rope = self._rope(new_tokens, reach)
+        rope = self._rope(new_tokens)
         self._alive = pins, transient, rope
         self.attention = attention
         attention.policy = POLICIES[first.rule]
@@ -109,13 +111,12 @@ class BoundLayer:
         self._sinks = sinks  # kept alive
         self.attention.sink_logits = pointer(sinks, "float32", self.attention.query_heads)
 
-    def _rope(self, new_tokens: int, reach: int | None) -> Array | None:
+    def _rope(self, new_tokens: int) -> Array | None:
         """The table of rotations: no longer than the stream, however long a context the model was trained for."""
         table = self.head_groups[0].table
         if table is None:
             return None
         limit = max(group.max_distance(group.num_slots + new_tokens) for group in self.head_groups)
-        limit = limit if reach is None else min(limit, reach)
         return table.on_cpu(max(limit, config.MEMORY_DISTANCE + 1) if self._has_memory else limit)
 
     @property
@@ -123,13 +124,13 @@ class BoundLayer:
         return any(group.memory for group in self.head_groups)
 
     @staticmethod
-    def _fill(rows: Any, attention: AttentionLayer, group: GroupRules, heads: NDArray[Any]) -> None:
+    def _fill(rows: Any, attention: AttentionLayer, group: Slots, heads: NDArray[Any]) -> None:
         """Fill the structures [B] of one group of `heads`."""
-        for name, (array, dtype, size) in _bound_arrays(attention, group).items():
-            count = len(heads) * size if name != "seen" else 1  # of each row
-            first = pointer(array, dtype, len(rows) * count)
-            if array is not None:
-                rows[name] = first + row_bytes(array) * numpy.arange(len(rows))
+        arrays = group.tensors()
+        shape = HeadShape(attention.query_heads, attention.kv_heads, attention.head_size, attention.value_size)
+        for name, x in group.layout(shape, group.dtype, len(rows), group.num_slots).items():
+            first = pointer(arrays[name], x.dtype, prod(x.shape))
+            rows[_FIELDS.get(name, name)] = first + row_bytes(arrays[name]) * numpy.arange(len(rows))
         if group.memory is not None:
             for number, stream in enumerate(group.memory.memory.rows):
                 for name, field in memory_fields(group.memory, stream, len(heads)).items():
@@ -140,27 +141,6 @@ class BoundLayer:
             int(group.protection.recent),
             int(group.span),
         )
-
-
-def _bound_arrays(attention: AttentionLayer, group: GroupRules) -> dict[str, tuple[Array | None, str, int]]:
-    """The arrays of a group by the name of their field, with their dtype and numbers per head, as `abi.h` says."""
-    held, slots, dtype = group.tensors(), group.num_slots, dtype_name(group.dtype)
-    key, value, bits = attention.head_size, attention.value_size, group.plan.kv_bits
-    exact, encoded = (slots, 0) if bits == 16 else (group.exact, slots - group.exact)
-    return {
-        "keys": (held["keys"], dtype, exact * key),
-        "values": (held["values"], dtype, exact * value),
-        "key_codes": (held.get("key_codes"), "uint8", encoded * key * bits // 8),
-        "value_codes": (held.get("value_codes"), "uint8", encoded * value * bits // 8),
-        "key_range": (held.get("key_range"), "float32", 2 * key),
-        "value_grid": (held.get("value_grid"), "float16", 2 * encoded),
-        "scores": (held["scores"], "float32", slots),
-        "long_term": (held.get("long_term_scores"), "float32", slots),
-        "index": (held["index"], "int32", slots),
-        "rank": (held["rank"], rank_dtype(slots), slots),
-        "free": (held["free"], "int64", 1),
-        "seen": (held["seen"], "int64", 1),
-    }
 
 
 def _bounds(ranges: Sequence[range]) -> NDArray[numpy.int64]:

@@ -8,13 +8,14 @@ from ctypes import CDLL
 from dataclasses import dataclass
 from itertools import chain, count
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.cache.group_rules import GroupRules, HeadShape
-from h2o_stream.cache.window_rules import WindowRules
+from h2o_stream.cache.group_rules import HeadShape
+from h2o_stream.cache.slot_cache import SlotCache
+from h2o_stream.cache.slots import Slots
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS
 from h2o_stream.native.description import DENSE, NativeModel
@@ -103,7 +104,7 @@ class Stepper:
         native: CDLL,
         model: NativeModel,
         unchanged: Unchanged,
-        cache: WindowRules[Any, Any],
+        cache: SlotCache,
         dense_prompts: bool = False,
     ) -> None:
         self.cache, self.model, self._unchanged = cache, model, unchanged
@@ -112,7 +113,7 @@ class Stepper:
         self._layers: list[BoundLayer] = []
         self.revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
         self.binding = -1
-        self._bound_tokens = self._reach = 0
+        self._bound_tokens = 0
         mixers = enumerate(layer.mixer for layer in model.description.layers)
         self._state_shapes = {number: mixer.states for number, mixer in mixers if mixer}
         attention = [layer.attention for layer in model.layers]
@@ -172,8 +173,7 @@ class Stepper:
         cache.make_room()
         if cache.tokens.columns != self._columns:  # something else has used the model
             self._unchanged.invalidate()
-        reach = max(cache.tokens.lengths) + 1
-        if not (self._bind(cache.plan.chunk, reach) and self._unchanged and self._are_tokens(ids)):
+        if not (self._bind(cache.plan.chunk) and self._unchanged and self._are_tokens(ids)):
             return False
         if not (self._steady and cache.steady):
             evictions = [[x.num_evictions(length) for x in self._schedules] for length in cache.tokens.lengths]
@@ -253,7 +253,7 @@ class Stepper:
         ends = [min(start + chunk, new) for start in range(0, new, chunk)]
         after = [[length + end for end in ends] for length in lengths]
         cache.make_room_for_prompt(self._shapes, self.dtype, (*lengths, *chain.from_iterable(after)), rows)
-        return PromptPlan(chunk, self._limits(after)) if self._bind(chunk, max(lengths) + new) else None
+        return PromptPlan(chunk, self._limits(after)) if self._bind(chunk) else None
 
     def end_prompt(self) -> None:
         """Count the tokens of each row, which a prompt has taken."""
@@ -273,15 +273,11 @@ class Stepper:
         held = [[[*map(schedule.held, row)] for schedule in schedules] for row in lengths]
         return numpy.array(held, numpy.int64)
 
-    def _bind(self, new_tokens: int, reach: int) -> bool:
-        """Bind the addresses of all slots if they changed, for so many tokens at once; whether they are supported.
-
-        `reach` is how many tokens a stream will have at most: tables of rotations grow with it.
-        """
-        changed = self.revision != self.cache.revision or new_tokens > self._bound_tokens or reach > self._reach
+    def _bind(self, new_tokens: int) -> bool:
+        """Bind the addresses of all slots if they changed, for so many tokens at once; whether they are supported."""
+        changed = self.revision != self.cache.revision or new_tokens > self._bound_tokens
         if changed:
             self.revision, self._bound_tokens = self.cache.revision, new_tokens
-            self._reach = 1 << reach.bit_length()
             self.why_not = next(filter(None, map(why_not, self.cache.head_groups)), "")
             if not self.why_not:
                 self._bind_slots()
@@ -293,11 +289,11 @@ class Stepper:
         bound: list[BoundLayer] = []
         first = 0
         for number, layer in enumerate(self.model.layers):
-            groups: Sequence[GroupRules] = self.cache.groups_of(number)
+            groups: Sequence[Slots] = self.cache.groups_of(number)
             layer.first_group, layer.group_count = first, len(groups)
             first += len(groups)
             if groups:
-                bound.append(BoundLayer(groups, layer.attention, self._bound_tokens, self._reach))
+                bound.append(BoundLayer(groups, layer.attention, self._bound_tokens))
         # The slots of a stream are contiguous; those of a layer are a view of them.
         self._slots = numpy.empty((len(bound[0].slots), first), dtype=SLOTS)
         first = 0

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import astuple
 from functools import cached_property
 
-from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.engine.engine import Engine
 from h2o_stream.recall.answer_head import AnswerHead, Place, Reader, find_head, score
 from h2o_stream.recall.decision import states
@@ -55,8 +54,7 @@ class Answers:
 
     @property
     def _digest(self) -> str:
-        cache = self._engine.cache
-        return cache.model_digest() if isinstance(cache, WindowRules) else ""
+        return self._engine.cache.model_digest() if self._engine.cache.evicts else ""
 
     @property
     def _name(self) -> str:

@@ -57,7 +57,7 @@ class Whole:
 
     Attributes:
         name: name that the message uses.
-        turn: in which it was given; 0 if it never was.
+        turn: turn in which it was given; 0 if it never was.
         role: who gave it.
         text: text of the whole.
         rest: what else the message asks for, if a passage may answer it; empty if it needs all.

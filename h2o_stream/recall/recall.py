@@ -109,14 +109,15 @@ class Recall:
             return whole
         turn = next(turn for turn in self.source() if turn[0] == whole.turn)
         said = turn[1] if whole.role == "user" else turn[2]
-        first = said.index(whole.text)
-        passages = (passage for passage in self._finder()(*turn) if passage.role == whole.role)
-        inside = [
-            passage
-            for part, passage in zip(split(said), passages, strict=True)
-            if part.start < first + len(whole.text) and first < part.stop
-        ]
-        start, stop = inside[0].start, inside[-1].stop
+        start, stop, first = 0, len(self._engine.tokens), said.find(whole.text)
+        if first >= 0:  # it is not all that was said
+            passages = (passage for passage in self._finder()(*turn) if passage.role == whole.role)
+            inside = [
+                passage
+                for part, passage in zip(split(said), passages, strict=True)
+                if part.start < first + len(whole.text) and first < part.stop
+            ]
+            start, stop = inside[0].start, inside[-1].stop
         held = retrieval_holders(self._engine.cache).share(start, stop)
         return None if held >= HELD else replace(whole, start=start, stop=stop, held=held)
 

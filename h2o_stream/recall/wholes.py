@@ -28,8 +28,11 @@ _PART = re.compile(
 
 _CODE = "class|def|function|func|fn|struct|interface|enum|trait|module|table"
 
+_MODIFIERS = "export|default|public|private|protected|internal|static|async|abstract|final|pub|create|temporary"
+
 _DEFINITION = re.compile(
-    rf"\b(?:{_CODE}|method|procedure)\s+[`'\"]?(?P<after>[a-z_]\w+)|\bthe\s+[`'\"]?(?P<before>[a-z_]\w+)[`'\"]?\s+(?:{_CODE})\b",
+    rf"\b(?:{_CODE}|method|procedure)\s+[`'\"]?(?!(?:to|that|which|of|for|in|with|and|is|the)\b)(?P<after>[a-z_]\w+)"
+    rf"|\bthe\s+[`'\"]?(?P<before>[a-z_]\w+)[`'\"]?\s+(?:{_CODE})\b",
     re.IGNORECASE,
 )
 """Code that is named: "class Invoice", "the `add` function"."""
@@ -52,18 +55,29 @@ _ABOUT = re.compile(
 
 _TEXT = re.compile(
     r"\b(?:the|this|that|my|der|den|die|das|dem|le|la|el|il)\s+(?:\w+\s+){0,2}?"
-    r"(?:text|book|novel|story|tale|report|document|paper|article|essay|file|paste|transcript|letter|manual|handbook"
+    r"(?:text|book|novel|report|document|paper|article|file|paste|transcript|manual|handbook"
     r"|buch|roman|bericht|artikel|datei|texte|livre|rapport|texto|libro|informe|testo)\b",
     re.IGNORECASE,
 )
 """The text that was given last."""
 
 _IT = re.compile(
-    r"\b(?:it|this|that|all of (?:it|this|that)|everything)\W*(?:please\W*)?\Z"
+    r"\b(?:the|this|that|my|your)\s+(?:story|tale|essay|poem)\b"
+    r"|\b(?:it|this|that|all of (?:it|this|that)|everything)\W*(?:please\W*)?\Z"
     r"|\A\W*(?:please\W+)?(?:summari[sz]e|(?:give me |write )?a summary)\W*(?:please\W*)?\Z",
     re.IGNORECASE,
 )
 """What was said last at some length."""
+
+_CHAT = re.compile(
+    r"\b(?:(?:our|this|the) (?:conversation|chat|discussion)|everything so far|(?:what|everything) we (?:\w+ )?"
+    r"(?:talked|discussed|said|did)|unser\w* (?:gespräch|unterhaltung)|notre conversation|nuestra conversación)\b",
+    re.IGNORECASE,
+)
+"""All that was said."""
+
+_WITHIN = "in|of|from|about|and|im|aus|und|dans|du|et|en|del|y|nel|e"
+"""Before the name of a part that something is asked about."""
 
 _LONG, _LENGTHY = 1500, 400
 """Characters from which on a message is a text, and from which on something is said at some length."""
@@ -76,7 +90,7 @@ class _Named(NamedTuple):
     """Something that a message names.
 
     Attributes:
-        name: in the message; empty if it is the first line of what is found.
+        name: name in the message; empty if it is the first line of the text.
         find: finds it in a text.
         newest: whether what was said last goes first, replies too; otherwise replies come after all that users said.
     """
@@ -94,12 +108,17 @@ def find_whole(message: str, turns: Callable[[], Sequence[SaidTurn]]) -> Whole |
     if len(message) > _MAX_REQUEST:
         return None
     asks = _WHOLE.search(message) is not None
+    if asks and (chat := _CHAT.search(message)) and (said := turns()):
+        return Whole(
+            chat[0], said[-1][0], text="\n\n".join(f"User: {said}\n\nAssistant: {reply}" for _, said, reply in said)
+        )
     for named in _named(message, asks):
         if found := _find(named, turns()):
             name = named.name or found[2].partition("\n")[0].strip("#*_: \t")
-            return Whole(
-                name, *found, "" if asks or named.newest or _is_about(message, name) else message.replace(name, " ")
-            )
+            if asks or named.newest or _is_about(message, name):
+                return Whole(name, *found)
+            within = re.search(rf"\b(?:{_WITHIN})\s+(?:the\s+)?{re.escape(name)}", message, re.IGNORECASE)
+            return Whole(name, *found, message.replace(name, " ")) if within else None
     part = _PART.search(message) if asks else None
     return Whole(part[0]) if part else None
 
@@ -115,7 +134,8 @@ def _named(message: str, asks: bool) -> Iterator[_Named]:
     if part := _PART.search(message):
         kind, number = kind_of(part["kind"] or part["counted"]), number_of(part["number"] or part["ordinal"])
         yield _Named(part[0], lambda text: _part(text, kind, number))
-        yield _Named(part[0], lambda text: _part(text, "", number))
+        if kind in ("chapter", "section"):
+            yield _Named(part[0], lambda text: _part(text, "", number))
         return
     if asks:
         yield _Named("", lambda text: _titled(text, message))
@@ -161,21 +181,24 @@ def _file(text: str, message: str) -> str:
 
 
 def _definition(text: str, name: str) -> str:
-    """The code that defines a name: its line and those that are indented below it, with what closes them."""
-    begin = re.search(
-        rf"^(?P<indent>[ \t]*)(?:[\w@().]++[ \t]++)*?(?:{_CODE})[ \t]+{name}\b", text, re.IGNORECASE | re.MULTILINE
+    """The longest code that defines a name: its line and those that are indented below it, with what closes them."""
+    begins = re.finditer(
+        rf"^(?P<indent>[ \t]*)(?:(?:{_MODIFIERS})[ \t]+)*(?:{_CODE})[ \t]+{name}\b", text, re.IGNORECASE | re.MULTILINE
     )
-    if begin is None:
-        return ""
-    first, *lines = text[begin.start() :].split("\n")
-    kept = [first]
+    return max((_indented(text[begin.start() :], begin["indent"]) for begin in begins), key=len, default="")
+
+
+def _indented(text: str, indent: str) -> str:
+    """The first line of a text with those below it that are indented more, or close it; nothing without any."""
+    first, *lines = text.split("\n")
+    kept = list[str]()
     for line in lines:
-        indent = line[: len(line) - len(line.lstrip())]
-        inside = len(indent) > len(begin["indent"])
-        if line.strip() and not inside and not line.lstrip().startswith((")", "}", "]", "{")):
+        start = line.lstrip()
+        inside = len(line) - len(start) > len(indent)
+        if start and not inside and not start.startswith((")", "}", "]", "{")):
             break
         kept.append(line)
-    return "\n".join(kept).rstrip()
+    return "\n".join([first, *kept]).rstrip() if any(map(str.strip, kept)) else ""
 
 
 def cut_pieces(text: str, size: float, count_tokens: Callable[[str], int]) -> list[str]:

@@ -104,17 +104,84 @@ _LFM2_NAMES = {
     "ffn_up": f"{_LAYER}feed_forward.w3",
     "shortconv.in_proj": f"{_LAYER}conv.in_proj",
     "shortconv.out_proj": f"{_LAYER}conv.out_proj",
+    "shortconv.conv": f"{_LAYER}conv.conv",
+}
+
+_LFM2_EXPERTS = {f"ffn_{name}_exps": f"{_LAYER}feed_forward.experts.{name}_proj" for name in ("gate", "up", "down")} | {
+    "ffn_gate_inp": f"{_LAYER}feed_forward.gate",
+    "exp_probs_b": f"{_LAYER}feed_forward.expert_bias",
 }
 
 _GPT_OSS = {"attn_sinks": f"{_LAYER}self_attn.sinks", "ffn_gate_inp": f"{_LAYER}mlp.router"}
 
-_STATE_SPACE = {"ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", "ssm_out"}
-"""llama.cpp's names of the parts of a Mamba-2."""
+_MIXER_PARTS = {
+    "ssm_conv1d": "conv1d",
+    "ssm_dt": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+"""Of recurrent mixers with heads."""
 
-_DELTA = {"attn_qkv", "attn_gate", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_norm", "ssm_out"}
-"""And of those of a gated delta rule, but for its betas and decays."""
 
-_PARAMETERS = ("_bias", ".sinks", ".layer_scalar", ".correct_output_scale", ".scale", ".per_expert_scale")
+def _state_space(module: str) -> dict[str, str]:
+    """Names of a Mamba-2."""
+    return {
+        name: f"{_LAYER}{module}.{part}" for name, part in (_MIXER_PARTS | {"ssm_in": "in_proj", "ssm_d": "D"}).items()
+    }
+
+
+_GRANITE_HYBRID = _state_space("mamba") | {
+    f"ffn_{name}{kind}": f"{_LAYER}shared_mlp.{part}_linear"
+    for name, part in {"gate": "input", "up": "input", "down": "output"}.items()
+    for kind in ("", "_shexp")
+}
+
+_FALCON_H1 = (
+    _state_space("mamba")
+    | {f"ffn_{name}": f"{_LAYER}feed_forward.{name}_proj" for name in ("gate", "up", "down")}
+    | {"ffn_norm": f"{_LAYER}pre_ff_layernorm", FINAL_NORM: "model.final_layernorm"}
+)
+
+_NEMOTRON_H_NAMES = (
+    _state_space("mixer")
+    | {f"attn_{name}": f"{_LAYER}mixer.{name}_proj" for name in ("q", "k", "v")}
+    | {
+        f"ffn_{name}{kind}": f"{_LAYER}mixer.{module}{name}_proj"
+        for name in ("up", "down")
+        for kind, module in {"": "", "_exps": "experts.", "_shexp": "shared_experts."}.items()
+    }
+    | {
+        EMBEDDING: "model.embeddings",
+        FINAL_NORM: "model.norm_f",
+        "attn_norm": f"{_LAYER}norm",
+        "attn_output": f"{_LAYER}mixer.o_proj",
+        "ffn_gate_inp": f"{_LAYER}mixer.gate",
+        "exp_probs_b": f"{_LAYER}mixer.gate.e_score_correction_bias",
+    }
+)
+
+_DELTA = {name: f"{_LAYER}linear_attn.{part}" for name, part in _MIXER_PARTS.items()}
+_QWEN_3_5 = _DELTA | {
+    name: f"{_LAYER}linear_attn.in_proj_{part}"
+    for name, part in {"attn_qkv": "qkv", "attn_gate": "z", "ssm_beta": "b", "ssm_alpha": "a"}.items()
+}
+_QWEN_3_NEXT = _DELTA | {
+    name: f"{_LAYER}linear_attn.in_proj_{part}"
+    for name, part in {"attn_qkv": "qkvz", "attn_gate": "qkvz", "ssm_ba": "ba"}.items()
+}
+"""Of gated delta rules."""
+
+_PARAMETERS = (
+    "_bias",
+    ".A_log",
+    ".D",
+    ".sinks",
+    ".layer_scalar",
+    ".correct_output_scale",
+    ".scale",
+    ".per_expert_scale",
+)
 """Ends of names that are of parameters, not of modules."""
 
 _OWN_EMBEDDINGS = {
@@ -197,8 +264,7 @@ class Architecture:
         ungated_experts: experts have no gates.
         rounds_constants: transformers has factors on embeddings of layers in the model's dtype.
         checkpoint_names: of transformers, by llama.cpp's.
-        other_forms: llama.cpp's names of tensors that transformers' checkpoints have in another form. Files have these,
-            those of `checkpoint_names`, and no others.
+        other_forms: llama.cpp's names of tensors that transformers' checkpoints have in another form, or as one.
     """
 
     interleaved: bool = False
@@ -264,7 +330,8 @@ _NEMOTRON_H = Architecture(
     rms_norms=True,
     one_part=True,
     ungated_experts=True,
-    other_forms=_STATE_SPACE | {"exp_probs_b"},
+    checkpoint_names=_CHECKPOINT_NAMES | _NEMOTRON_H_NAMES,
+    other_forms={*_state_space(""), "exp_probs_b"},
 )
 _COHERE = Architecture(
     adjacent=True,
@@ -286,8 +353,10 @@ _QWEN_HYBRID = replace(
     _LATE_NORM,
     norm_offset=1.0,
     gates_attention=True,
+    heads_in_turns=True,
     normalizes_experts=True,
-    other_forms=_DELTA | {"ssm_alpha", "ssm_beta", "ssm_ba"},
+    checkpoint_names=_CHECKPOINT_NAMES | _LATE | _QWEN_3_5,
+    other_forms={*_QWEN_3_5, "ssm_ba"},
 )
 
 ARCHITECTURES = {
@@ -356,14 +425,20 @@ ARCHITECTURES = {
         _LFM2,
         scoring=Scoring.SIGMOID,
         normalizes_experts=True,
+        checkpoint_names=_CHECKPOINT_NAMES | _LFM2_NAMES | _LFM2_EXPERTS,
         other_forms={"shortconv.conv", "exp_probs_b"},
     ),
-    "granitehybrid": replace(_GRANITE, unrotated_if_original=True, other_forms=_STATE_SPACE),
-    "falcon-h1": Architecture(other_forms=_STATE_SPACE),
+    "granitehybrid": replace(
+        _GRANITE,
+        unrotated_if_original=True,
+        checkpoint_names=_CHECKPOINT_NAMES | _GRANITE_EXPERTS | _GRANITE_HYBRID,
+        other_forms={*_state_space("")},
+    ),
+    "falcon-h1": Architecture(checkpoint_names=_CHECKPOINT_NAMES | _FALCON_H1, other_forms={*_state_space("")}),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
-    "qwen35": replace(_QWEN_HYBRID, heads_in_turns=True),
-    "qwen35moe": replace(_QWEN_HYBRID, heads_in_turns=True),
-    "qwen3next": _QWEN_HYBRID,
+    "qwen35": _QWEN_HYBRID,
+    "qwen35moe": _QWEN_HYBRID,
+    "qwen3next": replace(_QWEN_HYBRID, heads_in_turns=False, checkpoint_names=_CHECKPOINT_NAMES | _LATE | _QWEN_3_NEXT),
 }
 """By llama.cpp's name."""

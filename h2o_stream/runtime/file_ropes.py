@@ -89,9 +89,9 @@ def _scaled(file: GgufFile, get: Callable[[str], Any], theta: float, dims: int, 
     kind, factor, attention = get("scaling.type"), get("scaling.factor"), float(get("scaling.attn_factor") or 1.0)
     if "rope_factors_short.weight" in file.tensors:
         limit = int(get("scaling.original_context_length"))
-        return RopeParameters(plain / _factors(file, "rope_factors_short", len(plain)), attention, False, limit)
+        return RopeParameters(plain / rope_factors(file, "rope_factors_short", len(plain)), attention, False, limit)
     if "rope_freqs.weight" in file.tensors:
-        factors = _factors(file, "rope_freqs", len(plain))
+        factors = rope_factors(file, "rope_freqs", len(plain))
         return RopeParameters(numpy.where(factors < UNROTATED, plain / factors, numpy.float32(0)), attention)
     if kind in (None, "none") or not factor or factor == 1:
         scaled = RopeParameters(plain, attention)
@@ -134,7 +134,7 @@ def yarn_magnitude(factor: float, share: float = 1.0) -> float:
     return 0.1 * share * math.log(factor) + 1
 
 
-def _factors(file: GgufFile, name: str, count: int) -> Floats:
+def rope_factors(file: GgufFile, name: str, count: int) -> Floats:
     """What divides so many frequencies."""
     tensor = file.tensors[f"{name}.weight"]
     if tensor.type.name != "F32":

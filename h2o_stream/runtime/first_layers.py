@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy
 
+from h2o_stream.cache.layer_rules import LayerRules
+from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library
 from h2o_stream.native.description import Description, NativeModel
 from h2o_stream.native.stepper import Stepper
-from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
 from h2o_stream.runtime.heads import Unchanged, head_shapes, rotations_of
 from h2o_stream.runtime.rotations import Floats
 
@@ -39,9 +40,11 @@ class FirstLayers:
         self._attention = [layer.attention for layer in first.layers if layer.attention]
         tables = rotations_of(first)
         self._rotations = [tables[id(x.rope.frequencies)] if x.rope else None for x in self._attention]
-        layers = [RuntimeLayer(*pair) for pair in zip(head_shapes(first), self._rotations, strict=True)]
+        layers = [
+            LayerRules(*pair, dtype=first.dtype) for pair in zip(head_shapes(first), self._rotations, strict=True)
+        ]
         plan = CacheConfig("recent", MAX_TOKENS, sinks=0, positions="rolling", chunk=0, budgets="equal")
-        self._cache = RuntimeCache(plan, layers, first.dtype, None, lambda: "")
+        self._cache = SlotCache(plan, layers, None)
         self._stepper = Stepper(native, NativeModel(first), Unchanged(), self._cache, dense_prompts=True)
 
     def project(self, tokens: list[int]) -> list[tuple[Floats, Floats]]:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_config import check_rope, check_sizes
 from h2o_stream.native.abi import NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
 from h2o_stream.runtime.architectures import ARCHITECTURES, EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.file_altup import altup_of
 from h2o_stream.runtime.file_ropes import is_latent, ropes_of, yarn_magnitude, yarn_share
+from h2o_stream.runtime.gguf_checks import check_rope, check_sizes
 from h2o_stream.runtime.parameters import ExpertParameters, LayerShape, MixerParameters, Parameters, tensor_name
 
 _READ = """

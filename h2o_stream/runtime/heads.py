@@ -8,7 +8,10 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.cache.group_rules import HeadShape
+from h2o_stream.cache.layer_rules import LayerRules
 from h2o_stream.cache.retrieval import num_rows, repeated_tokens, retrieval_windows
+from h2o_stream.cache.rotations import Rotations
+from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
@@ -16,8 +19,7 @@ from h2o_stream.native import library
 from h2o_stream.native.description import Description, NativeModel
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.progress import Progress, ProgressCallback
-from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
-from h2o_stream.runtime.rotations import Floats, Rotations
+from h2o_stream.runtime.rotations import Floats
 
 
 class Unchanged:
@@ -80,8 +82,8 @@ def attention_to_copy(description: Description, sliding: Sequence[int | None], c
         [layers that evict, Hkv] float32.
     """
     tokens = repeated_tokens(description.embedding.rows, num_rows(num_weights(description)), context)
-    found = [_measure(description, sliding, row[None]) for row in tokens]
-    mean: Floats = numpy.mean(found, 0, dtype=numpy.float32)
+    measured = [_measure(description, sliding, row[None]) for row in tokens]
+    mean: Floats = numpy.mean(measured, 0, dtype=numpy.float32)
     counts = [shape.kv_heads if shape else 0 for shape in head_shapes(description)]
     by_layer = numpy.split(mean, numpy.cumsum(counts)[:-1])
     evicting = _evicting(description, sliding)
@@ -94,11 +96,17 @@ def _measure(description: Description, sliding: Sequence[int | None], tokens: ND
     assert native is not None, "the weights are packed"
     shapes = head_shapes(description)
     layers = [
-        RuntimeLayer(shape, None, states=layer.mixer.states if layer.mixer else {}, hidden_from=seen)
+        LayerRules(
+            shape,
+            attends=shape is not None,
+            hidden_from=seen,
+            state_shapes=layer.mixer.states if layer.mixer else {},
+            dtype=description.dtype,
+        )
         for layer, shape, seen in zip(description.layers, shapes, sliding, strict=True)
     ]
     plan = CacheConfig("recent", count, sinks=0, span=0, positions="absolute", chunk=0)
-    cache = RuntimeCache(plan, layers, description.dtype, count, lambda: "")
+    cache = SlotCache(plan, layers, count)
     copied = numpy.zeros(sum(shape.kv_heads for shape in shapes if shape), numpy.float32)
     cache.prepare(count)
     stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)

@@ -6,11 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
-from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.loaded import LoadedModel
@@ -19,7 +22,6 @@ from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.progress import ProgressCallback
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, why_not_served
-from h2o_stream.runtime.slots import NUMBERS
 from h2o_stream.runtime.sources import Checkpoint, ModelFile, Source
 from h2o_stream.startup import gc_paused
 
@@ -36,13 +38,13 @@ def load_model(
 ) -> LoadedModel:
     """Load the model that `config` names, for this cache and engine: without torch if that is possible.
 
-    Other arguments and errors as for `models.load.load`, which does it otherwise.
+    Other arguments and errors as for `runtime.transformers_model.load`, which does it otherwise.
     """
     source = find(config.model, config.offline, progress)
     try:
         loaded = load_without_torch(config, cache, engine, notify, progress, source)
     except (DescriptionError, OutOfMemoryError) as reason:
-        from h2o_stream.models.load import load
+        from h2o_stream.runtime.transformers_model import load
 
         loaded = replace(load(config, cache, notify, progress, source), why_transformers=str(reason))
     return with_modelfile(loaded, notify)
@@ -56,7 +58,7 @@ def load_without_torch(
     progress: ProgressCallback,
     source: str | None = None,
 ) -> LoadedModel:
-    """Load a model without torch. Arguments as for `models.load.load`.
+    """Load a model without torch. Arguments as for `runtime.transformers_model.load`.
 
     Raises:
         DescriptionError: that is not possible; the message says why.
@@ -76,7 +78,8 @@ def load_without_torch(
         ready = tokenizer.result()
     if isinstance(opened, ModelFile) and (note := missing_name(opened.file)):
         notify(note)
-    return LoadedModel(config.model, opened.model(description, windows), *ready, path)
+    model = opened.model(description, windows, partial(_is_called, opened))
+    return LoadedModel(config.model, model, *ready, path)
 
 
 def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
@@ -103,6 +106,19 @@ def open_source(config: ModelConfig, path: Path, notify: Callable[[str], None]) 
     return Checkpoint(config.model, path, dtype, config.quantize, notify)
 
 
+def _is_called(source: Source, digest: str) -> bool:
+    """Whether states of a model may have another digest; that of transformers' model takes long."""
+    if digest.startswith("file "):
+        return digest == file_digest(source.path, source.variant)
+    config = ModelConfig(source.name, dtype=source.dtype, device="cpu", offline=True, quantize=source.quantize)
+    with suppress(H2OStreamError, ImportError):  # without torch, or memory for it
+        from h2o_stream.cache.identity import model_digest
+        from h2o_stream.runtime.transformers_model import load
+
+        return digest == model_digest(load(config, source=str(source.path)).model)
+    return False
+
+
 def _why_not(config: ModelConfig, engine: EngineChoice) -> str:
     """Why a model needs torch, as far as settings and machine say, or nothing."""
     if engine == "eager" or os.environ.get(library.CHECK_VARIABLE):
@@ -122,6 +138,6 @@ def _dtype(name: str) -> str:
     """The dtype of vectors, keys and values for a name, as `models.precision.allowed_dtypes` chooses it."""
     if name == "auto":
         return "bfloat16" if library.multiplies_bfloat16() else "float32"
-    if name not in NUMBERS:
+    if name not in ("float32", "bfloat16"):
         raise DescriptionError(f"{name} is computed in torch")
     return name

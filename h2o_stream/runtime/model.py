@@ -10,7 +10,10 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.cache.layer_rules import LayerRules
+from h2o_stream.cache.rotations import Rotations
 from h2o_stream.cache.sizing import sized
+from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan, prefill_step
 from h2o_stream.errors import H2OStreamError
@@ -19,10 +22,9 @@ from h2o_stream.native.description import DENSE, Description, NativeModel
 from h2o_stream.native.memory import NativeCodes
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
-from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
 from h2o_stream.runtime.first_layers import FirstLayers, first_layers
 from h2o_stream.runtime.heads import Unchanged, head_shapes, num_weights, rotations_of
-from h2o_stream.runtime.rotations import Floats, Rotations
+from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import as_floats
 
 
@@ -34,7 +36,7 @@ class RuntimeModel:
         description: of its layers.
         windows: KV heads grouped by window size, for each layer, where budgets are measured; nothing if unknown.
         digest: identifies it in states.
-        is_called: whether it may have another digest, see `cache.window_rules.WindowRules`.
+        is_called: whether it may have another digest, see `cache.slot_cache.SlotCache`.
         context: positions it was trained for.
         max_distance: largest distance it was trained for.
         sliding: the windows of layers that do not follow the plan of a cache, None for others.
@@ -61,12 +63,14 @@ class RuntimeModel:
         described = self.description.layers
         tables = self._rotations
         layers = [
-            RuntimeLayer(
+            LayerRules(
                 shape,
                 tables[id(x.rope.frequencies)] if x and x.rope else None,
+                shape is not None,
                 sliding,
-                windows,
-                layer.mixer.states if layer.mixer else {},
+                windows=windows,
+                state_shapes=layer.mixer.states if layer.mixer else {},
+                dtype=self.description.dtype,
             )
             for shape, layer, sliding, windows in zip(
                 head_shapes(self.description), described, self.sliding, self._windows(config), strict=True
@@ -106,8 +110,8 @@ class RuntimeModel:
             else [(HeadWindow(),)] * len(self.description.layers)
         )
 
-    def _cache(self, config: CacheConfig, layers: Sequence[RuntimeLayer]) -> RuntimeCache:
-        cache = RuntimeCache(config, layers, self.description.dtype, self.max_distance, lambda: self.digest)
+    def _cache(self, config: CacheConfig, layers: Sequence[LayerRules]) -> SlotCache:
+        cache = SlotCache(config, layers, self.max_distance, lambda: self.digest)
         cache.is_called = self.is_called
         return cache
 
@@ -148,7 +152,7 @@ class ServedRuntime:
     device = "cpu"
     stepper: Stepper
 
-    def __init__(self, model: RuntimeModel, cache: RuntimeCache) -> None:
+    def __init__(self, model: RuntimeModel, cache: SlotCache) -> None:
         native = library.loaded()
         assert native is not None, "it has packed the weights"
         cache.assign_memory(NativeCodes(native))
@@ -160,12 +164,12 @@ class ServedRuntime:
         cache.engine_note = f"native, {library.name()}, without torch"
 
     def forward(self, tokens: Sequence[int]) -> Floats:
-        """See `Served`."""
+        """Feed tokens to the stream."""
         last: Floats = self._logits(tokens, 1)[-1]
         return last
 
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> Floats:
-        """See `Served`."""
+        """Feed tokens to the stream, as `forward` does."""
         logits = self._logits(tokens, len(tokens))
         ours = numpy.take_along_axis(logits, numpy.array(expected)[:, None], 1)[:, 0]
         largest = logits.max(1, keepdims=True)
@@ -198,21 +202,21 @@ class ServedRuntime:
         return kept
 
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
-        """See `Served`."""
+        """Embeddings of tokens [n], [n, hidden] float32."""
         return self._model.read_embeddings(ids)
 
     def first_layers(self, count: int | None = None) -> FirstLayers | None:
-        """See `Served`."""
+        """The first layers, or all, for texts that stand alone; None where they are not available."""
         return first_layers(self._model.description, count)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """See `Served`."""
+        """A copy of the cache's state, see `H2OCache.state_dict`; bfloat16 numbers are uint16."""
         return self.cache.state_dict()
 
     def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """See `Served`."""
+        """Replace the stream, see `H2OCache.load_state_dict`."""
         self.cache.load_state_dict(state)
 
     def close(self) -> None:
-        """See `Served`."""
+        """Restore the model."""
         self.cache.reset()

@@ -1,7 +1,7 @@
 """Writes packed weights straight into the mapped file that later starts map, without torch.
 
-The file has the names and the config that `models.load` expects of a folder of packed weights; of an architecture with
-tensors in other forms than transformers' it has the file's numbers, by llama.cpp's names.
+The file has transformers' names; of an architecture with tensors in other forms than transformers' it has the numbers
+of the GGUF file, by llama.cpp's names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.models.packed_folder import FORMAT, WEIGHTS_FILE
+from h2o_stream.models.packed_cache import FORMAT, WEIGHTS_FILE, NotCachedError, new_packed_folder
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.runtime.weights import mapped_tensors
 
@@ -61,15 +61,13 @@ def write_packed(
 
     Args:
         entries: all tensors of the model.
-        metadata: for `packed.json`, see `user_cache`.
+        metadata: for `packed.json`, see `packed_cache`.
         folder: written atomically; its parents are created.
         notify: gets a line about what is written, or why it is not.
 
     Raises:
         DescriptionError: a tensor has no name, or cannot be packed.
     """
-    from h2o_stream.models.new_packed_folder import NotCachedError, new_packed_folder
-
     entries = sorted(entries, key=lambda entry: entry.kind is None)
     size = sum(entry.nbytes for entry in entries)
     with suppress(NotCachedError), new_packed_folder(folder, size, metadata, notify) as partial:

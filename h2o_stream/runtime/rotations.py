@@ -1,4 +1,4 @@
-"""Frequencies and rotations of RoPE in numpy."""
+"""Frequencies of RoPE in numpy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.memory import anonymous_memory
 from h2o_stream.native.matrix import require
 
 Floats = NDArray[numpy.float32]
@@ -15,33 +14,6 @@ Floats = NDArray[numpy.float32]
 MAX_FLOAT = float(numpy.finfo(numpy.float32).max)
 MAX_ROTARY_DIMS = 2**16
 """Most numbers of a head that RoPE turns, before it is known how many the head has."""
-
-
-class Rotations:
-    """Cosines and sines by distance; the counterpart of `cache.rope.RotaryTable`.
-
-    Args:
-        frequencies: [rotary_dims / 2] float32, angles per position.
-    """
-
-    def __init__(self, frequencies: Floats) -> None:
-        self._frequencies = frequencies
-        self._table = numpy.empty((0, 2 * len(frequencies)), numpy.float32)
-
-    def on_cpu(self, limit: int) -> Floats:
-        """Rotations of the distances from 0 to limit - 1.
-
-        Returns:
-            [N, rotary_dims] float32, N at least `limit`: cosines, then as many sines.
-        """
-        if len(self._table) < limit:
-            rows = 1 << (limit - 1).bit_length()  # twice as many each time: caches keep the table that they have
-            angles = numpy.outer(numpy.arange(rows, dtype=numpy.float32), self._frequencies)
-            # Rows begin with cache lines: others would be read in two pieces, and attention took a fifth longer.
-            pages = anonymous_memory(2 * angles.nbytes)
-            self._table = numpy.frombuffer(pages, numpy.float32).reshape(rows, -1)
-            numpy.concatenate((numpy.cos(angles), numpy.sin(angles)), 1, out=self._table)
-        return self._table
 
 
 @numpy.errstate(all="ignore")  # `RopeParameters` refuses what comes of numbers out of range

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from h2o_stream.attachment.measurements import LONG_S
-from h2o_stream.config import ModelConfig
-from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+from h2o_stream.errors import ModelNotFoundError, OutOfMemoryError
 from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
@@ -20,7 +18,7 @@ from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, Weigh
 from h2o_stream.models.folder_sizes import check_folder
 from h2o_stream.models.generation_config import read_generation_config
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.packed_folder import MIN_BYTES, MIN_GGUF_BYTES, packed_folder
+from h2o_stream.models.packed_cache import MIN_BYTES, MIN_GGUF_BYTES, folder_lock, packed_folder
 from h2o_stream.models.templates import with_template
 from h2o_stream.models.tokenizer import FileTokenizer, read_object
 from h2o_stream.native.description import Description, DescriptionError
@@ -45,6 +43,8 @@ from h2o_stream.runtime.weights import (
     FolderWeights,
     Weights,
 )
+
+T = TypeVar("T")
 
 
 class Source(ABC):
@@ -91,10 +91,33 @@ class Source(ABC):
             DescriptionError: weights are missing or cannot be packed.
             OutOfMemoryError: there is no memory for them.
         """
-        found = describe_file(self.architecture, self.parameters, self._weights(progress, notify), self.dtype)
+
+        def described(weights: Weights) -> Description:
+            return describe_file(self.architecture, self.parameters, weights, self.dtype)
+
+        found = self.with_weights(described, progress, notify)
         layers = zip(found.layers, self.parameters.windows, strict=True)
         require(any(layer.attention and window is None for layer, window in layers), "no layer attends to all tokens")
         return found
+
+    def with_weights(
+        self, make: Callable[[Weights], T], progress: ProgressCallback, notify: Callable[[str], None] | None
+    ) -> T:
+        """What `make` makes of the weights: packed ones that are damaged are packed anew, if they may be kept.
+
+        Other arguments and errors as for `describe`.
+        """
+        folder = self.folder
+        was_there = folder is not None and folder.exists()
+        try:
+            return make(self._weights(progress, notify))
+        except DescriptionError as error:
+            if notify is None or folder is None or not was_there:
+                raise
+            notify(f"The packed weights in {folder} are damaged and will be recreated: {error}")
+            with folder_lock(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        return make(self._weights(progress, notify))
 
     @abstractmethod
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
@@ -106,21 +129,21 @@ class Source(ABC):
         if folder is None or not folder.exists():
             raise DescriptionError("its weights were not packed before")
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            return FolderWeights(
-                folder, config["quantization_config"]["modules"], self.architecture, self.parameters, self.dtype
-            )
-        except (OSError, ValueError, KeyError) as error:
+            kinds = read_object(folder / "config.json")["quantization_config"]["modules"]
+            return FolderWeights(folder, kinds, self.architecture, self.parameters, self.dtype)
+        except (ModelNotFoundError, OSError, LookupError, TypeError) as error:
             raise DescriptionError(f"its packed weights in {folder} are damaged") from error
 
-    def model(self, description: Description, windows: Windows) -> RuntimeModel:
-        """The described model; `windows` as in `RuntimeModel`."""
+    def model(
+        self, description: Description, windows: Windows = (), is_called: Callable[[str], bool] = lambda digest: False
+    ) -> RuntimeModel:
+        """The described model; the rest as in `RuntimeModel`."""
         found = self.parameters
         return RuntimeModel(
             description,
             windows,
             shipped_digest(self.path, self.variant) or file_digest(self.path, self.variant),
-            self._is_called,
+            is_called,
             found.context,
             found.max_distance,
             found.windows,
@@ -137,18 +160,6 @@ class Source(ABC):
         if time.perf_counter() - begun > LONG_S:
             save_windows(self.path, self.variant, measured)
         return measured
-
-    def _is_called(self, digest: str) -> bool:
-        """Whether states of this model may have another digest; that of transformers' model takes long."""
-        if digest.startswith("file "):
-            return digest == file_digest(self.path, self.variant)
-        config = ModelConfig(self.name, dtype=self.dtype, device="cpu", offline=True, quantize=self.quantize)
-        with suppress(H2OStreamError, ImportError):  # without torch, or memory for it
-            from h2o_stream.cache.identity import model_digest
-            from h2o_stream.models.load import load
-
-            return digest == model_digest(load(config, source=str(self.path)).model)
-        return False
 
     @abstractmethod
     def packed_difference(self) -> str:
@@ -225,11 +236,8 @@ class Checkpoint(Source):
         self, name: str, path: Path, dtype: str, quantize: str, notify: Callable[[str], None] = ignore
     ) -> None:
         check_folder(path)
-        try:
-            config = read_object(path / "config.json")
-            architecture, parameters = parameters_of_config(config)
-        except (OSError, ValueError) as error:
-            raise DescriptionError(f"its config.json cannot be read: {error}") from error
+        config = read_object(path / "config.json")
+        architecture, parameters = parameters_of_config(config)
         self._dense = CheckpointWeights(path, architecture, parameters, dtype)
         precision = self._precision(name, quantize, dtype)
         if precision.reason:

@@ -26,6 +26,7 @@ from h2o_stream.serve.chat import answer_chat, parse_chat, previous_chat, stream
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
 from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.fields import ELSEWHERE, Endpoint, read_fields
+from h2o_stream.serve.grammars import ASKER
 from h2o_stream.serve.requests import is_kept, parse_json
 from h2o_stream.serve.response_events import stream_response
 from h2o_stream.serve.responses import answer_response, parse_response
@@ -120,6 +121,7 @@ async def _answer_post(
     names: Mapping[str, str] = {}
     try:
         request.state.owner = service.access.owner(request.headers)
+        ASKER.set(request.state.owner or (request.client.host if request.client else ""))
         body = await _body(service, request)
         fields, unknown, names = await aside(request.state.size, partial(read_fields, body, endpoint))
         _check_names(service, fields.get("model"), unknown)

@@ -6,32 +6,26 @@ Everything here runs in the thread that owns the model, except `Conversations.co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
-from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.logs import Log
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.models.turn_tokens import with_bos
-from h2o_stream.recall.passage import Recalled
 from h2o_stream.recall.terms import TermWeights
 from h2o_stream.serve.errors import ApiError, no_response
-from h2o_stream.serve.messages import Dialogue, Exchange, as_fed, chain
+from h2o_stream.serve.messages import Dialogue, Exchange, chain
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
-from h2o_stream.serve.stream import Pace, WaitingEngine, Waits
+from h2o_stream.serve.stream import Pace, WaitingEngine
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.messages import UserTurn, text_of
-from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.transcript import Entry, Header
-from h2o_stream.session.turn import Turn
 
 _log = logging.getLogger(__name__)
 
@@ -43,11 +37,11 @@ class Live:
     """A conversation that is awake.
 
     Attributes:
-        conversation: of a `WaitingEngine`.
+        conversation: conversation of a `WaitingEngine`.
         kept: what is known of it; None for one that is never saved.
-        options: of it.
+        options: options of the conversation.
         past: hash after the last turn on disk.
-        entries: of the turns that are in the cache and not on disk.
+        entries: entries of the turns that are in the cache and not on disk.
         exchanges: what each of these that is no pin consists of.
         before: entries of the turns of a branch that is not on disk yet.
         merged: past turns that are fed with the one to answer, see `as_fed`.
@@ -93,7 +87,7 @@ class Opened:
     Attributes:
         live: the conversation.
         unread: past turns that have to be read first.
-        origin: where it comes from.
+        origin: origin of the conversation.
         known: past turns that were recognised.
     """
 
@@ -107,14 +101,14 @@ class Conversations:
     """The conversations of a server.
 
     Args:
-        model: of the runtime.
-        config: of the server.
+        model: model of the runtime.
+        config: configuration of the server.
         store: the conversations on disk.
 
     Attributes:
         awake: those in memory by id, least recently used first.
         busy: ids of those that answer or are being saved.
-        pace: of their prompts.
+        pace: pace of their prompts.
     """
 
     def __init__(self, model: LoadedModel, config: ServeConfig, store: Store) -> None:
@@ -166,10 +160,10 @@ class Conversations:
         Raises:
             ApiError: there is none.
         """
-        found = self._store.with_id(response, owner)
-        if found is None:
+        stored = self._store.with_id(response, owner)
+        if stored is None:
             raise no_response()
-        return found[0].system
+        return stored[0].system
 
     def _known(self, kept: Kept, turn: int, options: Options, keep: bool) -> tuple[Live, Origin] | None:
         """Continue a conversation after a turn, or branch there; None if the state is not available."""
@@ -251,10 +245,9 @@ class Conversations:
         )
 
     def _prepare_recall(self, live: Live) -> None:
-        if live.kept and live.kept.session:
-            live.conversation.recall.use(live.kept.session.index_path)
-        live.conversation.recall.source, live.conversation.recall.defers = live.said, True
-        live.conversation.recall.terms = self._terms
+        session, recall = live.kept and live.kept.session, live.conversation.recall
+        recall.use(session.index_path if session else None)
+        recall.source, recall.defers, recall.terms = live.said, True, self._terms
 
     @cached_property
     def _terms(self) -> TermWeights:
@@ -307,67 +300,3 @@ class Conversations:
         live.entries, live.exchanges, live.before, live.response = [], [], Log(), ""
         for kept in self._store.to_forget(self.awake):
             self._store.forget(kept)
-
-
-Event = Recalled | PrefillProgress | Waits | Token | Turn | Finished
-
-
-def turn_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
-    """Read what is new of a dialogue, then reply. Notes the turns that were read.
-
-    Yields:
-        The events of `Conversation.say`; `Finished` if something could not be read.
-    """
-    live, conversation = opened.live, opened.live.conversation
-    if not conversation.engine.tokens:
-        for pin in live.options.pins:
-            yield from _read(conversation.pin(pin))
-            live.add(Entry(conversation.metadata.turns, pin, "", "pinned"))
-    for turn in as_fed(opened.unread, dialogue.user):
-        if turn.reply is None:
-            live.merged = turn.exchanges
-            keep = conversation.stops and conversation.engine.tokens
-            live.undone = conversation.state_dict() if keep else None
-            yield from conversation.say(turn.user, dialogue.begun)
-            return
-        yield from _read(conversation.feed_turn(turn.user, turn.reply))
-        entry = Entry(conversation.metadata.turns, text_of(turn.user), turn.reply, "told")
-        live.add(entry, *turn.exchanges)
-
-
-def corrected_events(live: Live, user: UserTurn, turn: Turn) -> Iterator[Event]:
-    """Read a turn as its client has seen it, in place of what a stop string cut off, too. Yields the turn at last."""
-    conversation = live.conversation
-    if live.undone is None:
-        conversation.reset()
-    else:
-        conversation.load_state_dict(live.undone)
-    yield from _read(conversation.feed_turn(user, turn.text, own=True))
-    yield replace(turn, counts=live.engine.counts, cut=False)
-
-
-def raw_events(opened: Opened, dialogue: Dialogue) -> Iterator[Event]:
-    """Read a text, then continue it. Yields the same events."""
-    text = text_of(dialogue.user)
-    engine, reply = opened.live.engine, GrowingReply(text)
-    for event in engine.prefill(
-        with_bos(engine.tokenizer, engine.tokenizer(text, add_special_tokens=False)["input_ids"])
-    ):
-        if isinstance(event, Finished):
-            yield reply.finish(1, event, engine)
-            return
-        if isinstance(event, PrefillProgress):
-            reply.add_progress(event)
-        yield event
-    for generated in engine.decode():
-        if isinstance(generated, Finished):
-            yield reply.finish(1, generated, engine)
-        else:
-            yield reply.add_token(generated) if isinstance(generated, Token) else generated
-
-
-def _read(events: Iterator[PrefillProgress | Finished]) -> Iterator[Event]:
-    for event in events:
-        if isinstance(event, Finished):
-            raise ApiError(400, f"the conversation cannot be read: {event.detail or event.reason}", "messages")
-        yield event

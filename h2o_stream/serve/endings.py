@@ -15,13 +15,14 @@ from functools import cached_property, partial
 
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.serve.aside import LONG
-from h2o_stream.serve.conversations import Conversations, Event, Live, Opened, corrected_events
+from h2o_stream.serve.conversations import Conversations, Live, Opened
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.messages import Dialogue, Exchange, as_fed
+from h2o_stream.serve.messages import Exchange, as_fed
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
 from h2o_stream.serve.stream import LogprobSampler
 from h2o_stream.serve.tools import named
+from h2o_stream.serve.turns import Event, corrected_events
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.messages import text_of
 from h2o_stream.session.transcript import Entry
@@ -43,7 +44,7 @@ class Job:
     Attributes:
         ask: what is asked.
         opened: the conversation.
-        events: of it.
+        events: events of the reply.
         reading: the next event, if it comes from another thread.
         ending: ends the reply after that.
         corrected: the reply is complete, and the turn is read again as its client has seen it.
@@ -101,8 +102,9 @@ class Job:
     @cached_property
     def _reads_much(self) -> bool:
         """Whether many characters are to be read, or many turns."""
-        unread, pins = self.opened.unread, sum(map(len, self.ask.options.pins))
-        return len(unread) >= _MANY or Dialogue(None, unread, self.ask.dialogue.user).size + pins >= LONG
+        unread, dialogue = len(self.opened.unread), self.ask.dialogue
+        new = sum(dialogue.parts[len(dialogue.past) - unread :]) + sum(map(len, self.ask.options.pins))
+        return unread >= _MANY or new >= LONG
 
 
 class Endings:
@@ -110,7 +112,7 @@ class Endings:
 
     Args:
         jobs: the replies being made; those that end are removed.
-        conversations: of the server.
+        conversations: the server's conversations.
         metrics: are counted here.
         call: does something in the worker's thread.
 

@@ -264,6 +264,10 @@ ELSEWHERE: Mapping[str, str] = {
 """What other servers have, by a part of the path, and why it is not here."""
 
 
+_MAX_UNKNOWN = 1000
+"""Fields that are not in the table, of which a request is told at most."""
+
+
 def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, Any], list[str], dict[str, str]]:
     """The served fields of a request by the names that they have here, those that are not in the table, and names that
     the request has by ours, where they differ.
@@ -291,7 +295,11 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, 
             if name in given or target not in given:
                 found[target] = value
                 names[target] = name if name in given else f"options.{name}"
-    return found, [*dict.fromkeys(unknown)], {target: name for target, name in names.items() if target != name}
+    return (
+        found,
+        [*dict.fromkeys(unknown[:_MAX_UNKNOWN])],
+        {target: name for target, name in names.items() if target != name},
+    )
 
 
 def _unknown_inside(name: str, value: Any, table: Mapping[str, Rule]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
@@ -41,30 +42,37 @@ MAX_SIZE = 2**20
 
 _POLL_S, _QUICK_S, _NICE = 0.02, 0.2, 15
 
+ASKER: ContextVar[str] = ContextVar("asker", default="")
+"""Whose request is answered: the owner, or the address where there are no keys."""
+
 
 class Grammars:
     """Compiles grammars for one model.
 
     Args:
         tokenizer: see `Grammar`, as the others.
+
+    Attributes:
+        beginning: held by the one that is compiled as fast as the model makes its steps.
     """
 
     def __init__(self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int) -> None:
         self._values = tokenizer, end_tokens, vocabulary
         self._threads, self._free, self._lock = ThreadPoolExecutor(PLACES, "h2o-grammar"), PLACES, threading.Lock()
         self._queues = dict[str, deque[asyncio.Future[None]]]()
+        self.beginning = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._server: Connection | None = None
         self._closed = False
 
-    async def make(self, rules: Mapping[str, Any] | str, thinking: Markers | None, owner: str) -> Grammar:
-        """Compile a grammar, see `Grammar`. Those of an owner wait for each other, not for those of other owners.
+    async def make(self, rules: Mapping[str, Any] | str, thinking: Markers | None) -> Grammar:
+        """Compile a grammar, see `Grammar`. Those of one `ASKER` wait for each other, not for those of others.
 
         Raises:
             DataError: it is not supported, or takes too long.
             ApiError: others wait, and it takes longer than they have time.
         """
-        await self._take_place(owner)
+        await self._take_place(ASKER.get())
         left = threading.Event()
         try:
             make = partial(_RemoteGrammar, self, left, *self._values, rules, thinking)
@@ -73,12 +81,12 @@ class Grammars:
             left.set()
             self._pass_place()
 
-    async def _take_place(self, owner: str) -> None:
+    async def _take_place(self, asker: str) -> None:
         if self._free:
             self._free -= 1
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(owner, deque()).append(place)
+        self._queues.setdefault(asker, deque()).append(place)
         try:
             await place
         except asyncio.CancelledError:
@@ -87,13 +95,13 @@ class Grammars:
             raise
 
     def _pass_place(self) -> None:
-        """Let the next one of the owner who has waited longest begin."""
+        """Let the next one begin, of whoever has waited longest."""
         while self._queues:
-            owner = next(iter(self._queues))
-            queue = self._queues.pop(owner)
+            asker = next(iter(self._queues))
+            queue = self._queues.pop(asker)
             place = queue.popleft()
             if queue:
-                self._queues[owner] = queue
+                self._queues[asker] = queue
             if not place.done():  # else its client has left
                 place.set_result(None)
                 return
@@ -171,8 +179,11 @@ class _RemoteGrammar(Grammar):
         begun = self._tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
         asked = {"rules": rules, "thinking": asdict(self._thinking) if self._thinking else None, "begun": begun}  # type: ignore[call-overload]
         try:
-            process = self._process = _Process(self._grammars.connect())
-            process.connection.send_bytes(json.dumps(asked).encode())
+            with self._grammars.beginning:
+                process = self._process = _Process(self._grammars.connect())
+                process.connection.send_bytes(json.dumps(asked).encode())
+                if not process.connection.poll(_QUICK_S):
+                    process.slow_down()
             process.wait_compiled(self._grammars, self._left)
             answer = process.connection.recv_bytes()
             if not answer.startswith(b"+"):
@@ -196,7 +207,7 @@ class _Process:
     """A grammar's process.
 
     Attributes:
-        connection: to it.
+        connection: connection to the process.
         masks: what it allows, by the number of a reply.
     """
 
@@ -214,7 +225,6 @@ class _Process:
         began = time.monotonic()
         while not self.connection.poll(_POLL_S):
             took = time.monotonic() - began
-            self._slow_down(took)
             if grammars.crowded and took > SHORT_S:
                 self.kill()
                 message = f"it was not compiled in {SHORT_S:g} s, and others wait; ask again, or use a simpler one"
@@ -244,7 +254,8 @@ class _Process:
             if not self._waiting:
                 return True
             took = time.monotonic() - self._asked
-            self._slow_down(took)
+            if took > _QUICK_S:
+                self.slow_down()
             return took > STEP_S
         return True
 
@@ -267,9 +278,9 @@ class _Process:
         self._waiting -= 1
         self.masks[struct.unpack_from("<I", answer)[0]] = answer[4:]
 
-    def _slow_down(self, took: float) -> None:
-        """Let others have the processors if it takes longer than most."""
-        if took > _QUICK_S and not self._slow:
+    def slow_down(self) -> None:
+        """Let others have the processors: it takes longer than most."""
+        if not self._slow:
             self._slow = True
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self._pid, _NICE)

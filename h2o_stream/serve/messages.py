@@ -15,6 +15,12 @@ from h2o_stream.session.other_calls import Call
 
 _SYSTEM = ("system", "developer")
 
+MAX_MESSAGES = 4096
+"""Messages of a turn, those of the user not joined yet."""
+
+_PER_MESSAGE = 32
+"""Characters that take as long to read as a message without any."""
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -39,6 +45,7 @@ class Dialogue:
     Attributes:
         begun: the reply continues this text.
         size: characters of all of it.
+        parts: characters of each past turn, and last of what is answered, with some more for each message.
     """
 
     system: str | None
@@ -46,10 +53,14 @@ class Dialogue:
     user: UserTurn
     begun: str = ""
     size: int = field(init=False, compare=False)
+    parts: Sequence[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        turns = [self.user, *(turn for exchange in self.past for turn in (exchange.user, exchange.reply.text))]
-        object.__setattr__(self, "size", len(self.system or "") + sum(map(_size, turns)))
+        sizes = [_size(exchange.user) + len(exchange.reply.text) for exchange in self.past] + [_size(self.user)]
+        counts = [_count(turn) for turn in (*(exchange.user for exchange in self.past), self.user)]
+        object.__setattr__(self, "size", len(self.system or "") + sum(sizes))
+        parts = [size + _PER_MESSAGE * count for size, count in zip(sizes, counts, strict=True)]
+        object.__setattr__(self, "parts", parts)
 
 
 def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on: bool = False) -> Dialogue:
@@ -59,7 +70,7 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
     messages of the user do; several of the assistant are one. A system prompt alone is answered as a message.
 
     Args:
-        messages: of the request.
+        messages: messages of the request.
         read: finds the calls in the text of a reply.
         goes_on: whether there were messages before, which are not sent again.
 
@@ -68,14 +79,16 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
     """
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list of one or more messages")
-    said = [_parse_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-    later = next((number for number, message in enumerate(said) if goes_on or message["role"] != "system"), len(said))
-    system, said = [message["content"] for message in said[:later]], said[later:]
-    if not said and "".join(system).strip():
+    parsed = [_parse_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    later = next(
+        (number for number, message in enumerate(parsed) if goes_on or message["role"] != "system"), len(parsed)
+    )
+    system, parsed = [message["content"] for message in parsed[:later]], parsed[later:]
+    if not parsed and "".join(system).strip():
         return Dialogue(None, (), "\n\n".join(system))
     turns, new = list[tuple[list[Message], list[Reply]]](), list[Message]()
     may_answer = goes_on
-    for number, message in enumerate(said, later):
+    for number, message in enumerate(parsed, later):
         role = message["role"]
         if role == "tool" and not may_answer:
             raise wrong(f"messages[{number}].role", role, "tool only after an assistant's message with tool_calls")
@@ -89,6 +102,7 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
         turns[-1][1].append(reply)
         may_answer, new = may_answer or bool(reply.calls), []
     past = [Exchange(_turn(asked), _joined(replies)) for asked, replies in turns]
+    _check_count(past, _turn(new))
     prompt = "\n\n".join(system) if system else None
     if _has_content(new):
         return Dialogue(prompt, tuple(past), _turn(new))
@@ -99,6 +113,18 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
         accepted = "a message of the user or a tool at the end, or before a text of the assistant that is continued"
         raise wrong("messages", "an assistant's message at the end", accepted)
     return Dialogue(prompt, tuple(past), last.user, last.reply.text)
+
+
+def _check_count(past: Sequence[Exchange], new: UserTurn) -> None:
+    """Refuse turns of too many messages, as they are fed: the whole of such a turn is in the hands of the template."""
+    count = most = 0
+    for exchange in past:
+        count += _count(exchange.user) + 1
+        most = max(most, count)
+        count = count if exchange.reply.calls or not exchange.user else 0
+    if (most := max(most, count + _count(new))) > MAX_MESSAGES:
+        accepted = f"at most {MAX_MESSAGES} between two replies without calls"
+        raise wrong("messages", f"{most} messages", accepted)
 
 
 def _has_content(messages: Sequence[Message]) -> bool:
@@ -200,6 +226,10 @@ def as_fed(past: Iterable[Exchange], last: UserTurn) -> Iterator[FedTurn]:
 
 def _size(turn: UserTurn) -> int:
     return len(turn) if isinstance(turn, str) else sum(len(message["content"]) for message in turn)
+
+
+def _count(turn: UserTurn) -> int:
+    return 1 if isinstance(turn, str) else len(turn)
 
 
 def _messages(turn: UserTurn) -> Sequence[Message]:

@@ -33,6 +33,7 @@ from h2o_stream.serve.store import Store
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session.calls import CallFormat, find_format
+from h2o_stream.session.control_tokens import aliased
 from h2o_stream.session.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
@@ -69,9 +70,9 @@ class Service:
     """A model that is served.
 
     Args:
-        model: of the runtime.
+        model: model of the runtime.
         config: limits.
-        options: of conversations whose requests say nothing else.
+        options: options of conversations whose requests say nothing else.
 
     Attributes:
         started: seconds since 1970.
@@ -100,6 +101,7 @@ class Service:
         """Begin to serve."""
         if self.options.recall != "off":
             self.worker.call(self.conversations.prepare_recall)
+        self.worker.call(partial(aliased, self.model.tokenizer))  # before somebody waits for it
         self.worker.start()
 
     @cached_property
@@ -145,7 +147,7 @@ class Service:
             return None
         template = ChatTemplate(self.model.tokenizer, None, self._ends, options.thinking)
         try:
-            return await self.grammars.make(rules, None if raw else template.free_thinking, options.owner)
+            return await self.grammars.make(rules, None if raw else template.free_thinking)
         except H2OStreamError as error:
             raise as_api_error(error, place) from error
 

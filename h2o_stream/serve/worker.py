@@ -24,15 +24,19 @@ from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
 from h2o_stream.native.stepper import PromptPlan
 from h2o_stream.serve.aside import Threads
-from h2o_stream.serve.conversations import Conversations, Opened, raw_events, turn_events
+from h2o_stream.serve.conversations import Conversations, Opened
 from h2o_stream.serve.endings import Endings, Job
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Failed, Piece, Started
+from h2o_stream.serve.turns import raw_events, turn_events
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.turn import Turn
 
 _log = logging.getLogger(__name__)
+
+_BEGUN = 2
+"""Replies that are begun between two steps: their conversations and prompts take some milliseconds each."""
 
 _GRAMMAR_S = 0.001
 """Seconds after which grammars are looked at again if nothing else is to be done."""
@@ -59,10 +63,10 @@ class Worker:
     """Serves one model from a thread of its own.
 
     Args:
-        model: of the runtime.
-        conversations: of the server; used in this thread only.
+        model: model of the runtime.
+        conversations: the server's conversations; used in this thread only.
         running: replies at once.
-        timeout_s: of a reply.
+        timeout_s: longest time of a reply.
         metrics: are counted here.
     """
 
@@ -73,7 +77,7 @@ class Worker:
         assert native is not None, "the model is one of the runtime"
         self._conversations, self._running, self._timeout_s, self._metrics = conversations, running, timeout_s, metrics
         self._batch = BatchStepper(native, model.model.description)
-        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._asked: deque[Ask] = deque()
         self._jobs: list[Job] = []
         self._stopped = False
@@ -104,7 +108,7 @@ class Worker:
         """How many replies are being made or saved, and how many wait."""
         return len(self._jobs) + self._endings.saving, len(self._asked)
 
-    def call(self, action: Callable[[], None]) -> None:
+    def call(self, action: Callable[[], object]) -> None:
         """Do something in the thread."""
         self._actions.put(action)
 
@@ -122,9 +126,11 @@ class Worker:
                     self._endings.give_up(job, error)
 
     def _receive(self) -> None:
-        """Take what was asked for, and begin new replies."""
+        """Take what was asked for, and begin new replies, not too many between two steps of others."""
         self._take_actions()
-        while self._asked and len(self._jobs) + self._endings.saving < self._running:
+        for _ in range(_BEGUN):
+            if not self._asked or len(self._jobs) + self._endings.saving >= self._running:
+                return
             ask = self._asked.popleft()
             try:
                 self._start(ask)

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -130,9 +131,9 @@ class ControlTokens:
     def _count(self, tokens: list[int]) -> int:
         return sum(token in self._tokens for token in tokens)
 
-    @cached_property
-    def _aliased(self) -> tuple[Tokenizer, Mapping[int, int], int | None]:
-        return _with_secret_names(self._tokenizer.backend_tokenizer.to_str())
+    @property
+    def _aliased(self) -> _Aliased:
+        return aliased(self._tokenizer)
 
 
 class _Parts(frozenset[str]):
@@ -155,11 +156,23 @@ def _alias(content: str) -> str:
     return f"\ue000{_SECRET}{content}\ue001"
 
 
+_Aliased = tuple[Tokenizer, Mapping[int, int], int | None]
+"""A tokenizer with secret names for control tokens, own ids of added tokens by its ids, and the id of unknown text."""
+
+_made: WeakKeyDictionary[Any, tuple[dict[int, str], _Aliased]] = WeakKeyDictionary()
+
+
+def aliased(tokenizer: Any) -> _Aliased:
+    """The same tokenizer with secret names. It is made once, which takes a quarter of a second for 49,152 entries."""
+    added = {number: token.content for number, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()}
+    known = _made.get(tokenizer)
+    if known is None or known[0] != added:
+        known = _made[tokenizer] = added, _with_secret_names(tokenizer.backend_tokenizer.to_str())
+    return known[1]
+
+
 @lru_cache(maxsize=2)
-def _with_secret_names(serialized: str) -> tuple[Tokenizer, Mapping[int, int], int | None]:
-    """A tokenizer with secret names for control tokens, the own ids of added tokens by its ids, and the id of unknown
-    text. It depends on nothing else, and making it takes a quarter of a second for 49,152 entries.
-    """
+def _with_secret_names(serialized: str) -> _Aliased:
     described = json.loads(serialized)
     tokens = [token for token in described["added_tokens"] if token["content"].strip()]
     names = {token["content"]: _alias(token["content"]) for token in tokens}

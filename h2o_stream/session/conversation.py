@@ -16,7 +16,6 @@ from typing import Any
 
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.state import Array, State
-from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS, RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
@@ -389,7 +388,7 @@ class Conversation:
     def _reading(self, recalled: Sequence[Candidate]) -> Iterator[None]:
         """Inside the block, attention does not search the memory if passages are read again: it would prefer others."""
         cache = self.engine.cache
-        if not recalled or not isinstance(cache, WindowRules):
+        if not recalled or cache.memory is None:
             yield
             return
         cache.search_memory(False)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy
 
 from h2o_stream.cache.token_memory import TokenMemory
-from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.conversation_state import TurnSpan
@@ -39,7 +38,7 @@ class MemoryReport:
 
 def memory_of(engine: Engine) -> TokenMemory | None:
     """The memory behind the window, if there is one."""
-    return engine.cache.memory if isinstance(engine.cache, WindowRules) else None
+    return engine.cache.memory
 
 
 def report_memory(engine: Engine, spans: list[TurnSpan]) -> MemoryReport:

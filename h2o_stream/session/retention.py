@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tokenizers.decoders import DecodeStream
 
 from h2o_stream.cache.holders import Holders, holders
-from h2o_stream.cache.window_rules import WindowRules
+from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.served import StreamCache
 from h2o_stream.errors import H2OStreamError
@@ -71,7 +71,7 @@ def retention(
 
 def check_layer(cache: StreamCache, layer: int | None) -> None:
     """Refuse a layer that the model does not have."""
-    num_layers = len(cache.specs if isinstance(cache, WindowRules) else cache.layers)
+    num_layers = len(cache.specs if isinstance(cache, SlotCache) else cache.layers)
     if layer is not None and not 0 <= layer < num_layers:
         raise H2OStreamError(f"there is no layer {layer}, the model has layers 0 to {num_layers - 1}")
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from h2o_stream.cache.window_rules import WindowRules
+from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.cache.worths import Holding, Worths
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passages import decode
@@ -68,7 +67,7 @@ def explain(history: ConversationHistory, word: str, layer: int | None = None) -
         H2OStreamError: nobody said the word, nothing is ever evicted, or there is no such layer.
     """
     cache = history.conversation.engine.cache
-    if not isinstance(cache, WindowRules):
+    if not isinstance(cache, SlotCache):
         raise H2OStreamError("the policy full keeps every word; /policy h2o evicts")
     check_layer(cache, layer)
     places = list(_places(history, word))
@@ -117,9 +116,7 @@ def _around(text: str, match: re.Match[str]) -> str:
     return " ".join(text[start:stop].split())
 
 
-def _earlier(
-    history: ConversationHistory, cache: WindowRules[Any, Any], layer: int | None
-) -> Iterator[tuple[int, Worths]]:
+def _earlier(history: ConversationHistory, cache: SlotCache, layer: int | None) -> Iterator[tuple[int, Worths]]:
     """What tokens were worth after the turns before the last one, as far back as states are kept."""
     for turn, state in history.earlier_states():
         yield turn, Worths.of(cache.restored(state), layer)

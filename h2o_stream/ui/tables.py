@@ -26,7 +26,7 @@ from h2o_stream.ui.timeline import draw_timeline
 
 if TYPE_CHECKING:
     from h2o_stream.models.other_tools import StoredModel
-    from h2o_stream.models.user_cache import CachedFolder
+    from h2o_stream.models.packed_cache import CachedFolder
     from h2o_stream.session.report import RunReport
 
 

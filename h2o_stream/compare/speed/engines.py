@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from h2o_stream.compare.catalog import PEERS
-from h2o_stream.compare.models import Models, context_of, dtype_of
+from h2o_stream.compare.models import Models, cache_bytes, context_of, dtype_of
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.engine.served import serve
 from h2o_stream.memory import trim_heap
@@ -67,7 +67,7 @@ class EngineSpec:
 
     def load(self) -> Any:
         """The model, of transformers."""
-        from h2o_stream.models.load import load
+        from h2o_stream.runtime.transformers_model import load
 
         return load(self.model).model
 
@@ -176,7 +176,7 @@ class _OurRunner(Runner):
         return time.perf_counter() - start_time
 
     def cache_bytes(self) -> int:
-        return self._served.cache.nbytes
+        return cache_bytes(self._served.cache)
 
 
 class _TransformersRunner(Runner):

@@ -27,7 +27,7 @@ class ServedLM(ByContext, TemplateLM):
     Args:
         model: it.
         tokenizer: its tokenizer.
-        config: of the policy.
+        config: configuration of the policy.
         ratio: the window as a fraction of each context; replaces that of `config`.
     """
 

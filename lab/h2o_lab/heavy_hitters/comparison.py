@@ -134,9 +134,9 @@ class LayerAttention:
         sparsity: fraction of the visible tokens with less than 1% of a query's largest attention, mean over queries
             and heads.
         scores: [N] float32, attention each token received, mean over KV heads of the sorted sums, largest first.
-        exponent: of the power law of these sums.
+        exponent: exponent of the power law of these sums.
         top_share: fraction of all attention that the `_TOP` most attended tokens receive.
-        mass: by policy, fraction of the attention of queries after the window that falls on the tokens it holds.
+        mass: for each policy, the share of later queries' attention that falls on the tokens it holds.
         received: [N] float32, the sums in the order of the tokens, mean over KV heads.
     """
 

@@ -23,8 +23,8 @@ def rates(answers: _Answers, nothing: _Answers, full: _Answers | None) -> dict[s
 
     Args:
         answers: under the policy.
-        nothing: to the same questions without the context.
-        full: to the same questions with the full cache; None if it was not asked.
+        nothing: answers to the same questions without the context.
+        full: answers to the same questions with the full cache; None if it was not asked.
 
     Returns:
         ``accuracy``: mean score. ``margin``: mean in nats; ``margins``: by question. ``margin_nothing`` and

@@ -1,10 +1,10 @@
-"""Loads a model and its tokenizer."""
+"""Loads a model of transformers and its tokenizer; the packed weights of GGUF files are those of the runtime."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -12,9 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
@@ -37,14 +45,12 @@ from h2o_stream.models.find import find, local_path
 from h2o_stream.models.fitting import Precision, choose_precision, dtype_name
 from h2o_stream.models.folder_sizes import check_folder
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_config
-from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
+from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.models.packed_folder import MIN_GGUF_BYTES, packed_folder
-from h2o_stream.models.packed_weights import save_packed
+from h2o_stream.models.packed_cache import MIN_BYTES, folder_lock, packed_folder
 from h2o_stream.models.precision import (
     allowed_dtypes,
     device_map_kwargs,
@@ -55,9 +61,16 @@ from h2o_stream.models.precision import (
 )
 from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import with_template
-from h2o_stream.models.user_cache import folder_lock
 from h2o_stream.native import library
+from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.description import DescriptionError
 from h2o_stream.progress import Progress, ProgressCallback, ignore
+from h2o_stream.runtime.architectures import ARCHITECTURES
+from h2o_stream.runtime.gguf_checks import check_sizes
+from h2o_stream.runtime.hf_config import hf_config
+from h2o_stream.runtime.hf_weights import HfWeights
+from h2o_stream.runtime.packed_file import Entry, write_packed
+from h2o_stream.runtime.sources import ModelFile
 from h2o_stream.startup import gc_paused
 
 
@@ -116,7 +129,13 @@ class _Loader:
         self._local = {"local_files_only": True} if config.offline else {}
         self._bars = {"tqdm_class": download_bars(progress)}
         self._device = device_of(config.device)
-        self._hf_config = AutoConfig.from_pretrained(self._source, **self._local)
+        self._described = _described(config.model, self._file)
+        if self._file is None:
+            self._hf_config = AutoConfig.from_pretrained(self._source, **self._local)
+        elif self._described is None:
+            self._hf_config = _config_by_transformers(self._file)
+        else:
+            self._hf_config = hf_config(self._file, self._described.parameters)
 
     def load(self, cache: CacheConfig | None) -> LoadedModel:
         name, kind = self._config.model, type(self._hf_config)
@@ -149,9 +168,10 @@ class _Loader:
             return self._load_to_devices()
         skeleton = self._skeleton()
         if self._file is not None and self._file.quantized and config.quantize == "auto":
-            if library.loaded() is not None:
-                return self._load_gguf(self._file, skeleton)
-            self._notify(f"The weights of {config.model} are unpacked: {library.why_not()}.")
+            if library.loaded() is not None and self._described is not None:
+                return self._load_gguf(self._described, skeleton)
+            reason = library.why_not() or "only transformers reads them"
+            self._notify(f"The weights of {config.model} are unpacked: {reason}.")
         quantized = getattr(self._hf_config, "quantization_config", None) is not None
         precision = choose_precision(
             config.model,
@@ -192,19 +212,27 @@ class _Loader:
 
     def _load_dense(self, dtype: Any, skeleton: Any, **device_kwargs: Any) -> Any:
         with self._report_progress("reading", skeleton):
+            if self._described is not None:
+                weights = HfWeights(self._described, skeleton, packs=False).lazy(dtype)
+                return self._with_weights(weights, dtype=dtype, **device_kwargs)
             if self._file is not None:
-                return self._with_weights(lazy_state_dict(self._file, skeleton, dtype), dtype=dtype, **device_kwargs)
+                name = self._file.path.name
+                unpacking = GgufConfig(gguf_file=name, dequantize=True)
+                own = {"config": self._hf_config, "gguf_file": name, "quantization_config": unpacking}
+                model = self._read(self._file.path.parent, dtype=dtype, **own, **device_kwargs)
+                return self._with_generation(model)
             return self._read(self._source, dtype=dtype, **self._bars, **device_kwargs, **self._local)
 
-    def _load_gguf(self, file: GgufFile, skeleton: Any) -> Any:
+    def _load_gguf(self, source: ModelFile, skeleton: Any) -> Any:
+        """Load a quantized file: its matrices stay packed."""
         dtype = dtype_of(self._config.dtype, self._device)
-
-        def read() -> Any:
-            weights, packed = packed_state_dict(file, skeleton, dtype, self._progress)
-            return self._with_weights(weights, dtype=dtype, quantization_config=packed)
-
-        keeps = self._from_packed and file.nbytes >= MIN_GGUF_BYTES
-        model = self._load_cached(file.path, "gguf", dtype, read) if keeps else read()
+        found, notify = HfWeights(source, skeleton, packs=True), self._notify if self._from_packed else None
+        try:
+            weights = source.with_weights(lambda kept: found.packed(kept, dtype), self._progress, notify)
+        except DescriptionError as error:
+            raise UnsupportedModelError(f"{source.path.name} cannot be served: {error}") from error
+        packed = PackedConfig(modules={name: kind.name for name, kind in found.kinds.items()})
+        model = self._with_weights(weights, dtype=dtype, quantization_config=packed)
         return self._with_digest(model, dtype_name(dtype))
 
     def _with_digest(self, model: Any, variant: str) -> Any:
@@ -216,8 +244,8 @@ class _Loader:
     def _load_packed(self, precision: Precision, skeleton: Any) -> Any:
         """Pack weights while reading them, or load cached ones."""
         source, config = self._source, PackedConfig(precision.quantize)
-        if self._file is not None:
-            weights = lazy_state_dict(self._file, skeleton, precision.dtype)
+        if self._described is not None:
+            weights = HfWeights(self._described, skeleton, packs=False).lazy(precision.dtype)
             with self._report_progress("packing", skeleton):
                 return self._with_weights(weights, dtype=precision.dtype, quantization_config=config)
 
@@ -250,7 +278,7 @@ class _Loader:
                     shutil.rmtree(folder)
         model = read()
         metadata = {"model": name, "quantize": quantize, "source": str(source.absolute())}
-        save_packed(model, folder, metadata, self._notify, self._progress)
+        _save_packed(model, folder, metadata, self._notify)
         return model
 
     def _with_weights(self, weights: dict[str, Any], **kwargs: Any) -> Any:
@@ -333,7 +361,7 @@ def _open_source(source: str, notify: Callable[[str], None]) -> tuple[GgufFile |
     file = GgufFile(path)
     if note := missing_name(file):
         notify(note)
-    return file, str(export_config(file, notify))
+    return file, str(export_tokenizer(file, notify))
 
 
 def _tokenizer_class(file: GgufFile | None) -> Any:
@@ -346,3 +374,53 @@ def _load_error(name: str, source: str, error: Exception) -> Exception:
     if "model type" in reason or "Unrecognized model" in reason or "configuration class" in reason:
         return UnsupportedModelError(f"{name} cannot be served: {reason}")
     return ModelNotFoundError(f"{name} could not be loaded from {source}: {reason}")
+
+
+def _described(name: str, file: GgufFile | None) -> ModelFile | None:
+    """What describes a GGUF file; None for another source, or if only transformers' own reader knows it.
+
+    Raises:
+        UnsupportedModelError: it has something that is not known here.
+    """
+    if file is None or file.architecture not in ARCHITECTURES:
+        return None
+    try:
+        return ModelFile(name, file.path, "float32")
+    except DescriptionError as error:
+        raise UnsupportedModelError(f"{file.path.name} cannot be served: {error}") from error
+
+
+def _config_by_transformers(file: GgufFile) -> Any:
+    """The config of a file that only transformers' own reader knows.
+
+    Raises:
+        UnsupportedModelError: it does not, or would read it wrongly.
+    """
+    check_sizes(file)
+    kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
+    if kind != "none" or "rope_freqs.weight" in file.tensors:
+        raise UnsupportedModelError(f"{file.path.name} has RoPE scaling of type {kind!r}; its output would be wrong")
+    try:
+        return AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{file.path.name} cannot be served: {error}") from error
+
+
+def _save_packed(model: Any, folder: Path, metadata: Mapping[str, str], notify: Callable[[str], None]) -> None:
+    """Keep the weights of a packed model for later starts, unless it is small."""
+    modules = model.config.quantization_config.modules
+
+    def entry(name: str, tensor: torch.Tensor) -> Entry:
+        module, _, last = name.rpartition(".")
+        kind = MatrixKind[modules[module]] if last == "tiles" else None
+        numbers = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        dtype = _SAVED_DTYPES[tensor.dtype]
+        return Entry(name, dtype, tuple(tensor.shape), tensor.nbytes, lambda out: numpy.copyto(out, numbers), kind)
+
+    entries = [entry(name, tensor.detach()) for name, tensor in model.state_dict().items()]
+    if sum(each.nbytes for each in entries) >= MIN_BYTES:
+        write_packed(entries, metadata, folder, notify)
+
+
+_SAVED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+"""safetensors' names of dtypes."""

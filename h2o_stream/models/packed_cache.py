@@ -1,14 +1,18 @@
-"""Lists and removes what h2o_stream keeps in the user's cache folder.
+"""Packed weights in the user's cache folder: where they are, how they are written, and what is kept.
 
-``packed/KEY`` contains packed weights; its ``packed.json`` describes the model: {"model": the name as typed,
-"quantize": "int4", "source": file, folder or repository}. Writing and removing such a folder requires `folder_lock`.
-``gguf`` contains small files that are recreated on demand.
+``packed/KEY`` has `WEIGHTS_FILE`, a config with the formats of its modules, and ``packed.json``, which describes the
+model: {"model": the name as typed, "quantize": "int4", "source": file, folder or repository}. Writing and removing such
+a folder requires `folder_lock`. ``gguf`` contains small files that are recreated on demand.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +20,76 @@ from filelock import FileLock, Timeout
 
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
+from h2o_stream.memory import format_bytes
+from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.other_tools import StoredModel, read_json
-from h2o_stream.resources import cache_folder, wheel_file
+from h2o_stream.resources import atomic_folder, cache_folder, wheel_file
 
+FORMAT = 1
+"""Version of the packed format, incremented when the layout of tiles changes."""
+
+MIN_BYTES = 64 * 2**20
+"""Minimum size of packed weights for keeping them; smaller models are packed quickly."""
+
+MIN_GGUF_BYTES = 2**30
+"""Minimum size of a GGUF file for keeping its repacked weights; smaller files are repacked quickly."""
+
+WEIGHTS_FILE = "model.safetensors"
 METADATA_FILE = "packed.json"
-"""Describes the model of a packed folder."""
+
+_RESERVED_BYTES = 2**28
+"""Disk space that must remain free, in bytes."""
+
+
+def packed_folder(name: str, source: Path, quantize: str) -> Path:
+    """The folder for a model, whether it exists or not; another one if the files of the source change.
+
+    The name is the one the user typed, the format ``int8``, ``int4`` or ``gguf``.
+    """
+    digest = hashlib.sha256(f"{model_identity(source)} {FORMAT}".encode()).hexdigest()[:12]
+    stem = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
+    return cache_folder() / "packed" / f"{stem}-{quantize}-{digest}"
+
+
+class NotCachedError(Exception):
+    """Packed weights are not cached; `notify` got the reason, if it concerns the user."""
+
+
+@contextmanager
+def new_packed_folder(
+    folder: Path, size: int, metadata: Mapping[str, str], notify: Callable[[str], None]
+) -> Iterator[Path]:
+    """Create the folder of packed weights of `size` bytes atomically: the block fills the yielded one.
+
+    Raises:
+        NotCachedError: the disk is full or not writable, or another process is writing the folder or has written it.
+    """
+    parent = folder.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(parent).free) < size + _RESERVED_BYTES:
+            notify(
+                f"The packed weights are not cached: "
+                f"they take {format_bytes(size)}, {format_bytes(free)} are free in {parent}."
+            )
+            raise NotCachedError
+        with folder_lock(folder).acquire(timeout=0):
+            if folder.exists():
+                raise NotCachedError
+            notify(
+                f"Caching the packed weights for faster starts: "
+                f"{format_bytes(size)} in {folder} (--forget removes them)."
+            )
+            with atomic_folder(folder) as partial:
+                yield partial
+                (partial / METADATA_FILE).write_text(json.dumps(dict(metadata)), encoding="utf-8")
+        remove_replaced(folder)
+    except Timeout as error:
+        raise NotCachedError from error
+    except OSError as error:
+        notify(f"The packed weights are not cached: {error.strerror or error} ({parent}).")
+        raise NotCachedError from error
 
 
 @dataclass(frozen=True)

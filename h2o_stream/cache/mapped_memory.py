@@ -1,0 +1,31 @@
+"""Memory in a mapped file: the system keeps in memory what is used, and writes the rest to disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.resources import cache_folder
+
+
+def mapped_memory(size: int) -> mmap.mmap:
+    """So many bytes of zeros in a file in the cache folder, which disappears with them.
+
+    Raises:
+        H2OStreamError: the file cannot be written, such as when the disk is full.
+    """
+    folder = cache_folder() / "slots"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a crash at the first write
+                os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise H2OStreamError(
+            f"{size:,} bytes of the cache cannot be put on disk ({error}); "
+            "make room, lower --window, or take --cache-device cpu"
+        ) from error

@@ -1,0 +1,223 @@
+"""The weights of a GGUF file by transformers' names: packed ones as the runtime has them, others read one by one."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from h2o_stream.errors import OutOfMemoryError, UnsupportedModelError
+from h2o_stream.memory import format_bytes, free_bytes
+from h2o_stream.models.fitting import MAX_SHARE
+from h2o_stream.models.gguf_header import GgufTensor
+from h2o_stream.models.packed_experts import split_experts
+from h2o_stream.models.quantize import packable
+from h2o_stream.native.abi import Activation, MatrixKind
+from h2o_stream.native.description import DescriptionError
+from h2o_stream.native.packing import GGUF_KINDS, ROWS, columns_fit, pack, tiles_shape
+from h2o_stream.progress import ignore
+from h2o_stream.runtime.gguf_parameters import NOT_WEIGHTS
+from h2o_stream.runtime.gguf_weights import GgufWeights
+from h2o_stream.runtime.merged import WHOLES, merged
+from h2o_stream.runtime.parameters import tensor_name
+from h2o_stream.runtime.rotations import Floats
+from h2o_stream.runtime.sources import ModelFile
+from h2o_stream.runtime.weights import Weights
+
+
+class HfWeights:
+    """The weights of a file for a model of transformers.
+
+    Args:
+        source: describes the file.
+        skeleton: the model on the meta device, made from its config; experts that stay packed are split.
+        packs: whether weights in block formats stay packed.
+
+    Raises:
+        UnsupportedModelError: the file has a weight that the model lacks.
+    """
+
+    def __init__(self, source: ModelFile, skeleton: Any, packs: bool) -> None:
+        self._file, self._architecture, self._parameters = source.file, source.architecture, source.parameters
+        self._reader = GgufWeights(self._file, self._architecture, self._parameters, "float32", ignore)
+        self._skeleton = skeleton
+        if packs:
+            self._split_experts()
+        self._shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+        order = [*self._architecture.checkpoint_names]
+        self._tensors: dict[str, list[GgufTensor]] = {}
+        for tensor in sorted(self._file.tensors.values(), key=lambda tensor: (tensor.part, tensor.offset)):
+            if self._reader.reads(tensor.name) and not NOT_WEIGHTS.fullmatch(tensor.name):
+                self._tensors.setdefault(self._name(tensor), []).append(tensor)
+        for tensors in self._tensors.values():
+            tensors.sort(key=lambda tensor: order.index(tensor_name(tensor.name)[1]))
+        self.kinds = {
+            name.removesuffix(".weight"): kind for name in self._tensors if packs and (kind := self._packed_kind(name))
+        }
+
+    def _split_experts(self) -> None:
+        """Replace experts by split ones if all of their matrices can be packed."""
+        experts = [x for name, x in self._file.tensors.items() if "_exps." in name and len(x.shape) == 3]
+        kinds = [(GGUF_KINDS.get(tensor.type.name), tensor.shape[-1]) for tensor in experts]
+        if kinds and all(kind is not None and columns_fit(kind, columns) for kind, columns in kinds):
+            split_experts(self._skeleton, fused=any("ffn_gate_up_exps." in tensor.name for tensor in experts))
+
+    def _name(self, tensor: GgufTensor) -> str:
+        """The weight that a tensor is, or is part of."""
+        layer, inner, kind = tensor_name(tensor.name)
+        name = self._architecture.parameter_name(inner, layer, kind or "weight")
+        stacked = re.sub(r"experts\.(?:gate|up)_proj\b", "experts.gate_up_proj", name)  # of all experts
+        for found in (name, name.removesuffix(".weight"), stacked):
+            for each in (found, found.removesuffix(".weight"), found.replace("_proj.bias", "_proj_bias")):
+                if each in self._shapes:
+                    return each
+        model = type(self._skeleton).__name__
+        raise UnsupportedModelError(f"{self._file.path.name} has {tensor.name}, which {model} does not have")
+
+    def _packed_kind(self, name: str) -> MatrixKind | None:
+        """The packed format of a weight; None if it is not in a block format or its module cannot be packed."""
+        module, (first, *others) = name.removesuffix(".weight"), self._tensors[name]
+        kind = GGUF_KINDS.get(first.type.name)
+        if kind is None or module == name or not packable(self._skeleton.get_submodule(module)):
+            return None
+        alike = all(GGUF_KINDS.get(other.type.name) == kind and first.shape[0] % ROWS == 0 for other in others)
+        name_in_layer = tensor_name(first.name)[1]
+        kind = (
+            kind if alike and name_in_layer not in WHOLES and not self._is_reordered(name_in_layer) else MatrixKind.INT8
+        )
+        return kind if columns_fit(kind, self._shapes[name][1]) else None
+
+    def _is_reordered(self, name: str) -> bool:
+        """Whether a weight is packed anew, as its numbers are in another order."""
+        return self._grouped(name) or self._turned(name)
+
+    def _grouped(self, name: str) -> bool:
+        """Whether it is of a Qwen3-Next, which has what belongs to each key head in one place."""
+        return name == "attn_qkv" and "qkvz" in self._architecture.checkpoint_names[name]
+
+    def _turned(self, name: str) -> bool:
+        """Whether value heads in its columns are in turns of their key heads."""
+        mixer = self._parameters.mixer
+        return bool(
+            name == "ssm_out" and self._architecture.heads_in_turns and mixer and mixer.heads != mixer.key_heads
+        )
+
+    def values(self, name: str) -> Tensor:
+        """A weight in float32.
+
+        Raises:
+            ModelNotFoundError: it has another shape.
+            UnsupportedModelError: its type cannot be dequantized.
+        """
+        tensors, shape = self._tensors[name], self._shapes[name]
+        try:
+            numbers = self._numbers(name, tensors)
+        except DescriptionError as error:
+            raise UnsupportedModelError(f"{self._file.path.name} cannot be served: {error}") from error
+        if numbers.size != prod(shape):
+            raise self._file.damaged(f"{tensors[0].name} is {tensors[0].shape}, {name} of the model is {tuple(shape)}")
+        for tensor in tensors:
+            self._file.release(tensor)
+        return _borrowed(numpy.ascontiguousarray(numbers, numpy.float32)).view(shape)
+
+    def _numbers(self, name: str, tensors: list[GgufTensor]) -> Floats:
+        inner = tensor_name(tensors[0].name)[1]
+        if inner in WHOLES:
+            return merged(self._file, *tensors)
+        parts = [self._reader.numbers(tensor, as_saved=True).reshape(tensor.shape) for tensor in tensors]
+        clamped = self._architecture.activation == Activation.CLAMPED_SWIGLU
+        if clamped and len(self._shapes[name]) > 1 and "_exps." in tensors[0].name and ".weight" not in name:
+            joined = numpy.stack(parts, 2).reshape(parts[0].shape[0], -1, *parts[0].shape[2:])  # gate and up in turns
+            return joined.swapaxes(1, 2) if joined.ndim > 2 else joined
+        if inner == "ssm_a":  # `numbers` gives what its logarithm stands for
+            return numpy.log(-parts[0])
+        if self._turned(inner):
+            mixer = self._parameters.mixer
+            assert mixer
+            turns = parts[0].reshape(len(parts[0]), -1, mixer.key_heads, mixer.value_size)
+            return turns.swapaxes(1, 2)
+        joined = parts[0] if len(parts) == 1 else numpy.concatenate(parts, -2)
+        return joined[self._by_key_head] if self._grouped(inner) else joined
+
+    @cached_property
+    def _by_key_head(self) -> NDArray[numpy.int64]:
+        """The order of rows of queries, keys, values and gates in which those of each key head follow one another."""
+        mixer = self._parameters.mixer
+        assert mixer
+        values, parts, first = mixer.heads // mixer.key_heads * mixer.value_size, [], 0
+        for size in (mixer.key_size, mixer.key_size, values, values):
+            parts.append(first + numpy.arange(mixer.key_heads * size).reshape(mixer.key_heads, size))
+            first += mixer.key_heads * size
+        return numpy.concatenate(parts, 1).ravel()
+
+    def _tiles(self, name: str, kind: MatrixKind, weights: Weights) -> Tensor:
+        """A packed weight: what `weights` has, if that is the same."""
+        tensors, (rows, columns) = self._tensors[name], self._shapes[name]
+        layer, inner, _ = tensor_name(tensors[0].name)
+        if inner in WHOLES:
+            return _borrowed(weights.matrix(WHOLES[inner], layer, rows, columns).weights)
+        if self._is_reordered(inner) or kind != GGUF_KINDS[tensors[0].type.name]:
+            packed: Tensor = pack(self.values(name).contiguous(), kind)
+            return packed
+        names = ((tensor_name(tensor.name)[1], prod(tensor.shape[:-1])) for tensor in tensors)
+        parts = [_borrowed(weights.matrix(part, layer, count, columns).weights) for part, count in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def packed(self, weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All weights for `from_pretrained`: those of `kinds` as tiles, others in `dtype`.
+
+        Args:
+            weights: of the same file, or of a folder of its packed weights.
+            dtype: of others.
+
+        Raises:
+            OutOfMemoryError: there is not enough free memory.
+            DescriptionError: the folder is damaged.
+        """
+        kinds = {name: self.kinds.get(name.removesuffix(".weight")) for name in self._tensors}
+        if isinstance(weights, GgufWeights):
+            self._check_fits(kinds, dtype)
+        return dict(
+            (name, self.values(name).to(dtype))
+            if kind is None
+            else (f"{name.removesuffix('.weight')}.tiles", self._tiles(name, kind, weights))
+            for name, kind in kinds.items()
+        )
+
+    def _check_fits(self, kinds: Mapping[str, MatrixKind | None], dtype: torch.dtype) -> None:
+        shapes = ((kind, self._shapes[name]) for name, kind in kinds.items())
+        size = sum(prod(tiles_shape(kind, *shape)) if kind else dtype.itemsize * prod(shape) for kind, shape in shapes)
+        if size > MAX_SHARE * (free := free_bytes()):
+            raise OutOfMemoryError(
+                f"{self._file.path.name} needs {format_bytes(size)} of memory, {format_bytes(free)} are free; "
+                "take a smaller --model"
+            )
+
+    def lazy(self, dtype: torch.dtype) -> dict[str, Any]:
+        """All weights for `from_pretrained`, in `dtype` and read one by one."""
+        return {name: _LazyWeight(self, name, dtype) for name in self._tensors}
+
+
+class _LazyWeight:
+    """A weight that is read on access, like a slice of safetensors."""
+
+    def __init__(self, weights: HfWeights, name: str, dtype: torch.dtype) -> None:
+        self._weights, self._name, self._dtype = weights, name, dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._weights.values(self._name).to(self._dtype, copy=True)
+
+
+def _borrowed(array: NDArray[Any]) -> Tensor:
+    """A tensor with the memory of an array, which must not be written to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it may be mapped from a file
+        return torch.from_numpy(array)
