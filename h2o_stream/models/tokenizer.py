@@ -23,20 +23,24 @@ _UNKNOWN = "\ue000 \U000f0000"
 """A text that no vocabulary has: some tokenizers fail at it, whenever it comes."""
 
 
+BACKGROUND = threading.local()
+"""In a thread that sets `asked`, long texts leave the processors to other threads."""
+
 _LONG = 2**17
 """Characters that take a fifth of a second."""
 
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`. Long
-    texts have the lowest priority.
+    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`. Where
+    this was asked for, long texts have the lowest priority.
 
     Raises:
         H2OStreamError: the vocabulary has none for it.
     """
+    in_background = len(text) >= _LONG and getattr(BACKGROUND, "asked", False)
     work = partial(tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
     try:
-        tokens: list[int] = (work() if len(text) < _LONG else _background().submit(work).result())[0].ids
+        tokens: list[int] = (_background().submit(work).result() if in_background else work())[0].ids
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise H2OStreamError(f"the model's tokenizer cannot read this: {error}") from error
     return tokens
