@@ -66,9 +66,9 @@ soak: setup-dev
 	$(BIN)/h2o-compare soak --tokens 200000 --out soak-embedded
 
 # The kernel tests under address and undefined-behaviour sanitizers, for every instruction set of this processor; then
-# HOSTILE model files whose numbers do not fit. Needs g++ and CMake.
+# HOSTILE files from outside whose numbers do not fit. Needs g++ and CMake.
 CHECKED := $(CURDIR)/build/sanitize
-HOSTILE ?= 5000
+HOSTILE ?= 20000
 SANITIZED = H2O_LIBRARY_FOLDER=$(CHECKED)/h2o_stream/native \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=1024 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" $(BIN)/python
@@ -76,7 +76,7 @@ sanitize: setup-dev
 	cmake -S . -B $(CHECKED) -DH2O_SANITIZE=ON -DCMAKE_CXX_COMPILER=g++ -DCMAKE_INSTALL_PREFIX=$(CHECKED) > /dev/null
 	cmake --build $(CHECKED) --target install --parallel
 	$(SANITIZED) -m pytest $(KERNEL_TESTS) $(ARGS)
-	$(SANITIZED) -m tests.run_hostile_models --count $(HOSTILE)
+	$(SANITIZED) -m tests.hostile --count $(HOSTILE)
 
 # Everything once with a real model, a 0.5B in eight minutes: make real MODEL=FILE.gguf
 real: setup-dev

@@ -137,9 +137,9 @@ def json_object(file: Path, option: str) -> dict[str, Any]:
     """
     place = f"{option} {file}"
     try:
-        found = json.loads(read_text(file, place))
+        value = json.loads(read_text(file, place))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{place} holds {'a list' if isinstance(found, list) else repr(found)[:40]}, not a JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise DataError(f"{place} holds {'a list' if isinstance(value, list) else repr(value)[:40]}, not a JSON object")
+    return value

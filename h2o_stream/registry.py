@@ -39,8 +39,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
         """The entry points of installed packages, by name; none takes the place of ours."""
         from importlib.metadata import entry_points
 
-        found = sorted(entry_points(group=self.group), key=is_ours)
-        return {entry.name: entry for entry in found}
+        points = sorted(entry_points(group=self.group), key=is_ours)
+        return {entry.name: entry for entry in points}
 
     def __getitem__(self, name: str) -> T:
         """Look up a name.

@@ -1,6 +1,7 @@
 """Model files whose numbers do not fit each other or the weights: refused in one line, whoever reads them."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
 from h2o_stream.runtime.transformers_model import load
-from tests.hostile_models import Folder, Gguf, attempt, search
-from tests.hostile_seeds import checkpoint_seed, gguf_names, gguf_seed
+from tests.hostile import attempt, cases_of, search_all
+from tests.hostile_files import Folder, Gguf
+from tests.hostile_kinds import KINDS, checkpoint_seed, gguf_seed
 from tests.in_turn import in_turn
 
-SOME, COUNT = ("SmolLM3", "Gemma 4, experts", "Qwen3-Next"), 80
+KINDS_TESTED, COUNT = ("gguf", "checkpoint", "packed", "tokenizer", "store", "session"), 120
+SOME = ("SmolLM3", "Gemma 4, experts", "Qwen3-Next", "Mixtral", "Llama 3", "BPE", "Unigram", "m", "Llama, memory")
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +33,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return checkpoint_seed("Llama 3", tmp_path_factory.mktemp("hostile") / "llama")
 
 
-def test_mutated_files(tmp_path: Path) -> None:
+def test_changed_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of those that `make sanitize` tries."""
-    seeds: list[Gguf | Folder] = [gguf_seed(name, tmp_path / "seed.gguf") for name in SOME]
-    seeds += [checkpoint_seed(name, tmp_path / name) for name in ("Mixtral",)]
-    counts = Counter[str]()
-    assert [*search(seeds, range(COUNT), lambda _: False, counts)] == []
-    assert counts["served"] > COUNT / 20
+    for variable in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))  # and back
+    cases, counts = cases_of(KINDS_TESTED, some=lambda name: name in SOME), Counter[str]()
+    assert [*search_all(cases, range(COUNT), counts)] == []
+    assert counts["opened"] > COUNT / 20
     assert counts["refused"] > COUNT / 4
 
 
 @pytest.mark.exhaustive
-def test_all_families(tmp_path: Path) -> None:
-    seeds = [gguf_seed(name, tmp_path / "seed.gguf") for name in gguf_names()]
-    assert [*search(seeds, range(3000), lambda number: number % 10 == 0, Counter())] == []
+def test_all_kinds(tmp_path: Path) -> None:
+    assert [*search_all(cases_of([*KINDS]), range(3000), Counter())] == []
 
 
 KEYS: list[tuple[str, Any, str]] = [
@@ -65,7 +67,7 @@ KEYS: list[tuple[str, Any, str]] = [
 @in_turn("key, value, words", KEYS)
 def test_numbers_of_a_file(key: str, value: Any, words: str, smollm3: Gguf, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    smollm3._with(f"smollm3.{key}", value).write(path)
+    smollm3.with_value(f"smollm3.{key}", value).write(path)
     with pytest.raises((DescriptionError, H2OStreamError)) as refused:
         ModelFile("model", path, "float32").describe(print)
     assert words in str(refused.value)
@@ -101,9 +103,9 @@ def test_numbers_of_a_config(key: str, value: Any, words: str, llama: Folder, tm
 
 def test_the_table_of_rotations_is_as_long_as_the_stream(smollm3: Gguf, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    smollm3._with("smollm3.context_length", 2**31 - 1).write(path)
+    smollm3.with_value("smollm3.context_length", 2**31 - 1).write(path)
     source = ModelFile("model", path, "float32")
-    runtime: RuntimeModel = source.model(source.describe(print), (), "", str)
+    runtime: RuntimeModel = source.model(source.describe(print), ())
     served = runtime.serve(CacheConfig("recent", window=16, chunk=8, positions="gap"))
     served.forward(list(range(3, 23)))
     rows = [layer.attention.rope_rows for layer in served.stepper.model.layers if layer.attention.rope]
@@ -120,5 +122,5 @@ def test_experts_of_a_router_without_numbers(tmp_path: Path) -> None:
     router = next(tensor for tensor in file.tensors if "ffn_gate_inp" in tensor.name)
     nan = b"\0\0\xc0\x7f" * (len(file.data[router.name]) // 4)
     broken = Gguf(file.values, file.raw, file.tensors, {**file.data, router.name: nan})
-    broken._with("ernie4_5-moe.expert_used_count", 4).write(tmp_path / "model.gguf")
-    assert attempt(tmp_path / "model.gguf", with_torch=False) == "served"
+    broken.with_value("ernie4_5-moe.expert_used_count", 4).write(tmp_path / "model.gguf")
+    assert attempt(KINDS["gguf"].open, tmp_path / "model.gguf") == "opened"

@@ -42,7 +42,7 @@ CLARA = Candidate(
 )  # fmt: skip
 
 
-READING = "reading chapter 13 again, which is no longer in the cache (turn 3,"
+READING = "reading chapter 13 again,"
 CHAPTER = Whole("chapter 13", 3, text="Chapter 13. It rained.", start=9)
 
 
@@ -63,8 +63,8 @@ class TestLines:
         assert recalled_line(CLARA, 30) == "recalled from turn 3: My sist…"
 
     @pytest.mark.parametrize(("event", "line"), [
-        (Recalled((CLARA,), CHAPTER), f"{READING} 9 tokens)"),
-        (Recalled((CLARA, CLARA), CHAPTER), f"{READING} 18 tokens in 2 pieces)"),
+        (Recalled((CLARA,), CHAPTER), f"{READING} 9 tokens of turn 3: the cache no longer has it"),
+        (Recalled((CLARA, CLARA), CHAPTER), f"{READING} 18 tokens of turn 3 in 2 pieces: the cache"),
         (Recalled((), CHAPTER, "off"), "chapter 13 is no longer in the cache as a whole; /recall auto"),
         (Recalled((), CHAPTER, "too long"), "chapter 13 is no longer in the cache as a whole, and too long"),
         (Recalled((), Whole("chapter 13"), "never given"), "chapter 13 was not found in what was said"),
@@ -99,6 +99,9 @@ class TestTable:
     def test_what_was_found_without_its_words(self) -> None:
         (*_, row) = drawn(candidates_table([replace(CLARA, terms=())])).splitlines()
         assert "other words" in row
+
+    def test_pieces_of_a_text_are_cut(self) -> None:
+        assert "…" in drawn(candidates_table([replace(CLARA, excerpt="A chapter. " * 200)]))
 
     def test_nothing_is_cut_off_in_a_narrow_terminal(self) -> None:
         model = replace(CLARA, passage=replace(CLARA.passage, turn=120_000, role="assistant"), verdict="still held")

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.models import tokenizer
 from h2o_stream.native import library
-from h2o_stream.serve import chat, grammars, service, worker
+from h2o_stream.serve import aside, chat, grammars, service, worker
 from h2o_stream.serve.app import make_app
 from h2o_stream.serve.conversations import Conversations, Live
 from h2o_stream.serve.endings import Endings
@@ -527,6 +527,7 @@ def test_the_process_of_grammars_is_started_again(server: Running) -> None:
 
 def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in the thread that steps all replies nor in that of the connections; and what cannot fit is not read."""
+    server.say("Ready?")
     read: list[tuple[str, str, int]] = []
 
     def noting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -556,6 +557,26 @@ def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: py
         status, answer = post(server.url, "/v1/chat/completions", refused)
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", param)
     assert not [what for what, _, size in read if what == "tokens" and size >= len(text)]
+
+
+def test_long_texts_leave_the_processors_to_replies(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the same tokens; where somebody waits for them at a terminal, they do not."""
+    monkeypatch.setattr(tokenizer, "_LONG", 10)
+    backend, text = server.service.model.tokenizer.backend_tokenizer, "A long text é."
+    here, threads = tokenizer.encode(backend, text), list[str]()
+    monkeypatch.setattr(
+        tokenizer,
+        "partial",
+        lambda *_, **__: (
+            lambda: (
+                threads.append(threading.current_thread().name),
+                backend.encode_batch_fast([text], add_special_tokens=False),
+            )[1]
+        ),
+    )
+    assert aside.Threads("h2o-test").submit(lambda: tokenizer.encode(backend, text)).result() == here
+    assert tokenizer.encode(backend, text) == here
+    assert [name.partition("_")[0] for name in threads] == ["h2o-tokens", threading.current_thread().name]
 
 
 def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> None:

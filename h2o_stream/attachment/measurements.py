@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.json_text import parse_json
 from h2o_stream.resources import cache_folder, remove_oldest
 
 LONG_S = 0.5
@@ -22,7 +23,7 @@ def read_measurement(kind: str, key: str) -> Any:
     """What `save_measurement` saved; None if there is nothing, or nothing readable."""
     try:
         path = _path(kind, key)
-        value = json.loads(path.read_text())
+        value = parse_json(path.read_text())
     except (OSError, ValueError):
         return None
     with suppress(OSError):

@@ -82,8 +82,8 @@ def _entries(group: Slots, *names: str) -> Iterator[Array]:
     """Bookkeeping of a group by name: views of what is on the CPU."""
     tensors = group.tensors()
     for name in names:
-        held = tensors[name]
-        yield numpy.asarray(held.cpu() if hasattr(held, "cpu") else held)
+        array = tensors[name]
+        yield numpy.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
 def _must(group: Slots, name: str, holds: Any, what: str) -> None:

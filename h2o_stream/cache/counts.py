@@ -111,8 +111,8 @@ class Occupancy:
         """Tokens cached, and of them sinks, pinned, heavy and recent ones."""
         protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in self.protected)
         sinks = min(self.sinks, seen)
-        held = [schedule.held(seen) for schedule, _ in self.groups]
-        newest = [min(recent, now - protected) for (_, recent), now in zip(self.groups, held, strict=True)]
+        capacities = [schedule.held(seen) for schedule, _ in self.groups]
+        newest = [min(recent, now - protected) for (_, recent), now in zip(self.groups, capacities, strict=True)]
         heads = list(self.groups.values())
-        cached, recent = (round(fmean(numbers, heads)) for numbers in (held, newest))
+        cached, recent = (round(fmean(numbers, heads)) for numbers in (capacities, newest))
         return cached, sinks, protected - sinks, cached - protected - recent, recent

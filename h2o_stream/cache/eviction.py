@@ -55,8 +55,10 @@ def worth_of_slots(group: Slots) -> tuple[Tensor, Tensor]:
         policy, shown = group.policy, _shown(group, group.candidates, keys, values)
     else:  # of numpy arrays, under a policy that looks at nothing else
         policy = make_policy(group.plan, group.layer)
-        held = {name: to_tensor(array) for name, array in group.tensors().items()}
-        shown = Candidates(held["scores"], held["index"], held["rank"], held["seen"], held.get("long_term_scores"))
+        tensors = {name: to_tensor(array) for name, array in group.tensors().items()}
+        shown = Candidates(
+            tensors["scores"], tensors["index"], tensors["rank"], tensors["seen"], tensors.get("long_term_scores")
+        )
     unprotected = replace(group.protection, sinks=0, pins=(), recent=0)
     return policy.worth(shown, unprotected), policy.protected(shown, group.protection)
 

@@ -74,16 +74,18 @@ class FullCache(Tearable, DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states of all layers; a sliding layer also holds what its window was cut from."""
-        held = (tensor for layer in self.layers for tensor in tensors_of(layer).values())
-        return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}.values())
+        tensors = (tensor for layer in self.layers for tensor in tensors_of(layer).values())
+        return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
 
     def kept(self, layer: int = 0) -> Tensor:
         """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first."""
         keys = tensors_of(self.layers[layer]).get("keys") if layer < len(self.layers) else None
         if keys is None:
             return torch.empty(0, 0, 0, dtype=torch.int64, device="cpu")
-        held = keys.shape[2]
-        return torch.arange(self.seen_tokens - held, self.seen_tokens, device=keys.device).expand(*keys.shape[:2], held)
+        num_tokens = keys.shape[2]
+        return torch.arange(self.seen_tokens - num_tokens, self.seen_tokens, device=keys.device).expand(
+            *keys.shape[:2], num_tokens
+        )
 
     @property
     def pins(self) -> tuple[range, ...]:
@@ -150,14 +152,14 @@ class FullCache(Tearable, DynamicCache):
         first, before = require_array(state, self._first_keys), self.layers[number]
         device = getattr(before, "device", None) or self._device
         release_states(layer)
-        known = {name: tuple(held.shape[1:]) for name, held in states_of(before).items()}
+        known = {name: tuple(tensor.shape[1:]) for name, tensor in states_of(before).items()}
         load_states(layer, to_tensors(with_prefix(state, f"{number}.")), len(first), known, device)
         if not isinstance(layer, CacheLayerMixin):
             return layer
         keys, values = (require_array(state, f"{number}.{name}") for name in ("keys", "values"))
-        held = min(seen, layer.sliding_window - 1 or seen) if layer.is_sliding else seen
+        num_tokens = min(seen, layer.sliding_window - 1 or seen) if layer.is_sliding else seen
         shapes = [(x.shape[:3], dtype_of(x)) for x in (keys, values)]
-        wanted = (first.shape[0], keys.shape[1], held), dtype_of(first)
+        wanted = (first.shape[0], keys.shape[1], num_tokens), dtype_of(first)
         if shapes != [wanted, wanted] or keys.ndim != 4 or values.ndim != 4:
             raise H2OStreamError(
                 f"the state does not fit: keys and values of layer {number} are {shapes}, not {wanted}"

@@ -44,8 +44,8 @@ class Holders:
     @classmethod
     def of(cls, kept: Sequence[IntegerArray]) -> Holders:
         """From the token indices [heads, n] that heads hold, -1 where they hold fewer."""
-        held = numpy.concatenate([index.ravel() for index in kept] or [numpy.empty(0, numpy.int32)])
-        tokens, counts = numpy.unique(held[held >= 0], return_counts=True)
+        indices = numpy.concatenate([index.ravel() for index in kept] or [numpy.empty(0, numpy.int32)])
+        tokens, counts = numpy.unique(indices[indices >= 0], return_counts=True)
         return cls(tokens, counts, sum(map(len, kept)))
 
     @cached_property

@@ -68,13 +68,13 @@ def model_digest(model: nn.Module) -> str:
         if name not in known or known[name][0] != seen:
             known[name] = seen, _sums(offloaded[name][name.rpartition(".")[2]] if weight.is_meta else weight)
         digest.update(known[name][1])
-    held = set[str]()
+    storages = set[str]()
     for name, module in modules:
         digest.update(json.dumps([name, *_module(module)], default=str).encode())
         kind = vars(module).get("kind")
-        held |= {kind.name.lower()} if isinstance(kind, Enum) else set()
-    held = held or {str(dtype).removeprefix("torch.") for dtype in dtypes}
-    return f"{type(model).__name__} {'+'.join(sorted(held))} {digest.hexdigest()[:16]}"
+        storages |= {kind.name.lower()} if isinstance(kind, Enum) else set()
+    storages = storages or {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    return f"{type(model).__name__} {'+'.join(sorted(storages))} {digest.hexdigest()[:16]}"
 
 
 def has_additions(model: nn.Module) -> bool:
@@ -103,12 +103,12 @@ def _weights(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> Iter
 
 def _offloaded(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, Any]:
     """By weight name: the mapping in which accelerate keeps the offloaded weights of that module."""
-    found = dict[str, Any]()
+    weights = dict[str, Any]()
     for prefix, module in modules:
         kept = getattr(vars(module).get("_hf_hook"), "weights_map", None)
         if kept is not None:
-            found |= {f"{prefix}.{name}".lstrip("."): kept for name, _ in module.named_parameters(recurse=False)}
-    return found
+            weights |= {f"{prefix}.{name}".lstrip("."): kept for name, _ in module.named_parameters(recurse=False)}
+    return weights
 
 
 def _signature(weight: Tensor) -> tuple[Any, ...]:

@@ -198,14 +198,14 @@ class LayerSpec(LayerRules):
 
 def kept_by(groups: Sequence[HeadGroup]) -> Tensor:
     """[B, Hkv, n] int64: indices of the tokens that the head groups of a layer hold, see `H2OCache.kept`."""
-    held = [group.kept() for group in groups]
-    if not held:
+    indices = [group.kept() for group in groups]
+    if not indices:
         return torch.empty(0, 0, 0, dtype=torch.int64, device="cpu")
-    if len(held) == 1:
-        return held[0]
-    n = max(kept.shape[-1] for kept in held)
-    result = held[0].new_full((len(held[0]), sum(group.weight for group in groups), n), -1)
-    for group, kept in zip(groups, held, strict=True):
+    if len(indices) == 1:
+        return indices[0]
+    n = max(kept.shape[-1] for kept in indices)
+    result = indices[0].new_full((len(indices[0]), sum(group.weight for group in groups), n), -1)
+    for group, kept in zip(groups, indices, strict=True):
         if n:
             result[:, group.heads, n - kept.shape[-1] :] = kept
     return result

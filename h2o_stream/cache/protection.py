@@ -37,10 +37,10 @@ class Protection:
 
 def _in_any(ranges: Sequence[range], index: _Array) -> _Array:
     """Which token indices are in one of the ranges, bool of the same shape."""
-    found = index != index  # nowhere, for tensors and arrays alike
+    inside = index != index  # nowhere, for tensors and arrays alike
     for tokens in ranges:
-        found |= (index >= tokens.start) & (index < tokens.stop)  # type: ignore[operator]
-    return found  # type: ignore[return-value]
+        inside |= (index >= tokens.start) & (index < tokens.stop)  # type: ignore[operator]
+    return inside  # type: ignore[return-value]
 
 
 def merged(pins: Sequence[range]) -> tuple[range, ...]:

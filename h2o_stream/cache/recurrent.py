@@ -63,17 +63,17 @@ class RecurrentLayer(LinearAttentionLayer):
         Raises:
             H2OStreamError: the states that are held have other shapes.
         """
-        held, found = states_of(self), []
+        held, converted = states_of(self), []
         for name, shape in shapes.items():
             state = held.get(name)
             if state is None:
                 state = torch.zeros(rows, *shape, dtype=torch.float32, device="cpu")
             if state.shape != (rows, *shape):
                 raise H2OStreamError(f"the state {name} is {list(state.shape)}, {[rows, *shape]} is needed")
-            found.append(state.float().contiguous())
-            if found[-1] is not held.get(name):
-                _set_state(self, name, found[-1])
-        return found
+            converted.append(state.float().contiguous())
+            if converted[-1] is not held.get(name):
+                _set_state(self, name, converted[-1])
+        return converted
 
     @torch.inference_mode(False)
     def use_own_dtypes(self) -> None:

@@ -45,8 +45,8 @@ def num_rows(weights: int) -> int:
 def repeated_tokens(vocabulary: int, rows: int, context: int | None) -> NDArray[numpy.int64]:
     """Random tokens [rows, 2 * period] int64 that come twice, for a model trained for `context` positions."""
     period = min(PERIOD, (context or 2 * PERIOD) // 2)
-    numbers = numpy.random.RandomState(0).randint(0, 2**32, (rows, period), dtype=numpy.uint32)  # those of torch
-    once = numbers.astype(numpy.int64) % vocabulary
+    draws = numpy.random.RandomState(0).randint(0, 2**32, (rows, period), dtype=numpy.uint32)  # those of torch
+    once = draws.astype(numpy.int64) % vocabulary
     return numpy.concatenate((once, once), 1)
 
 
@@ -59,8 +59,8 @@ def retrieval_windows(retrieval: NDArray[numpy.float32]) -> list[tuple[HeadWindo
     Args:
         retrieval: attention to the copy, [layers, Hkv] float32.
     """
-    found = float(retrieval.max()) >= _MIN_RETRIEVAL
-    need = numpy.sqrt(retrieval) if found else numpy.ones_like(retrieval)
+    retrieves = float(retrieval.max()) >= _MIN_RETRIEVAL
+    need = numpy.sqrt(retrieval) if retrieves else numpy.ones_like(retrieval)
     shares = (_FLOOR + (1 - _FLOOR) * need / need.mean()).tolist()
     layers = [_grouped(layer) for layer in shares]
     groups = [group for layer in layers for group in layer]

@@ -109,8 +109,8 @@ class RotaryTable(Rotations):
     def _make(self, limit: int) -> NDArray[numpy.float32]:
         device = next(self._rotary.buffers(), torch.empty(0, device="cpu")).device
         position = torch.arange(limit, device=device)[None]
-        found = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), position, *self._layer_type)
-        cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found
+        rotations = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), position, *self._layer_type)
+        cos, sin = (rotations.real, rotations.imag) if isinstance(rotations, Tensor) else rotations
         table = torch.cat((_once(cos[0]), _once(sin[0])), dim=-1)
         rows: NDArray[numpy.float32] = (table / self._scaling).float().cpu().numpy()
         return rows

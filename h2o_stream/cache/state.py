@@ -15,6 +15,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
+from h2o_stream.json_text import parse_json
 from h2o_stream.logs import NumberLog
 
 Array = NDArray[Any]
@@ -95,8 +96,8 @@ def decode_json(state: Mapping[str, Array], name: str) -> dict[str, Any]:
         H2OStreamError: it is missing or damaged.
     """
     try:
-        decoded = json.loads(state[name].tobytes())
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        decoded = parse_json(state[name].tobytes())
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise H2OStreamError(f"this is not the state of a cache: its {name} is missing or damaged") from error
     if not isinstance(decoded, dict):
         raise H2OStreamError(f"the state is damaged: its {name} is no object")

@@ -129,8 +129,8 @@ def check_not_evicted(group: Slots, start: int, stop: int) -> None:
 
 def still_needed(ranges: Sequence[range], groups: Sequence[Slots], seen: int) -> tuple[range, ...]:
     """Those ranges of which a head holds a token, or of which tokens may come in a row of `seen` tokens."""
-    held = [group.token_indices.ravel() for group in groups if group.is_initialized]
-    index = numpy.concatenate(held) if held else numpy.empty(0, numpy.int32)
+    indices = [group.token_indices.ravel() for group in groups if group.is_initialized]
+    index = numpy.concatenate(indices) if indices else numpy.empty(0, numpy.int32)
     return tuple(
         tokens
         for tokens in ranges

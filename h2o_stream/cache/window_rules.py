@@ -220,9 +220,9 @@ class WindowRules:
     def growth(self, prompt: int = 0) -> WindowGrowth:
         """The window that was configured, and those that it may grow to; see `make_layers`."""
         shapes = [spec.shape for spec in self.specs if spec.evicts and spec.shape]
-        numbers = sum(shape.kv_heads * (shape.key_size + shape.value_size) for shape in shapes)
+        width = sum(shape.kv_heads * (shape.key_size + shape.value_size) for shape in shapes)
         config = self.config.for_prompt(prompt or self.first_prompt or DEFAULT_WINDOW)
-        return WindowGrowth(config, self.max_distance, numbers)
+        return WindowGrowth(config, self.max_distance, width)
 
     @property
     def grown(self) -> int:

@@ -158,8 +158,8 @@ def schedules(windows: tuple[int, ...], weights: tuple[int, ...], common: int) -
         left = unfilled / sum(growing)
         seen = numpy.arange(stages[-2] + 1, min(stages[-1] + 1, max(windows)))
         held = [numpy.minimum(seen, window + max(common - window, 0) * left) for window in windows]
-        for column, numbers in zip(columns, _rounded(held, weights), strict=True):
-            column += numbers.tolist()
+        for column, values in zip(columns, _rounded(held, weights), strict=True):
+            column += values.tolist()
     return [
         Schedule.equal(common) if window == common else Schedule(common, tuple(column), window, tuple(stages))
         for column, window in zip(columns, windows, strict=True)

@@ -166,8 +166,11 @@ class Engine:
         """
         verify_checksums(state, _CHECKSUMS)
         tokens = load_log(state, "engine.tokens")
-        pinned_prefix, rng_state = (require_array(state, f"engine.{name}") for name in ("opening", "draws"))
+        pinned_prefix = require_array(state, "engine.opening", like=numpy.array(0))
+        rng_state = require_array(state, "engine.draws")
         check_rng_state(rng_state)
+        if not 0 <= pinned_prefix <= len(tokens):
+            raise H2OStreamError(f"the state is damaged: {pinned_prefix} of {len(tokens)} tokens are pinned")
         self.served.load_state_dict(state)
         self._logits = None
         self.tokens = tokens

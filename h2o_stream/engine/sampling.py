@@ -203,8 +203,8 @@ class Sampler:
                 self._dry, config.dry_base, lengths, self._dry_allowed or np.maximum(distances, LOOP_LENGTH)
             )
             if not self._dry_allowed:
-                said = _dry_losses(self._dry, config.dry_base, lengths, SAID_LENGTH)
-                losses = np.maximum(losses, np.minimum(said, MAX_SAID_LOSS))
+                repeated = _dry_losses(self._dry, config.dry_base, lengths, SAID_LENGTH)
+                losses = np.maximum(losses, np.minimum(repeated, MAX_SAID_LOSS))
             if losses.any():
                 loss = np.zeros_like(scores)
                 np.maximum.at(loss, ids, losses)

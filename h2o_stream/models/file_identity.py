@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from h2o_stream.json_text import parse_json
 from h2o_stream.models.gguf import GgufFile, gguf_parts
 from h2o_stream.models.other_tools import is_gguf
 
@@ -104,7 +104,7 @@ def _safetensors_spans(file: BinaryIO, size: int) -> list[tuple[int, int]]:
     if length > size:
         return []
     try:
-        header: dict[str, Any] = json.loads(file.read(length))
+        header: dict[str, Any] = parse_json(file.read(length))
         offsets = [info["data_offsets"] for name, info in header.items() if name != "__metadata__"]
         spans = [(8 + length + start, end - start) for start, end in offsets]
         return spans if all(0 <= start <= start + count <= size for start, count in spans) else []

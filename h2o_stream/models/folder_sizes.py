@@ -38,7 +38,7 @@ def check_folder(folder: Path) -> None:
         config = read_object(path)
         if shapes := [shape for file in folder.glob("*.safetensors") for shape in _shapes(file)]:
             layers, size = len(shapes), min(size, max(map(math.prod, shapes)))
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotFoundError(f"{folder} could not be loaded: {error}") from error
     whole = {**dict.fromkeys(_LAYERS, layers), **dict.fromkeys(_SIZES, size), **dict.fromkeys(_TOKENS, _MAX_TOKENS)}
     limits: dict[str, float] = {**whole, **_FACTORS}

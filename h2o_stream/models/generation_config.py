@@ -12,7 +12,11 @@ from h2o_stream.models.tokenizer import read_object
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The part of transformers' class of this name that this package uses. None is no recommendation."""
+    """The part of transformers' class of this name that this package uses. None is no recommendation.
+
+    Raises:
+        ModelNotFoundError: what should end a turn is no token.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -20,6 +24,11 @@ class GenerationConfig:
     min_p: float | None = None
     repetition_penalty: float | None = None
     eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self) -> None:
+        ends = self.eos_token_id
+        if not all(type(end) is int for end in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
+            raise ModelNotFoundError(f"the generation config has eos_token_id {ends!r:.60}, not tokens")
 
 
 def read_generation_config(source: Path | GgufFile) -> GenerationConfig:
@@ -31,10 +40,7 @@ def read_generation_config(source: Path | GgufFile) -> GenerationConfig:
     if isinstance(source, GgufFile):
         return GenerationConfig(eos_token_id=end_token_ids(source))
     path = source / "generation_config.json"
-    try:
-        values = read_object(path if path.exists() else source / "config.json")
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
+    values = read_object(path if path.exists() else source / "config.json")
     return GenerationConfig(**{field.name: values.get(field.name) for field in fields(GenerationConfig)})
 
 

@@ -5,7 +5,6 @@ What is not followed is named, never dropped: an adapter is refused, as it would
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from jinja2 import TemplateError
 
 from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import ConfigError, UnsupportedModelError
+from h2o_stream.json_text import parse_json
 from h2o_stream.models.go_template import as_jinja
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.other_tools import ollama_layers
@@ -68,8 +68,8 @@ def with_modelfile(loaded: LoadedModel, notify: Callable[[str], None]) -> Loaded
 def _parameters(text: str, used: list[str], left: list[str]) -> tuple[dict[str, float], tuple[str, ...]]:
     """Sampling settings and stops of a layer of parameters; what is used, and what is not, is added to the lists."""
     try:
-        values = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
+        values = parse_json(text) if text else {}
+    except ValueError:
         values = None
     if not isinstance(values, dict):
         left.append("PARAMETER, which cannot be read")

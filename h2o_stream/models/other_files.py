@@ -62,8 +62,8 @@ def describe_file(path: Path) -> str | None:
         return None
     if not size:
         return f"an empty file; {_AGAIN}"
-    if found := next((what for magic, what in _STARTS.items() if start.startswith(magic)), None):
-        return found
+    if kind := next((what for magic, what in _STARTS.items() if start.startswith(magic)), None):
+        return kind
     if _WEB_PAGE.match(start):
         return f"a web page; {_AGAIN}"
     if start[8:10] in (b'{"', b"{}") and int.from_bytes(start[:8], "little") < size:

@@ -5,7 +5,6 @@ Their files are read-only and untrusted: damaged entries are skipped, and names 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.json_text import parse_json
 
 OLLAMA = "ollama:"
 """Prefix of ollama models."""
@@ -92,8 +92,8 @@ def read_json(path: Path) -> Any:
     """The content of a small JSON file, or None if it is unreadable."""
     try:
         with path.open("rb") as file:
-            return json.loads(file.read(_LARGEST_JSON))
-    except (OSError, ValueError, RecursionError):
+            return parse_json(file.read(_LARGEST_JSON))
+    except (OSError, ValueError):
         return None
 
 

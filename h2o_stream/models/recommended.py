@@ -63,11 +63,11 @@ def best(models: list[Recommended]) -> Recommended | None:
 
 def better_models() -> str:
     """What to tell somebody who meets the embedded model for the first time."""
-    found = best(recommended())
+    model = best(recommended())
     text = "This model has 135 million parameters, and is often wrong. "
-    if found:
-        text += f"Better, at about {found.tokens_per_s:.2g} tokens/s here: h2o-chat -m {found.name} "
-        text += f"({format_bytes(found.nbytes)} to download). "
+    if model:
+        text += f"Better, at about {model.tokens_per_s:.2g} tokens/s here: h2o-chat -m {model.name} "
+        text += f"({format_bytes(model.nbytes)} to download). "
     return text + "h2o-chat --models lists others, those of ollama and LM Studio too."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -14,7 +13,8 @@ from typing import Any, Literal, Self
 
 from tokenizers import AddedToken, Tokenizer
 
-from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.errors import H2OStreamError, ModelNotFoundError
+from h2o_stream.json_text import parse_json
 from h2o_stream.models.rendering import render
 
 _LOWEST_PRIORITY = 19
@@ -23,16 +23,26 @@ _UNKNOWN = "\ue000 \U000f0000"
 """A text that no vocabulary has: some tokenizers fail at it, whenever it comes."""
 
 
+BACKGROUND = threading.local()
+"""In a thread that sets `asked`, long texts leave the processors to other threads."""
+
 _LONG = 2**17
 """Characters that take a fifth of a second."""
 
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`. Long
-    texts have the lowest priority.
+    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`. Where
+    this was asked for, long texts have the lowest priority.
+
+    Raises:
+        H2OStreamError: the vocabulary has none for it.
     """
+    in_background = len(text) >= _LONG and getattr(BACKGROUND, "asked", False)
     work = partial(tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
-    tokens: list[int] = (work() if len(text) < _LONG else _background().submit(work).result())[0].ids
+    try:
+        tokens: list[int] = (_background().submit(work).result() if in_background else work())[0].ids
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise H2OStreamError(f"the model's tokenizer cannot read this: {error}") from error
     return tokens
 
 
@@ -191,11 +201,14 @@ def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if there is no such file.
 
     Raises:
-        ValueError: it is something else than an object.
+        ModelNotFoundError: it cannot be read, or is something else than an object.
     """
-    values = json.loads(_read_text(path)) if path.exists() else {}
+    try:
+        values = parse_json(_read_text(path)) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise ModelNotFoundError(f"{path} cannot be read: it is no JSON object")
     return values
 
 

@@ -151,6 +151,7 @@ def end_tokens(generation: Any, tokenizer: Any) -> frozenset[int]:
     """
     listed, added = generation.eos_token_id, _added(tokenizer)
     ends = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None}
+    ends = {end for end in ends if 0 <= end < 2**31}  # some configs have -1
     own = turn_end(tokenizer)
     if own is not None:
         entry = tokenizer.backend_tokenizer.id_to_token

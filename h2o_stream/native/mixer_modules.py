@@ -157,13 +157,13 @@ def delta_rule(mixer: GatedDelta, projected: Tensor) -> Tensor:
     beta, decay = (part(at, shared).reshape(count, mixer.heads) for at in (columns.beta, columns.decay))
     learn = mixer.beta_scale * beta.sigmoid()
     keep = (mixer.rate * functional.softplus(decay + mixer.decay_bias)).exp()
-    state, found = torch.zeros(mixer.heads, key_size, size), []
+    state, outputs = torch.zeros(mixer.heads, key_size, size), []
     for token in range(count):
         state = state * keep[token][:, None, None]
         delta = (value[token] - torch.einsum("hkv,hk->hv", state, key[token])) * learn[token][:, None]
         state = state + key[token][:, :, None] * delta[:, None]
-        found.append(torch.einsum("hkv,hk->hv", state, query[token] * key_size**-0.5))
-    normed = apply_norm(mixer.norm, torch.stack(found))
+        outputs.append(torch.einsum("hkv,hk->hv", state, query[token] * key_size**-0.5))
+    normed = apply_norm(mixer.norm, torch.stack(outputs))
     return (normed * functional.silu(gate)).flatten(1)
 
 
@@ -211,12 +211,12 @@ def mamba2(mixer: Mamba2, projected: Tensor) -> Tensor:
     value = value.view(count, mixer.heads, mixer.value_size)
     key, query = (x.view(count, mixer.key_heads, mixer.key_size).repeat_interleave(shared, 1) for x in keys)
     step = functional.softplus(decay + mixer.decay_bias).clamp(*mixer.step_limits)
-    keep, state, found = (mixer.rate * step).exp(), torch.zeros(mixer.heads, mixer.value_size, mixer.key_size), []
+    keep, state, outputs = (mixer.rate * step).exp(), torch.zeros(mixer.heads, mixer.value_size, mixer.key_size), []
     for token in range(count):
         new = (step[token][:, None] * value[token])[..., None] * key[token][:, None]
         state = keep[token][:, None, None] * state + new
-        found.append(torch.einsum("hvk,hk->hv", state, query[token]) + mixer.skip[:, None] * value[token])
-    y, opened = torch.stack(found).flatten(1), functional.silu(gate)
+        outputs.append(torch.einsum("hvk,hk->hv", state, query[token]) + mixer.skip[:, None] * value[token])
+    y, opened = torch.stack(outputs).flatten(1), functional.silu(gate)
     return _normed(mixer, y) * opened if mixer.norm_before_gate else _normed(mixer, y * opened)
 
 
@@ -252,12 +252,12 @@ def _check(module: Any, mixer: Mixer, out: str, hidden: int, mixed: Callable[[An
         in_more_bits(module, _DTYPE),
     )
     try:
-        found = precise(x)
+        computed = precise(x)
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
         raise DescriptionError(f"{name}, a {type(module).__name__}, cannot be evaluated: {error}") from error
-    found = found[0] if isinstance(found, tuple) else found
+    computed = computed[0] if isinstance(computed, tuple) else computed
     expected = getattr(precise, out)(mixed(precise, x))
-    if found.shape != expected.shape or not (found - expected).norm() < _ROUNDING * expected.norm():
+    if computed.shape != expected.shape or not (computed - expected).norm() < _ROUNDING * expected.norm():
         raise DescriptionError(f"{name} is a {type(module).__name__} that computes something else")
 
 

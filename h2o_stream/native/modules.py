@@ -285,7 +285,7 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
     else:
         rows = gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
     # Each number is rounded for itself, whatever outliers there are.
-    found, expected = evaluate(module, ids, name), rows * scale
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=2**-7, atol=0):
+    embedded, expected = evaluate(module, ids, name), rows * scale
+    if embedded.shape != expected.shape or not torch.allclose(embedded, expected, rtol=2**-7, atol=0):
         raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale

@@ -42,13 +42,13 @@ def only_match(
     Raises:
         DescriptionError: none matches, or two do and cannot be told apart.
     """
-    found = sorted(((relative_error(computed, expected), value) for value, computed in candidates), key=lambda x: x[0])
-    if not found or not found[0][0] < limit:
+    ranked = sorted(((relative_error(computed, expected), value) for value, computed in candidates), key=lambda x: x[0])
+    if not ranked or not ranked[0][0] < limit:
         raise DescriptionError(f"{name} {problem}")
-    if len(found) > 1 and not found[1][0] >= MARGIN * max(found[0][0], _LEAST):
-        errors = " and ".join(f"{error:.0e}" for error, _ in found[:2])
+    if len(ranked) > 1 and not ranked[1][0] >= MARGIN * max(ranked[0][0], _LEAST):
+        errors = " and ".join(f"{error:.0e}" for error, _ in ranked[:2])
         raise DescriptionError(f"{name} is one of two things that cannot be told apart: they are off by {errors}")
-    return found[0][1]
+    return ranked[0][1]
 
 
 def in_more_bits(module: Any, dtype: torch.dtype = torch.float64) -> Any:

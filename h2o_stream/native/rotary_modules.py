@@ -85,12 +85,12 @@ def _as_neighbours(rotations: Tensor) -> Tensor:
     return rotations.repeat_interleave(2, -1)
 
 
-def _rotated_order(attention: Any, found: Any, rotations: Tensor, size: int) -> Tensor | None:
+def _rotated_order(attention: Any, angles: Any, rotations: Tensor, size: int) -> Tensor | None:
     """The order [size] int64 in which a function beside an attention rotates halves, None if it is no known one.
 
     Args:
         attention: the module.
-        found: cosines and sines, or complex numbers, as its rotary embedding gives them.
+        angles: cosines and sines, or complex numbers, as its rotary embedding gives them.
         rotations: [n, Drot] the same, once for each pair.
         size: how many elements it is applied to.
     """
@@ -101,7 +101,7 @@ def _rotated_order(attention: Any, found: Any, rotations: Tensor, size: int) -> 
     for count in dict.fromkeys((size, rotations.shape[-1])):  # attentions may cut heads before
         x = (torch.arange(len(rotations) * count, dtype=torch.float32, device="cpu") * 0.9).sin().view(1, 1, -1, count)
         ordered = x.unflatten(-1, (-1, 2)).mT.flatten(-2) if takes_pairs else x
-        for rotated in _applied(filter(None, functions), x, found):
+        for rotated in _applied(filter(None, functions), x, angles):
             for order in dimension_orders(count, rotations.shape[-1]):
                 if relative_error(rotated[..., order], rotate_back(ordered[..., order], inverse)) < ROUNDING:
                     return torch.cat((order, torch.arange(count, size)))

@@ -67,8 +67,8 @@ class RouterModule:
     def _setting(keys: Iterable[str], *parts: Any) -> Any:
         """The first of these attributes of these modules or their configs."""
         places = [place for part in parts for place in (part, getattr(part, "config", None))]
-        found = (getattr(place, key, None) for place in places for key in keys)
-        return next((value for value in found if value is not None), None)
+        values = (getattr(place, key, None) for place in places for key in keys)
+        return next((value for value in values if value is not None), None)
 
     @cached_property
     def _precise(self) -> tuple[Any, Tensor | None]:
@@ -86,14 +86,14 @@ class RouterModule:
             except (TypeError, ValueError, RuntimeError, IndexError):
                 outputs = evaluated(module, (x[None], choice_bias), self.name)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        found = [y for y in outputs if isinstance(y, Tensor)]
-        of_chosen = [y for y in found if y.shape == (len(x), self.chosen)]
+        tensors = [y for y in outputs if isinstance(y, Tensor)]
+        of_chosen = [y for y in tensors if y.shape == (len(x), self.chosen)]
         indices, weights = ([y for y in of_chosen if y.is_floating_point() == kind] for kind in (False, True))
         shape = len(x), len(self.weight)
         if len(indices) == 1 and len(weights) == 1:
             none = torch.zeros(shape, dtype=torch.float64, device="cpu")
             return none.scatter(-1, indices[0], weights[0].double())
-        for y in found:
+        for y in tensors:
             if y.shape == shape and bool((y != 0).sum(-1).eq(self.chosen).all()):
                 return y.double()
         kind = type(self.module).__name__
@@ -117,8 +117,8 @@ def router_of(module: RouterModule, dtype: torch.dtype, norm: Norm = NO_NORM) ->
     expected = torch.cat([module(x) for x in inputs.values()])
     x = torch.cat([apply_norm(norm, x.double()) for x in inputs.values()])
     candidates = ((candidate, expert_weights(candidate, x)) for candidate in _candidates(described, module))
-    found = only_match(candidates, expected, module.name, problem)
-    return found if found.scoring == Scoring.SPARSE_MIXER else replace(found, jitter=0.0)
+    matched = only_match(candidates, expected, module.name, problem)
+    return matched if matched.scoring == Scoring.SPARSE_MIXER else replace(matched, jitter=0.0)
 
 
 def _candidates(described: Router, module: RouterModule) -> Iterator[Router]:

@@ -126,11 +126,11 @@ class BoundLayer:
     @staticmethod
     def _fill(rows: Any, attention: AttentionLayer, group: Slots, heads: NDArray[Any]) -> None:
         """Fill the structures [B] of one group of `heads`."""
-        held = group.tensors()
+        arrays = group.tensors()
         shape = HeadShape(attention.query_heads, attention.kv_heads, attention.head_size, attention.value_size)
         for name, x in group.layout(shape, group.dtype, len(rows), group.num_slots).items():
-            first = pointer(held[name], x.dtype, prod(x.shape))
-            rows[_FIELDS.get(name, name)] = first + row_bytes(held[name]) * numpy.arange(len(rows))
+            first = pointer(arrays[name], x.dtype, prod(x.shape))
+            rows[_FIELDS.get(name, name)] = first + row_bytes(arrays[name]) * numpy.arange(len(rows))
         if group.memory is not None:
             for number, stream in enumerate(group.memory.memory.rows):
                 for name, field in memory_fields(group.memory, stream, len(heads)).items():

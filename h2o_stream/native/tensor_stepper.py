@@ -119,14 +119,16 @@ class CheckedStepper:
         streams = eager.hidden_states[: len(self._stepper.model.layers)]
         return [*(stream[:, -1] for stream in streams), eager.logits[:, -1]]
 
-    def _off(self, found: list[Tensor], expected: list[Tensor], rounding: list[float]) -> str:
+    def _off(self, computed: list[Tensor], expected: list[Tensor], rounding: list[float]) -> str:
         """The first of these that differ by more than rounding, or nothing."""
-        for number, (ours, theirs, own) in enumerate(zip(found, expected, rounding, strict=True)):
+        for number, (ours, theirs, own) in enumerate(zip(computed, expected, rounding, strict=True)):
             error, limit = error_of(ours, theirs), max(rounding_of(self._model).tolerance, own)
             if not error < limit:
                 layer = f"layer {number - 1}" if number else "the embedding"
                 where = (
-                    "logits of the native step are" if number == len(found) - 1 else f"after {layer} the native step is"
+                    "logits of the native step are"
+                    if number == len(computed) - 1
+                    else f"after {layer} the native step is"
                 )
                 return f"{where} off by {error:.1e} of the rms, at most {limit:.0e} is rounding"
         return ""

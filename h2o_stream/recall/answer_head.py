@@ -119,11 +119,11 @@ def find_head(project: Callable[[list[int]], Projections], place: Place) -> Answ
     scores = _matches(asked, keys) - _matches(neutral, keys).mean(0)
     right = scores.argmax(1) == numpy.arange(len(pairs))[:, None, None]
     layer, head = divmod(int(right.mean(0).argmax()), right.shape[2])
-    found = right[:, layer, head]
-    if found.mean() < MIN_RIGHT:
+    is_right = right[:, layer, head]
+    if is_right.mean() < MIN_RIGHT:
         return None
     best = scores[numpy.arange(len(pairs)), numpy.arange(len(pairs)), layer, head]
-    return AnswerHead(layer, head, round(float(best[found].min()), 2))
+    return AnswerHead(layer, head, round(float(best[is_right].min()), 2))
 
 
 def _match(queries: Floats, keys: Floats) -> float:

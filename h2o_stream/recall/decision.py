@@ -222,8 +222,8 @@ class _Matcher:
         self._table = self._terms.matching(self._asked, others)
         known = set(words(self._request))
         self._new = [word not in known and self._terms.weight(word) > COMMON + 0.1 for word in others]
-        found = [self._match(passage, parts[passage.text], parts[asked.text]) for passage, asked in passages.items()]
-        return _newest_first(sorted(filter(None, found), key=lambda match: (-match.rank, -match.passage.start)))
+        scored = [self._match(passage, parts[passage.text], parts[asked.text]) for passage, asked in passages.items()]
+        return _newest_first(sorted(filter(None, scored), key=lambda match: (-match.rank, -match.passage.start)))
 
     def with_listed_first(self, matches: list[_Match]) -> tuple[list[_Match], bool]:
         """The matches, first those that each answer one part of a request, the last part first; and whether any do."""
@@ -281,8 +281,8 @@ def _newest_first(matches: list[_Match]) -> list[_Match]:
 
 def _rest(match: _Match, other: _Match, terms: TermWeights) -> float:
     """Weight of the words of a match that are neither in the other match nor what was asked for."""
-    said = {*words(other.sentence), *match.terms}
-    return sum(weight for word, weight in _weights(match.sentence, terms).items() if word not in said)
+    known = {*words(other.sentence), *match.terms}
+    return sum(weight for word, weight in _weights(match.sentence, terms).items() if word not in known)
 
 
 def _agreement(newer: _Match, older: _Match) -> float:

@@ -141,17 +141,19 @@ def locate(tokenizer: Any, tokens: Sequence[int], start: int, turn: int, prompt:
     decoded = decode(tokenizer, tokens)
     prompt_passages, reply_passages = split(prompt), split(reply)
     prompt_at, reply_at = _places(decoded.text, _core(prompt, prompt_passages), _core(reply, reply_passages))
-    found = list[Passage]()
+    located = list[Passage]()
     parts: tuple[tuple[Role, str, list[range], int], ...] = (
         ("user", prompt, prompt_passages, prompt_at),
         ("assistant", reply, reply_passages, reply_at),
     )
-    for role, said, passages, at in parts:
+    for role, text, passages, at in parts:
         for passage in passages:
             first = at + passage.start - passages[0].start
             part = decoded.tokens(range(first, first + len(passage)))
-            found.append(Passage(turn, role, said[passage.start : passage.stop], start + part.start, start + part.stop))
-    return found
+            located.append(
+                Passage(turn, role, text[passage.start : passage.stop], start + part.start, start + part.stop)
+            )
+    return located
 
 
 def _paragraphs(text: str) -> Iterator[range]:
@@ -224,12 +226,12 @@ def _count_words(text: str, part: range, limit: int = 1 << 62) -> int:
 
 
 def _sentences(text: str, part: range) -> list[range]:
-    found, start = list[range](), part.start
+    sentences, start = list[range](), part.start
     for end in _END.finditer(text, part.start, part.stop):
         if end.end() < part.stop and _ends_sentence(text, end, start):
-            found += _strip(text, start, end.end())
+            sentences += _strip(text, start, end.end())
             start = end.end()
-    return found + _strip(text, start, part.stop)
+    return sentences + _strip(text, start, part.stop)
 
 
 def _ends_sentence(text: str, end: re.Match[str], start: int) -> bool:
@@ -312,9 +314,9 @@ def _place(text: str, part: str, stop: int) -> int | None:
     if not part:
         return None
     # Reversed because only `find` is linear for all texts, `rfind` is not.
-    found = text[:stop][::-1].find(part[::-1])
-    if found >= 0:
-        return stop - found - len(part)
+    place = text[:stop][::-1].find(part[::-1])
+    if place >= 0:
+        return stop - place - len(part)
     if stop < len(text):
         return None
     tail = len(text)

@@ -62,16 +62,16 @@ def words(text: str) -> list[str]:
 
     Numbers keep their points, commas and colons. Scripts without spaces between words are cut into pairs of letters.
     """
-    found: list[str] = []
+    terms: list[str] = []
     for match in _WORD.finditer(text.casefold()):
         word = _CLITIC.sub("", match.group())
         if _UNSPACED_RUN.fullmatch(word):
-            found += [word[i : i + 2] for i in range(max(1, len(word) - 1))]
+            terms += [word[i : i + 2] for i in range(max(1, len(word) - 1))]
         elif "-" in word and not any(letter.isdigit() for letter in word):
-            found += word.split("-")
+            terms += word.split("-")
         else:
-            found.append(word)
-    return found
+            terms.append(word)
+    return terms
 
 
 _SMALL_TALK = frozenset(

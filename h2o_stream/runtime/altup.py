@@ -51,7 +51,7 @@ def layer_laurel(altup: AltUpParameters, weights: Weights, number: int, norm: No
 
 
 def _vector(weights: Weights, name: str, number: int, size: int) -> Floats:
-    numbers = weights.vector(name, number)
-    if numbers is None or numbers.size != size:
+    vector = weights.vector(name, number)
+    if vector is None or vector.size != size:
         raise DescriptionError(f"its {name} of layer {number} is not {size} numbers")
-    return numbers
+    return vector

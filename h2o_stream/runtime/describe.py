@@ -234,9 +234,9 @@ class _FileReader:
 
     def _dense(self, name: str, number: int, rows: int) -> Matrix:
         """A small matrix [rows, hidden] that is not packed, in the dtype of the model."""
-        numbers, hidden = self._weights.vector(name, number), self._parameters.hidden_size
+        vector, hidden = self._weights.vector(name, number), self._parameters.hidden_size
         bias = self._weights.vector(name, number, "bias")
-        return small_matrix(numbers, bias, rows, hidden, self._dtype, f"{name} of layer {number}")
+        return small_matrix(vector, bias, rows, hidden, self._dtype, f"{name} of layer {number}")
 
     def _attention(self, number: int) -> Attention:
         parameters, weights, shape = self._parameters, self._weights, self._parameters.layer_shape(number)
@@ -319,8 +319,8 @@ class _FileReader:
 
     @property
     def _temperature(self) -> Temperature | None:
-        found = self._parameters.temperature
-        return Temperature(found[0], float(found[1]), 0, of_positions=True) if found else None
+        temperature = self._parameters.temperature
+        return Temperature(temperature[0], float(temperature[1]), 0, of_positions=True) if temperature else None
 
     def _rope(self, number: int, size: int) -> Rope | None:
         rope = self._parameters.ropes[number]

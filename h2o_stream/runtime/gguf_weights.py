@@ -15,6 +15,7 @@ from h2o_stream.models.pages import HugePages
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.gguf_types import TensorType
+from h2o_stream.native.matrix import check_count
 from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.architectures import Architecture
@@ -124,7 +125,9 @@ class GgufWeights:
             pack(merged(self.file, *parts), MatrixKind.INT8, out)
         else:
             rows, columns, kind = math.prod(tensor.shape[:-1]), tensor.shape[-1], packed_kind(tensor)
-            repack(self.file.blocks(tensor), tensor.type, kind, rows, columns, self._orders.get(name), out)
+            order = self._orders.get(name)
+            check_count(order, rows, f"the order of {tensor.name}'s rows")
+            repack(self.file.blocks(tensor), tensor.type, kind, rows, columns, order, out)
         for part in parts:
             self.file.release(part)
             self._done += part.nbytes

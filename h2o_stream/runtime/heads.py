@@ -82,8 +82,8 @@ def attention_to_copy(description: Description, sliding: Sequence[int | None], c
         [layers that evict, Hkv] float32.
     """
     tokens = repeated_tokens(description.embedding.rows, num_rows(num_weights(description)), context)
-    found = [_measure(description, sliding, row[None]) for row in tokens]
-    mean: Floats = numpy.mean(found, 0, dtype=numpy.float32)
+    measured = [_measure(description, sliding, row[None]) for row in tokens]
+    mean: Floats = numpy.mean(measured, 0, dtype=numpy.float32)
     counts = [shape.kv_heads if shape else 0 for shape in head_shapes(description)]
     by_layer = numpy.split(mean, numpy.cumsum(counts)[:-1])
     evicting = _evicting(description, sliding)

@@ -105,10 +105,10 @@ class _MixerReader:
         return self._weights.matrix(name, self._layer, rows, columns or self._hidden)
 
     def _vector(self, name: str, size: int, kind: str = "weight") -> Floats:
-        numbers = self._weights.vector(name, self._layer, kind)
-        if numbers is None or numbers.size != size:
+        vector = self._weights.vector(name, self._layer, kind)
+        if vector is None or vector.size != size:
             raise DescriptionError(f"{name} of layer {self._layer} is not {size} numbers")
-        return numbers
+        return vector
 
     def _convolution(self, name: str, channels: int) -> Convolution:
         weight = self._weights.vector(name, self._layer)

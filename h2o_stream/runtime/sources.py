@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from h2o_stream.attachment.measurements import LONG_S
-from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.errors import ModelNotFoundError, OutOfMemoryError
 from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
@@ -130,11 +129,9 @@ class Source(ABC):
         if folder is None or not folder.exists():
             raise DescriptionError("its weights were not packed before")
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            return FolderWeights(
-                folder, config["quantization_config"]["modules"], self.architecture, self.parameters, self.dtype
-            )
-        except (OSError, ValueError, KeyError) as error:
+            kinds = read_object(folder / "config.json")["quantization_config"]["modules"]
+            return FolderWeights(folder, kinds, self.architecture, self.parameters, self.dtype)
+        except (ModelNotFoundError, OSError, LookupError, TypeError) as error:
             raise DescriptionError(f"its packed weights in {folder} are damaged") from error
 
     def model(
@@ -239,11 +236,8 @@ class Checkpoint(Source):
         self, name: str, path: Path, dtype: str, quantize: str, notify: Callable[[str], None] = ignore
     ) -> None:
         check_folder(path)
-        try:
-            config = read_object(path / "config.json")
-            architecture, parameters = parameters_of_config(config)
-        except (OSError, ValueError) as error:
-            raise DescriptionError(f"its config.json cannot be read: {error}") from error
+        config = read_object(path / "config.json")
+        architecture, parameters = parameters_of_config(config)
         self._dense = CheckpointWeights(path, architecture, parameters, dtype)
         precision = self._precision(name, quantize, dtype)
         if precision.reason:

@@ -6,7 +6,6 @@ Vectors are float32 arrays that hold what the model's dtype can hold, as when tr
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.json_text import parse_json
 from h2o_stream.models.packed_cache import WEIGHTS_FILE
 from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
@@ -81,6 +81,10 @@ class FolderWeights:
     def __init__(
         self, folder: Path, kinds: Mapping[str, str], architecture: Architecture, parameters: Parameters, dtype: str
     ) -> None:
+        if not isinstance(kinds, Mapping) or not all(
+            kind in MatrixKind.__members__ for kind in map(str, kinds.values())
+        ):
+            raise DescriptionError(f"the packed weights in {folder} are damaged: their formats are {kinds!r:.60}")
         self._kinds, self._architecture, self._dtype = kinds, architecture, dtype
         self._orders = row_orders(architecture, parameters)
         self._arrays = mapped_tensors(folder / WEIGHTS_FILE)
@@ -95,7 +99,7 @@ class FolderWeights:
         stored = self._arrays.get(f"{module}.weight")
         if stored is not None and stored.size == rows * columns:
             return dense_matrix(stored.reshape(rows, columns), self.vector(name, layer, "bias"), self._dtype)
-        if tiles is None or kind is None or kind not in MatrixKind.__members__:
+        if tiles is None or kind is None:
             raise DescriptionError(f"it has no packed {module}")
         if tiles.shape != tiles_shape(MatrixKind[kind], rows, columns):
             raise DescriptionError(f"its {module} is {tiles.shape}, which is not {(rows, columns)} in {kind}")
@@ -247,7 +251,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     index = folder / f"{WEIGHTS_FILE}.index.json"
     try:
-        names = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.exists() else [WEIGHTS_FILE]
+        names = sorted({*parse_json(index.read_text())["weight_map"].values()}) if index.exists() else [WEIGHTS_FILE]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DescriptionError(f"{index} is damaged") from error
     paths = [folder / name for name in names]
@@ -280,7 +284,7 @@ def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
     data = map_weights(path)
     try:
         size = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:size])
+        header = parse_json(data[8:size])
         views = {
             name: numpy.frombuffer(
                 data, _DTYPES[entry["dtype"]], math.prod(entry["shape"]), size + entry["data_offsets"][0]

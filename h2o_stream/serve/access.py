@@ -53,10 +53,10 @@ class Access:
         if not self._keys:
             return ""
         sent = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
-        found = [key for key in self._keys if hmac.compare_digest(sent, key)]
-        if not found:
+        keys = [key for key in self._keys if hmac.compare_digest(sent, key)]
+        if not keys:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-        return hashlib.sha256(b"h2o-serve " + found[0]).hexdigest()[:32]
+        return hashlib.sha256(b"h2o-serve " + keys[0]).hexdigest()[:32]
 
     def check(self, scope: Scope) -> None:
         """Refuse what a page of somebody else sends.
@@ -129,11 +129,11 @@ def _place(text: str, scheme: str = "") -> tuple[str, int]:
     """Name, without a dot at its end, and port of a host or an origin, the port of the scheme if it has none; nothing
     if it is neither.
     """
-    found = _PLACE.fullmatch(text.lower())
-    if found is None:
+    match = _PLACE.fullmatch(text.lower())
+    if match is None:
         return "", 0
-    name = found["name"].strip("[]").removesuffix(".")
-    return name, int(found["port"] or _PORTS.get(found["scheme"] or scheme, 0))
+    name = match["name"].strip("[]").removesuffix(".")
+    return name, int(match["port"] or _PORTS.get(match["scheme"] or scheme, 0))
 
 
 def _is_link(scope: Scope, headers: Headers) -> bool:

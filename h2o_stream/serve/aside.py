@@ -14,6 +14,8 @@ from json import scanner
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from h2o_stream.models.tokenizer import BACKGROUND
+
 T = TypeVar("T")
 
 LONG = 10_000
@@ -64,6 +66,7 @@ class Threads:
         return future
 
     def _run(self) -> None:
+        BACKGROUND.asked = True
         while True:
             self._work.get()()
 

@@ -147,8 +147,8 @@ async def stream_chat(
         logprobs = None
         if sampled.logprobs is not None:
             logprobs = chat_logprobs(service.texts, message.logprobs)
-        held = {"h2o": {"slots": slots(message.counts)}} if message.counts else {}
-        yield {**head, "choices": [_chunk(number, delta, None, logprobs)], **held}
+        counts = {"h2o": {"slots": slots(message.counts)}} if message.counts else {}
+        yield {**head, "choices": [_chunk(number, delta, None, logprobs)], **counts}
     if sampled.usage:
         yield {**head, "choices": [], "usage": usage(ends)}
 

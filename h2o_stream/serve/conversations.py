@@ -160,10 +160,10 @@ class Conversations:
         Raises:
             ApiError: there is none.
         """
-        found = self._store.with_id(response, owner)
-        if found is None:
+        stored = self._store.with_id(response, owner)
+        if stored is None:
             raise no_response()
-        return found[0].system
+        return stored[0].system
 
     def _known(self, kept: Kept, turn: int, options: Options, keep: bool) -> tuple[Live, Origin] | None:
         """Continue a conversation after a turn, or branch there; None if the state is not available."""

@@ -79,14 +79,16 @@ def parse_dialogue(messages: Any, read: Callable[[str], Reply] = Reply, goes_on:
     """
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list of one or more messages")
-    said = [_parse_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-    later = next((number for number, message in enumerate(said) if goes_on or message["role"] != "system"), len(said))
-    system, said = [message["content"] for message in said[:later]], said[later:]
-    if not said and "".join(system).strip():
+    parsed = [_parse_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    later = next(
+        (number for number, message in enumerate(parsed) if goes_on or message["role"] != "system"), len(parsed)
+    )
+    system, parsed = [message["content"] for message in parsed[:later]], parsed[later:]
+    if not parsed and "".join(system).strip():
         return Dialogue(None, (), "\n\n".join(system))
     turns, new = list[tuple[list[Message], list[Reply]]](), list[Message]()
     may_answer = goes_on
-    for number, message in enumerate(said, later):
+    for number, message in enumerate(parsed, later):
         role = message["role"]
         if role == "tool" and not may_answer:
             raise wrong(f"messages[{number}].role", role, "tool only after an assistant's message with tool_calls")

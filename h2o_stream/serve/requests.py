@@ -97,29 +97,29 @@ class Options:
         Raises:
             ApiError: one is wrong.
         """
-        found = replace(self, owner=owner)
+        options = replace(self, owner=owner)
         try:
             if (policy := field(body, "policy", str)) is not None:
                 if policy not in (served := served_policies()):
                     raise wrong("policy", policy, ", ".join(served))
-                found = replace(found, cache=replace(found.cache, policy=policy))
+                options = replace(options, cache=replace(options.cache, policy=policy))
             if (window := field(body, "window", int)) is not None:
-                found = replace(found, cache=replace(found.cache, window=window, auto_window=0, cache_size=None))
-            found.cache.plan()
+                options = replace(options, cache=replace(options.cache, window=window, auto_window=0, cache_size=None))
+            options.cache.plan()
         except ConfigError as error:
             raise as_api_error(error, "window") from error
         if (recall := field(body, "recall", str)) is not None:
             if recall not in get_args(RecallMode):
                 raise wrong("recall", recall, " or ".join(get_args(RecallMode)))
-            found = replace(found, recall=recall)
-        effort = parse_effort(body) or found.effort
+            options = replace(options, recall=recall)
+        effort = parse_effort(body) or options.effort
         effort = effort if self.has_efforts else None
-        found = replace(found, thinking=parse_thinking(body, found.thinking), effort=effort)
+        options = replace(options, thinking=parse_thinking(body, options.thinking), effort=effort)
         if (pins := field(body, "pins", list)) is not None:
             if not all(isinstance(pin, str) and pin.strip() for pin in pins):
                 raise wrong("pins", pins, "a list of texts")
-            found = replace(found, pins=tuple(pins))
-        return found
+            options = replace(options, pins=tuple(pins))
+        return options
 
 
 @dataclass(frozen=True)

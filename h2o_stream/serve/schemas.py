@@ -33,14 +33,14 @@ def parse_schema(body: Mapping[str, Any]) -> tuple[Schema | None, str]:
     Raises:
         ApiError: a field is wrong, or several ask for different things.
     """
-    found = dict[str, Schema]()
+    schemas = dict[str, Schema]()
     for name, parse in _FORMS.items():
         if body.get(name) is not None and (schema := parse(body[name], name)) is not None:
-            found[name] = schema
-    if len(found) > 1:
-        first, second, *_ = found
+            schemas[name] = schema
+    if len(schemas) > 1:
+        first, second, *_ = schemas
         raise ApiError(400, f"{second} says what a reply must be, and so does {first}; leave one of them out", second)
-    return next(((schema, name) for name, schema in found.items()), (None, "response_format"))
+    return next(((schema, name) for name, schema in schemas.items()), (None, "response_format"))
 
 
 def parse_format(value: Any, place: str) -> Schema | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from h2o_stream.cache.state import Array, State
 from h2o_stream.errors import DataError, file_errors
+from h2o_stream.json_text import parse_json
 from h2o_stream.logs import Log
 from h2o_stream.resources import PRIVATE, write_atomically
 from h2o_stream.session.sessions import TRANSCRIPT, Session
@@ -283,7 +284,7 @@ class Store:
             if not _ID.fullmatch(path.parent.name):
                 continue
             with suppress(ValueError, KeyError, TypeError):
-                record = json.loads(path.read_bytes())
+                record = parse_json(path.read_bytes())
                 hashes = record.pop("hashes")
                 lines = [{**record, "first": hashes[0]}, *zip(hashes[1:], record.pop("turns")[1:], strict=True)]
                 text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -294,14 +295,14 @@ class Store:
         for path in self._folder.glob(f"*/{_FILE}"):
             try:
                 about, *lines = path.read_bytes().splitlines(keepends=True)
-                record, kept_bytes = json.loads(about), len(about)
+                record, kept_bytes = parse_json(about), len(about)
                 if record["model"] != self._model:
                     continue
                 kept = Kept(path.parent.name, record["key"], record["system"], Log([record["first"]]))
                 kept.owner = record.get("owner", "")
                 said = last_turn(path.with_name(TRANSCRIPT))
                 for line in lines:
-                    known, turn, *response = json.loads(line) if line.endswith(b"\n") else ("", 0)
+                    known, turn, *response = parse_json(line) if line.endswith(b"\n") else ("", 0)
                     if not 0 < turn <= said:  # its line was written before it
                         break
                     kept.hashes, kept.turns = kept.hashes.append(known), kept.turns.append(turn)

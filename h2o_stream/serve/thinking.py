@@ -49,13 +49,13 @@ def parse_budget(body: Mapping[str, Any]) -> int | None:
     for name, value in given.items():
         if value is not None and (type(value) is not int or value < -1):
             raise wrong(name, value, "a number of tokens, or -1 for no limit")
-    found = _agreed([(name, value) for name, value in given.items() if value is not None], -1)
-    return None if found == -1 else found
+    budget = _agreed([(name, value) for name, value in given.items() if value is not None], -1)
+    return None if budget == -1 else budget
 
 
-def _agreed(said: Iterable[tuple[str, T]], default: T | None) -> T | None:
+def _agreed(given: Iterable[tuple[str, T]], default: T | None) -> T | None:
     """What all fields say; the default if there are none."""
-    found = dict(said)
+    found = dict(given)
     if len({*found.values()}) > 1:
         raise wrong(" and ".join(found), [*found.values()], "the same in all of them")
     return next(iter(found.values()), default)

@@ -18,6 +18,7 @@ from h2o_stream.cache.state import (
 )
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.logs import NumberLog
+from h2o_stream.session.jsonl import check_type
 from h2o_stream.session.template import ChatTemplate
 
 _KEY = "conversation"
@@ -114,7 +115,8 @@ def load_conversation_state(
     verify_checksums(state, _CHECKSUMS)
     values = decode_json(state, _KEY)
     try:
-        system, turns, pins = values["system"], int(values["turns"]), tuple(map(str, values["pins"]))
+        system, turns = check_type(values["system"], str | None), check_type(values["turns"], int)
+        pins = tuple(check_type(pin, str) for pin in check_type(values["pins"], list))
         if "passages" in values:  # earlier versions
             starts = NumberLog([number for span in values["passages"] for number in span[:2]])
             thoughts = NumberLog([number for span in values.get("thoughts", ()) for number in span])

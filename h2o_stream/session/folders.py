@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.errors import ConfigError, DataError, file_errors
+from h2o_stream.json_text import parse_json
 from h2o_stream.resources import PRIVATE, data_folder, write_atomically
 from h2o_stream.session.transcript import Transcript
 
@@ -89,7 +90,7 @@ def find_transcript(name: str) -> Transcript:
 def read_settings(name: str) -> dict[str, Any]:
     """The options that a session was left with; none if nothing is known of them."""
     with suppress(OSError, ValueError):
-        values = json.loads((session_folder(name) / _SETTINGS).read_bytes())
+        values = parse_json((session_folder(name) / _SETTINGS).read_bytes())
         return values if isinstance(values, dict) else {}
     return {}
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from pathlib import Path
 from typing import Any
 
 from h2o_stream.errors import DataError
+from h2o_stream.json_text import parse_json
 from h2o_stream.resources import version_of
 
 RUN, RECORDS = "run.json", "records.jsonl"
@@ -45,7 +45,7 @@ def read_run_record(folder: Path) -> dict[str, Any]:
         DataError: there is none, or it is damaged.
     """
     try:
-        run = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        run = parse_json((folder / RUN).read_text(encoding="utf-8"))
         if not isinstance(run, dict) or not isinstance(run.get("command"), str):
             raise ValueError("not a run record")
     except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ from h2o_stream.errors import DataError
 from h2o_stream.resources import private_data_folder
 from h2o_stream.session.folders import AUTOMATIC, SESSIONS, open_elsewhere, session_folder, unknown_session
 from h2o_stream.session.state_files import StateFiles
-from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record
+from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, is_turn, turn_record
 
 TRANSCRIPT = "transcript.jsonl"
 
@@ -127,7 +127,7 @@ class Session:
         """Add the line of a turn if only its state was saved before a crash, and delete leftover files."""
         for path in self._folder.glob("*.part"):
             path.unlink(missing_ok=True)
-        while record := self._states.record(self.transcript.line_count + 1):
+        while is_turn(record := self._states.record(self.transcript.line_count + 1)):
             self._append_or_defer(record)
         self._prune()
 

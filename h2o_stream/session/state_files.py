@@ -20,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from h2o_stream.cache.state import MARKS, Array, State, logs_of
 from h2o_stream.cache.token_memory import MEMORY_FILE, sealed_segments
 from h2o_stream.errors import DataError
+from h2o_stream.json_text import parse_json
 from h2o_stream.resources import PRIVATE, atomic_file, write_atomically
+from h2o_stream.session.jsonl import check_type
 from h2o_stream.session.mapped_file import map_file
 from h2o_stream.session.state_format import decode_state, write_state
 
@@ -85,10 +87,12 @@ class StateFiles:
             state = decode_state(path.read_bytes())
             state |= {name: map_file(self._folder / file) for name, file in shared.items()}
             for name, (file, length) in logs.items():
+                if length * _NUMBER.itemsize > _size(self._folder / file):
+                    raise ValueError(f"{file} is too short")
                 state[name] = numpy.fromfile(self._folder / file, _NUMBER, length)
                 self._logs[name] = file, _marks(state, name)
             return state
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path}: damaged: {error}") from error
 
     def _write_log(self, name: str, state: Mapping[str, Array]) -> str:
@@ -109,8 +113,8 @@ class StateFiles:
         """The record of a turn's line; None if its state is missing or damaged."""
         try:
             with safe_open(self._path(line), "np") as file:
-                record: dict[str, Any] = json.loads(file.metadata()["line"])
-                return record if "turn" in record else None
+                record: dict[str, Any] = parse_json(file.metadata()["line"])
+                return record if isinstance(record, dict) and type(record.get("turn")) is int else None
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
             return None
 
@@ -139,11 +143,14 @@ class StateFiles:
         """The files of the arrays that a state shares with others, by their names; and of logs, with their lengths."""
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
-        segments, logs = (json.loads(metadata.get(name, "{}")) for name in (_SEGMENTS, _LOGS))
-        return (
-            {name: file for name, file in segments.items() if file.startswith(MEMORY_FILE) and "/" not in file},
-            {name: (file, length) for name, (file, length) in logs.items() if "/" not in file},
-        )
+        try:
+            segments, logs = (parse_json(metadata.get(name, "{}")).items() for name in (_SEGMENTS, _LOGS))
+            return (
+                {name: file for name, file in segments if file.startswith(MEMORY_FILE) and "/" not in file},
+                {name: (file, check_type(length, int)) for name, (file, length) in logs if "/" not in file},
+            )
+        except (AttributeError, TypeError) as error:
+            raise ValueError("it names no files") from error
 
     def _path(self, line: int) -> Path:
         return self._folder / f"state-{line:08}.safetensors"

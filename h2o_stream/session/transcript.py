@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from h2o_stream.errors import ConfigError, DataError, file_errors
+from h2o_stream.json_text import parse_json
 from h2o_stream.logs import Log
 from h2o_stream.resources import PRIVATE, write_atomically
 from h2o_stream.session.jsonl import build, check_type
@@ -129,7 +130,7 @@ class Transcript:
                 break  # was being written at a crash
             self._size += len(line)
             try:
-                self._content = self._content.with_record(json.loads(line))
+                self._content = self._content.with_record(parse_json(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise DataError(f"{self.path}: line {number} is not a line of a transcript") from error
         if self.header is None and self.line_count:
@@ -198,7 +199,7 @@ def last_turn(path: Path) -> int:
                 break
             length *= 2
     try:
-        record = json.loads(lines[-1]) if lines else {}
+        record = parse_json(lines[-1]) if lines else {}
         turn: int = check_type(record.get("turn", 0), int)
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: its last line is not a line of a transcript") from error
@@ -216,6 +217,14 @@ def turn_record(entry: Entry) -> dict[str, Any]:
     if not entry.thinking:
         del record["thinking"]
     return record
+
+
+def is_turn(record: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether this is the line of a turn."""
+    try:
+        return len(_Content().with_record(record).entries) == 1
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

@@ -23,7 +23,7 @@ from h2o_stream.ui.files import find_files, read_all
 from h2o_stream.ui.format import SOURCES, format_bytes, legend
 from h2o_stream.ui.heatmap import explanation, heatmap
 from h2o_stream.ui.memory import memory_lines
-from h2o_stream.ui.recall import candidates_table
+from h2o_stream.ui.recall import candidates_table, note_recalled
 from h2o_stream.ui.session_commands import SessionCommands
 from h2o_stream.ui.settings import parse_setting
 from h2o_stream.ui.tables import print_report
@@ -214,9 +214,20 @@ class Commands(SessionCommands):
         elif recall.mode == "off":
             self._terminal.note("recall is off; /recall auto switches it on")
         elif argument:
-            self._show_candidates(recall.decide(argument), "nothing would be recalled: no passage has these words")
+            self._show_found(argument)
         else:
             self._show_candidates(recall.last, "no passage was found for the last message")
+
+    def _show_found(self, message: str) -> None:
+        """What would be read again before a message."""
+        recall = self._history.conversation.recall
+        last = recall.last
+        found = recall.find(message)
+        candidates, recall.last = recall.last, last
+        if found.whole:
+            note_recalled(self._terminal, found)
+        else:
+            self._show_candidates(candidates, "nothing would be recalled: no passage has these words")
 
     def _show_candidates(self, candidates: Sequence[Candidate], otherwise: str) -> None:
         if candidates:

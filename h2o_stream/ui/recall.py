@@ -19,6 +19,9 @@ _WHY: dict[Gone, str] = {
     "name a part of it",
 }
 
+_MAX_EXCERPT = 500
+"""Columns of a passage in the table; pieces of a chapter are longer."""
+
 SPEAKERS = {"user": "you", "assistant": "model"}
 
 
@@ -36,10 +39,9 @@ def recalled_lines(event: Recalled, width: int) -> list[str]:
     if event.gone:
         return [f"{one_line(whole.name)} {_WHY[event.gone]}", *passages]
     tokens, count = sum(piece.tokens for piece in event.candidates), len(event.candidates)
-    size = f"{'turn' if whole.start else 'up to turn'} {whole.turn}, {tokens:,} tokens" + f" in {count} pieces" * (
-        count > 1
-    )
-    return [_cut(f"reading {one_line(whole.name)} again, which is no longer in the cache ({size})", width)]
+    size = f"{tokens:,} tokens of turn {whole.turn}" if whole.start else f"{tokens:,} tokens up to turn {whole.turn}"
+    size += f" in {count} pieces" * (count > 1)
+    return [_cut(f"reading {one_line(whole.name)} again, {size}: the cache no longer has it", width)]
 
 
 def _cut(line: str, width: int) -> str:
@@ -74,7 +76,7 @@ def candidates_table(candidates: Iterable[Candidate]) -> Table:
             candidate.verdict,
             SPEAKERS[candidate.passage.role],
             ", ".join(map(one_line, candidate.terms)) or "other words",
-            one_line(candidate.excerpt),
+            _cut(one_line(candidate.excerpt), _MAX_EXCERPT),
             style="" if candidate.verdict == "recalled" else "dim",
         )
     return table

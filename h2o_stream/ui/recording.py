@@ -16,6 +16,7 @@ from typing import Any, TextIO, cast
 from rich.console import RenderableType
 
 from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.json_text import parse_json
 from h2o_stream.resources import write_text
 from h2o_stream.ui.terminal import SafeConsole, Terminal, printable
 
@@ -174,8 +175,8 @@ def _read(path: Path) -> list[tuple[float, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--replay {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
-        header = json.loads(lines[0])
-    except (ValueError, RecursionError):
+        header = parse_json(lines[0])
+    except ValueError:
         header = None
     if not isinstance(header, dict) or header.get("version") != 2 or isinstance(header["version"], bool):
         raise DataError(f"--replay {path}: not a recording in asciinema's format, version 2")
@@ -188,11 +189,11 @@ def _read(path: Path) -> list[tuple[float, str]]:
 
 def _parse(path: Path, number: int, line: str) -> tuple[float, str]:
     try:
-        at_s, kind, text = json.loads(line)
+        at_s, kind, text = parse_json(line)
         if kind != "o":  # input, marks, sizes
             text = ""
         if isinstance(at_s, bool) or not 0 <= at_s <= _MAX_S or not isinstance(text, str):
             raise ValueError(line)
         return float(at_s), text
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise DataError(f"--replay {path}: line {number} is not a line of a recording") from error

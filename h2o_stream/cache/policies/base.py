@@ -103,6 +103,9 @@ class Policy(ABC):
     needs_keys: ClassVar[bool] = False
     """Whether `priority` looks at keys and values."""
 
+    def __post_init__(self) -> None:  # noqa: B027 -- most derive nothing
+        """Derive what follows from the plan and the parameters."""
+
     @property
     def rule(self) -> str:
         """``module:class``, as in `PolicyDefaults`."""

@@ -188,7 +188,7 @@ class _OpenVinoRunner(_FileRunner):
         import numpy
 
         ids = numpy.array([self._tokens], dtype=numpy.int64)
-        tensors = [self._openvino.Tensor(numbers) for numbers in (ids, numpy.ones_like(ids))]
+        tensors = [self._openvino.Tensor(array) for array in (ids, numpy.ones_like(ids))]
         config = self._genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)
         return self._pipeline.generate(self._genai.TokenizedInputs(*tensors), config).perf_metrics
 

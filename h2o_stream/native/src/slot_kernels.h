@@ -146,26 +146,31 @@ struct Rotation {
   float scale() const { return table[0]; }  // of every row, so that a composed rotation has its square
 };
 
-// Products of the queries of a group with a rotated key, held in `blocks` registers per half: vectors whose elements
-// are still to be summed, kWidth vectors apart.
-template <int64_t blocks, class Keys>
+// Products of the queries of a group with `count` rotated keys in a row, which are held in `blocks` registers per half:
+// vectors whose elements are still to be summed, kWidth vectors apart for a query, next to each other for a key.
+template <int64_t blocks, int64_t count, class Keys>
 [[gnu::always_inline]] inline void rotated_products(const Keys& keys, int64_t slot, const Rotation& rotation,
                                                     const float* queries, int64_t heads, Floats* products) {
   constexpr int64_t half = blocks * kWidth;
-  const float *coarse = rotation.coarse(slot), *fine = rotation.fine(slot);
-  Floats rotated[2 * blocks];
-  for (int64_t i = 0; i < blocks; ++i) {
-    const Floats x1 = keys.load(slot, i * kWidth), x2 = keys.load(slot, half + i * kWidth);
-    const Floats cos1 = load(coarse + i * kWidth), sin1 = load(coarse + half + i * kWidth);
-    const Floats cos2 = load(fine + i * kWidth), sin2 = load(fine + half + i * kWidth);
-    const Floats cosine = cos1 * cos2 - sin1 * sin2, sine = sin1 * cos2 + cos1 * sin2;
-    rotated[i] = x1 * cosine + x2 * sine;
-    rotated[blocks + i] = x2 * cosine - x1 * sine;
+  Floats rotated[count][2 * blocks];
+  for (int64_t k = 0; k < count; ++k) {
+    const float *coarse = rotation.coarse(slot + k), *fine = rotation.fine(slot + k);
+    for (int64_t i = 0; i < blocks; ++i) {
+      const Floats x1 = keys.load(slot + k, i * kWidth), x2 = keys.load(slot + k, half + i * kWidth);
+      const Floats cos1 = load(coarse + i * kWidth), sin1 = load(coarse + half + i * kWidth);
+      const Floats cos2 = load(fine + i * kWidth), sin2 = load(fine + half + i * kWidth);
+      const Floats cosine = cos1 * cos2 - sin1 * sin2, sine = sin1 * cos2 + cos1 * sin2;
+      rotated[k][i] = x1 * cosine + x2 * sine;
+      rotated[k][blocks + i] = x2 * cosine - x1 * sine;
+    }
   }
   for (int64_t q = 0; q < heads; ++q) {
-    Floats sums{};
-    for (int64_t i = 0; i < 2 * blocks; ++i) sums += load(queries + q * 2 * half + i * kWidth) * rotated[i];
-    products[q * kWidth] = sums;
+    Floats sums[count] = {};
+    for (int64_t i = 0; i < 2 * blocks; ++i) {
+      const Floats query = load(queries + q * 2 * half + i * kWidth);
+      for (int64_t k = 0; k < count; ++k) sums[k] += query * rotated[k][i];
+    }
+    for (int64_t k = 0; k < count; ++k) products[q * kWidth + k] = sums[k];
   }
 }
 
@@ -188,13 +193,17 @@ void generic_products(const Keys& keys, int64_t slot, const Rotation& rotation, 
 template <class Keys, class Values>
 void query_key_dots(const Keys& keys, const Values& values, int64_t slots, const Rotation& rotation, float* scratch,
                     Floats* products, const float* queries, int64_t heads, float* dots, int64_t stride) {
-  const auto for_each_slot = [&](float scale, auto multiply) {
+  constexpr std::integral_constant<int64_t, 1> kOne;
+  // multiply(number, slot, products) takes `together` slots, or one.
+  const auto for_each_slot = [&](float scale, auto together, auto multiply) {
+    constexpr int64_t most = decltype(together)::value;
     for (int64_t first = 0; first < slots; first += kWidth) {
       const int64_t count = std::min(kWidth, slots - first);
       for (int64_t i = 0; i < count; ++i) {
         keys.prefetch(first + i + kPrefetchSlots);
         values.prefetch(first + i);
-        multiply(first + i, products + i);
+        if (i % most == 0 && i + most <= count) multiply(together, first + i, products + i);
+        if (i >= count / most * most) multiply(kOne, first + i, products + i);
       }
       for (int64_t q = 0; q < heads; ++q) {
         const Floats sums = simd::sums_of_rows(products + q * kWidth) * scale;
@@ -207,8 +216,10 @@ void query_key_dots(const Keys& keys, const Values& values, int64_t slots, const
     }
   };
   const auto in_registers = [&](auto blocks) {
-    for_each_slot(1 / rotation.scale(), [&](int64_t slot, Floats* to) {
-      rotated_products<decltype(blocks)::value>(keys, slot, rotation, queries, heads, to);
+    constexpr int64_t size = decltype(blocks)::value, fitting = simd::kRegisters / 2 / (2 * size);
+    const std::integral_constant<int64_t, fitting >= 4 ? 4 : fitting >= 2 ? 2 : 1> together;
+    for_each_slot(1 / rotation.scale(), together, [&](auto count, int64_t slot, Floats* to) {
+      rotated_products<size, decltype(count)::value>(keys, slot, rotation, queries, heads, to);
     });
   };
   if constexpr (Keys::kFixedSize) {
@@ -224,7 +235,7 @@ void query_key_dots(const Keys& keys, const Values& values, int64_t slots, const
         default: break;
       }
     }
-    for_each_slot(1, [&](int64_t slot, Floats* to) {
+    for_each_slot(1, kOne, [&](auto, int64_t slot, Floats* to) {
       generic_products(keys, slot, rotation, scratch, queries, heads, to);
     });
   }

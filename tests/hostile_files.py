@@ -1,42 +1,30 @@
-"""Model files whose numbers do not fit: GGUF files and checkpoints with mutated headers, read and stepped.
+"""Files from outside, and changes to them: numbers that do not fit, other types, parts that are missing."""
 
-Each file is to be served or refused in one line, within `LIMIT_S` and
-`LIMIT_BYTES`. A crash, a hang and any other exception are findings. The number of a file gives the same file again.
-"""
-
+import io
 import json
 import math
 import mmap
-import os
 import random
-import resource
-import select
 import shutil
-import signal
 import struct
-import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy
+from safetensors import SafetensorError
+
+from h2o_stream.cache.state import checksummed, decode_json
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.gguf_header import GgufTensor, Header, SkippedArray
 from h2o_stream.native.gguf_types import TensorType, ValueType
-
-LIMIT_S, LIMIT_BYTES = 2.0, 2**30
-"""Of the processor's time; a process that gives nothing for much longer hangs."""
-
-SLOWER = 10 if "libasan" in os.environ.get("LD_PRELOAD", "") else 1
-"""Under sanitizers, which also need the address space for themselves."""
+from h2o_stream.session.state_format import decode_state, write_state
 
 NUMBERS = (0, 1, 2, 3, 7, 15, 16, 31, 63, 127, 255, 256, 1023, 4097, 65535, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40)
 WIDE = (2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -2, -(2**31), -(2**63), 10**400)
 FLOATS = (0.0, -0.0, -1.0, 0.5, 1.5, 1e-40, 1e-300, 1e38, 1e300, math.inf, -math.inf, math.nan)
-PROMPT, STEPS = 20, 3
 
 
 def changed(rng: random.Random, number: float, others: Sequence[float]) -> float:
@@ -99,9 +87,9 @@ class Gguf:
             new = rng.choice(("", value + "x", "llama", "yarn", "linear", "gpt2", value[: len(value) // 2]))
         else:
             new = changed(rng, value, sizes)
-        return self._with(key, new)
+        return self.with_value(key, new)
 
-    def _with(self, key: str, value: Any) -> "Gguf":
+    def with_value(self, key: str, value: Any) -> "Gguf":
         raw = _string(key.encode()) + _encoded(value)
         return replace(self, values={**self.values, key: value}, raw={**self.raw, key: raw})
 
@@ -114,7 +102,7 @@ class Gguf:
         one, other = self._own(rng), self._own(rng)
         if any(isinstance(self.values[key], SkippedArray) for key in (one, other)):
             return self._without(rng)
-        return self._with(one, self.values[other])._with(other, self.values[one])
+        return self.with_value(one, self.values[other]).with_value(other, self.values[one])
 
     def _other_tensor(self, rng: random.Random) -> "Gguf":
         number = rng.randrange(len(self.tensors))
@@ -193,32 +181,137 @@ def _encoded(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Folder:
-    """The files of a checkpoint's folder."""
+    """Files by their place in a folder.
+
+    Attributes:
+        favourite: of what is changed, more than half is this file.
+        note: what its reader has to know.
+    """
 
     files: Mapping[str, bytes]
+    favourite: str = ""
+    note: Any = None
 
     @classmethod
-    def read(cls, path: Path) -> "Folder":
-        return cls({file.name: file.read_bytes() for file in path.iterdir() if file.is_file()})
+    def read(cls, path: Path, favourite: str = "", note: Any = None) -> "Folder":
+        files = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+        return cls({name: files[name] for name in sorted(files)}, favourite, note)
 
     def mutated(self, rng: random.Random) -> "Folder":
-        """With one change in a number of a JSON file, or of the header of its weights."""
-        weights = [name for name in self.files if name.endswith(".safetensors")]
-        others = [name for name in self.files if name.endswith(".json") and name != "config.json"]
-        name = rng.choices(("config.json", rng.choice(weights), rng.choice(others or ["config.json"])), (75, 15, 10))[0]
-        content = self.files[name]
-        start = 8 + int.from_bytes(content[:8], "little") if name in weights else 0
-        value = json.loads(content[8:start] if start else content)
-        text = json.dumps(_mutated_json(rng, value)).encode()
-        if start:
-            text = len(text).to_bytes(8, "little") + text + content[start:]
-        return Folder({**self.files, name: text})
+        """With one change in a file, or without one."""
+        name = self.favourite if self.favourite in self.files and rng.random() < 0.6 else rng.choice([*self.files])
+        if rng.random() < 0.02 and len(self.files) > 1:
+            return replace(self, files={other: data for other, data in self.files.items() if other != name})
+        change = _changed_bytes if rng.random() < 0.1 else _CHANGES.get(Path(name).suffix, _changed_text)
+        try:
+            content = change(rng, self.files[name])
+        except (SafetensorError, H2OStreamError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            content = _changed_bytes(rng, self.files[name])
+        return replace(self, files={**self.files, name: content})
 
     def write(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
         for name, content in self.files.items():
-            (path / name).write_bytes(content)
+            file = path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+
+
+def _changed_bytes(rng: random.Random, content: bytes) -> bytes:
+    """With other bytes at some place, more often near the begin, or cut off."""
+    data, length = bytearray(content), max(1, len(content))
+    for _ in range(rng.choice((1, 1, 4))):
+        at = rng.randrange(min(length, 200) if rng.random() < 0.5 else length)
+        put = rng.choice((rng.randbytes(rng.choice((1, 4, 8))), struct.pack("<q", rng.choice((*NUMBERS, -1)))))
+        data[at : at + rng.choice((0, len(put), len(put)))] = put
+    return bytes(data[: rng.randrange(length)] if rng.random() < 0.1 else data)
+
+
+def _changed_text(rng: random.Random, content: bytes) -> bytes:
+    """With a piece of it, or of what templates and databases trip over, at another place."""
+    if content[:1] == b"{" and rng.random() < 0.9:
+        with suppress(ValueError):
+            return _changed_json(rng, content)
+    start, stop, at = sorted(rng.randrange(len(content) + 1) for _ in range(3))
+    pieces = (content[start:stop], *PIECES, b"9" * 400, b"(" * 3000, "\ud800".encode("utf-8", "surrogatepass"))
+    return content[:start] + rng.choice(pieces) * rng.choice((1, 1, 2, 50)) + content[rng.choice((start, stop, at)) :]
+
+
+PIECES = (b"", b"\n", b"\0",
+          b"{{ messages }}", b"{% for m in messages %}", b"{% endfor %}", b"{% if x %}", b"{% endif %}",
+          b"{{ range(10**9) | list }}", b"{{ 'a' * 10**9 }}", b"{% set x = messages * 9999 %}", b"{{ x.__class__ }}",
+          b"{{ .System }}", b"{{ if .Prompt }}", b"{{ end }}", b"{{ raise_exception('a\nb') }}", b"{{ 1 // 0 }}",
+          b"{%- macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}", b"</s>", b"<|im_end|>")  # fmt: skip
+
+
+def _changed_json(rng: random.Random, content: bytes) -> bytes:
+    text = json.dumps(_mutated_json(rng, json.loads(content)))
+    if rng.random() < 0.03:
+        deep, (begin, end) = rng.choice((700, 9999)), rng.choice((("[", "]"), ('{"a":', "}")))
+        text = text.replace(rng.choice(("1", "true", "null", '""', "2")), begin * deep + "1" + end * deep, 1)
+    return text.encode()
+
+
+def _changed_lines(rng: random.Random, content: bytes) -> bytes:
+    """With another line, or with lines in another order."""
+    lines = content.splitlines()
+    at, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+    if rng.random() < 0.2:
+        lines[at], lines[other] = lines[other], lines[at]
+    elif rng.random() < 0.1:
+        del lines[at]
+    else:
+        lines[at] = _changed_json(rng, lines[at])
+    return b"\n".join((*lines, b""))
+
+
+def _changed_tensors(rng: random.Random, content: bytes) -> bytes:
+    """With another number in the header, or in an array whose checksums are made to fit, as an attacker would."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    texts = header.get("__metadata__", {})
+    if "checksums" in header and rng.random() < 0.7:
+        return _changed_state(rng, content, texts)
+    if texts and rng.random() < 0.3:
+        name = rng.choice([*texts])
+        texts[name] = _changed_text(rng, texts[name].encode()).decode("utf-8", "replace")
+    else:
+        header = _mutated_json(rng, header)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content[start:]
+
+
+def _changed_state(rng: random.Random, content: bytes, texts: Mapping[str, str]) -> bytes:
+    """A saved state with another number, of which its checksums say nothing."""
+    state = decode_state(content)
+    sums = [name for name in state if name.endswith("checksums")]
+    covered = {name: [*decode_json(state, name)] for name in sums}
+    small = [name for name, array in state.items() if array.size < 200 or rng.random() < 0.3]
+    name = rng.choice([name for name in small if name not in sums] or [*state])
+    array, choice = state[name].copy(), rng.random()
+    if array.dtype == numpy.uint8 and array[:1] == b"{"[0]:
+        array = numpy.frombuffer(_changed_json(rng, array.tobytes()), numpy.uint8)
+    elif choice < 0.1:
+        array = array.reshape(-1)[: rng.randrange(array.size + 1)]
+    elif choice < 0.2:
+        array = array.astype(rng.choice((numpy.int64, numpy.int32, numpy.float32, numpy.uint8)))
+    elif array.size:
+        flat, number = array.reshape(-1), rng.randrange(array.size)
+        for place in range(number, min(array.size, number + rng.choice((1, 1, 9999)))):
+            with suppress(OverflowError, ValueError):
+                flat[place] = changed(rng, flat[place].item(), (array.size, *array.shape))
+    state[name] = numpy.ascontiguousarray(array)
+    for name in sums:
+        fitting = checksummed({key: state[key] for key in covered[name] if key in state}, name)
+        state[name] = fitting[name]
+    with io.BytesIO() as file:
+        write_state(file, state, texts)
+        return file.getvalue()
+
+
+_CHANGES: Mapping[str, Callable[[random.Random, bytes], bytes]] = {
+    ".json": _changed_json, ".jsonl": _changed_lines, ".safetensors": _changed_tensors, ".sqlite": _changed_bytes,
+}  # fmt: skip
 
 
 def _mutated_json(rng: random.Random, value: Any) -> Any:
@@ -237,142 +330,3 @@ def _mutated_json(rng: random.Random, value: Any) -> Any:
     if type(value) in (int, float):
         return changed(rng, value, ())
     return rng.choice((None, True, False, "", "7", "llama3", "yarn", [], {}, [1, 2], {"a": 1}, 3, 0.5, 10**30, -1))
-
-
-def mutant(seeds: Sequence[Gguf | Folder], number: int) -> Gguf | Folder:
-    """The file of a number."""
-    rng = random.Random(number)
-    made = rng.choice(seeds)
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        made = made.mutated(rng)
-    return made
-
-
-def attempt(path: Path, with_torch: bool) -> str:
-    """Read a model and take some steps: ``served`` or ``refused``; else what was found, with a traceback."""
-    from h2o_stream.errors import H2OStreamError
-    from h2o_stream.native.description import DescriptionError
-
-    try:
-        _step(path, with_torch)
-        return "served"
-    except (H2OStreamError, DescriptionError) as error:
-        message = str(error)
-        return "refused" if message and "\n" not in message else f"many lines: {message!r}"
-    except BaseException as error:  # noqa: BLE001  # whatever it is, it is found
-        kind = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
-        where = "".join(traceback.format_tb(error.__traceback__)[-4:])
-        return f"{kind}\n{where}"
-
-
-def _step(path: Path, with_torch: bool) -> None:
-    from h2o_stream.config import CacheConfig, ModelConfig
-    from h2o_stream.engine.served import serve
-    from h2o_stream.models import file_tokenizers
-    from h2o_stream.models.gguf_export import export_tokenizer
-    from h2o_stream.native.description import DescriptionError
-    from h2o_stream.runtime import loading
-    from h2o_stream.runtime.transformers_model import load
-
-    def export(file: Any, notify: Any) -> Path:
-        """Without a process of its own, which takes seconds."""
-        if not with_torch:
-            raise DescriptionError("only transformers reads its tokenizer")
-        return export_tokenizer(file, notify)
-
-    file_tokenizers.export_apart = export
-    config, cache = ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig("h2o", window=32, chunk=16)
-    try:
-        loaded = loading.load_without_torch(config, cache, "auto", _ignore, _ignore, str(path))
-    except DescriptionError:
-        if not with_torch:
-            raise
-        loaded = load(config, cache, _ignore, _ignore)
-    served = serve(loaded.model, cache, "auto", _ignore)
-    tokens = loaded.tokenizer("the an th")["input_ids"] + [number * 7 % 61 + 3 for number in range(PROMPT)]
-    vocabulary = getattr(served, "vocabulary", 64)
-    served.forward([token % vocabulary for token in tokens])
-    for token in range(STEPS):
-        served.forward([token % vocabulary])
-    served.close()
-
-
-def _ignore(*_: Any) -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was found with the file of a number."""
-
-    number: int
-    what: str
-
-
-def search(
-    seeds: Sequence[Gguf | Folder], numbers: Sequence[int], with_torch: Callable[[int], bool], counts: Counter[str]
-) -> Iterator[Finding]:
-    """Try the files of these numbers, in processes of their own."""
-    at = 0
-    with TemporaryDirectory() as folder:
-        while at < len(numbers):
-            read, write = os.pipe()
-            child = os.fork()
-            if child == 0:
-                os.close(read)
-                _work(seeds, numbers[at:], with_torch, Path(folder), write)
-            os.close(write)
-            with os.fdopen(read, "rb") as results:
-                done, found = _listen(results, numbers[at:], counts)
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-            at += done
-            yield from found[:-1]
-            if at < len(numbers) or found[-1:]:
-                last = found[-1] if found else None
-                if last is None:
-                    last = Finding(numbers[at], f"ended with status {status}")
-                    at += 1
-                yield last
-
-
-def _listen(results: Any, numbers: Sequence[int], counts: Counter[str]) -> tuple[int, list[Finding]]:
-    """How many files were tried, and what was found; the last one is there if the process was too slow."""
-    found = list[Finding]()
-    for done, number in enumerate(numbers):
-        ready, _, _ = select.select([results], [], [], 30 * LIMIT_S * SLOWER)
-        line = results.readline() if ready else b""
-        if not line:
-            if not ready:
-                return done + 1, [*found, Finding(number, "hangs")]
-            return done, found
-        what = json.loads(line)
-        counts[what.splitlines()[0].split(":")[0]] += 1
-        if what not in ("served", "refused"):
-            found.append(Finding(number, what))
-            return done + 1, found
-    return len(numbers), found
-
-
-def _work(
-    seeds: Sequence[Gguf | Folder], numbers: Sequence[int], with_torch: Callable[[int], bool], folder: Path, out: int
-) -> None:
-    """Try files, and write a line of each; never returns."""
-    try:
-        if SLOWER == 1:
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-            resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES, used + LIMIT_BYTES))
-        for number in numbers:
-            made = mutant(seeds, number)
-            path = folder / ("model.gguf" if isinstance(made, Gguf) else "model")
-            made.write(path)
-            begun = time.process_time()
-            what = attempt(path, with_torch(number))
-            if (seconds := time.process_time() - begun) > LIMIT_S * SLOWER:
-                what = f"takes {seconds:.1f} s: {what}"
-            os.write(out, json.dumps(what).encode() + b"\n")
-    except BaseException:  # noqa: BLE001  # the process ends
-        traceback.print_exc()
-    finally:
-        os._exit(0)

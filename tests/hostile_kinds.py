@@ -1,0 +1,377 @@
+"""Kinds of files from outside: what is changed, and who opens it as the commands do."""
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.hostile_files import Folder, Gguf
+
+PROMPT, STEPS = 6, 2
+
+Seed = Gguf | Folder
+Makers = Mapping[str, Seed | Callable[[], Seed]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Files of a kind.
+
+    Attributes:
+        make: those that are changed by name, or what makes them in an empty folder.
+        open: opens one as the commands do; raises what they would.
+    """
+
+    make: Callable[[Path], Makers]
+    open: Callable[[Path, Seed], None]
+
+
+# models
+
+
+def gguf_names() -> list[str]:
+    """Names of families with files of GGUF."""
+    from tests import test_gguf_families, test_gguf_hybrids, test_runtime
+
+    return [*test_gguf_families.CASES, *test_gguf_hybrids.CASES, *test_runtime.MODELS]
+
+
+def gguf_seed(name: str, path: Path) -> Gguf:
+    """The file of a family, written to this path."""
+    from gguf import GGMLQuantizationType
+
+    from tests import test_gguf_families, test_gguf_hybrids, test_runtime
+    from tests.gguf_files import write_model
+
+    tables = None
+    if name in test_gguf_families.CASES:
+        case = test_gguf_families.CASES[name]
+        architecture, make, keys, tables = case.architecture, case.make, case.keys, case.tables
+    elif name in test_gguf_hybrids.CASES:
+        architecture, make, keys = test_gguf_hybrids.CASES[name]
+    else:
+        architecture, make, keys = test_runtime.MODELS[name]
+    write_model(path, make(), architecture, GGMLQuantizationType.Q8_0, tables, **keys)
+    return Gguf.read(path)
+
+
+def checkpoint_seed(name: str, path: Path) -> Folder:
+    """The checkpoint of a family, written to this folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.test_checkpoints import MODELS
+
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "the"])}
+    backend = Tokenizer(models.WordLevel(words, "<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    MODELS[name]().save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>").save_pretrained(path)
+    return Folder.read(path, "config.json")
+
+
+def _checkpoints(folder: Path) -> Makers:
+    from tests.test_checkpoints import MODELS
+
+    return {name: partial(checkpoint_seed, name, folder / name) for name in MODELS}
+
+
+def _adapters(folder: Path) -> Makers:
+    """LoRA of llama.cpp, and of PEFT without its model and with it."""
+    from safetensors.numpy import save
+
+    made = gguf_seed("Llama", folder / "a.gguf")
+    base = checkpoint_seed("Llama 3", folder / "base")
+    lora = made.with_value("adapter.type", "lora").with_value("adapter.lora.alpha", 8.0)
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": "x",
+    }
+    peft = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": save({})}
+    return {
+        "GGUF": lora,
+        "PEFT": Folder(peft, "adapter_config.json"),
+        "PEFT, merged": Folder({**base.files, **peft}, "adapter_config.json"),
+    }
+
+
+def _open_model(path: Path, seed: Seed) -> None:
+    """Every eighth file as a chat does, with its identity and heads that are measured."""
+    from h2o_stream.config import CacheConfig, ModelConfig
+    from h2o_stream.models import file_tokenizers
+    from h2o_stream.native.description import DescriptionError
+    from h2o_stream.runtime import loading, sources
+    from h2o_stream.runtime.loading import open_source
+
+    def export(*_: Any) -> Path:
+        """Without a process of its own, which takes seconds."""
+        raise DescriptionError("only transformers reads its tokenizer")
+
+    config = ModelConfig(str(path), offline=True, dtype="float32")
+    with (
+        patch.object(file_tokenizers, "export_apart", export),
+        patch.multiple(sources, MIN_BYTES=0, MIN_GGUF_BYTES=0),  # small ones are kept, too
+    ):
+        if sum(file.stat().st_size for file in (path, *path.glob("*"))) // 32 % 8 == 0:
+            loaded = loading.load_without_torch(
+                config, CacheConfig("h2o", window=32), "auto", _ignore, _ignore, str(path)
+            )
+            model, tokenizer = loaded.model, loaded.tokenizer
+        else:
+            source = open_source(config, path, _ignore)
+            tokenizer = source.tokenizer()[0]
+            model = source.model(source.describe(_ignore), ())
+    _step(model, tokenizer("the an th")["input_ids"])
+
+
+def _open_with_torch(path: Path, seed: Seed) -> None:
+    from h2o_stream.config import CacheConfig, ModelConfig
+    from h2o_stream.runtime.transformers_model import load
+
+    loaded = load(ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig(), _ignore, _ignore)
+    _step(loaded.model, loaded.tokenizer("the an th")["input_ids"])
+
+
+def _step(model: Any, tokens: list[int]) -> None:
+    """Take a prompt and some tokens through a model."""
+    from h2o_stream.config import CacheConfig
+    from h2o_stream.engine.served import serve
+
+    budgets = "measured" if getattr(model, "windows", True) else "equal"
+    served = serve(model, CacheConfig("h2o", window=32, chunk=4, budgets=budgets), "auto", _ignore)
+    vocabulary = getattr(served, "vocabulary", 64)
+    served.forward([token % vocabulary for token in (*tokens, *range(3, 3 + PROMPT))])
+    for token in range(STEPS):
+        served.forward([token % vocabulary])
+    served.close()
+
+
+def _packed(folder: Path) -> Makers:
+    """Packed weights that were kept: of checkpoints, and of GGUF files in their own forms."""
+    kept = (("Llama 3", "int8"), ("Gemma 2", "int4"), ("Llama", ""), ("Gemma 4, experts", ""))
+    return {name: partial(_packed_seed, name, quantize, folder) for name, quantize in kept}
+
+
+def _packed_seed(name: str, quantize: str, folder: Path) -> Seed:
+    from h2o_stream.runtime import sources
+    from h2o_stream.runtime.sources import Checkpoint, ModelFile
+
+    path = folder / f"{name} {quantize}"
+    made = checkpoint_seed(name, path) if quantize else gguf_seed(name, path)
+    source = Checkpoint(name, path, "float32", quantize) if quantize else ModelFile(name, path, "float32")
+    source.folder = folder / f"{name} packed"
+    with patch.object(sources, "MIN_BYTES", 0):
+        source.describe(_ignore, _ignore)
+    return Folder.read(source.folder, "config.json", (made, quantize))
+
+
+def _open_packed(path: Path, seed: Seed) -> None:
+    from h2o_stream.runtime.sources import Checkpoint, ModelFile
+
+    assert isinstance(seed, Folder)
+    (whole, quantize), place = seed.note, path.with_name(f"whole-{id(seed.note)}")
+    if not place.exists():
+        whole.write(place)
+    source = Checkpoint("m", place, "float32", quantize) if quantize else ModelFile("m", place, "float32")
+    source.folder = path
+    _step(source.model(source.describe(_ignore), ()), [3, 4])
+
+
+# what comes with models
+
+
+def _tokenizers(folder: Path) -> Makers:
+    """Of all models of the tokenizers library, in the classes of transformers that are read here."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    from tests.test_modelfile import PLAIN
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_bpe = Tokenizer(models.BPE({letter: number for number, letter in enumerate([*letters, "th"])}, [("t", "h")]))
+    bytes_bpe.pre_tokenizer, bytes_bpe.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("the", -2.0), ("a", -3.0)], 0))
+    unigram.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
+    unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    pieces = Tokenizer(models.WordPiece({"<unk>": 0, "the": 1, "##a": 2, "a": 3}, unk_token="<unk>"))
+    pieces.normalizer, pieces.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    pieces.decoder = decoders.WordPiece()
+    pieces.post_processor = processors.TemplateProcessing("<unk> $A", None, [("<unk>", 0)])
+    generation = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "eos_token_id": [2],
+    }
+    seeds = dict[str, Seed]()
+    for name, backend in (("BPE", bytes_bpe), ("Unigram", unigram), ("WordPiece", pieces)):
+        saved = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
+        saved.chat_template = PLAIN
+        saved.save_pretrained(folder / name)
+        more = {"generation_config.json": json.dumps(generation).encode(), "config.json": b'{"model_type": "llama"}'}
+        seeds[name] = Folder({**Folder.read(folder / name).files, **more})
+    Qwen2Tokenizer(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]).save_pretrained(
+        folder / "q"
+    )
+    seeds["Qwen 2"] = Folder.read(folder / "q")
+    return seeds
+
+
+def _open_tokenizer(path: Path, seed: Seed) -> None:
+    """As a chat does: encodes, renders and decodes, and finds out what ends a turn and how to sample."""
+    from h2o_stream.config import SamplingConfig
+    from h2o_stream.engine.sampling import Sampler
+    from h2o_stream.models.file_tokenizers import file_tokenizer
+    from h2o_stream.models.generation_config import read_generation_config
+    from h2o_stream.models.templates import with_template
+    from h2o_stream.models.turn_tokens import end_tokens
+    from h2o_stream.session.template import ChatTemplate
+
+    found = file_tokenizer(path, _ignore)
+    generation = read_generation_config(path)
+    if found is None:
+        return
+    tokenizer, _ = with_template(found)
+    Sampler(SamplingConfig(), generation)
+    ChatTemplate(tokenizer, "Be brief.", end_tokens(generation, tokenizer))
+    tokenizer.decode(tokenizer("the quick 1 \ue000 é")["input_ids"])
+
+
+def _stores(folder: Path) -> Makers:
+    """Models in ollama's store, with what a Modelfile adds."""
+    from tokenizers import Tokenizer, models
+
+    from h2o_stream.models.tokenizer import FileTokenizer
+    from tests.test_modelfile import PLAIN
+
+    params = {"temperature": 0.5, "top_k": 40, "stop": ["</s>", "User:"], "num_ctx": 2048}
+    layers = {
+        "model": "GGUF", "params": json.dumps(params), "system": "Be brief.", "messages": "[]",
+        "template": "{{ if .System }}{{ .System }}{{ end }}User: {{ .Prompt }}\nBot: {{ .Response }}</s>",
+    }  # fmt: skip
+    listed = [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{number:064}"}
+              for number, kind in enumerate(layers)]  # fmt: skip
+    files = {f"blobs/sha256-{number:064}": text.encode() for number, text in enumerate(layers.values())}
+    manifest = "manifests/registry.ollama.ai/library/m/latest"
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "User:": 1}, "<unk>"))
+    tokenizer = FileTokenizer(words, {"eos_token": "</s>"}, PLAIN)
+    return {
+        "m": Folder({manifest: json.dumps({"layers": listed}).encode(), **files}, f"blobs/sha256-{4:064}", tokenizer)
+    }
+
+
+def _open_store(path: Path, seed: Seed) -> None:
+    from h2o_stream.models.loaded import LoadedModel
+    from h2o_stream.models.modelfile import with_modelfile
+    from h2o_stream.models.other_tools import ollama_file
+
+    os.environ["OLLAMA_MODELS"] = str(path)
+    ollama_file("ollama:m")
+    with_modelfile(LoadedModel("ollama:m", None, seed.note), _ignore)
+
+
+# conversations
+
+CACHES: Mapping[str, Mapping[str, Any]] = {
+    "h2o": {}, "4 bits": {"kv_bits": 4}, "absolute": {"positions": "absolute"}, "memory": {"memory": 2**24},
+}  # fmt: skip
+
+
+def _conversation(model: Path, cache: Mapping[str, Any]) -> Any:
+    """The history of a new conversation with a model."""
+    from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
+    from h2o_stream.engine.engine import Engine
+    from h2o_stream.runtime import loading
+    from h2o_stream.session.conversation import Conversation
+    from h2o_stream.session.history import ConversationHistory
+    from h2o_stream.session.transcript import Header
+
+    if model not in _LOADED:
+        config = ModelConfig(str(model), offline=True, dtype="float32")
+        _LOADED[model] = loading.load_without_torch(config, CacheConfig("h2o"), "auto", _ignore, _ignore, str(model))
+    loaded, sampling = _LOADED[model], SamplingConfig(temperature=0, max_tokens=4)
+    engine = Engine(loaded.model, loaded.tokenizer, CacheConfig("h2o", window=32, chunk=16, **cache), sampling)
+    conversation = Conversation(engine, None, loaded.stops, "auto")
+    return ConversationHistory(conversation, Header("m", "h2o", 32, None))
+
+
+_LOADED = dict[Path, Any]()
+
+
+def _sessions(folder: Path) -> Makers:
+    """Conversations of some turns, with all that is kept of them."""
+    pairs = product(("Llama", "Qwen3-Next"), CACHES)
+    return {f"{family}, {cache}": partial(_session_seed, family, cache, folder) for family, cache in pairs}
+
+
+def _session_seed(family: str, cache: str, folder: Path) -> Seed:
+    from h2o_stream.session.folders import sessions_folder, write_settings
+
+    gguf_seed(family, model := folder / f"{family}.gguf")
+    history = _conversation(model, CACHES[cache])
+    history.open("talk")
+    for text in ("the an th the", "than an " * 9, "th"):
+        list(history.say(text))
+    history.undo()
+    history.close()
+    write_settings("talk", {"temperature": 0.5, "window": 32})
+    kept = Folder.read(sessions_folder() / "talk", "", (model.read_bytes(), CACHES[cache]))
+    shutil.rmtree(sessions_folder())
+    return kept
+
+
+def _open_session(path: Path, seed: Seed) -> None:
+    """As ``--session``: resumed, or where that is refused read again; then a turn, an undo and a search."""
+    from h2o_stream.session.folders import read_settings, saved_sessions
+    from h2o_stream.session.transactions import ResumeError
+
+    content, cache = seed.note
+    model = path.parents[2] / f"{zlib.crc32(content)}.gguf"
+    if not model.exists():
+        model.write_bytes(content)
+    read_settings(path.name), saved_sessions()
+    history = _conversation(model, cache)
+    try:
+        try:
+            history.open(path.name, create=False)
+        except ResumeError:
+            list(history.replay(path.name))
+        list(history.say("the an th"))
+        history.undo(2)
+        list(history.say("than"))
+    finally:
+        history.close()
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+def _of_all(make: Callable[[str, Path], Seed]) -> Callable[[Path], Makers]:
+    """Those of all families with GGUF files."""
+    return lambda folder: {name: partial(make, name, folder / "a.gguf") for name in gguf_names()}
+
+
+KINDS: Mapping[str, Kind] = {
+    "gguf": Kind(_of_all(gguf_seed), _open_model),
+    "checkpoint": Kind(_checkpoints, _open_model),
+    "adapter": Kind(_adapters, _open_model),
+    "packed": Kind(_packed, _open_packed),
+    "tokenizer": Kind(_tokenizers, _open_tokenizer),
+    "store": Kind(_stores, _open_store),
+    "session": Kind(_sessions, _open_session),
+    "torch": Kind(_checkpoints, _open_with_torch),
+}
+"""LoRA is refused, but read first; transformers takes a thousand times as long as the rest."""
