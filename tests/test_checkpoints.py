@@ -18,7 +18,7 @@ from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import config_parameters, sources, transformers_model
+from h2o_stream.runtime import config_parameters, saved_model, sources
 from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint
@@ -145,7 +145,7 @@ class TestServed:
         self, name: str, quantize: str, min_bytes: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
-        for module in (transformers_model, sources):
+        for module in (saved_model, sources):
             monkeypatch.setattr(module, "MIN_BYTES", min_bytes)
         path = saved(name, tmp_path / "model", words)
         config = ModelConfig(str(path), dtype="float32", quantize=quantize)

@@ -105,7 +105,7 @@ def test_the_table_of_rotations_is_as_long_as_the_stream(smollm3: Gguf, tmp_path
     path = tmp_path / "model.gguf"
     smollm3.with_value("smollm3.context_length", 2**31 - 1).write(path)
     source = ModelFile("model", path, "float32")
-    runtime: RuntimeModel = source.model(source.describe(print), ())
+    runtime: RuntimeModel = source.model(source.describe(print))
     served = runtime.serve(CacheConfig("recent", window=16, chunk=8, positions="gap"))
     served.forward(list(range(3, 23)))
     rows = [layer.attention.rope_rows for layer in served.stepper.model.layers if layer.attention.rope]

@@ -23,6 +23,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
+from h2o_stream.runtime import saved_model
 from h2o_stream.runtime import transformers_model as loading
 from h2o_stream.runtime.hf_weights import HfWeights
 from h2o_stream.runtime.transformers_model import LoadedModel, load
@@ -37,7 +38,7 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, with every conversion cached."""
     monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(loading, "MIN_BYTES", 0)
+    monkeypatch.setattr(saved_model, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
 
 
@@ -172,7 +173,7 @@ class TestKept:
         assert "it has no model.norm.weight" in said[0]
 
     def test_small_ones_are_not_kept(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loading, "MIN_BYTES", 2**30)
+        monkeypatch.setattr(saved_model, "MIN_BYTES", 2**30)
         load(ModelConfig(str(folder), quantize="int4", device="cpu"))
         assert not cached_folders()
 

@@ -374,11 +374,16 @@ class TestWholes:
         assert tokenizer.decode(tokens[before:], skip_special_tokens=True).split()[-4:] == turn.text.split()[-4:]
         assert "w3" not in tokenizer.decode(tokens[before:])
 
-    def test_a_short_reply_has_no_pieces(self, history: ConversationHistory, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("h2o_stream.recall.recall.MIN_REPLY", 3)
+    @pytest.mark.parametrize(("in_pieces", "min_reply"), [(True, 3), (False, 1)])
+    def test_a_short_reply_and_a_server_have_no_pieces(
+        self, history: ConversationHistory, monkeypatch: pytest.MonkeyPatch, in_pieces: bool, min_reply: int
+    ) -> None:
+        monkeypatch.setattr("h2o_stream.recall.recall.MIN_REPLY", min_reply)
+        history.conversation.recall.in_pieces = in_pieces
+        before = len(history.conversation.engine.tokens)
         first, *_, turn = history.say("Summarize chapter 1")
         assert [candidate.excerpt for candidate in first.candidates] == [self.CHAPTER.strip()]
-        assert "\n\n" not in turn.text
+        assert turn.timings.prompt_tokens + turn.timings.new_tokens == turn.counts.seen - before
 
     def test_a_turn_that_is_abandoned_between_pieces(
         self, make: Callable[..., ConversationHistory], history: ConversationHistory

@@ -25,7 +25,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import loading, sources, transformers_model
+from h2o_stream.runtime import loading, saved_model, sources
 from h2o_stream.runtime.known import read_windows, shipped_digest
 from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.runtime.model import RuntimeModel
@@ -117,7 +117,7 @@ def through_both(file: Path, config: CacheConfig, **engine: Any) -> tuple[Engine
 def keep_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed weights of small models are kept, too, in a cache in this folder."""
     monkeypatch.setattr(packed_cache, "cache_folder", lambda: folder / "cache")
-    monkeypatch.setattr(transformers_model, "MIN_BYTES", 0)
+    monkeypatch.setattr(saved_model, "MIN_BYTES", 0)
     monkeypatch.setattr(sources, "MIN_GGUF_BYTES", 0)
 
 

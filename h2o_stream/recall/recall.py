@@ -31,6 +31,7 @@ class Recall:
         last: what was decided about the candidates for the last message.
         source: returns all turns of the conversation; None if nobody keeps them but the index.
         notify: receives a line for the user when the index had to be rebuilt or cannot be written.
+        in_pieces: whether a reply may be made aside, over the pieces of a long text, or the text is read at once.
         defers: whether turns are indexed by `add_deferred`, or when something is to be found, and not when they end.
     """
 
@@ -45,7 +46,7 @@ class Recall:
         self.last: tuple[Candidate, ...] = ()
         self.source: Callable[[], Sequence[SaidTurn]] | None = None
         self.notify: Callable[[str], None] = ignore
-        self.defers = False
+        self.defers, self.in_pieces = False, True
         self._deferred = list[SaidTurn]()
         self._engine, self._turn_tokens, self._answers = engine, turn_tokens, Answers(engine, place)
         self._mode: RecallMode = config.mode
@@ -130,7 +131,7 @@ class Recall:
         tokens = self._count_tokens(whole.text)
         if tokens > MAX_WHOLE:
             return (), "too long"
-        most = min(MAX_PIECES, self._engine.sampling.max_tokens // MIN_REPLY)
+        most = min(MAX_PIECES, self._engine.sampling.max_tokens // MIN_REPLY) if self.in_pieces else 1
         count = max(min(-(-tokens // max(self._limit, 1)), most), 1)
         pieces = [
             (text, self._count_tokens(text)) for text in cut_pieces(whole.text, tokens / count, self._count_tokens)

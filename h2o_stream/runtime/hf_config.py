@@ -10,13 +10,17 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.abi import Scoring
-from h2o_stream.runtime.architectures import LAYER_EMBEDDINGS
+from h2o_stream.native.description import DescriptionError
+from h2o_stream.runtime.architectures import ARCHITECTURES, LAYER_EMBEDDINGS
+from h2o_stream.runtime.gguf_checks import check_sizes
 from h2o_stream.runtime.hf_rope import set_rope
 from h2o_stream.runtime.parameters import ExpertParameters, MixerParameters, Parameters
+from h2o_stream.runtime.sources import ModelFile
 
 _MODEL_TYPES = {
     "mistral3": "mistral",
@@ -265,3 +269,33 @@ def _layers_of_gemma(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
         "intermediate_size": shapes[0].inner_size,
         "use_double_wide_mlp": 2 in wide,
     }
+
+
+def described(name: str, file: GgufFile) -> ModelFile | None:
+    """What describes a GGUF file; None if only transformers' own reader knows it.
+
+    Raises:
+        UnsupportedModelError: it has something that is not known here.
+    """
+    if file.architecture not in ARCHITECTURES:
+        return None
+    try:
+        return ModelFile(name, file.path, "float32")
+    except DescriptionError as error:
+        raise UnsupportedModelError(f"{file.path.name} cannot be served: {error}") from error
+
+
+def config_by_transformers(file: GgufFile) -> Any:
+    """The config of a file that only transformers' own reader knows.
+
+    Raises:
+        UnsupportedModelError: it does not, or would read it wrongly.
+    """
+    check_sizes(file)
+    kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
+    if kind != "none" or "rope_freqs.weight" in file.tensors:
+        raise UnsupportedModelError(f"{file.path.name} has RoPE scaling of type {kind!r}; its output would be wrong")
+    try:
+        return AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{file.path.name} cannot be served: {error}") from error

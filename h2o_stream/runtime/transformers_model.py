@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors import SafetensorError
 from transformers import (
@@ -24,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.initialization import no_init_weights
-from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
+from transformers.utils.logging import disable_progress_bar
 
 from h2o_stream.attachment.support import check_supported, with_default_positions
 from h2o_stream.cache.identity import FILE_DIGEST
@@ -50,7 +49,7 @@ from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.models.packed_cache import MIN_BYTES, folder_lock, packed_folder
+from h2o_stream.models.packed_cache import folder_lock, packed_folder
 from h2o_stream.models.precision import (
     allowed_dtypes,
     device_map_kwargs,
@@ -62,14 +61,11 @@ from h2o_stream.models.precision import (
 from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import with_template
 from h2o_stream.native import library
-from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.progress import Progress, ProgressCallback, ignore
-from h2o_stream.runtime.architectures import ARCHITECTURES
-from h2o_stream.runtime.gguf_checks import check_sizes
-from h2o_stream.runtime.hf_config import hf_config
+from h2o_stream.progress import ProgressCallback, ignore
+from h2o_stream.runtime.hf_config import config_by_transformers, described, hf_config
 from h2o_stream.runtime.hf_weights import HfWeights
-from h2o_stream.runtime.packed_file import Entry, write_packed
+from h2o_stream.runtime.saved_model import report_progress, save_packed
 from h2o_stream.runtime.sources import ModelFile
 from h2o_stream.startup import gc_paused
 
@@ -129,11 +125,11 @@ class _Loader:
         self._local = {"local_files_only": True} if config.offline else {}
         self._bars = {"tqdm_class": download_bars(progress)}
         self._device = device_of(config.device)
-        self._described = _described(config.model, self._file)
+        self._described = None if self._file is None else described(config.model, self._file)
         if self._file is None:
             self._hf_config = AutoConfig.from_pretrained(self._source, **self._local)
         elif self._described is None:
-            self._hf_config = _config_by_transformers(self._file)
+            self._hf_config = config_by_transformers(self._file)
         else:
             self._hf_config = hf_config(self._file, self._described.parameters)
 
@@ -211,7 +207,7 @@ class _Loader:
             return self._class(self._hf_config)
 
     def _load_dense(self, dtype: Any, skeleton: Any, **device_kwargs: Any) -> Any:
-        with self._report_progress("reading", skeleton):
+        with report_progress("reading", skeleton, self._progress):
             if self._described is not None:
                 weights = HfWeights(self._described, skeleton, packs=False).lazy(dtype)
                 return self._with_weights(weights, dtype=dtype, **device_kwargs)
@@ -246,11 +242,11 @@ class _Loader:
         source, config = self._source, PackedConfig(precision.quantize)
         if self._described is not None:
             weights = HfWeights(self._described, skeleton, packs=False).lazy(precision.dtype)
-            with self._report_progress("packing", skeleton):
+            with report_progress("packing", skeleton, self._progress):
                 return self._with_weights(weights, dtype=precision.dtype, quantization_config=config)
 
         def read() -> Any:
-            with self._report_progress("packing", skeleton):
+            with report_progress("packing", skeleton, self._progress):
                 model = self._read(source, dtype="auto", quantization_config=config, **self._bars, **self._local)
             set_dtype(model, precision.dtype)
             return model
@@ -278,7 +274,7 @@ class _Loader:
                     shutil.rmtree(folder)
         model = read()
         metadata = {"model": name, "quantize": quantize, "source": str(source.absolute())}
-        _save_packed(model, folder, metadata, self._notify)
+        save_packed(model, folder, metadata, self._notify)
         return model
 
     def _with_weights(self, weights: dict[str, Any], **kwargs: Any) -> Any:
@@ -301,32 +297,6 @@ class _Loader:
         if (Path(self._source) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(self._source)
         return model
-
-    @contextmanager
-    def _report_progress(self, what: str, skeleton: Any) -> Iterator[None]:
-        """Report the progress of transformers reading the weights of `skeleton`."""
-        width = (getattr(self._hf_config, "dtype", None) or torch.float32).itemsize
-        sizes = {name: tensor.numel() * width for name, tensor in skeleton.state_dict().items()}
-        total = sum(sizes.values())
-
-        def hook(factory: Any, args: Any, kwargs: Any) -> Any:
-            if not args or not hasattr(args[0], "__len__"):
-                return factory(*args, **kwargs)
-            return counted(args[0])
-
-        def counted(items: Any) -> Iterator[Any]:
-            done = 0
-            for item in items:
-                self._progress(Progress(what, min(done, total), total))
-                yield item
-                done += sizes.get(item[0], 0)
-            self._progress(Progress(what, total, total))
-
-        previous = set_tqdm_hook(hook)
-        try:
-            yield
-        finally:
-            set_tqdm_hook(previous)
 
 
 def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = ignore) -> Any:
@@ -374,53 +344,3 @@ def _load_error(name: str, source: str, error: Exception) -> Exception:
     if "model type" in reason or "Unrecognized model" in reason or "configuration class" in reason:
         return UnsupportedModelError(f"{name} cannot be served: {reason}")
     return ModelNotFoundError(f"{name} could not be loaded from {source}: {reason}")
-
-
-def _described(name: str, file: GgufFile | None) -> ModelFile | None:
-    """What describes a GGUF file; None for another source, or if only transformers' own reader knows it.
-
-    Raises:
-        UnsupportedModelError: it has something that is not known here.
-    """
-    if file is None or file.architecture not in ARCHITECTURES:
-        return None
-    try:
-        return ModelFile(name, file.path, "float32")
-    except DescriptionError as error:
-        raise UnsupportedModelError(f"{file.path.name} cannot be served: {error}") from error
-
-
-def _config_by_transformers(file: GgufFile) -> Any:
-    """The config of a file that only transformers' own reader knows.
-
-    Raises:
-        UnsupportedModelError: it does not, or would read it wrongly.
-    """
-    check_sizes(file)
-    kind = file.metadata.get(f"{file.architecture}.rope.scaling.type", "none")
-    if kind != "none" or "rope_freqs.weight" in file.tensors:
-        raise UnsupportedModelError(f"{file.path.name} has RoPE scaling of type {kind!r}; its output would be wrong")
-    try:
-        return AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    except ValueError as error:
-        raise UnsupportedModelError(f"{file.path.name} cannot be served: {error}") from error
-
-
-def _save_packed(model: Any, folder: Path, metadata: Mapping[str, str], notify: Callable[[str], None]) -> None:
-    """Keep the weights of a packed model for later starts, unless it is small."""
-    modules = model.config.quantization_config.modules
-
-    def entry(name: str, tensor: torch.Tensor) -> Entry:
-        module, _, last = name.rpartition(".")
-        kind = MatrixKind[modules[module]] if last == "tiles" else None
-        numbers = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        dtype = _SAVED_DTYPES[tensor.dtype]
-        return Entry(name, dtype, tuple(tensor.shape), tensor.nbytes, lambda out: numpy.copyto(out, numbers), kind)
-
-    entries = [entry(name, tensor.detach()) for name, tensor in model.state_dict().items()]
-    if sum(each.nbytes for each in entries) >= MIN_BYTES:
-        write_packed(entries, metadata, folder, notify)
-
-
-_SAVED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
-"""safetensors' names of dtypes."""

@@ -248,6 +248,7 @@ class Conversations:
         session, recall = live.kept and live.kept.session, live.conversation.recall
         recall.use(session.index_path if session else None)
         recall.source, recall.defers, recall.terms = live.said, True, self._terms
+        recall.in_pieces = False  # what a reply takes is counted in the stream of its conversation
 
     @cached_property
     def _terms(self) -> TermWeights:

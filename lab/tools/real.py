@@ -41,7 +41,7 @@ def logits(model: Path, folder: Path) -> str:
     tokens = [*tokenizer(python_manual()[:8000])["input_ids"]][:TOKENS]
     theirs = _log_softmax(llama.logits(model, tokens))
     described = source.describe(ignore, lambda note: None)
-    served = source.model(described, (), "", str).serve(CacheConfig("recent", window=TOKENS))
+    served = source.model(described).serve(CacheConfig("recent", window=TOKENS))
     ours = _log_softmax(numpy.stack([served.forward([token]) for token in tokens]))
     divergence = (numpy.exp(theirs) * (theirs - ours)).sum(-1)
     top = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
