@@ -29,7 +29,8 @@ class AttachedModel:
     ) -> None:
         self._model, self._device = model, input_device(model)
         self.context, self.learned_positions = context_of(model.config), learned_positions(model.config)
-        self.prefill_step = prefill_step_of(model)
+        on_cpu = self._device.type == "cpu"
+        self.prefill_step = prefill_step(weight_count(model)) if on_cpu else PREFILL_STEP_MAX
         self.generation = model.generation_config
         self.dtype, self.device = str(model.dtype).removeprefix("torch."), str(self._device)
         self.vocabulary = model.config.get_text_config().vocab_size
@@ -87,8 +88,3 @@ class AttachedModel:
     def close(self) -> None:
         """Restore the model."""
         self._stack.close()
-
-
-def prefill_step_of(model: Any) -> int:
-    """How many prompt tokens to feed to a transformers model in one forward."""
-    return prefill_step(weight_count(model)) if input_device(model).type == "cpu" else PREFILL_STEP_MAX

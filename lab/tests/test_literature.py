@@ -13,6 +13,7 @@ from h2o_stream import CacheConfig, attach, config
 from h2o_stream.cache.policies import Candidates, make_policy
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.source import policy_source
+from h2o_stream.errors import ConfigError
 from tests.tolerance import assert_close
 
 
@@ -127,3 +128,13 @@ class TestLiterature:
         values = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
         worth = literature("value-redundancy", values, values, torch.tensor([4.0, 3.0, 2.0, 1.0]), 1)
         assert worth.tolist() == [4.0, 1.5, 2.0, 1.0]
+
+
+def test_a_policy_has_parameters_of_its_own() -> None:
+    policy = make_policy(CacheConfig("snapkv:pooled=15:observation=8", 32).plan())
+    assert (vars(policy)["pooled"], vars(policy)["observed"]) == (15, 8)
+    for name, words in (("snapkv:pool=1", "it has observation=32, pooled=7"), ("snapkv:pooled=x", "'pooled=x' is no")):
+        with pytest.raises(ConfigError, match=words):
+            make_policy(CacheConfig(name, 32).plan())
+    with pytest.raises(ConfigError, match="h2o has no parameters after a colon"):
+        CacheConfig("h2o:decay=1")
