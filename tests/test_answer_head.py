@@ -134,7 +134,7 @@ class TestEmbedded:
     """The embedded model, which has such a head."""
 
     def recalled(self, conversation: Conversation, message: str) -> Sequence[str]:
-        return [item.excerpt for item in conversation.recall.find(message)]
+        return [item.excerpt for item in conversation.recall.find(message).candidates]
 
     def test_a_question_in_other_words_finds_its_answer(self, conversation: Conversation) -> None:
         assert self.recalled(conversation, "Which food must I avoid?") == [FACTS[1]]

@@ -25,10 +25,10 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
     path = written(tmp_path, cookbook, "", helm, {"request": helm, "result": {}}, {"prompt": "bare"})
     first, second, third, bare = read_requests(path)
     assert (first.prompt, first.reference) == ("A long text.", "A text.")
-    assert first.sampling == SamplingConfig(0.3, 1, 0, 0, 1, max_tokens=64, stop=("###",))
+    assert first.sampling == SamplingConfig(0.3, 1, 0, 0, 1, dry_multiplier=0, max_tokens=64, stop=("###",))
     assert second == third
     assert second.reference is None
-    assert bare.sampling == SamplingConfig(0.0, 1.0, 0, 0, 1, max_tokens=64)
+    assert bare.sampling == SamplingConfig(0.0, 1.0, 0, 0, 1, dry_multiplier=0, max_tokens=64)
     assert len(read_requests(path, 2)) == 2
 
 

@@ -298,13 +298,14 @@ class Store:
                 record, kept_bytes = parse_json(about), len(about)
                 if record["model"] != self._model:
                     continue
-                kept = Kept(path.parent.name, record["key"], record["system"], Log([record["first"]]))
-                kept.owner = record.get("owner", "")
+                first, owner = _texts(record["first"], record.get("owner", ""))
+                kept = Kept(path.parent.name, record["key"], record["system"], Log([first]), owner=owner)
                 said = last_turn(path.with_name(TRANSCRIPT))
                 for line in lines:
                     known, turn, *response = parse_json(line) if line.endswith(b"\n") else ("", 0)
                     if not 0 < turn <= said:  # its line was written before it
                         break
+                    known, *response = _texts(known, *response)
                     kept.hashes, kept.turns = kept.hashes.append(known), kept.turns.append(turn)
                     kept.ids.update(dict.fromkeys(response, len(kept.hashes) - 1))
                     kept_bytes += len(line)
@@ -312,6 +313,17 @@ class Store:
                 yield kept
             except (OSError, ValueError, KeyError, TypeError, DataError) as error:
                 _log.warning("%s is left alone: %s", path.parent, error)
+
+
+def _texts(*values: Any) -> tuple[str, ...]:
+    """The same values.
+
+    Raises:
+        TypeError: one of them is no text.
+    """
+    if not all(isinstance(value, str) for value in values):
+        raise TypeError("a hash, an owner or an id of a response is no text")
+    return values
 
 
 def _size(folder: Path) -> int:
