@@ -198,6 +198,7 @@ class TestAnswers:
         assert READ not in text
         assert math.isfinite(answer.margin)
 
+    @pytest.mark.exhaustive
     def test_policies_and_the_zero_point_see_the_same_earlier_turns(
         self, talker: Any, tokenizer: Any, item: Item
     ) -> None:

@@ -92,6 +92,7 @@ def test_full_is_the_harness_own_model_exactly(tiny_folder: Path, folder: Path) 
     assert evaluated(ours(tiny_folder, policy="full", batch_size=3), folder) == evaluated(theirs, folder)
 
 
+@pytest.mark.exhaustive
 def test_a_window_that_holds_everything_matches_full_and_a_small_one_does_not(tiny_folder: Path, folder: Path) -> None:
     full, large, small = (
         [likelihood for answers in evaluated(ours(tiny_folder, **options), folder)[1] for likelihood, _ in answers]
