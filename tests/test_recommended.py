@@ -14,7 +14,7 @@ def test_the_largest_that_fits_and_writes_as_fast_as_people_read(
     monkeypatch: pytest.MonkeyPatch, free: float, bandwidth: float, found: str | None
 ) -> None:
     monkeypatch.setattr(recommended, "free_bytes", lambda: free)
-    monkeypatch.setattr(recommended, "_bandwidth", lambda: bandwidth)
+    monkeypatch.setattr(recommended, "bandwidth", lambda *_: bandwidth)
     model = best(recommended.recommended())
     assert (model.name if model else "").count(found or "") > 0
     assert ("h2o-chat -m Qwen/" in better_models()) == (found is not None)

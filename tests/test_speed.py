@@ -16,7 +16,7 @@ from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
 from h2o_stream.compare.speed import peers
-from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, bandwidth, engine_specs, needed
+from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, engine_specs, needed
 from h2o_stream.compare.speed.engines import (
     IK_LLAMA_CPP,
     LLAMA_CPP,
@@ -30,6 +30,7 @@ from h2o_stream.compare.speed.engines import (
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.native.threads import bandwidth
 from tests.commands import invoke
 from tests.fixtures import make_llama
 from tests.preloaded import Preloaded

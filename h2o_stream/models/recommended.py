@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy
-
 from h2o_stream.memory import format_bytes, free_bytes
+from h2o_stream.native.threads import bandwidth
 
 _FILES = {
     "Qwen/Qwen2.5-0.5B-Instruct-GGUF:qwen2.5-0.5b-instruct-q4_k_m.gguf": 0.49e9,
@@ -27,7 +23,7 @@ _READING_SPEED = 6.0
 """Tokens per second of somebody who reads 270 words a minute."""
 
 _FREE_SHARE = 0.7
-_BLOCK_BYTES, _ROUNDS = 32 << 20, 3
+_READ_BYTES, _ROUNDS = 64 << 20, 3
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,9 @@ class Recommended:
 
 def recommended() -> list[Recommended]:
     """The models that fit, smallest first; takes some 50 ms."""
-    bandwidth, free = _bandwidth(), free_bytes()
+    bytes_per_s, free = bandwidth(None, _READ_BYTES, _ROUNDS), free_bytes()
     return [
-        Recommended(name, int(size), _BOUND_SHARE * bandwidth / size)
+        Recommended(name, int(size), _BOUND_SHARE * bytes_per_s / size)
         for name, size in _FILES.items()
         if size < _FREE_SHARE * free
     ]
@@ -69,16 +65,3 @@ def better_models() -> str:
         text += f"Better, at about {model.tokens_per_s:.2g} tokens/s here: h2o-chat -m {model.name} "
         text += f"({format_bytes(model.nbytes)} to download). "
     return text + "h2o-chat --models lists others, those of ollama and LM Studio too."
-
-
-def _bandwidth() -> float:
-    """Bytes per second that all cores read together from memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    block = numpy.ones((cores, _BLOCK_BYTES // 8), numpy.float64)
-    with ThreadPoolExecutor(cores) as threads:
-        seconds = []
-        for _ in range(_ROUNDS):
-            started = time.perf_counter()
-            list(threads.map(numpy.max, block))
-            seconds.append(time.perf_counter() - started)
-    return block.nbytes / min(seconds)

@@ -1,11 +1,14 @@
-"""How many threads native code uses: as many as torch."""
+"""How many threads native code uses, as many as torch, and how fast threads read memory."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import numpy
 import psutil
 
 
@@ -29,3 +32,22 @@ def _cores() -> int:
 def _usable_processors() -> int:
     """Processors that this process may use; several of them can share a core."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def bandwidth(threads: int | None = None, nbytes: int = 600_000_000, rounds: int = 5) -> float:
+    """Bytes per second that threads, by default one per processor, read from memory: the best of some rounds.
+
+    Args:
+        threads: number of threads.
+        nbytes: number of bytes that they read together in each round.
+        rounds: number of rounds.
+    """
+    threads = threads or _usable_processors()
+    blocks = numpy.ones((threads, nbytes // threads // 8))
+    seconds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(rounds):
+            started = time.perf_counter()
+            list(pool.map(numpy.max, blocks))
+            seconds.append(time.perf_counter() - started)
+    return blocks.nbytes / min(seconds)

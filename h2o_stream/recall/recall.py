@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from h2o_stream.cache.holders import retrieval_holders
@@ -105,10 +105,11 @@ class Recall:
         """What a message asks for as a whole, if the cache no longer has it."""
         if not self._engine.tokens or self._engine.cache.plan.policy == "full" or self.source is None:
             return None
-        whole = find_whole(message, self.source)
+        turns = cache(self.source)  # which may read them from disk
+        whole = find_whole(message, turns)
         if whole is None or not whole.turn:
             return whole
-        turn = next(turn for turn in self.source() if turn[0] == whole.turn)
+        turn = next(turn for turn in turns() if turn[0] == whole.turn)
         said = turn[1] if whole.role == "user" else turn[2]
         start, stop, first = 0, len(self._engine.tokens), said.find(whole.text)
         if first >= 0:  # it is not all that was said

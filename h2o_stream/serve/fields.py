@@ -265,7 +265,7 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 _MAX_UNKNOWN = 1000
-"""Fields that are not in the table, of which a request is told at most."""
+"""Largest number of unknown fields that are reported of a request."""
 
 
 def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, Any], list[str], dict[str, str]]:

@@ -7,6 +7,7 @@ turn ended. So the conversation is consistent between any two events, unless a f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -239,10 +240,8 @@ class Conversation:
                         break
         except GeneratorExit:
             with closing(self._tell(message, "".join(reply.answer))) as events:
-                for _ in takewhile(
-                    lambda event: isinstance(event, PrefillProgress), events
-                ):  # others are not waited for
-                    pass
+                # Where the engine would wait for the turns of others, nothing more is fed.
+                deque(takewhile(lambda event: isinstance(event, PrefillProgress), events), maxlen=0)
             raise
         assert ended is not None, "there is a piece"
         turn = reply.finish(0, ended, self.engine)
@@ -262,11 +261,10 @@ class Conversation:
 
     def _tell(self, message: UserTurn, reply: str) -> Generator[PrefillProgress, None, None]:
         """Feed a turn whose reply was made aside, to its end."""
-        prompt, engine = self._prompt(message), self.engine
-        tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None, own=True)]
+        prompt, engine = self._with_reply(self._prompt(message), reply, own=True), self.engine
         should_stop, engine.should_stop = engine.should_stop, lambda: False
         try:
-            with closing(self._feed(Prompt(tokens, prompt.num_pinned))) as events:
+            with closing(self._feed(prompt)) as events:
                 for event in events:
                     if not isinstance(event, Finished):
                         yield event
@@ -323,9 +321,8 @@ class Conversation:
     def _feed_turn(self, message: UserTurn, reply: str, pin: bool = False, own: bool = False) -> FeedEvents:
         text, prompt, start = text_of(message), self._prompt(message), len(self.engine.tokens)
         pending = PendingPin(text, start + prompt.num_pinned, start + len(prompt.tokens)) if pin else None
-        tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None, own)]
         with self._indexing(text, [] if pin else [reply]):
-            yield from self._feed(Prompt(tokens, prompt.num_pinned), pending)
+            yield from self._feed(self._with_reply(prompt, reply, own), pending)
 
     def pin(self, text: str, reply: str = "I will keep that in mind.") -> FeedEvents:
         """Feed a text as a user message and never evict it. A text that is not fed completely is not pinned.
@@ -372,6 +369,11 @@ class Conversation:
         prompt = replace(prompt, num_pinned=min(prompt.num_pinned, len(prompt.tokens) - 1))
         self.engine.pin(prompt.num_pinned)
         return prompt
+
+    def _with_reply(self, prompt: Prompt, reply: str, own: bool) -> Prompt:
+        """The prompt of a past turn and the reply to it."""
+        tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None, own)]
+        return Prompt(tokens, prompt.num_pinned)
 
     def _with_recalled(self, prompt: Prompt, recalled: Sequence[Candidate], message: UserTurn) -> Prompt:
         """The prompt of a message with the passages that are read again."""

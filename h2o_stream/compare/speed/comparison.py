@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from h2o_stream.compare.speed.engines import OPENVINO, OURS, TRANSFORMERS, Engin
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
+from h2o_stream.native.threads import bandwidth
 from h2o_stream.resources import version_of
 from h2o_stream.runtime.transformers_model import load_tokenizer
 
@@ -29,24 +29,6 @@ STEPS = 24
 
 _WARM_UP = 3
 """Tokens decoded in each round before the timed ones."""
-
-_BANDWIDTH_BYTES = 600_000_000
-
-
-def bandwidth(threads: int | None = None) -> float:
-    """Memory bandwidth of this machine in bytes per second: the sum of 600 MB, best of five."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    numbers = torch.ones(_BANDWIDTH_BYTES // 4)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        numbers.sum()
-        seconds.append(time.perf_counter() - start)
-    torch.set_num_threads(before)
-    return _BANDWIDTH_BYTES / min(seconds)
 
 
 @dataclass
