@@ -175,11 +175,7 @@ class Transactions:
         self.checkpoint = Checkpoint(self.conversation.metadata, self.rng_state, old.session, unsaved, states)
 
     def commit_turn(self, text: str, reply: str, kind: Kind, finish: str, thinking: str = "") -> None:
-        """Commit the active turn, unless it is already committed.
-
-        Raises:
-            DataError: it could not be saved completely. It is committed nevertheless.
-        """
+        """Commit the active turn, unless it is; DataError says that it is committed, but not saved completely."""
         if self.committed:
             return
         state = self.copy_state()  # closes the turn, so the metadata is final afterwards

@@ -84,11 +84,7 @@ class _Content:
 
 
 class Transcript:
-    """A transcript and its file. The first line creates the file.
-
-    Raises:
-        DataError: it cannot be read, or is not a transcript.
-    """
+    """A transcript and its file, which the first line creates; raises DataError if it is no readable transcript."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,11 +133,7 @@ class Transcript:
             raise DataError(f"{self.path}: the transcript has no header")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a line and sync it to disk, after any deferred lines. If this is cut off, nothing was added.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
+        """Add a line and sync it, after deferred lines. If this is cut off or raises DataError, nothing was added."""
         data, size = b"".join((*self._deferred, _line(record))), self._size
         before = self._content, self._size, self._deferred
         after = self._content.with_record(record), size + len(data), ()
@@ -169,11 +161,7 @@ class Transcript:
         self._content, self._deferred = self._content.with_record(record), (*self._deferred, _line(record))
 
     def append_all(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add all lines or none, even if the process is killed.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
+        """Add all lines or none, even if the process is killed; raises DataError if the file cannot be written."""
         content = self._content
         for record in records:
             content = content.with_record(record)
