@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
+from weakref import proxy
 
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.state import Array, State
@@ -82,10 +83,11 @@ class Conversation:
         self.engine = engine
         self._tools = parse_tools(tools)
         config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
+        weak = proxy(self)  # else only the garbage collector would end a conversation and its cache
         self.recall = Recall(
             engine,
             config,
-            lambda turn: self.metadata.turn_tokens(turn, len(engine.tokens)),
+            lambda turn: weak.metadata.turn_tokens(turn, len(engine.tokens)),
             lambda: place_alone(ChatTemplate(engine.tokenizer, None, engine.end_tokens)),
         )
         self._stops, self._thinking, self._effort = stops, thinking, effort
