@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from copy import copy
 
 from h2o_stream.native import abi
@@ -34,7 +33,7 @@ class NativeModel:
             source = layer.attention.source if layer.attention else None
             struct.kv_source = number if source is None else source
         self.struct = abi.Model(
-            layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
+            layers=self.layers,  # a cast would refer to itself
             layer_count=len(self.layers),
             hidden_size=description.embedding.columns,
             vocab_size=description.output.rows,
@@ -67,5 +66,5 @@ class NativeModel:
         other._original = self  # keeps alive what the structures point to
         other.layers = type(self.layers).from_buffer_copy(self.layers)
         other.struct = abi.Model.from_buffer_copy(self.struct)
-        other.struct.layers = ctypes.cast(other.layers, ctypes.POINTER(abi.Layer))
+        other.struct.layers = other.layers
         return other

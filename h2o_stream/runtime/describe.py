@@ -35,7 +35,7 @@ from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.matrix import require
 from h2o_stream.runtime.altup import layer_altup, layer_laurel, versions_of
-from h2o_stream.runtime.architectures import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, Architecture
+from h2o_stream.runtime.families.architecture import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
@@ -234,7 +234,7 @@ class _FileReader:
 
     def _attention(self, number: int) -> Attention:
         parameters, weights, shape = self._parameters, self._weights, self._parameters.layer_shape(number)
-        size, source, gated = shape.head_size, parameters.source(number), self._architecture.gates_attention
+        size, source, gated = shape.head_size, parameters.shared_kv_layer(number), self._architecture.gates_attention
         query_rows, kv_rows = parameters.query_heads * size, shape.kv_heads * size
         stride = 2 * size if gated else size
         keys = parameters.query_heads * stride

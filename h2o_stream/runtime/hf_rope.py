@@ -9,7 +9,7 @@ import numpy
 
 from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.models.gguf import UNROTATED, GgufFile
-from h2o_stream.runtime.architectures import ARCHITECTURES
+from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.file_ropes import rope_factors
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats

@@ -24,10 +24,11 @@ from h2o_stream.models.tokenizer import FileTokenizer, read_object
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.matrix import require
 from h2o_stream.progress import ProgressCallback, ignore
-from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
 from h2o_stream.runtime.checkpoint_packing import KINDS, PackedCheckpoint, packed_size
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
+from h2o_stream.runtime.families import ARCHITECTURES
+from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.gguf_entries import gguf_entries
 from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from h2o_stream.runtime.gguf_weights import GgufWeights
@@ -184,7 +185,8 @@ class ModelFile(Source):
         self.file = GgufFile(path)
         parameters = parameters_of_gguf(self.file)
         architecture, generation = ARCHITECTURES[self.file.architecture], read_generation_config(self.file)
-        self._kept_as = "gguf-runtime" if architecture.other_forms else "gguf"  # transformers maps only the latter
+        # transformers maps only "gguf"
+        self._kept_as = "gguf-runtime" if architecture.stored_as_in_gguf else "gguf"
         kept = self.file.quantized and self.file.nbytes >= MIN_GGUF_BYTES
         folder = packed_folder(name, path, self._kept_as) if kept else None
         quantize = "auto" if self.file.quantized else "none"

@@ -20,7 +20,7 @@ from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.packing import tiles_shape
-from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
+from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import as_needed, rounded, row_orders
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
@@ -86,7 +86,7 @@ class FolderWeights:
         """See `Weights`."""
         module = packed_name(self._architecture, name, layer)
         tiles, kind = self._arrays.get(f"{module}.tiles"), self._kinds.get(module)
-        if tiles is None and self._architecture.other_forms:
+        if tiles is None and self._architecture.stored_as_in_gguf:
             numbers, bias = self.vector(name, layer), self.vector(name, layer, "bias")
             return small_matrix(numbers, bias, rows, columns, self._dtype, module)
         stored = self._arrays.get(f"{module}.weight")
@@ -100,7 +100,7 @@ class FolderWeights:
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        if self._architecture.other_forms:
+        if self._architecture.stored_as_in_gguf:
             numbers = self._floats(f"{gguf_name(name, layer)}.{kind}")
             forms = self._architecture, self._orders, self._dtype
             return None if numbers is None else as_needed(numbers, name, kind, *forms)
@@ -119,7 +119,7 @@ class FolderWeights:
 
 def packed_name(architecture: Architecture, name: str, layer: int | None) -> str:
     """What a module is called in a folder of packed weights: as in transformers, if it has all of them in this form."""
-    return gguf_name(name, layer) if architecture.other_forms else architecture.module_name(name, layer)
+    return gguf_name(name, layer) if architecture.stored_as_in_gguf else architecture.module_name(name, layer)
 
 
 def gguf_name(name: str, layer: int | None) -> str:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
+from weakref import proxy
 
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
@@ -247,7 +248,8 @@ class Conversations:
     def _prepare_recall(self, live: Live) -> None:
         session, recall = live.kept and live.kept.session, live.conversation.recall
         recall.use(session.index_path if session else None)
-        recall.source, recall.defers, recall.terms = live.said, True, self._terms
+        weak = proxy(live)
+        recall.source, recall.defers, recall.terms = (lambda: weak.said()), True, self._terms
         recall.in_pieces = False  # what a reply takes is counted in the stream of its conversation
 
     @cached_property

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
+from weakref import proxy
 
 from h2o_stream.cache.state import Array, State
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS, RecallConfig, RecallMode
@@ -74,10 +75,11 @@ class Conversation(TurnStream):
     ) -> None:
         super().__init__(engine, system, thinking, tools, effort)
         config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
+        weak = proxy(self)  # else only the garbage collector would end a conversation and its cache
         self.recall = Recall(
             engine,
             config,
-            lambda turn: self.metadata.turn_tokens(turn, len(engine.tokens)),
+            lambda turn: weak.metadata.turn_tokens(turn, len(engine.tokens)),
             lambda: place_alone(ChatTemplate(engine.tokenizer, None, engine.end_tokens)),
         )
         self._stops = stops
