@@ -6,7 +6,6 @@ to C structures. Its arrays may be tensors of torch or arrays of numpy; nothing 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
