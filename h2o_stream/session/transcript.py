@@ -47,6 +47,23 @@ class Entry:
     thinking: str = ""
 
 
+class SaidTurns(Sequence[tuple[int, str, str]]):
+    """The turns of entries as recall takes them, which costs nothing but for those that are looked at."""
+
+    def __init__(self, entries: Sequence[Entry], later: Sequence[Entry] = ()) -> None:
+        self._entries, self._later = entries, later
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._later)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index] - len(self._entries)
+        entry = self._later[place] if place >= 0 else self._entries[place]
+        return entry.turn, entry.prompt, entry.text
+
+
 @dataclass(frozen=True)
 class Header:
     """What a session was created with. A window of 0 keeps all; the time is ISO 8601."""
