@@ -27,7 +27,7 @@ from h2o_stream.models import gguf_export
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime.architectures import ARCHITECTURES
+from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import attention_to_copy
 from h2o_stream.runtime.loading import ModelFile

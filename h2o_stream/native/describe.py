@@ -91,9 +91,7 @@ class _ModelReader(ResidualReader):
         dtype = embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype
         final = self._norm(backbone, norm, self._hidden, "the model")
         own, versions = self._layer_embeddings(backbone), self._versions(backbone)
-        output = self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden)
-        if output.rows > rows.rows:
-            raise DescriptionError(f"there are {output.rows} logits and {rows.rows} embeddings")
+        output = matrix_of(head, "the output layer")
         described = self._layers(layers, own, versions)
         with_positions = positions is not None or self._rotary is not None or self._rotary_within
         if not with_positions and not any(layer.mixer for layer in described):
@@ -101,7 +99,7 @@ class _ModelReader(ResidualReader):
         description = Description(
             layers=described,
             embedding=rows,
-            embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._embedding_factor(),
+            embedding_scale=embedding_scale(embedding) * self._embedding_factor(),
             learned_positions=None if positions is None else as_float32(positions.weight, "the learned positions"),
             learned_offset=int(getattr(positions, "offset", 0)),
             embedding_norm=self._embedding_norm(backbone, final),
@@ -151,8 +149,6 @@ class _ModelReader(ResidualReader):
         if head is None:
             raise DescriptionError(f"{type(self._model).__name__} has no output layer")
         rows = embedding_of(embedding, "the embedding")
-        if rows.columns != self._hidden:
-            raise DescriptionError(f"the embedding has {rows.columns} columns, layers {self._hidden}")
         self._mark_read(*embedding.modules(), *head.modules())
         return embedding, rows, head
 
@@ -213,7 +209,7 @@ class _ModelReader(ResidualReader):
             mlp=described,
             **{role: norms.get(role, Norm()) for role in layouts.NORM_ROLES},
             parallel=bool(parallel),
-            own_embedding=self._own_embedding(layer, name, described, embeddings) if embeddings else None,
+            own_embedding=self._own_embedding(layer, name, described) if embeddings else None,
             output_scale=1.0 if scale is None else float(scale),
             altup=self._altup(layer, versions, name),
             laurel=self._laurel(layer, name),
@@ -225,7 +221,7 @@ class _ModelReader(ResidualReader):
 
     def _mixer(self, module: Any, layer: Any, name: str) -> Mixer:
         self._mark_read(*module.modules())
-        mixer: Any = mixer_of(module, self._hidden, name)
+        mixer: Any = mixer_of(module, name)
         scaled: Mixer = replace(mixer, out=scaled_mixer_output(mixer.out, layer))
         return scaled
 
@@ -254,17 +250,13 @@ class _ModelReader(ResidualReader):
         if layout is None:
             raise DescriptionError(f"{name} has a {type(module).__name__} where an MLP is expected")
         self._mark_container(module, name)
-        up, down = self._matrix(module, layout.up, name, self._hidden), self._matrix(module, layout.down, name)
-        gate = self._matrix(module, layout.gate, name, self._hidden) if layout.gate else None
+        up, down = self._matrix(module, layout.up, name), self._matrix(module, layout.down, name)
+        gate = self._matrix(module, layout.gate, name) if layout.gate else None
         if layout.gate is None and up.rows == 2 * down.columns:
             gate, up = up.row_range(0, down.columns), up.row_range(down.columns, down.columns)
         elif layout.fused:
             raise DescriptionError(f"{name} has a {type(module).__name__} whose gates do not fit")
-        self._check_columns(down, f"{layout.down} of {name}", up.rows)
-        self._check_rows(down, f"{layout.down} of {name}")
-        activation, parameters = clamped_gates_of(module, layout.up, layout.down, name) or self._activation(
-            module, layout, name
-        )
+        activation, parameters = clamped_gates_of(module) or self._activation(module, layout, name)
         has_norm = has_modules(module, (layouts.INNER_NORM,))
         inner = self._norm(module, layouts.INNER_NORM, up.rows, name) if has_norm else Norm()
         cut = gate_deviations(getattr(module, layouts.GATE_SPARSITY, 0.0))

@@ -66,72 +66,50 @@ class LayerLayout:
         return {*self.norms.values(), *filter(None, (self.attention, self.mixer, self.mlp, self.shared))}
 
 
-_LFM2_NORMS = {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}
-_LFM3_NORMS = {**_LFM2_NORMS, "after_attention": "post_operator_norm", "after_mlp": "post_ffn_norm"}
-_BEFORE_FEED_FORWARD = {"before_attention": "input_layernorm", "before_mlp": "pre_ff_layernorm"}
-_TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+def _layer(attention: str | None, mlp: str | None, norms: str, **further: Any) -> LayerLayout:
+    """A layout with the names of the norms in `NORM_ROLES`, in this order; a dash where there is none."""
+    named = zip(NORM_ROLES, norms.split(), strict=False)
+    return LayerLayout(attention, mlp, {role: name for role, name in named if name != "-"}, **further)
+
+
+_TWO_NORMS = "input_layernorm - post_attention_layernorm"
+_LFM2_NORMS, _LFM3_NORMS = "operator_norm - ffn_norm", "operator_norm post_operator_norm ffn_norm post_ffn_norm"
+_BEFORE_FEED_FORWARD = "input_layernorm - pre_ff_layernorm"
 
 LAYERS = (
-    LayerLayout("self_attn", "mlp", _TWO_NORMS),
-    LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS),
-    LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS, shared="shared_mlp"),
-    LayerLayout("self_attn", "feed_forward", _TWO_NORMS),
-    LayerLayout("attn", "mlp", {"before_attention": "attn_norm", "before_mlp": "mlp_norm"}),
-    LayerLayout(
+    _layer("self_attn", "mlp", _TWO_NORMS),
+    _layer("self_attn", "block_sparse_moe", _TWO_NORMS),
+    _layer("self_attn", "block_sparse_moe", _TWO_NORMS, shared="shared_mlp"),
+    _layer("self_attn", "feed_forward", _TWO_NORMS),
+    _layer("attn", "mlp", "attn_norm - mlp_norm"),
+    _layer("self_attn", "mlp", "input_layernorm post_attention_layernorm pre_mlp_layernorm post_mlp_layernorm"),
+    _layer(None, "block_sparse_moe", _TWO_NORMS, mixer="mamba", shared="shared_mlp"),
+    _layer("self_attn", "shared_mlp", _TWO_NORMS),
+    _layer(None, "shared_mlp", _TWO_NORMS, mixer="mamba"),
+    _layer(
         "self_attn",
         "mlp",
-        {
-            "before_attention": "input_layernorm",
-            "after_attention": "post_attention_layernorm",
-            "before_mlp": "pre_mlp_layernorm",
-            "after_mlp": "post_mlp_layernorm",
-        },
+        "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm",
     ),
-    LayerLayout(None, "block_sparse_moe", _TWO_NORMS, mixer="mamba", shared="shared_mlp"),
-    LayerLayout("self_attn", "shared_mlp", _TWO_NORMS),
-    LayerLayout(None, "shared_mlp", _TWO_NORMS, mixer="mamba"),
-    LayerLayout(
-        "self_attn",
-        "mlp",
-        {
-            "before_attention": "input_layernorm",
-            "after_attention": "post_attention_layernorm",
-            "before_mlp": "pre_feedforward_layernorm",
-            "after_mlp": "post_feedforward_layernorm",
-        },
-    ),
-    LayerLayout(
-        "self_attn", "mlp", {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
-    ),
-    LayerLayout("self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}),
-    LayerLayout("attention", "mlp", _TWO_NORMS),
-    LayerLayout(
-        "self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "input_layernorm"}, parallel=True
-    ),
-    LayerLayout(
-        "self_attn",
-        None,
-        {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"},
-        owns_mlp=True,
-    ),
-    LayerLayout(
-        "self_attn",
-        "mlp",
-        {**_TWO_NORMS, "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"},
-    ),
-    LayerLayout("self_attn", "mlp", {**_TWO_NORMS, "after_attention": "post_norm1", "after_mlp": "post_norm2"}),
-    LayerLayout("self_attn", "mlp", {"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}),
-    LayerLayout("self_attn", "feed_forward", _LFM2_NORMS),
-    LayerLayout(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
-    LayerLayout("self_attn", "feed_forward", _LFM3_NORMS),
-    LayerLayout(None, "feed_forward", _LFM3_NORMS, mixer="conv"),
-    LayerLayout(None, "mlp", _TWO_NORMS, mixer="linear_attn"),
-    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD),
-    LayerLayout(None, "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
-    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
-    LayerLayout("mixer", None, {"before_attention": "norm"}),
-    LayerLayout(None, None, {"before_attention": "norm"}, mixer="mixer"),
-    LayerLayout(None, "mixer", {"before_mlp": "norm"}),
+    _layer("self_attn", "mlp", "- post_attention_layernorm - post_feedforward_layernorm"),
+    _layer("self_attn", "mlp", "input_layernorm - pre_feedforward_layernorm"),
+    _layer("attention", "mlp", _TWO_NORMS),
+    _layer("self_attn", "mlp", "input_layernorm - input_layernorm", parallel=True),
+    _layer("self_attn", None, "self_attn_layer_norm - final_layer_norm", owns_mlp=True),
+    _layer("self_attn", "mlp", "input_layernorm post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm"),
+    _layer("self_attn", "mlp", "input_layernorm post_norm1 post_attention_layernorm post_norm2"),
+    _layer("self_attn", "mlp", "attention_layernorm - feedforward_layernorm"),
+    _layer("self_attn", "feed_forward", _LFM2_NORMS),
+    _layer(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
+    _layer("self_attn", "feed_forward", _LFM3_NORMS),
+    _layer(None, "feed_forward", _LFM3_NORMS, mixer="conv"),
+    _layer(None, "mlp", _TWO_NORMS, mixer="linear_attn"),
+    _layer("self_attn", "feed_forward", _BEFORE_FEED_FORWARD),
+    _layer(None, "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
+    _layer("self_attn", "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
+    _layer("mixer", None, "norm"),
+    _layer(None, None, "norm", mixer="mixer"),
+    _layer(None, "mixer", "- - norm"),
 )
 """Llama and most others; Granite MoE; Granite MoE with a shared expert, Llama 4, ModernBERT, AFMoE, Granite 4; Gemma 2
 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus;
@@ -182,18 +160,7 @@ one with norms."""
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """Module names in an attention with latent keys and values, and perhaps queries.
-
-    Attributes:
-        query: the projection to queries.
-        query_down: projection to latent queries, in place of `query`.
-        query_norm: norm of latent queries.
-        query_up: projection from latent queries to queries.
-        down: the projection to the latent vector and the last part of all keys.
-        norm: norm of the latent vector.
-        up: projection from the latent vector to keys and values.
-        out: the output projection.
-    """
+    """Module names in an attention with latent keys and values, and perhaps queries."""
 
     query: str = "q_proj"
     query_down: str = "q_a_proj"

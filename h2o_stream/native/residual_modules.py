@@ -23,28 +23,23 @@ class ResidualReader(AttentionReader):
             return None
         self._mark_read(*embedding.modules())
         rows = embedding_of(embedding, name)
-        projection = self._matrix(backbone, layout.projection, name, self._hidden)
-        size, rest = divmod(rows.columns, self._config.num_hidden_layers)
-        if rest or projection.rows != rows.columns or projection.bias is not None:
-            raise DescriptionError(f"{name} have {rows.columns} columns, their projection {projection.rows} rows")
+        projection = self._matrix(backbone, layout.projection, name)
+        size = rows.columns // self._config.num_hidden_layers
         return LayerEmbeddings(
             embedding=rows,
             projection=projection,
             norm=self._norm(backbone, layout.projection_norm, size, name),
-            scale=embedding_scale(embedding, rows, name),
+            scale=embedding_scale(embedding),
             projection_scale=next(
                 float(getattr(backbone, key)) for key in layout.projection_scales if hasattr(backbone, key)
             ),
             output_scale=float(getattr(backbone, layout.output_scale)),
         )
 
-    def _own_embedding(self, layer: Any, name: str, mlp: Any, embeddings: LayerEmbeddings) -> OwnEmbedding:
+    def _own_embedding(self, layer: Any, name: str, mlp: Any) -> OwnEmbedding:
         layout = layouts.OWN_EMBEDDING
-        gate = self._matrix(layer, layout.gate, name, self._hidden)
-        out = self._matrix(layer, layout.out, name, gate.rows)
-        self._check_rows(out, f"{layout.out} of {name}")
-        if gate.rows * self._config.num_hidden_layers != embeddings.embedding.columns:
-            raise DescriptionError(f"{layout.gate} of {name} gives {gate.rows} outputs")
+        gate = self._matrix(layer, layout.gate, name)
+        out = self._matrix(layer, layout.out, name)
         self._mark_read(layer.act_fn)
         if activation_of(layer.act_fn, f"act_fn of {name}") != (mlp.activation, mlp.parameters):
             raise DescriptionError(f"{name} has another activation than its MLP")
@@ -57,28 +52,21 @@ class ResidualReader(AttentionReader):
             return None
         self._mark_read(getattr(backbone, layout.first), getattr(backbone, layout.last))
         first, last = (
-            [self._matrix(getattr(backbone, key), str(number), key, self._hidden) for number in range(count)]
+            [self._matrix(getattr(backbone, key), str(number), key) for number in range(count)]
             for key, count in ((key, len(getattr(backbone, key))) for key in (layout.first, layout.last))
         )
-        for matrix in (*first, *last):
-            self._check_rows(matrix, "a projection to a version of the residual stream")
         return Versions(first, last, int(self._config.altup_active_idx))
 
     def _altup(self, layer: Any, versions: Versions | None, name: str) -> AltUp | None:
         layout = layouts.ALTUP
         if versions is None:
             return None
-        module, count, name = getattr(layer, layout.module), 1 + len(versions.first), f"{layout.module} of {name}"
+        module, name = getattr(layer, layout.module), f"{layout.module} of {name}"
         self._mark_container(module, name, layout.embedding_scale, layout.input_scale)
         self._mark_read(getattr(module, layout.router))
         norm = self._norm(module, layout.norm, self._hidden, name)
         router, prediction, correction = (
-            self._small(module, key, rows, columns, name)
-            for key, rows, columns in (
-                (layout.router, count, self._hidden),
-                (layout.prediction, count**2, count),
-                (layout.correction, count, count),
-            )
+            self._small(module, key, name) for key in (layout.router, layout.prediction, layout.correction)
         )
         if norm.weight is None:
             raise DescriptionError(f"{name} has no {layout.norm}")
@@ -91,11 +79,9 @@ class ResidualReader(AttentionReader):
             as_float32(getattr(module, layout.embedding_scale), name) if scaled else None,
         )
 
-    def _small(self, module: Any, key: str, rows: int, columns: int, name: str) -> Any:
-        """The weights [rows, columns] of a small linear layer, in float32."""
-        matrix = self._matrix(module, key, name, columns)
-        if matrix.rows != rows or matrix.bias is not None:
-            raise DescriptionError(f"{key} of {name} gives {matrix.rows} outputs, or has a bias")
+    def _small(self, module: Any, key: str, name: str) -> Any:
+        """The weights of a small linear layer, in float32."""
+        self._matrix(module, key, name)
         return as_float32(getattr(module, key).weight, name)
 
     def _laurel(self, layer: Any, name: str) -> Laurel | None:
@@ -104,7 +90,6 @@ class ResidualReader(AttentionReader):
             return None
         module, name = getattr(layer, layout.module), f"{layout.module} of {name}"
         self._mark_container(module, name)
-        left = self._matrix(module, layout.left, name, self._hidden)
-        right = self._matrix(module, layout.right, name, left.rows)
-        self._check_rows(right, f"{layout.right} of {name}")
+        left = self._matrix(module, layout.left, name)
+        right = self._matrix(module, layout.right, name)
         return Laurel(left, right, self._norm(module, layout.norm, self._hidden, name), layout.scale)

@@ -20,14 +20,7 @@ def versions_of(altup: AltUpParameters, weights: Weights, hidden: int) -> Versio
 
 
 def layer_altup(altup: AltUpParameters, weights: Weights, number: int, norm: Norm, input_scale: float) -> AltUp:
-    """How a layer updates them.
-
-    Args:
-        altup: AltUp parameters of the file.
-        weights: weights of the file.
-        number: index of the layer.
-        norm: before the router.
-        input_scale: factor on what goes into the router.
+    """How the layer with this number updates them; the norm is that before the router, whose input has a factor.
 
     Raises:
         DescriptionError: weights are missing, or of another size.

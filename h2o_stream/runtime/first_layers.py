@@ -11,7 +11,8 @@ from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library
-from h2o_stream.native.description import Description, NativeModel
+from h2o_stream.native.description import Description
+from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.heads import Unchanged, head_shapes, rotations_of
 from h2o_stream.runtime.rotations import Floats
@@ -27,12 +28,7 @@ DISTANCE = 1024
 
 
 class FirstLayers:
-    """Layers that all attend and nothing else; used by one thread at a time.
-
-    Args:
-        description: of the whole model.
-        count: of the layers.
-    """
+    """The first `count` layers of a model, which all attend and nothing else; used by one thread at a time."""
 
     def __init__(self, description: Description, count: int) -> None:
         native, first = library.loaded(), replace(description, layers=description.layers[:count])

@@ -16,7 +16,8 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library
-from h2o_stream.native.description import Description, NativeModel
+from h2o_stream.native.description import Description
+from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.rotations import Floats
@@ -57,7 +58,7 @@ def measured_windows(
     """The KV heads of each layer grouped by window size; a layer that slides while others do not is one group.
 
     Args:
-        description: of the model.
+        description: what is measured.
         sliding: the windows of layers that slide while others do not, None for others.
         context: positions the model was trained for.
         progress: called before and after.
@@ -76,11 +77,7 @@ def _evicting(description: Description, sliding: Sequence[int | None]) -> list[b
 
 
 def attention_to_copy(description: Description, sliding: Sequence[int | None], context: int) -> Floats:
-    """Fraction of attention on the previous occurrence of the current token and the token after it, in text read twice.
-
-    Returns:
-        [layers that evict, Hkv] float32.
-    """
+    """Fraction of attention on a token's previous occurrence and the one after it: [layers that evict, Hkv] float32."""
     tokens = repeated_tokens(description.embedding.rows, num_rows(num_weights(description)), context)
     measured = [_measure(description, sliding, row[None]) for row in tokens]
     mean: Floats = numpy.mean(measured, 0, dtype=numpy.float32)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
+from weakref import proxy
 
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
@@ -25,7 +26,7 @@ from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import Pace, WaitingEngine
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.transcript import Entry, Header
+from h2o_stream.session.transcript import Entry, Header, SaidTurns
 
 _log = logging.getLogger(__name__)
 
@@ -67,11 +68,10 @@ class Live:
         assert isinstance(engine, WaitingEngine)
         return engine
 
-    def said(self) -> list[tuple[int, str, str]]:
+    def said(self) -> SaidTurns:
         """The turns, for recall."""
         session = self.kept.session if self.kept else None
-        before = session.transcript.entries if session else self.before
-        return [(entry.turn, entry.prompt, entry.text) for turns in (before, self.entries) for entry in turns]
+        return SaidTurns(session.transcript.entries if session else self.before, self.entries)
 
     def add(self, entry: Entry, *exchanges: Exchange) -> None:
         """Note a turn that is in the cache, and what it consists of; nothing for a pin."""
@@ -247,7 +247,8 @@ class Conversations:
     def _prepare_recall(self, live: Live) -> None:
         session, recall = live.kept and live.kept.session, live.conversation.recall
         recall.use(session.index_path if session else None)
-        recall.source, recall.defers, recall.terms = live.said, True, self._terms
+        weak = proxy(live)
+        recall.source, recall.defers, recall.terms = (lambda: weak.said()), True, self._terms
         recall.in_pieces = False  # what a reply takes is counted in the stream of its conversation
 
     @cached_property
