@@ -3,6 +3,7 @@
 import gc
 import http.client
 import json
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -332,6 +333,32 @@ class TestLimits:
             assert found["h2o_running_replies"] == found["h2o_waiting_replies"] == 0
             assert 0 < found["h2o_cache_bytes"] < 10**6 < found["process_resident_memory_bytes"]
             assert found["h2o_disk_bytes"] < found["h2o_disk_limit_bytes"]
+        finally:
+            running.close()
+
+    def test_others_do_not_wait_while_a_long_conversation_wakes_up(
+        self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, read, wake = ModelConfig(str(long_folder), dtype="float32"), threading.Event(), Conversations.wake
+
+        def wait(self: Conversations, kept: Any) -> None:
+            assert read.wait(30)
+            wake(self, kept)
+
+        monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
+        monkeypatch.setattr(Conversations, "wake", wait)
+        running = Running(tmp_path, model, awake=2, running=2)
+        try:
+            first = reply(running.say("Number 0."))
+            for number in range(1, 4):
+                running.ask(f"Number {number}.")
+            with ThreadPoolExecutor(2) as executor:
+                asked = [executor.submit(running.ask, "Number 0.", first, "And?") for _ in range(2)]
+                assert running.ask("Meanwhile.")[0] == 200
+                assert not any(future.done() for future in asked)
+                read.set()
+                origins = [future.result()[1]["h2o"]["origin"] for future in asked]
+            assert sorted(origins) == ["branched", "continued"]
         finally:
             running.close()
 

@@ -30,6 +30,9 @@ from h2o_stream.session.transcript import Entry, Header, SaidTurns
 
 _log = logging.getLogger(__name__)
 
+_MANY = 500
+"""Turns from which waking a conversation up takes long: so many are read in some milliseconds."""
+
 Origin = Literal["new", "continued", "branched", "read"]
 
 
@@ -148,6 +151,21 @@ class Conversations:
             return Opened(opened[0], (), opened[1], turn)
         raise no_response()
 
+    def sleeping(self, past: Sequence[str], after: str | None, owner: str) -> Kept | None:
+        """The conversation that continues these hashes, or a response, if waking it up takes long."""
+        if after is None:
+            known = (past[number] for number in self._store.last_known(past))
+            found = next((pair for one in known for pair in self._store.with_hash(one, owner)), None)
+        else:
+            found = self._store.with_id(after, owner)
+        kept = found[0] if found else None
+        return kept if kept and kept.session is None and len(kept.turns) > _MANY else None
+
+    def wake(self, kept: Kept) -> None:
+        """Read the transcript of a conversation that is busy; any thread may do it."""
+        with suppress(DataError):
+            self._store.wake(kept)
+
     def open_raw(self, options: Options) -> Opened:
         """An empty stream for a text that is continued as it is, which is not kept."""
         live = self._start(options, None, "", keep=False)
@@ -178,6 +196,8 @@ class Conversations:
                 return live, "continued"
             return None
         saved = self._store.saved(kept, turn)
+        if kept.id not in self.awake:
+            kept.close()
         if saved is None:
             return None
         branch = None
@@ -300,5 +320,5 @@ class Conversations:
                 live.conversation.recall.use(live.kept.session.index_path)
             self._store.committed(live.kept, len(live.exchanges), filter(None, [live.response]))
         live.entries, live.exchanges, live.before, live.response = [], [], Log(), ""
-        for kept in self._store.to_forget(self.awake):
+        for kept in self._store.to_forget({*self.awake, *self.busy}):
             self._store.forget(kept)

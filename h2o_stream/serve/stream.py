@@ -77,8 +77,9 @@ def _likeliest(logits: Scores, count: int) -> NDArray[numpy.int64]:
         return numpy.empty(0, numpy.int64)
     width = max(len(logits) // 1024, 1)
     peaks = numpy.maximum.reduceat(logits, numpy.arange(0, len(logits), width))
-    best = (logits >= numpy.partition(peaks, -count)[-count]).nonzero()[0]
-    return best[(-logits[best]).argsort(kind="stable")][:count]
+    best: NDArray[numpy.int64] = (logits >= numpy.partition(peaks, -count)[-count]).nonzero()[0]
+    best = best[(-logits[best]).argsort(kind="stable")]
+    return best[:count]
 
 
 class Pace:
