@@ -108,10 +108,11 @@ def _adapters(folder: Path) -> Makers:
 def _open_model(path: Path, seed: Seed) -> None:
     """Every eighth file as a chat does, with its identity and heads that are measured."""
     from h2o_stream.config import CacheConfig, ModelConfig
+    from h2o_stream.loading import loading
+    from h2o_stream.loading.loading import open_source
     from h2o_stream.models import file_tokenizers
     from h2o_stream.native.description import DescriptionError
-    from h2o_stream.runtime import loading, sources
-    from h2o_stream.runtime.loading import open_source
+    from h2o_stream.runtime import sources
 
     def export(*_: Any) -> Path:
         """Without a process of its own, which takes seconds."""
@@ -136,7 +137,7 @@ def _open_model(path: Path, seed: Seed) -> None:
 
 def _open_with_torch(path: Path, seed: Seed) -> None:
     from h2o_stream.config import CacheConfig, ModelConfig
-    from h2o_stream.runtime.transformers_model import load
+    from h2o_stream.loading.transformers_model import load
 
     loaded = load(ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig(), _ignore, _ignore)
     _step(loaded.model, loaded.tokenizer("the an th")["input_ids"])
@@ -293,7 +294,7 @@ def _conversation(model: Path, cache: Mapping[str, Any]) -> Any:
     """The history of a new conversation with a model."""
     from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
     from h2o_stream.engine.engine import Engine
-    from h2o_stream.runtime import loading
+    from h2o_stream.loading import loading
     from h2o_stream.session.conversation import Conversation
     from h2o_stream.session.history import ConversationHistory
     from h2o_stream.session.transcript import Header

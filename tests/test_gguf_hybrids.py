@@ -12,13 +12,13 @@ from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.config import ModelConfig
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.mixers import Mamba2
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.transformers_model import load
 from tests import llama
 from tests.descriptions import difference
 from tests.fixtures import thinned, with_exhaustive

@@ -9,10 +9,10 @@ import pytest
 
 from h2o_stream import UnsupportedModelError
 from h2o_stream.config import ModelConfig
+from h2o_stream.loading.loading import ModelFile
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.native.describe import describe
 from h2o_stream.runtime.families import ARCHITECTURES
-from h2o_stream.runtime.loading import ModelFile
-from h2o_stream.runtime.transformers_model import load
 from tests.descriptions import difference
 from tests.gguf_files import split
 from tests.in_turn import in_turn

@@ -12,10 +12,10 @@ import pytest
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import DataError, H2OStreamError
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
-from h2o_stream.runtime.transformers_model import load
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.state_format import write_state
 from tests.hostile import attempt, cases_of, search_all

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTraine
 
 from h2o_stream import CacheConfig, Conversation, Engine, ModelNotFoundError, RecallConfig, SamplingConfig
 from h2o_stream.config import ModelConfig
+from h2o_stream.loading.transformers_model import load_tokenizer
 from h2o_stream.models import gguf_export
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.generation_config import GenerationConfig, read_generation_config
@@ -25,7 +26,6 @@ from h2o_stream.models.templates import FALLBACK_TEMPLATE, with_template
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.recall.passages import decode
 from h2o_stream.recall.terms import TermWeights
-from h2o_stream.runtime.transformers_model import load_tokenizer
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.retention import retention
