@@ -27,8 +27,8 @@ from h2o_stream.runtime import saved_model
 from h2o_stream.runtime import transformers_model as loading
 from h2o_stream.runtime.hf_weights import HfWeights
 from h2o_stream.runtime.transformers_model import LoadedModel, load
+from tests.family_models import written as write_gguf
 from tests.fixtures import make_llama, saved
-from tests.test_runtime import written as write_gguf
 from tests.tolerance import relative_error
 
 IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
