@@ -73,11 +73,7 @@ def _known(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Progres
 def _attention_to_copy(
     model: PreTrainedModel, specs: Sequence[LayerSpec], progress: ProgressCallback = ignore
 ) -> Tensor:
-    """Fraction of attention on the previous occurrence of the current token and the token after it.
-
-    Returns:
-        [layers that evict, Hkv] float32.
-    """
+    """Fraction of attention on a token's previous occurrence and the one after it: [layers that evict, Hkv] float32."""
     text = model.config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     tokens = repeated_tokens(text.vocab_size, num_rows(weight_count(model)), context)

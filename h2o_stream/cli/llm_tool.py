@@ -59,11 +59,7 @@ class H2OModel(llm.Model):
         self._open: _Open | None = None
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:
-        """Yield a reply, and continue the conversation if it has one.
-
-        Raises:
-            llm.ModelError: the model cannot be loaded, or a setting is wrong.
-        """
+        """Yield a reply, and continue the conversation if it has one; raises llm.ModelError for our own errors."""
         try:
             opened = self._continued(prompt, conversation)
             yield from self._reply(opened, prompt, response)

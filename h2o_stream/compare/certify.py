@@ -31,9 +31,7 @@ class CertifyOptions:
 def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:
     """The differences between both readings of a model, a line each; nothing if there are none.
 
-    Args:
-        options: name the model.
-        say: gets a line before what takes long.
+    `say` gets a line before what takes long.
 
     Raises:
         H2OStreamError: it cannot be loaded without torch, or through transformers.

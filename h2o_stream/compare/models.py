@@ -22,7 +22,7 @@ _ENDLESS = 1 << 30
 
 
 class Models:
-    """A model, without torch and, for the policies that need it, as one of transformers.
+    """A model, without torch and, for the policies that need it, as one of transformers. Errors as of `load`.
 
     Args:
         config: which one.
@@ -31,12 +31,8 @@ class Models:
         notify: gets one-line messages about slow steps and automatic choices.
 
     Attributes:
-        name: what the user typed.
-        tokenizer: with a chat template.
         first: the model that serves most policies.
         why_transformers: why that is one of transformers, or nothing.
-
-    Raises: see `runtime.transformers_model.load`.
     """
 
     def __init__(
@@ -53,10 +49,7 @@ class Models:
         self._loaded, self._transformers = loaded, None if isinstance(self.first, RuntimeModel) else self.first
 
     def of(self, config: CacheConfig) -> tuple[Any, CacheConfig]:
-        """The model for a policy, and the config to serve it with.
-
-        Raises: see `runtime.transformers_model.load`.
-        """
+        """The model for a policy, and the config to serve it with. Errors as of `load`."""
         native = endless(config)
         if self._transformers is not self.first and serves(self._loaded, native):
             return self.first, native
@@ -99,11 +92,7 @@ def context_of(model: Any) -> int | None:
 
 
 def plan_for(model: Any, config: CacheConfig) -> CachePlan:
-    """What a config means for a model.
-
-    Raises:
-        H2OStreamError: the model cannot be served with it.
-    """
+    """What a config means for a model; raises H2OStreamError if the model cannot be served with it."""
     if isinstance(model, RuntimeModel):
         return plan_of(config, model.max_distance)
     from h2o_stream.attachment.support import check_supported

@@ -46,13 +46,7 @@ _BESIDE_NORMS = ("pre_ffw_norm_2", "post_ffw_norm_2", "post_ffw_norm_1")
 
 
 def describe_file(architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> Description:
-    """Describe a model from its parameters and weights.
-
-    Args:
-        architecture: row of the family.
-        parameters: parameters of the file.
-        weights: weights of the file.
-        dtype: dtype of keys and values, ``float32`` or ``bfloat16``.
+    """Describe a model from its parameters and weights, with keys and values in ``float32`` or ``bfloat16``.
 
     Raises:
         DescriptionError: weights are missing, or not packed.

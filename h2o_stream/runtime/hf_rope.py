@@ -22,11 +22,7 @@ _ONLY = {"yarn_ext_factor": 1, "yarn_attn_factor": 1, "yarn_log_multiplier": 0}
 
 
 def set_rope(config: Any, file: GgufFile, parameters: Parameters) -> None:
-    """Set ``rope_parameters`` of a config.
-
-    Raises:
-        UnsupportedModelError: transformers has no equivalent.
-    """
+    """Set ``rope_parameters`` of a config; raises UnsupportedModelError if transformers has no equivalent."""
     _RopeReader(file, parameters).set(config)
 
 

@@ -92,11 +92,7 @@ def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
 
 
 def open_source(config: ModelConfig, path: Path, notify: Callable[[str], None]) -> Source:
-    """What a model in a file or folder is described from. `notify`: see `Checkpoint`.
-
-    Raises:
-        DescriptionError, OutOfMemoryError: see `ModelFile` and `Checkpoint`.
-    """
+    """What a model in a file or folder is described from. `notify` and errors: see `ModelFile` and `Checkpoint`."""
     dtype = _dtype(config.dtype)
     if path.is_file():
         source = ModelFile(config.model, path, dtype)

@@ -24,13 +24,7 @@ def has_mixer(weights: Weights, layer: int) -> bool:
 
 
 def describe_mixer(architecture: Architecture, parameters: Parameters, weights: Weights, layer: int) -> Mixer:
-    """Describe the recurrent mixer of a layer.
-
-    Args:
-        architecture: architecture of the family.
-        parameters: parameters of the file.
-        weights: weights of the file.
-        layer: its number.
+    """Describe the recurrent mixer of the layer with this number.
 
     Raises:
         DescriptionError: weights are missing, not packed, or of other sizes.

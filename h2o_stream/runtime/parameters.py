@@ -133,8 +133,6 @@ class Parameters:
         query_heads: number of query heads in each layer.
         kv_heads: number of KV heads in each layer.
         head_size: size of queries, keys and values.
-        norm: kind of all norms.
-        epsilon: epsilon of norms.
         context: positions it was trained for.
         ropes: RoPE of each layer, None in a layer without positions.
         tied: whether the output layer is the embedding.

@@ -49,9 +49,7 @@ class RopeParameters:
 
 @numpy.errstate(all="ignore")  # `RopeParameters` refuses what comes of numbers out of range
 def rope_frequencies(theta: float, rotary_dims: int) -> Floats:
-    """[rotary_dims / 2] float32, angles per position of plain RoPE.
-
-    Computed in float32 as transformers does, so that the numbers are the same.
+    """[rotary_dims / 2] float32, angles per position of plain RoPE, computed in float32 as transformers does.
 
     Raises:
         DescriptionError: these are not numbers of a RoPE.

@@ -53,16 +53,14 @@ class Source(ABC):
 
     Args:
         name: what the user typed.
-        path: of the file or folder.
+        path: where it is.
         dtype: of vectors, keys and values.
         quantize: as `ModelConfig` has it.
         variant: the dtype and what else distinguishes ways to load it, for what is kept of it.
-        architecture: of the model.
-        parameters: of the model.
+        architecture: row of the family.
+        parameters: what the header or the config says of the model.
         generation: how it is recommended to sample.
         folder: where its packed weights are kept; None if they are not.
-
-    Attributes: the arguments.
     """
 
     def __init__(
@@ -176,12 +174,7 @@ class Source(ABC):
 
 
 class ModelFile(Source):
-    """A GGUF file.
-
-    Args:
-        name: what the user typed.
-        path: of the file.
-        dtype: of vectors, keys and values.
+    """A GGUF file; arguments as for `Source`.
 
     Raises:
         DescriptionError: its architecture or a parameter is not known here.
@@ -219,14 +212,10 @@ class ModelFile(Source):
 
 
 class Checkpoint(Source):
-    """The folder of a transformers checkpoint.
+    """The folder of a transformers checkpoint; arguments as for `Source`.
 
-    Args:
-        name: what the user typed.
-        path: of the folder.
-        dtype: of the model.
-        quantize: ``none``; ``int8`` or ``int4`` for packed matrices; or ``auto`` for the widest that fits into memory.
-        notify: gets a line about a choice that may surprise.
+    For ``auto`` the widest precision that fits into memory is taken; `notify` gets a line about a choice that may
+    surprise.
 
     Raises:
         DescriptionError: its type or a parameter is not known here, or only transformers can tell what to load.

@@ -281,11 +281,7 @@ class _Loader:
         return self._with_generation(self._read(None, config=self._hf_config, state_dict=weights, **kwargs))
 
     def _read(self, source: Any, **kwargs: Any) -> Any:
-        """The model with all of its weights; transformers would take random ones for those that are missing.
-
-        Raises:
-            DataError: some are missing.
-        """
+        """The model with all of its weights; raises DataError for missing ones, which transformers makes at random."""
         model, report = self._class.from_pretrained(source, output_loading_info=True, **kwargs)
         if missing := sorted(report["missing_keys"]):
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
@@ -300,11 +296,7 @@ class _Loader:
 
 
 def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = ignore) -> Any:
-    """Load the tokenizer that `config` names, without weights.
-
-    Raises:
-        ModelNotFoundError: not found; the message says what to do.
-    """
+    """Load the tokenizer that `config` names, without weights; raises ModelNotFoundError that says what to do."""
     with gc_paused():
         source = find(config.model, config.offline)
         config = _offline_if_unreachable(config, source)

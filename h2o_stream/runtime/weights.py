@@ -65,14 +65,7 @@ def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matr
 
 
 class FolderWeights:
-    """The weights of a folder that `packed_file` has written, mapped.
-
-    Args:
-        folder: with model.safetensors.
-        kinds: packed formats by module name.
-        architecture: of the model.
-        parameters: of the model.
-        dtype: of the model's vectors.
+    """The weights of a folder that `packed_file` has written, mapped; `kinds` are packed formats by module name.
 
     Raises:
         DescriptionError: the file is not what was written.
@@ -146,13 +139,7 @@ def small_matrix(numbers: Floats | None, bias: Floats | None, rows: int, columns
 
 
 class CheckpointWeights:
-    """The dense weights of a transformers checkpoint, mapped; they are copied only if they are rounded.
-
-    Args:
-        folder: with safetensors files.
-        architecture: of the model.
-        parameters: of the model.
-        dtype: of the model.
+    """The dense weights of a folder of safetensors files, mapped; they are copied only if they are rounded.
 
     Attributes:
         arrays: the tensors by name.
@@ -231,11 +218,7 @@ def _with_offset(numbers: Floats, architecture: Architecture, name: str, kind: s
 
 
 def as_floats(stored: NDArray[Any], name: str) -> Floats:
-    """Numbers of a file in float32.
-
-    Raises:
-        DescriptionError: they are in another dtype.
-    """
+    """Numbers of a file in float32; raises DescriptionError if they are in another dtype."""
     if stored.dtype in (numpy.float32, numpy.float16):
         return stored.astype(numpy.float32, copy=False)
     if stored.dtype != numpy.uint16:
@@ -244,11 +227,7 @@ def as_floats(stored: NDArray[Any], name: str) -> Floats:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises:
-        DescriptionError: there are none, or one is missing.
-    """
+    """The safetensors files of a checkpoint; raises DescriptionError if there are none, or one is missing."""
     index = folder / f"{WEIGHTS_FILE}.index.json"
     try:
         names = sorted({*parse_json(index.read_text())["weight_map"].values()}) if index.exists() else [WEIGHTS_FILE]
