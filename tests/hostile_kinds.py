@@ -36,30 +36,11 @@ class Kind:
 # models
 
 
-def gguf_names() -> list[str]:
-    """Names of families with files of GGUF."""
-    from tests import test_gguf_families, test_gguf_hybrids, test_runtime
-
-    return [*test_gguf_families.CASES, *test_gguf_hybrids.CASES, *test_runtime.MODELS]
-
-
 def gguf_seed(name: str, path: Path) -> Gguf:
     """The file of a family, written to this path."""
-    from gguf import GGMLQuantizationType
+    from tests.family_models import written
 
-    from tests import test_gguf_families, test_gguf_hybrids, test_runtime
-    from tests.gguf_files import write_model
-
-    tables = None
-    if name in test_gguf_families.CASES:
-        case = test_gguf_families.CASES[name]
-        architecture, make, keys, tables = case.architecture, case.make, case.keys, case.tables
-    elif name in test_gguf_hybrids.CASES:
-        architecture, make, keys = test_gguf_hybrids.CASES[name]
-    else:
-        architecture, make, keys = test_runtime.MODELS[name]
-    write_model(path, make(), architecture, GGMLQuantizationType.Q8_0, tables, **keys)
-    return Gguf.read(path)
+    return Gguf.read(written(path, name))
 
 
 def checkpoint_seed(name: str, path: Path) -> Folder:
@@ -67,20 +48,20 @@ def checkpoint_seed(name: str, path: Path) -> Folder:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from tests.test_checkpoints import MODELS
+    from tests.family_models import MODELS
 
     words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "the"])}
     backend = Tokenizer(models.WordLevel(words, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    MODELS[name]().save_pretrained(path)
+    MODELS[name].make().save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>").save_pretrained(path)
     return Folder.read(path, "config.json")
 
 
 def _checkpoints(folder: Path) -> Makers:
-    from tests.test_checkpoints import MODELS
+    from tests.family_models import CHECKPOINTS
 
-    return {name: partial(checkpoint_seed, name, folder / name) for name in MODELS}
+    return {name: partial(checkpoint_seed, name, folder / name) for name in CHECKPOINTS}
 
 
 def _adapters(folder: Path) -> Makers:
@@ -360,13 +341,14 @@ def _ignore(*_: Any) -> None:
     pass
 
 
-def _of_all(make: Callable[[str, Path], Seed]) -> Callable[[Path], Makers]:
-    """Those of all families with GGUF files."""
-    return lambda folder: {name: partial(make, name, folder / "a.gguf") for name in gguf_names()}
+def _ggufs(folder: Path) -> Makers:
+    from tests.family_models import GGUF
+
+    return {name: partial(gguf_seed, name, folder / "a.gguf") for name in GGUF}
 
 
 KINDS: Mapping[str, Kind] = {
-    "gguf": Kind(_of_all(gguf_seed), _open_model),
+    "gguf": Kind(_ggufs, _open_model),
     "checkpoint": Kind(_checkpoints, _open_model),
     "adapter": Kind(_adapters, _open_model),
     "packed": Kind(_packed, _open_packed),

@@ -97,7 +97,7 @@ KEYS: list[tuple[str, Any, str]] = [
     ("block_count", 2**31 - 1, "block_count is 2147483647, not a number from 1 to"),
     ("attention.head_count", 3, "do not share"),
     ("attention.head_count", 2**64 - 1, "head_count"),
-    ("attention.key_length", 15, "different sizes"),
+    ("attention.key_length", 18, "different sizes"),
     ("context_length", 0, "context_length"),
     ("context_length", 2**63, "context_length"),
     ("embedding_length", 32, "not"),

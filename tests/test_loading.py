@@ -27,8 +27,8 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
+from tests.family_models import written as write_gguf
 from tests.fixtures import make_llama, saved
-from tests.test_runtime import written as write_gguf
 from tests.tolerance import relative_error
 
 IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
