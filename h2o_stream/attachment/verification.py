@@ -90,7 +90,6 @@ class Verification:
 
     Args:
         model: transformers model with its own forward, and its own attention when this is created.
-        positions: mode of the cache.
         device: device of the stored keys and values.
         specs: what the cache knows of each layer.
     """

@@ -127,10 +127,6 @@ def dimension_orders(size: int, rotary_dims: int) -> Iterator[Tensor]:
     The rotary dimensions come first or, in latent attention, last. They are halves as in Llama, adjacent pairs (GLM,
     Cohere), and each in one direction or the other (nanochat). The first order changes nothing.
 
-    Args:
-        size: D.
-        rotary_dims: Drot, even.
-
     Yields:
         [D] int64. Products of queries and keys are the same in every order.
     """

@@ -56,7 +56,6 @@ class StreamMemory:
         found: [places] int32, what the last queries of all heads attended to; -1 for nothing.
         addresses: [n] int64, those of the segments.
         segments: segments, oldest first, as many as are needed.
-        index: index of the full segments.
         dropped: tokens of each head that were forgotten, because the memory was full.
     """
 

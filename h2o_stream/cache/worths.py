@@ -44,7 +44,6 @@ class Worths:
     """The occupied slots of some heads, in the first row of a batch.
 
     Attributes:
-        num_heads: heads examined.
         head: [n] int64, number of the head.
         token: [n] int64, token index.
         worth: [n] float32, see `Policy.worth`, as if nothing were protected.

@@ -89,7 +89,6 @@ class Sampler:
     Args:
         config: the user's settings. Those that are None come from `recommended`, then from `model_defaults`, then from
             ours. At temperature 0 only the user can ask for a penalty.
-        recommended: the model's generation config, or None.
         model_defaults: our own defaults of this model, see `config.model_sampling`.
 
     Attributes:
@@ -310,14 +309,10 @@ def _dry_losses(multiplier: float, base: float, lengths: NDArray[np.int64], allo
 
 
 def nucleus(scores: Scores, top_p: float) -> TokenIds:
-    """Indices of the likeliest tokens that together reach `top_p`, in ascending order.
+    """Indices of the likeliest tokens that together reach `top_p`, below 1, in ascending order. Scores are logits.
 
     Among equally likely tokens, the first ones are included. All tokens are sorted, as in transformers, only if the
     likely ones are not enough.
-
-    Args:
-        scores: [n] float32, logits.
-        top_p: below 1.
     """
     probs = _relative(scores)
     probs /= probs.sum()

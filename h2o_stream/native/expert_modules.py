@@ -69,11 +69,7 @@ def _is_split(experts: Any) -> bool:
 def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp], beside: Any = None) -> Experts:
     """Determine what a block of experts computes; weights are not copied.
 
-    Args:
-        module: module with experts, see `has_experts`.
-        name: name for the message.
-        mlp_of: describes a shared expert.
-        beside: a shared expert that is not in the module, whose output is added to its.
+    `mlp_of` describes a shared expert; `beside` is one that is not in the module, whose output is added to its.
 
     Raises:
         DescriptionError: it computes something else, or has other weights.

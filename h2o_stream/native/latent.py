@@ -19,7 +19,6 @@ class LatentSizes:
         rank: rank of the latent vector that keys and values are computed from.
         rotated: last elements of queries and keys, which RoPE rotates; all keys have the same ones.
         rest: elements before these.
-        value_size: size of values.
 
     Raises:
         DescriptionError: there are none of some.

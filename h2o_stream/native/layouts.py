@@ -43,7 +43,6 @@ class LayerLayout:
     """Module names in a decoder layer.
 
     Attributes:
-        attention: the attention module, or None.
         mlp: the MLP, or None if there is none, or if its linear layers belong to the decoder layer itself.
         norms: module name of each norm in `NORM_ROLES`.
         parallel: whether the MLP reads the attention's input; None if an attribute of the layer tells.
@@ -122,9 +121,7 @@ class AttentionLayout:
 
     Attributes:
         qkv: the projections to queries, keys and values, in this order.
-        out: the output projection.
         order: whether a fused projection concatenates the three or interleaves them per head.
-        norms: optional norms of queries and keys.
         norms_after_rope: whether they come after RoPE.
     """
 

@@ -53,11 +53,9 @@ class Source(ABC):
 
     Args:
         name: what the user typed.
-        path: where it is.
         dtype: of vectors, keys and values.
         quantize: as `ModelConfig` has it.
         variant: the dtype and what else distinguishes ways to load it, for what is kept of it.
-        architecture: row of the family.
         parameters: what the header or the config says of the model.
         generation: how it is recommended to sample.
         folder: where its packed weights are kept; None if they are not.
@@ -82,9 +80,7 @@ class Source(ABC):
     def describe(self, progress: ProgressCallback, notify: Callable[[str], None] | None = None) -> Description:
         """Describe the model; its weights come from where they were packed before, or else from the file.
 
-        Args:
-            progress: of repacking.
-            notify: gets a line when the packed weights of a large file are kept for the next start; None to keep none.
+        `notify` gets a line when the packed weights of a large file are kept for the next start; None to keep none.
 
         Raises:
             DescriptionError: weights are missing or cannot be packed.

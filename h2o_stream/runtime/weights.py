@@ -141,10 +141,6 @@ def small_matrix(numbers: Floats | None, bias: Floats | None, rows: int, columns
 class CheckpointWeights:
     """The dense weights of a folder of safetensors files, mapped; they are copied only if they are rounded.
 
-    Attributes:
-        arrays: the tensors by name.
-        num_weights: how many numbers there are.
-
     Raises:
         DescriptionError: there are other files, or one is damaged.
     """

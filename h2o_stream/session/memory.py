@@ -20,9 +20,7 @@ class MemoryReport:
     Attributes:
         tokens: number of tokens in the head that has most.
         forgotten: the oldest, for which it was too small.
-        heads: KV heads that have a memory.
         nbytes: bytes on disk.
-        limit_bytes: largest number of these bytes.
         turns: turns to which the last token attends most, with the number of such query heads, the largest first.
         queries: query heads that found anything.
     """
