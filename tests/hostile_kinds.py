@@ -13,10 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.hostile_files import Folder, Gguf
+from tests.hostile_structs import Structs, compute
 
 PROMPT, STEPS = 6, 2
 
-Seed = Gguf | Folder
+Seed = Gguf | Folder | Structs
 Makers = Mapping[str, Seed | Callable[[], Seed]]
 
 
@@ -359,6 +360,16 @@ def _ignore(*_: Any) -> None:
     pass
 
 
+def _structs_seed(name: str, path: Path) -> Seed:
+    """The description of a family."""
+    from h2o_stream.native.description import NativeModel
+    from h2o_stream.runtime.sources import ModelFile
+
+    gguf_seed(name, path)
+    model = NativeModel(ModelFile(name, path, "float32").describe(_ignore))
+    return Structs(bytes(model.struct), tuple(map(bytes, model.layers)))
+
+
 def _of_all(make: Callable[[str, Path], Seed]) -> Callable[[Path], Makers]:
     """Those of all families with GGUF files."""
     return lambda folder: {name: partial(make, name, folder / "a.gguf") for name in gguf_names()}
@@ -372,6 +383,7 @@ KINDS: Mapping[str, Kind] = {
     "tokenizer": Kind(_tokenizers, _open_tokenizer),
     "store": Kind(_stores, _open_store),
     "session": Kind(_sessions, _open_session),
+    "structs": Kind(_of_all(_structs_seed), compute),
     "torch": Kind(_checkpoints, _open_with_torch),
 }
 """LoRA is refused, but read first; transformers takes a thousand times as long as the rest."""
