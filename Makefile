@@ -28,8 +28,9 @@ serve:
 	@$(SET_UP) chat
 	@$(BIN)/h2o-serve $(ARGS)
 
-# Tests start many processes; with bytecode on disk, only the first of them compiles the sources.
-TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Tests start many processes; with bytecode on disk, only the first of them compiles the sources. Three on two cores,
+# since tests of terminals and servers wait now and then.
+TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.workers --workers 3
 
 test: setup-dev
 	$(TESTS) $(ARGS)

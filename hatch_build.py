@@ -4,6 +4,9 @@ See CMakeLists.txt. A wheel has the libraries of all instruction sets and is bui
 editable install has the one for this processor, in the source tree, and keeps build/native; H2O_SETS=all in the
 environment compiles all. Without a compiler, or if compilation fails, the package is installed without libraries.
 
+This is also the build backend: hatchling's, but that compiling for a wheel begins with its metadata. pip asks for these
+before it downloads what the package needs, and for the wheel after that.
+
 `python hatch_build.py` compiles for an editable install and prints CMake's output (set_up.py does so).
 """
 
@@ -17,19 +20,30 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+os.environ.pop("PIP_BUILD_TRACKER", None)  # with it, hatchling leaves metadata to the wheel
+try:
+    from hatchling.build import *  # noqa: F403
+    from hatchling.build import prepare_metadata_for_build_wheel as _prepare_metadata
+except ImportError:  # not a build: this file is run
+    pass
 
 if TYPE_CHECKING:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 else:
     try:
         from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-    except ImportError:  # not a build: this file is run
+    except ImportError:
         BuildHookInterface = object
 
 ROOT = Path(__file__).parent
+
+WHEEL_FOLDER = ROOT / "build" / "wheel"
+"""Where libraries for a wheel are compiled."""
 
 LIBRARY_FOLDER = Path("h2o_stream/native")
 """Location of the libraries, in the source tree and in a wheel."""
@@ -51,24 +65,24 @@ class NativeLibraries(BuildHookInterface):
             if not os.environ.get(COMPILED):
                 self._warn(compile_here())
             return
-        self._scratch = tempfile.TemporaryDirectory()
-        scratch = Path(self._scratch.name)
-        failure = _compile(scratch / "build", scratch, "all")
+        failure = compile_for_wheel()
         self._warn(failure)
-        materials = scratch / "h2o-stream.cdx.json"
+        materials = WHEEL_FOLDER / "h2o-stream.cdx.json"
         materials.write_text(json.dumps(bill_of_materials(), indent=1), encoding="utf-8")
         build_data["sbom_files"].append(str(materials))
         if not failure:
             # The libraries do not link against Python, so the wheel depends on the platform only.
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform_tag()}"
-            for library in scratch.glob(f"{LIBRARY_FOLDER}/*"):
+            for library in WHEEL_FOLDER.glob(f"{LIBRARY_FOLDER}/*"):
                 build_data["force_include"][str(library)] = str(LIBRARY_FOLDER / library.name)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Clean up."""
         if version != "editable":
-            self._scratch.cleanup()
+            shutil.rmtree(WHEEL_FOLDER)
+            with suppress(OSError):  # it has more
+                WHEEL_FOLDER.parent.rmdir()
 
     def _warn(self, failure: str) -> None:
         if failure and os.environ.get("H2O_REQUIRE_LIBRARY"):
@@ -77,6 +91,13 @@ class NativeLibraries(BuildHookInterface):
             self.app.display_warning(
                 f"h2o-stream is installed without its compiled library, and will be slower: {failure}"
             )
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
+    """Begin to compile; the rest is hatchling's."""
+    command, silent = [sys.executable, __file__, "wheel"], subprocess.DEVNULL
+    subprocess.Popen(command, stdin=silent, stdout=silent, stderr=silent)
+    return _prepare_metadata(metadata_directory, config_settings)
 
 
 def bill_of_materials() -> dict[str, Any]:
@@ -148,6 +169,24 @@ def compile_here(echo: bool = False) -> str:
     return failure
 
 
+def compile_for_wheel() -> str:
+    """Compile all sets, or wait for the process that does. Returns why it failed, or ""."""
+    with _alone(WHEEL_FOLDER):
+        return _compile(WHEEL_FOLDER / "build", WHEEL_FOLDER, "all")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Inside, no other process uses the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _compile(folder: Path, prefix: Path, sets: str, echo: bool = False) -> str:
     """Compile in a folder and install under `prefix`. Returns why it failed, or ""."""
     if not compiler():
@@ -183,4 +222,4 @@ def _platform_tag() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(compile_here(echo=True) or 0)
+    sys.exit((compile_for_wheel() if sys.argv[1:] == ["wheel"] else compile_here(echo=True)) or 0)

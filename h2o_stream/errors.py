@@ -51,11 +51,7 @@ def means_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def file_errors(place: object) -> Iterator[None]:
-    """Turn an OSError of the block into a one-line DataError about this place. A broken pipe is passed through.
-
-    Raises:
-        DataError: a file could not be read or written.
-    """
+    """Turn an OSError of the block into a one-line DataError about this place. A broken pipe is passed through."""
     try:
         yield
     except BrokenPipeError:

@@ -7,11 +7,7 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a text.
-
-    Raises:
-        ValueError: it is no JSON, or nested too deeply.
-    """
+    """The value of a text; raises ValueError if it is no JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -24,11 +24,7 @@ def limit_kernel_caches() -> None:
 
 
 def anonymous_memory(size: int) -> mmap.mmap:
-    """So many bytes of zeros outside the heap, which go back to the system when nothing refers to them any more.
-
-    Raises:
-        OutOfMemoryError: there are not so many.
-    """
+    """Zeros outside the heap, which go back to the system when nothing refers to them; raises OutOfMemoryError."""
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     try:
         return mmap.mmap(-1, size, **flags)
@@ -90,6 +86,11 @@ def free_bytes() -> int:
         return free
 
 
-def format_bytes(count: int) -> str:
-    """A human-readable size."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+def format_bytes(nbytes: int) -> str:
+    """Bytes with a binary unit: 11.7 MiB."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -33,11 +33,7 @@ class Option:
 
 
 def listed(text: str, flag: str) -> tuple[str, ...]:
-    """The words between commas.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """The words between commas; raises ConfigError if there are none."""
     items = tuple(item.strip() for item in text.split(",") if item.strip())
     if not items:
         raise ConfigError(f"{flag} is empty; give one or more, separated by commas")
@@ -68,11 +64,7 @@ def paths(text: str, flag: str) -> tuple[Path, ...]:
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Whole numbers, separated by commas.
-
-    Raises:
-        ConfigError: one of them is not a whole number, or there are none.
-    """
+    """Whole numbers, separated by commas; raises ConfigError if one is no whole number, or there are none."""
     items = listed(text, flag)
     for item in items:
         if not item.isdecimal():
@@ -89,28 +81,15 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 1
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """A size with its unit, in bytes.
-
-    Raises:
-        ConfigError: it is not a size.
-    """
+    """A size with its unit, in bytes; raises ConfigError if it is not a size."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if not size or size[2].upper() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; {flag} takes one like 128MiB or 2GiB")
     return int(float(size[1]) * _UNITS[size[2].upper()])
 
 
-def bytes_text(size: int) -> str:
-    """A number of bytes for people: 6.0 MiB."""
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
-
-
 def sizes(text: str, flag: str) -> tuple[int, ...]:
-    """Sizes in bytes, separated by commas.
-
-    Raises:
-        ConfigError: one of them is not a size.
-    """
+    """Sizes in bytes, separated by commas; raises ConfigError if one is not a size."""
     return tuple(parse_bytes(item, flag) for item in listed_if_any(text, flag))
 
 
@@ -130,11 +109,7 @@ def text_or_file(text: str | None, text_option: str, file: Path | None, file_opt
 
 
 def json_object(file: Path, option: str) -> dict[str, Any]:
-    """The JSON object in a file. Messages name the option.
-
-    Raises:
-        DataError: the file cannot be read, or holds something else.
-    """
+    """The JSON object in a file; raises DataError, naming the option, if it cannot be read, or holds something else."""
     place = f"{option} {file}"
     try:
         value = json.loads(read_text(file, place))

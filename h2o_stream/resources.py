@@ -49,11 +49,7 @@ def is_file(path: Path) -> bool:
 
 
 def require_package(module: str, packages: str, what: str) -> None:
-    """Check that a package is installed, without importing it. `what` needs it: a sentence.
-
-    Raises:
-        H2OStreamError: it is not installed; the message has the command that installs `packages`.
-    """
+    """Raise H2OStreamError, saying what needs the module and what installs it, if it cannot be imported."""
     if find_spec(module) is None:
         raise H2OStreamError(f"{what}: {install_command(packages)}")
 
@@ -65,22 +61,14 @@ def require_matplotlib() -> None:
 
 
 def write_text(path: Path, text: str, label: str) -> None:
-    """Write a text file, and create its folder.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write a text file, and create its folder; raises DataError if it cannot be written."""
     with file_errors(f"{label} {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
 
 def python_manual() -> str:
-    """A long text available on every machine: the Python reference manual from help().
-
-    Raises:
-        DataError: this Python comes without it.
-    """
+    """A long text that every machine has, Python's reference manual of help(); raises DataError without it."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -111,26 +99,16 @@ def wheel_file(project: str, suffix: str) -> Path | None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file completely, or leave it as it was. `mode` is that of a new file.
-
-    Raises:
-        OSError: for example, the disk is full.
-    """
+    """Write a file completely, or leave it as it was, or raise OSError. `mode` is that of a new file."""
     with atomic_file(path, mode) as file:
         file.write(data)
 
 
 @contextmanager
 def atomic_file(path: Path, mode: int = 0o666, sync: bool = True) -> Iterator[BinaryIO]:
-    """Create a file atomically: the block fills another one, which takes its name at the end.
+    """Create a file atomically, or raise OSError: the block fills another one, which takes its name at the end.
 
-    Args:
-        path: path of the file.
-        mode: permissions of a new file.
-        sync: whether it is on disk then, and survives a power failure.
-
-    Raises:
-        OSError: for example, the disk is full.
+    With `sync` it is on disk then, and survives a power failure. `mode` is that of a new file.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -179,11 +157,7 @@ def data_folder() -> Path:
 
 
 def private_data_folder(name: str = "") -> Path:
-    """Create a folder in the data folder, both listable by the user only.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create a folder in the data folder, both listable by the user only, or raise OSError."""
     folder = data_folder() / name
     for path in dict.fromkeys((data_folder(), folder)):
         make_private_folder(path)
@@ -191,11 +165,7 @@ def private_data_folder(name: str = "") -> Path:
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder that only the user may list; one that is there and the user's becomes so.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create a folder that only the user may list, or raise OSError; one that is there and the user's becomes so."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if hasattr(os, "getuid") and path.stat().st_uid == os.getuid() and path.stat().st_mode & 0o077:
         path.chmod(0o700)
@@ -237,11 +207,7 @@ def _folder(kind: Literal["cache", "data", "config", "log"]) -> Path:
 
 
 def user_path(name: str, label: str) -> Path:
-    """A path typed by the user, with ``~`` expanded. Messages begin with the label.
-
-    Raises:
-        DataError: the home folder does not exist, or the path is invalid.
-    """
+    """A path typed by the user, with ``~`` expanded; raises DataError, beginning with the label, if it is invalid."""
     if "\0" in name:
         raise DataError(f"{label}: file names cannot contain null characters")
     try:

@@ -51,11 +51,7 @@ _HEAD = 4096
 
 
 def read_text(path: Path, label: str) -> str:
-    """Read a text file or a document of the user. Messages begin with the label: option or command, and name.
-
-    Raises:
-        DataError: the file cannot be read, or is no text.
-    """
+    """Read a text file or a document; raises DataError that begins with the label: option or command, and name."""
     with file_errors(label):
         return _decode(path.read_bytes(), label, strict=True)
 
@@ -70,11 +66,7 @@ def piped_text(data: bytes, label: str) -> str:
 
 
 def piped_lines(stream: BinaryIO, label: str) -> Iterator[str]:
-    """The lines of a pipe as they come, as `piped_text`; the encoding is that of the first one.
-
-    Raises:
-        DataError: the pipe has no text.
-    """
+    """The lines of a pipe as they come, as `piped_text`, in the encoding of the first one."""
     first = stream.readline()
     if first.startswith(DOCUMENT_STARTS) and document_text(first + stream.read(), label) is not None:
         raise DataError(f"{label} is a document, not messages; --prompt asks about it")

@@ -1,4 +1,4 @@
-"""What pytest imports first. The process that only distributes tests to others starts them without importing torch."""
+"""What pytest imports first."""
 
 import gc
 import signal
@@ -8,6 +8,5 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in what they start in the background
-    if config.getoption("dist", "no") == "no":
-        gc.disable()  # it would look at all that is imported and collected again and again
-        config.pluginmanager.import_plugin("tests.fixtures")
+    gc.disable()  # it would look at all that is imported and collected again and again
+    config.pluginmanager.import_plugin("tests.fixtures")

@@ -24,7 +24,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -63,7 +63,7 @@ class Preloaded(subprocess.Popen[Any]):
         reply, theirs = socket.socketpair()
         with theirs:
             descriptors = [default if stream == -1 else stream for default, stream in enumerate(streams)]
-            socket.send_fds(_server(), [b"."], [*descriptors, theirs.fileno()])
+            socket.send_fds(server(), [b"."], [*descriptors, theirs.fileno()])
         request = {
             "arguments": arguments,
             "cwd": os.fspath(cwd or Path.cwd()),
@@ -123,70 +123,46 @@ def fork_other_pythons() -> None:
 
 
 @cache
-def _server() -> socket.socket:
-    """A connection to the server of all test processes, which the first of them starts; it exits with the last one."""
-    address = str(Path(gettempdir(), f"h2o-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"))
-    with socket.socket(socket.AF_UNIX) as listening:
-        try:
-            listening.bind(address)
-        except OSError:  # another process was first
-            return _connected(address)
-        listening.listen()
+def server() -> socket.socket:
+    """A connection to the process that forks, which starts with the first call and exits when all have closed it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
         subprocess.Popen(
-            [sys.executable, "-m", "tests.preloaded", str(listening.fileno())], cwd=Path(__file__).parents[1],
-            env=_ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[listening.fileno()],
+            [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())], cwd=Path(__file__).parents[1],
+            env=_ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
             start_new_session=True,
         )  # fmt: skip
-        return _connected(address)
+    return ours
 
 
-def _connected(address: str) -> socket.socket:
-    connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + 10
-    while True:
-        try:
-            connection.connect(address)
-            return connection
-        except ConnectionRefusedError:  # the other process is about to listen
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-def _serve(listening: socket.socket) -> list[str]:
+def _serve(control: socket.socket) -> list[str]:
     """Fork a child per request until the tests end. Returns only in the children, with their arguments."""
     replies: dict[int, socket.socket] = {}
-    controls = [listening.accept()[0]]
     ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     while True:
-        ready, _, _ = select.select([listening, ended, *controls], [], [])
-        if listening in ready:
-            controls.append(listening.accept()[0])
+        ready, _, _ = select.select([ended, control], [], [])
         if ended in ready:
             os.read(ended, 4096)
             while replies and (done := os.waitpid(-1, os.WNOHANG))[0]:
                 with suppress(OSError), replies.pop(done[0]) as reply:
                     reply.sendall(b"%d\n" % done[1])
-        for control in controls[:]:
-            if control not in ready:
-                continue
-            _, descriptors, _, _ = socket.recv_fds(control, 1, 4)
-            if not descriptors:
-                controls.remove(control)
-                if not controls:
-                    Path(listening.getsockname()).unlink()
-                    sys.exit()
-                continue
-            reply = socket.socket(fileno=descriptors.pop())
-            request = json.loads(reply.makefile("rb").readline())
-            if not (child := os.fork()):
-                for unneeded in (listening, *controls, reply, *replies.values()):
-                    unneeded.close()
-                return _become(request, descriptors)
-            replies[child] = reply
-            reply.sendall(b"%d\n" % child)
-            for descriptor in descriptors:
-                os.close(descriptor)
+        if control not in ready:
+            continue
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 4)
+        if not descriptors:
+            sys.exit()
+        reply = socket.socket(fileno=descriptors.pop())
+        request = json.loads(reply.makefile("rb").readline())
+        if not (child := os.fork()):
+            for unneeded in (control, reply, *replies.values()):
+                unneeded.close()
+            return _become(request, descriptors)
+        replies[child] = reply
+        reply.sendall(b"%d\n" % child)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
@@ -225,9 +201,9 @@ def _warm_up() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from h2o_stream.config import ModelConfig
+    from h2o_stream.loading.transformers_model import load, load_tokenizer
     from h2o_stream.models.tokenizer import FileTokenizer
     from h2o_stream.recall.terms import TermWeights
-    from h2o_stream.runtime.transformers_model import load, load_tokenizer
     from tests.kept_tokenizers import keep_tokenizers
 
     keep_tokenizers()
@@ -241,7 +217,7 @@ def _warm_up() -> None:
     tqdm.monitor_interval = interval
 
 
-def _main(listening: socket.socket) -> None:
+def _main(control: socket.socket) -> None:
     gc.disable()
     _warm_up()
     deadline = time.monotonic() + 10
@@ -252,7 +228,7 @@ def _main(listening: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    command, *arguments = _serve(listening)
+    command, *arguments = _serve(control)
     sys.modules["__main__"].__package__ = None  # behave like a script, not like ``python -m tests.preloaded``
     try:
         if command == "-c":
@@ -265,7 +241,7 @@ def _main(listening: socket.socket) -> None:
     except SystemExit as left:
         code = left.code or 0
     if isinstance(code, int):
-        _leave(code)
+        leave(code)
     sys.exit(code)
 
 
@@ -274,7 +250,7 @@ def _threads() -> int:
     return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> None:
     """Exit as the interpreter does, but without touching the memory shared with the parent.
 
     Returns if a stream cannot be flushed, so that the interpreter handles the error in its own way.

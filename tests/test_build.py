@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -71,6 +72,15 @@ def test_without_a_compiler(checkout):
 class TestCompiled:
     @pytest.mark.exhaustive
     def test_the_wheel_is_for_this_kind_of_machine(self, checkout):
+        """Compiling begins with its metadata, which pip asks for before it downloads what the package needs."""
+        code = "import hatch_build; hatch_build.prepare_metadata_for_build_wheel('.')"
+        environment = os.environ | {"PIP_BUILD_TRACKER": "pip's"}
+        subprocess.run([sys.executable, "-c", code], cwd=checkout, check=True, env=environment)
+        last, deadline = checkout / "build/wheel/h2o_stream/native/_h2o_cpu.sum", time.monotonic() + 60
+        while not last.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        (broken := checkout / "h2o_stream/native/src/other.cpp").write_text("no C++")
+        os.utime(broken, (0, 0))  # older than what was compiled
         name, files, _ = _wheel(checkout, H2O_REQUIRE_LIBRARY="1")
         assert "-py3-none-" in name
         assert not name.endswith("-any.whl")

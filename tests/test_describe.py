@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import abi, library
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import DescriptionError, NativeModel
+from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.modules import matrix_of, norm_of
+from h2o_stream.native.native_model import NativeModel
 from tests.families import (
     EXPERTS,
     FAMILIES,

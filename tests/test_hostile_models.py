@@ -12,10 +12,10 @@ import pytest
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import DataError, H2OStreamError
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
-from h2o_stream.runtime.transformers_model import load
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.state_format import write_state
 from tests.hostile import attempt, cases_of, search_all
@@ -98,7 +98,7 @@ KEYS: list[tuple[str, Any, str]] = [
     ("block_count", 2**31 - 1, "block_count is 2147483647, not a number from 1 to"),
     ("attention.head_count", 3, "do not share"),
     ("attention.head_count", 2**64 - 1, "head_count"),
-    ("attention.key_length", 15, "different sizes"),
+    ("attention.key_length", 18, "different sizes"),
     ("context_length", 0, "context_length"),
     ("context_length", 2**63, "context_length"),
     ("embedding_length", 32, "not"),

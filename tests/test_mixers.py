@@ -274,6 +274,12 @@ class TestRefusals:
         with pytest.raises(DescriptionError, match=match):
             describe(model)
 
+    def eager(self, name: str, change: Any) -> None:
+        model = copy.deepcopy(family_of(name).make())
+        change(model.model.layers[0])
+        with attach(model, CONFIG) as cache:
+            assert cache.engine_note.startswith("eager: its logits are off by")
+
     def test_another_forward(self) -> None:
         def change(layer: Any) -> None:
             class Doubled(type(layer.conv)):  # type: ignore[misc]
@@ -283,7 +289,7 @@ class TestRefusals:
             Doubled.forward.__module__ = type(layer.conv).__module__
             layer.conv.__class__ = Doubled
 
-        self.refused("LFM2", change, "computes something else")
+        self.eager("LFM2", change)
 
     def test_another_convolution(self) -> None:
         def change(layer: Any) -> None:
@@ -306,4 +312,4 @@ class TestRefusals:
         def change(layer: Any) -> None:
             layer.linear_attn.norm.activation = "sigmoid"
 
-        self.refused("Qwen3-Next", change, "computes something else")
+        self.eager("Qwen3-Next", change)

@@ -1,9 +1,13 @@
 """What a message names as a whole: chapters, sections, files, the text that was given last."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from h2o_stream.recall.passage import SaidTurn
 from h2o_stream.recall.wholes import find_whole
+from tests.test_history import TALK, make, said  # noqa: F401
 
 WORDS = "It rained on the harbour, and nobody came. " * 8
 NOVEL = "THE HARBOUR\n\n" + "\n\n".join(
@@ -119,3 +123,35 @@ def test_what_was_never_given() -> None:
 
 def test_transcripts_are_not_read_for_other_messages() -> None:
     assert find_whole("What is the code of the cellar?", [].pop) is None
+
+
+class Counted(Sequence[SaidTurn]):
+    """Turns that are counted as they are looked at."""
+
+    def __init__(self, turns: Sequence[SaidTurn]) -> None:
+        self.turns, self.seen = turns, 0
+
+    def __len__(self) -> int:
+        return len(self.turns)
+
+    def __getitem__(self, index: Any) -> Any:
+        self.seen += 1
+        return self.turns[index]
+
+
+@pytest.mark.usefixtures("own_home")
+def test_a_long_conversation_is_not_read_for_a_whole(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    history, seen = make(), []
+    recall = history.conversation.recall
+    recall.mode = "auto"
+    said(history, "class Sea:\n    def wave(self):\n        return 'a wave'\n", *TALK)
+    turns = list(recall.source())
+    for length in (2_000, 100_000):
+        many = Counted([*turns, *((number, "More?", "No.") for number in range(len(turns) + 1, length))])
+        monkeypatch.setattr(recall, "source", lambda many=many: many)
+        monkeypatch.setattr(recall, "_in_sync", True)
+        whole = recall.find("Show me the class Sea again.").whole
+        assert whole is not None
+        assert (whole.turn, whole.text.partition("\n")[0]) == (1, "class Sea:")
+        seen.append(many.seen)
+    assert seen[1] < seen[0] + 50

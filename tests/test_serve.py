@@ -1,8 +1,11 @@
 """The server on a random model: the real client package, histories, branches, sleep, errors, disconnects."""
 
+import gc
 import http.client
 import json
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +16,11 @@ import pytest
 
 from h2o_stream.config import ModelConfig
 from h2o_stream.native import library
+from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import chain, first_hash, parse_dialogue
 from h2o_stream.serve.stream import WaitingEngine
+from h2o_stream.session.conversation import Conversation
 from tests.serve_load import converse, post, texts, together
 from tests.served import Running, reply
 
@@ -331,6 +336,32 @@ class TestLimits:
         finally:
             running.close()
 
+    def test_others_do_not_wait_while_a_long_conversation_wakes_up(
+        self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, read, wake = ModelConfig(str(long_folder), dtype="float32"), threading.Event(), Conversations.wake
+
+        def wait(self: Conversations, kept: Any) -> None:
+            assert read.wait(30)
+            wake(self, kept)
+
+        monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
+        monkeypatch.setattr(Conversations, "wake", wait)
+        running = Running(tmp_path, model, awake=2, running=2)
+        try:
+            first = reply(running.say("Number 0."))
+            for number in range(1, 4):
+                running.ask(f"Number {number}.")
+            with ThreadPoolExecutor(2) as executor:
+                asked = [executor.submit(running.ask, "Number 0.", first, "And?") for _ in range(2)]
+                assert running.ask("Meanwhile.")[0] == 200
+                assert not any(future.done() for future in asked)
+                read.set()
+                origins = [future.result()[1]["h2o"]["origin"] for future in asked]
+            assert sorted(origins) == ["branched", "continued"]
+        finally:
+            running.close()
+
     def test_a_client_that_leaves_stops_the_reply(self, server: Running) -> None:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
         body = {"messages": [{"role": "user", "content": "Write a long story."}], "stream": True, "max_tokens": 2000}
@@ -343,3 +374,32 @@ class TestLimits:
         while server.service.active and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not server.service.active
+
+    def test_what_ends_does_not_wait_for_the_garbage_collector(self, server: Running, monkeypatch: Any) -> None:
+        """All threads would wait for it, and caches take memory until then."""
+        made, start = list[weakref.ref[Any]](), Conversations._converse
+
+        def converse(self: Conversations, *options: Any) -> Conversation:
+            conversation = start(self, *options)
+            made.extend(map(weakref.ref, (conversation, conversation.engine, conversation.engine.cache)))
+            return conversation
+
+        monkeypatch.setattr(Conversations, "_converse", converse)
+        gc.collect()
+        gc.disable()
+        try:
+            self.test_a_client_that_leaves_stops_the_reply(server)
+            server.ask("Say no.", store=False, n=2, logprobs=True)
+            server.ask("Say yes.", store=False, response_format={"type": "json_object"})
+            server.ask("Say it.", store=False, stop=["e"], recall="auto")
+            post(server.url, "/v1/completions", {"prompt": "It is", "max_tokens": 4})
+            post(server.url, "/v1/completions", {"prompt": "It is", "logit_bias": {"1": -(10**9)}})
+            kept, deadline = made, time.monotonic() + 5
+            while kept and time.monotonic() < deadline:  # the worker still has the last one
+                awake = [live.conversation for live in server.service.conversations.awake.values()]
+                used = [id(part) for each in awake for part in (each, each.engine, each.engine.cache)]
+                kept = [ref for ref in made if ref() is not None and id(ref()) not in used]
+            assert made
+            assert not kept
+        finally:
+            gc.enable()

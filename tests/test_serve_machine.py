@@ -39,7 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, long_folder: Path) -> Itera
     model, folder = ModelConfig(str(long_folder), dtype="float32"), tmp_path_factory.mktemp("served")
     running = Running(folder, model, CacheConfig(window=64), awake=3, running=3)
     running.service.access.owner = lambda headers: headers["authorization"]  # any key is one
-    yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("h2o_stream.serve.conversations._MANY", 2)  # longer ones are woken up in another thread
+        yield running
     running.close()
 
 

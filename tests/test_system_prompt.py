@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.models.templates import FALLBACK_TEMPLATE
-from h2o_stream.session.template import _SYSTEM, _USER, ChatTemplate
+from h2o_stream.session.template import ChatTemplate
+from h2o_stream.session.turn_texts import _SYSTEM, _USER
 from tests.in_turn import in_turn
 
 END = "<|im_end|>"

@@ -27,13 +27,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def without_gradient(output: Tensor, *origins: Tensor | None, reason: str = _OF_A_CACHE) -> Tensor:
-    """The same numbers; `backward` raises if one of the tensors they come from requires a gradient.
-
-    Args:
-        output: computed without a graph.
-        origins: the tensors it was computed from.
-        reason: message of the error.
-    """
+    """The output, computed without a graph from `origins`; `backward` raises `reason` if one needs a gradient."""
     if torch.is_grad_enabled():
         requiring = [origin for origin in origins if origin is not None and origin.requires_grad]
         if requiring:

@@ -21,11 +21,7 @@ WARM_UP = 3
 
 
 class Recording(Protocol):
-    """A captured step.
-
-    Attributes:
-        logits: [B, 1, V], overwritten by every replay.
-    """
+    """A captured step."""
 
     logits: Tensor
 
@@ -34,11 +30,7 @@ class Recording(Protocol):
 
 
 class CudaRecording:
-    """A step as a CUDA graph. Capturing runs nothing: the cache is unchanged.
-
-    Args:
-        step: runs the model; returns logits.
-    """
+    """A step as a CUDA graph. Capturing runs nothing: the cache is unchanged."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
         self._graph = torch.cuda.CUDAGraph()

@@ -13,8 +13,9 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.native import library
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Description, DescriptionError, NativeModel
+from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.model_guard import ModelGuard
+from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.slots import why_not
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.native.tensor_stepper import CheckedStepper, TensorStepper

@@ -13,13 +13,13 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from h2o_stream.attachment.attention_interface import using_h2o_attention
-from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.attachment.model_facts import input_device, weight_count
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayeredCache, LayerSpec
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.retrieval import PERIOD, num_rows, repeated_tokens, retrieval_windows
 from h2o_stream.config import CachePlan
+from h2o_stream.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.progress import Progress, ProgressCallback, ignore
 
 _measured: dict[str, Tensor] = {}
@@ -73,11 +73,7 @@ def _known(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Progres
 def _attention_to_copy(
     model: PreTrainedModel, specs: Sequence[LayerSpec], progress: ProgressCallback = ignore
 ) -> Tensor:
-    """Fraction of attention on the previous occurrence of the current token and the token after it.
-
-    Returns:
-        [layers that evict, Hkv] float32.
-    """
+    """Fraction of attention on a token's previous occurrence and the one after it: [layers that evict, Hkv] float32."""
     text = model.config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     tokens = repeated_tokens(text.vocab_size, num_rows(weight_count(model)), context)

@@ -13,9 +13,6 @@ class StreamHandle:
     """The ``past_key_values`` of a forward that began a stream: stands for the cache until the next stream begins.
 
     Otherwise it looks like the cache, to `isinstance` too.
-
-    Args:
-        cache: cache of the attached model, at the start of a stream.
     """
 
     def __init__(self, cache: H2OCache | FullCache) -> None:
@@ -23,11 +20,7 @@ class StreamHandle:
 
     @property
     def cache(self) -> H2OCache | FullCache:
-        """The cache.
-
-        Raises:
-            H2OStreamError: it holds a newer stream.
-        """
+        """The cache; raises H2OStreamError if it holds a newer stream."""
         if self._cache.stream_number != self._number:
             raise H2OStreamError(
                 "past_key_values is of a stream that a newer one has replaced; an attached model has one stream at a "
@@ -49,9 +42,5 @@ class StreamHandle:
 
 
 def cache_of(past_key_values: Any) -> Any:
-    """The cache itself, if it comes as a `StreamHandle`.
-
-    Raises:
-        H2OStreamError: a newer stream has replaced it.
-    """
+    """The cache itself, if it comes as a `StreamHandle`; raises H2OStreamError if a newer stream has replaced it."""
     return past_key_values.cache if type(past_key_values) is StreamHandle else past_key_values

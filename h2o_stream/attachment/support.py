@@ -80,11 +80,7 @@ def _why_not(model_class: type, config: Any) -> str:
 
 
 def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
-    """What the cache must know of every layer of a model, tested by a probe.
-
-    Raises:
-        UnsupportedModelError: see `tables_of` and `probe`.
-    """
+    """What the cache must know of every layer of a model, tested by a probe. Errors as of `tables_of` and `probe`."""
     text = model.config.get_text_config()
     kinds, uniform = layer_kinds(text), None not in sliding_windows(text)
     moves = plan.positions != "absolute"

@@ -13,11 +13,7 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 
 
 def tokens_in(kwargs: Mapping[str, Any]) -> Tensor:
-    """``input_ids`` [B, Q] or ``inputs_embeds`` [B, Q, hidden].
-
-    Raises:
-        H2OStreamError: there is neither.
-    """
+    """``input_ids`` [B, Q] or ``inputs_embeds`` [B, Q, hidden]; raises H2OStreamError if there is neither."""
     for name in ("input_ids", "inputs_embeds"):
         if kwargs.get(name) is not None:
             tokens: Tensor = kwargs[name]
@@ -26,11 +22,7 @@ def tokens_in(kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def check_rows(rows: int, batch: int) -> None:
-    """Check that a forward of `batch` rows can continue a stream of `rows`, 0 for an empty one.
-
-    Raises:
-        H2OStreamError: it cannot.
-    """
+    """Raise H2OStreamError if a forward of `batch` rows cannot continue a stream of `rows`, 0 for an empty one."""
     if rows and rows != batch:
         raise H2OStreamError(
             f"the stream has {rows} row(s), the forward brings {batch}; feed as many, or start a new stream"

@@ -13,10 +13,7 @@ from h2o_stream.errors import H2OStreamError
 
 
 def audit(groups: Sequence[Slots]) -> float:
-    """Check the layers of a stream that follow the plan (`H2OCache.evicting_groups`), under a policy that sums scores.
-
-    Returns:
-        The largest score there is.
+    """The largest score of the layers that follow the plan (`evicting_groups`), under a policy that sums scores.
 
     Raises:
         H2OStreamError: something is wrong, saying what and where.
@@ -35,15 +32,7 @@ def audit(groups: Sequence[Slots]) -> float:
 
 
 def check_slots(group: Slots, name: str) -> None:
-    """Check what holds for every policy.
-
-    Args:
-        group: holds a stream.
-        name: what errors call the group.
-
-    Raises:
-        H2OStreamError: something is wrong, saying what and where.
-    """
+    """Raise H2OStreamError if something is wrong, under any policy, in a group with this name for messages."""
     index, rank, scores, free, seen = _entries(group, "index", "rank", "scores", "free", "seen")
     index, rank, slots, lengths = (
         index.astype(numpy.int64),

@@ -65,14 +65,10 @@ def state_of(cache: WindowRules, recurrent: Mapping[str, Array] = MappingProxyTy
 
 
 def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
-    """Continue from a state, except for recurrent layers. If that fails, the cache is left half changed.
-
-    Args:
-        cache: a shallow copy; its layers are replaced.
-        state: state that `state_of` returned.
+    """Continue from a state of `state_of`, except for recurrent layers, in a shallow copy whose layers are replaced.
 
     Raises:
-        H2OStreamError: the state does not fit, or is damaged.
+        H2OStreamError: the state does not fit, or is damaged. The copy is left half changed.
     """
     columns, prompt = whole_numbers(state, "progress", 2)
     budgets = decode_json(state, "budgets")

@@ -65,11 +65,8 @@ class Occupancy:
     """How many tokens the layers that evict hold, at any length of a stream; valid for one revision of the cache.
 
     Attributes:
-        revision: see `H2OCache.revision`.
         window: tokens that a head holds in the mean.
         grown: how many of them were added for what is pinned.
-        nbytes: bytes of all layers.
-        sinks: first tokens, never evicted.
         protected: token indices that are never evicted, sinks and pins.
         groups: weight of the head groups, by schedule and number of protected recent tokens.
     """

@@ -19,14 +19,10 @@ from h2o_stream.cache.slots import Slots
 
 
 def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
-    """Evict the tokens of least worth and make the slot of the last one the free slot.
+    """Evict from each row so many tokens of least worth, and make the slot of the last one the free slot.
 
     Sinks and newest tokens with slots of their own are never candidates. While a window grows or shrinks, an empty slot
     is only taken by a row that evicts nothing; in a window of fixed size it is always taken first.
-
-    Args:
-        group: its tensors are written in place.
-        evictions: number of tokens that each row evicts. A row that evicts none has an empty slot.
     """
     start, fixed, rounds = group.store.exact, group.schedule.fixed, max(evictions)
     keys, values = group.store.read() if group.policy.needs_keys else (None, None)

@@ -41,9 +41,6 @@ class FullCache(Tearable, DynamicCache):
     """transformers' own growing cache, with the further methods of `H2OCache`.
 
     Args:
-        plan: plan with the policy ``full``.
-        config: configuration of the model.
-        device: device of layers that are loaded before they were used.
         model_digest: identifies the model when a state is saved or loaded.
         in_host_memory: whether keys and values are in host memory while their layer is not used.
     """

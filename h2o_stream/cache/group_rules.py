@@ -16,14 +16,7 @@ from h2o_stream.config import POLICIES, CachePlan
 
 
 class HeadShape(NamedTuple):
-    """The heads of a layer.
-
-    Attributes:
-        query_heads: number of query heads in the layer.
-        kv_heads: number of KV heads in the layer.
-        key_size: D of queries and keys.
-        value_size: D of values.
-    """
+    """The heads of a layer."""
 
     query_heads: int
     kv_heads: int
@@ -35,13 +28,11 @@ class MemoryPart(NamedTuple):
     """The part of a memory that belongs to a group of heads.
 
     Attributes:
-        memory: a `TokenMemory`.
         first: index of its first head.
         codebook: index of the first number of its codebooks.
         found: index of the first place that its queries have found.
         scan: offset in a segment, in bytes, of what is scanned.
         data: the same for the rest.
-        shape: shape of its layer's heads.
     """
 
     memory: Any

@@ -132,11 +132,7 @@ class H2OCache(SlotCache, LayeredCache):
         super().load_state_dict(arrays)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes a copy of row beam_idx[i], scores and ranks included.
-
-        Raises:
-            H2OStreamError: the memory has no room on disk. Nothing has changed.
-        """
+        """Row i becomes a copy of row beam_idx[i], scores and ranks included; H2OStreamError if the disk is full."""
         if self.tokens.lengths:
             if self.memory is not None:
                 self.memory.select_rows(beam_idx.tolist())

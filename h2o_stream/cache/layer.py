@@ -28,7 +28,6 @@ class EvictingLayer(CacheLayerMixin):
 
     Args:
         head_groups: together all KV heads of the layer; none if it has no attention.
-        order: see `LayerSpec`.
     """
 
     is_sliding = False

@@ -26,12 +26,7 @@ _LEVELS = 127
 
 
 class ChunkMemory:
-    """The memory of a head group, for one chunk of new tokens.
-
-    Args:
-        group: head group with a memory.
-        chunk: the Q new tokens.
-    """
+    """The memory of a head group, for one chunk of new tokens."""
 
     def __init__(self, group: HeadGroup, chunk: QueryChunk) -> None:
         assert group.memory

@@ -110,12 +110,9 @@ class MemoryIndex:
         return self._layout.segments * self._layout.tokens
 
     def extend(self, addresses: NDArray[numpy.int64], count: int, codebooks: NDArray[numpy.float32]) -> None:
-        """Make chapters of the segments that are full.
+        """Make chapters of the segments that are full, by their addresses and the codebooks of all heads.
 
-        Args:
-            addresses: addresses of the segments.
-            count: tokens of the head that has fewest.
-            codebooks: codebooks of all heads.
+        The head that has fewest tokens has `count`.
         """
         with suppress(OSError):  # no room on disk: segments without an index are searched without one
             while self._layout.segments and (first := self._end) + self._chapter_tokens <= count:
@@ -157,11 +154,7 @@ class MemoryIndex:
         return {_ABOUT: about, **{f"{_CHAPTER}{number}": chapter for number, chapter in enumerate(self.chapters)}}
 
     def load(self, arrays: Mapping[str, Any], count: int) -> None:
-        """Continue with these arrays; without them, or with chapters of another length, it is made again.
-
-        Args:
-            arrays: those of a memory.
-            count: tokens of the head that has fewest.
+        """Continue with the arrays of a memory; without them, or with chapters of another length, it is made again.
 
         Raises:
             H2OStreamError: they do not fit.

@@ -20,11 +20,7 @@ class OneThread:
         self._lock = RLock()
 
     def __enter__(self) -> None:
-        """Enter.
-
-        Raises:
-            H2OStreamError: another thread is inside.
-        """
+        """Raise H2OStreamError if another thread is inside."""
         if not self._lock.acquire(blocking=False):
             raise H2OStreamError(
                 "another thread is using this attached model, which has one stream; let one thread at a time use it, "
@@ -35,11 +31,7 @@ class OneThread:
         self._lock.release()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            H2OStreamError: always.
-        """
+        """Raise H2OStreamError."""
         raise H2OStreamError("an attached model can be neither copied nor pickled, nor can its cache; leave the block")
 
 

@@ -94,11 +94,7 @@ class Padding:
         return tuple(min(max(count - start, 0), size) for count in self.counts)
 
     def positions(self, seen: Tensor) -> Tensor:
-        """[B, Q] int64 position of every column in its row's own stream, 0 for padding.
-
-        Args:
-            seen: [B] int64, tokens seen before this forward.
-        """
+        """[B, Q] int64 position of every column in its row's own stream, 0 for padding."""
         order = self.order.to(seen.device)
         counts = torch.tensor(self.counts, device=seen.device)[:, None]
         column = torch.arange(order.shape[1], device=seen.device)

@@ -178,12 +178,7 @@ def _set_state(layer: LinearAttentionLayer, name: str, state: Tensor) -> None:
 
 
 class HeldRows:
-    """The states of rows that have no token in the next forward, which changes them nevertheless.
-
-    Args:
-        layers: those whose states the forward changes.
-        rows: indices of the rows that must keep theirs.
-    """
+    """The states of rows that have no token in the next forward, which changes them nevertheless."""
 
     def __init__(self, layers: Sequence[RecurrentLayer], rows: Sequence[int]) -> None:
         self._layers, self._rows = layers if rows else (), list(rows)

@@ -51,13 +51,10 @@ def repeated_tokens(vocabulary: int, rows: int, context: int | None) -> NDArray[
 
 
 def retrieval_windows(retrieval: NDArray[numpy.float32]) -> list[tuple[HeadWindow, ...]]:
-    """The windows of the heads of each layer, larger for heads that retrieve.
+    """The windows of the heads of each layer, from their attention to the copy: [layers, Hkv] float32.
 
     A window of w tokens misses a fraction of what a head attends to sharply that falls about as 1/w. The total is
     smallest if windows grow with the square root of what each head would miss (docs/fidelity.md).
-
-    Args:
-        retrieval: attention to the copy, [layers, Hkv] float32.
     """
     retrieves = float(retrieval.max()) >= _MIN_RETRIEVAL
     need = numpy.sqrt(retrieval) if retrieves else numpy.ones_like(retrieval)

@@ -26,11 +26,7 @@ ABSOLUTE_TAKEN = "the model has no rotary positions: --positions absolute is tak
 
 
 class PositionsError(UnsupportedModelError):
-    """A model is refused because of the position mode; ``absolute`` might work.
-
-    Args:
-        reason: why; the message also says what to do.
-    """
+    """A model is refused because of the position mode, for this reason; ``absolute`` might work."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; use --positions absolute")
@@ -147,11 +143,7 @@ def dimension_orders(size: int, rotary_dims: int) -> Iterator[Tensor]:
 
 
 def tables_of(model: nn.Module, layer_types: Iterable[str]) -> dict[str, list[RotaryTable]]:
-    """The tables that may apply to each kind of layer: one for each rotary embedding of a model, most have one.
-
-    Raises:
-        PositionsError: the type of one is unknown.
-    """
+    """The tables that may apply to each kind of layer: one for each rotary embedding of a model, most have one."""
     tables: dict[str, list[RotaryTable]] = {kind: [] for kind in layer_types}
     for rotary in model.modules():
         types: Any = getattr(rotary, "rope_type", None)

@@ -9,11 +9,7 @@ from h2o_stream.memory import anonymous_memory
 
 
 class Rotations:
-    """Cosines and sines by distance; grows when needed. Layers and caches share it.
-
-    Args:
-        frequencies: [rotary_dims / 2] float32, angles per position.
-    """
+    """Cosines and sines by distance, of angles [rotary_dims / 2] per position; layers and caches share it."""
 
     _table: NDArray[numpy.float32] = numpy.empty((0, 0), numpy.float32)
 
@@ -21,11 +17,7 @@ class Rotations:
         self._frequencies = frequencies
 
     def on_cpu(self, limit: int) -> NDArray[numpy.float32]:
-        """Rotations of the distances from 0 to limit - 1.
-
-        Returns:
-            [N, rotary_dims] float32, N at least `limit`: cosines, then as many sines.
-        """
+        """Rotations of distances from 0 to limit - 1 or more: [N, rotary_dims] float32, cosines, then as many sines."""
         if len(self._table) < limit:
             self._table = self._make(limit)
         return self._table

@@ -80,7 +80,6 @@ class _Converted:
     """The weights of modules in float32, from `begin` to `end`.
 
     Args:
-        modules: their weights are converted.
         spare: tensors by shape and device for weights of other modules, once these have ended.
     """
 

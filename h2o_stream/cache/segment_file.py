@@ -54,11 +54,7 @@ class SegmentFile:
             raise H2OStreamError(f"no file for --memory can be made in {folder}: {error.strerror or error}") from error
 
     def take(self) -> Segment:
-        """A segment with undefined content.
-
-        Raises:
-            OSError: for example, the disk is full.
-        """
+        """A segment with undefined content; raises OSError if, for example, the disk is full."""
         place = self._free.pop() if self._free else self._extend()
         number, offset = divmod(place, _MAPPED)
         segment = numpy.frombuffer(self._maps[number], numpy.uint8, self.segment_bytes, offset * self.segment_bytes)

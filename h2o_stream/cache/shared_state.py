@@ -14,9 +14,6 @@ class TokenCount:
     The count stays the same during a forward, while one layer after another takes the new tokens, and advances once
     all of them have. A forward that is cut off halfway is not counted.
 
-    Args:
-        revision: grows with `reach`.
-
     Attributes:
         lengths: tokens of each row without padding; empty before the first forward.
         columns: columns fed, padding included: what `generate` counts with.

@@ -20,8 +20,7 @@ from h2o_stream.config import (
     CacheConfig,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.memory import free_bytes
-from h2o_stream.options import bytes_text
+from h2o_stream.memory import format_bytes, free_bytes
 
 _SMALLEST = max(EXACT_SINKS.values()) + max(RESIDUAL.values()) + MIN_EVICTABLE
 """Slots of the smallest window that is tried."""
@@ -51,9 +50,6 @@ def sized(
         allocated_bytes: what one stream takes at most with a config that has a window.
         step_bytes: bytes of weights that a step reads.
         shapes: heads of the layers; None for a layer without attention, or unknown ones.
-
-    Raises:
-        ConfigError: see `config_for_size`.
     """
     if config.cache_size is not None:
         return config_for_size(config, max_distance, allocated_bytes)
@@ -81,13 +77,8 @@ def config_for_size(
 ) -> CacheConfig:
     """The same with the largest window of which the cache takes at most `config.cache_size` bytes.
 
-    Counted are the tensors of one stream: keys, values and all bookkeeping.
-    Where the model's context allows less, the window is what it allows. Pins do not let it grow.
-
-    Args:
-        config: configuration with a `cache_size`.
-        max_distance: largest distance the model was trained for, or None.
-        allocated_bytes: what one stream takes at most with a config that has a window.
+    Counted are the tensors of one stream: keys, values and all bookkeeping. Where the model's context (`max_distance`)
+    allows less, the window is what it allows. Pins do not let it grow.
 
     Raises:
         ConfigError: the smallest window takes more.
@@ -108,7 +99,8 @@ def config_for_size(
     base = bytes_of(smallest)
     if base > size:
         raise ConfigError(
-            f"cache_size is {bytes_text(size)}, but a window of {smallest} takes {bytes_text(base)}; raise --cache-size"
+            f"cache_size is {format_bytes(size)}, but a window of {smallest} takes {format_bytes(base)}; "
+            "raise --cache-size"
         )
     best, (before, bytes_before), window = smallest, (smallest, base), 2 * smallest
     for _ in range(_TRIALS):

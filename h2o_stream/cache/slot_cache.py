@@ -122,11 +122,7 @@ class SlotCache(Tearable, WindowRules):
             self._revision.bump()
 
     def make_memory_room(self, lengths: Sequence[int]) -> None:
-        """Make room in the memory for rows of so many tokens.
-
-        Raises:
-            H2OStreamError: there is none on disk, or none for so many at once.
-        """
+        """Make room in the memory for rows of so many tokens; raises H2OStreamError if disk or memory have none."""
         if self.memory is not None:
             if not self.memory.rows:
                 self.memory.begin(len(lengths))
@@ -136,11 +132,7 @@ class SlotCache(Tearable, WindowRules):
     # forwards
 
     def prepare(self, new: int) -> None:
-        """Prepare for a forward of so many tokens.
-
-        Raises:
-            ConfigError: windows do not fit the first prompt.
-        """
+        """Prepare for a forward of so many tokens; raises ConfigError if windows do not fit the first prompt."""
         if self._waits_for_prompt:
             self.begin(new)
         self.tokens.expect((new,), new)
@@ -255,11 +247,7 @@ class SlotCache(Tearable, WindowRules):
         return self._states
 
     def restored(self, state: Mapping[str, Array]) -> Self:
-        """A copy that holds what a state has, for looking at it; no model is attached to it.
-
-        Raises:
-            H2OStreamError: see `load_state_dict`.
-        """
+        """A copy that holds what a state has, for looking at it; no model is attached to it. See `load_state_dict`."""
         loaded = copy(self)
         with refusing_damage():
             load_state(loaded, state)
@@ -267,11 +255,7 @@ class SlotCache(Tearable, WindowRules):
         return loaded
 
     def load_states(self, state: Mapping[str, Array], rows: int) -> None:
-        """Take the recurrent states of all layers from a state of so many rows.
-
-        Raises:
-            H2OStreamError: they do not fit.
-        """
+        """Take the states of all layers from a state of so many rows; raises H2OStreamError if they do not fit."""
         if rows != 1:
             raise H2OStreamError(f"the state does not fit: it has {rows} streams, and one is served")
         self._states = [

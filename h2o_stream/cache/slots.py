@@ -56,11 +56,8 @@ class Slots(GroupRules):
         shape: shape of the layer's heads; None if the first keys show it.
         dtype: dtype of keys and values, such as ``bfloat16``; None likewise.
         on_disk: whether keys and values are in mapped files.
-        rules: see `GroupRules`.
 
     Attributes:
-        device: device of the slots.
-        is_initialized: whether they are allocated.
         filled: slots from this index on are empty. Undefined if keys and values are in few bits.
         queries_per_key: query heads per KV head; 0 before the first token.
     """
@@ -222,11 +219,7 @@ class Slots(GroupRules):
         self._hold(loaded)
 
     def slots_of(self, arrays: Mapping[str, Array]) -> int:
-        """Slots for a state, whose tokens are counted already.
-
-        Raises:
-            H2OStreamError: it has too many.
-        """
+        """Slots for a state, whose tokens are counted already; raises H2OStreamError if it has too many."""
         slots: int = require_array(arrays, "index").shape[-1]
         minimum = self.slots_needed(self.tokens.lengths)
         if slots > self.plan.window + self.schedule.max_held + self.spare:

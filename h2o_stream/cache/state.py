@@ -34,11 +34,7 @@ def checksummed(state: State, name: str = CHECKSUMS) -> State:
 
 
 def verify_checksums(state: Mapping[str, Array], name: str = CHECKSUMS) -> None:
-    """Compare every array that `checksummed` saw with its checksum; others are ignored.
-
-    Raises:
-        H2OStreamError: an array is missing or damaged, or there are no checksums.
-    """
+    """Raise H2OStreamError if an array that `checksummed` saw is missing or damaged, or there are no checksums."""
     if name not in state:
         raise H2OStreamError("the state has no checksums: an older version saved it, or it is incomplete")
     for key, crc in decode_json(state, name).items():
@@ -47,11 +43,7 @@ def verify_checksums(state: Mapping[str, Array], name: str = CHECKSUMS) -> None:
 
 
 def check_saveable(torn: bool, seen_tokens: int) -> None:
-    """Check that a cache has a state.
-
-    Raises:
-        H2OStreamError: it is empty, or the last forward was cut off halfway.
-    """
+    """Raise H2OStreamError if a cache has no state: it is empty, or the last forward was cut off halfway."""
     if torn:
         raise H2OStreamError("the last forward was cut off halfway: there is no state to save")
     if not seen_tokens:
@@ -60,11 +52,7 @@ def check_saveable(torn: bool, seen_tokens: int) -> None:
 
 @contextmanager
 def refusing_damage() -> Iterator[None]:
-    """Turn any error while a state is read into one line.
-
-    Raises:
-        H2OStreamError: something other than a lack of memory went wrong.
-    """
+    """Turn any error while a state is read, but for a lack of memory, into the one line of an H2OStreamError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -90,11 +78,7 @@ def encode_json(values: Mapping[str, Any]) -> Array:
 
 
 def decode_json(state: Mapping[str, Array], name: str) -> dict[str, Any]:
-    """The object that `encode_json` encoded as array `name`.
-
-    Raises:
-        H2OStreamError: it is missing or damaged.
-    """
+    """The object that `encode_json` encoded as array `name`; raises H2OStreamError if it is missing or damaged."""
     try:
         decoded = parse_json(state[name].tobytes())
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -105,11 +89,7 @@ def decode_json(state: Mapping[str, Array], name: str) -> dict[str, Any]:
 
 
 def check_fingerprint(state: Mapping[str, Array], fingerprint: Mapping[str, Any]) -> None:
-    """Compare the fingerprint inside a state with the one of this cache.
-
-    Raises:
-        H2OStreamError: it is missing, or names another model, dtype or policy.
-    """
+    """Raise H2OStreamError if a state has no fingerprint, or that of another model, dtype or policy than this cache."""
     theirs = decode_json(state, FINGERPRINT)
     ours = json.loads(json.dumps(fingerprint))
     for name, value in ours.items():
@@ -128,11 +108,7 @@ def logs_of(state: Mapping[str, Array]) -> list[str]:
 
 
 def load_log(state: Mapping[str, Array], name: str) -> NumberLog:
-    """A log from the arrays of `log_state`.
-
-    Raises:
-        H2OStreamError: it is missing or damaged.
-    """
+    """A log from the arrays of `log_state`; raises H2OStreamError if they are missing or damaged."""
     numbers, marks = require_array(state, name), state.get(name + MARKS)
     if marks is None:  # earlier versions: the array is among those with checksums
         return NumberLog(numbers)
@@ -148,11 +124,7 @@ def with_prefix(state: Mapping[str, Array], prefix: str) -> State:
 
 
 def whole_numbers(state: Mapping[str, Array], name: str, count: int | None = None) -> list[int]:
-    """The numbers of an int64 array [count], all from 0 up to 2**31.
-
-    Raises:
-        H2OStreamError: it is missing or not such an array.
-    """
+    """The numbers of an int64 array [count], all from 0 up to 2**31; raises H2OStreamError if there is none."""
     array = require_array(state, name)
     if array.dtype != numpy.int64 or array.ndim != 1 or len(array) != (len(array) if count is None else count):
         raise H2OStreamError(f"the state is damaged: {name} is {array.shape} {dtype_of(array)}")
@@ -163,11 +135,7 @@ def whole_numbers(state: Mapping[str, Array], name: str, count: int | None = Non
 
 
 def require_array(state: Mapping[str, Array], name: str, like: Array | None = None) -> Array:
-    """One array of a state, with the shape and the dtype of `like`.
-
-    Raises:
-        H2OStreamError: it is missing or does not fit.
-    """
+    """One array of a state, with the shape and dtype of `like`; raises H2OStreamError if it is missing or another."""
     array = state.get(name)
     if not isinstance(array, numpy.ndarray):
         raise H2OStreamError(f"the state is incomplete: {name} is missing")

@@ -191,11 +191,7 @@ class StreamMemory:
         return self._min_count // self._layout.tokens
 
     def fork(self) -> StreamMemory:
-        """A copy, which shares the segments that are full.
-
-        Raises:
-            OSError: there is no room on disk.
-        """
+        """A copy, which shares the segments that are full; raises OSError if there is no room on disk."""
         return self.of(self.arrays(), self.dropped)
 
     def of(self, arrays: Mapping[str, Array], dropped: int) -> StreamMemory:

@@ -57,11 +57,9 @@ class TokenMemory:
 
     Args:
         limit_bytes: largest number of bytes that the segments of a stream take.
-        previous: one whose file it shares.
 
     Attributes:
         limit_bytes: see above.
-        rows: memories by stream; empty before the first token.
         searched: whether attention searches it; see `WindowRules.search_memory`.
     """
 
@@ -139,14 +137,9 @@ class TokenMemory:
             self._room = min(row.make_room(*seen) for row, *seen in zip(self.rows, lengths, before, strict=True))
 
     def append(self, part: MemoryPart, row: int, head: int, records: Segment, queries: Queries) -> None:
-        """Append tokens [n, bytes] that a head has evicted, and their codes.
+        """Append tokens that a head, by its index in the group of `part`, has evicted, and their codes (see `Codes`).
 
-        Args:
-            part: part of the memory that belongs to the head group.
-            row: row of the stream in the batch.
-            head: index within the group.
-            records: records in the layout of `native/src/memory.h`.
-            queries: see `Codes`.
+        The records [n, bytes] are in the layout of `native/src/memory.h`; `row` is that of the stream in the batch.
         """
         self.rows[row].append(part.first + head, records)
         self._codes.add(part, self.rows[row], head, len(records), queries)
@@ -156,11 +149,7 @@ class TokenMemory:
         self._room = 0
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Row i becomes a copy of row `rows[i]`.
-
-        Raises:
-            H2OStreamError: there is no room on disk. Nothing has changed.
-        """
+        """Row i becomes a copy of row `rows[i]`, or raise H2OStreamError, changing nothing: the disk is full."""
         try:
             self.rows, self._room = [self.rows[row].fork() for row in rows], 0
         except OSError as error:

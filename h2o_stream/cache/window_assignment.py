@@ -110,11 +110,7 @@ class WindowAssignment:
 
 
 def check_not_evicted(group: Slots, start: int, stop: int) -> None:
-    """Check that a group holds the tokens from `start` up to `stop` of every row, as far as the row has them.
-
-    Raises:
-        H2OStreamError: some have been evicted.
-    """
+    """Raise H2OStreamError unless a group holds all tokens from `start` up to `stop` that each row has."""
     seen, window = max(group.tokens.lengths, default=0), group.plan.window
     stop = min(stop, seen)
     if stop <= start or seen <= window:

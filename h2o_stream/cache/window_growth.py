@@ -58,11 +58,7 @@ class WindowGrowth:
         return window
 
     def check(self, pinned: int, window: int, whose: str = "") -> None:
-        """Check that so many pinned tokens leave enough slots of a window, which cannot grow.
-
-        Raises:
-            ConfigError: they do not.
-        """
+        """Raise ConfigError if so many pinned tokens do not leave enough slots of a window, which cannot grow."""
         if window - pinned < self.min_movable:
             if self.config.max_window is not None:
                 limit = "as large as --cache-size allows"

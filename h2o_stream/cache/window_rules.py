@@ -163,11 +163,7 @@ class WindowRules:
         self.assign_windows()
 
     def check_pin(self, count: int) -> None:
-        """Check that the first `count` tokens of a new stream can be pinned alone.
-
-        Raises:
-            ConfigError, OutOfMemoryError: see `pin`.
-        """
+        """Raise ConfigError or OutOfMemoryError if the first `count` tokens of a new stream cannot be pinned alone."""
         if not self.config.by_ratio:
             self.growth().window((range(count),))
 
@@ -203,11 +199,7 @@ class WindowRules:
     # windows
 
     def begin(self, prompt: int) -> None:
-        """Tell an empty cache the length of the first prompt, if it is fed in parts: ratios are resolved by it.
-
-        Raises:
-            ConfigError, OutOfMemoryError: windows or pins do not fit.
-        """
+        """Tell an empty cache the length of a first prompt fed in parts, which resolves ratios; errors as of `pin`."""
         if self.config.by_ratio and not self.seen_tokens:
             self.make_layers(prompt, self.pins, self.transient)
             self.first_prompt = prompt
@@ -230,11 +222,7 @@ class WindowRules:
         return 0 if self._waits_for_prompt else self.plan.window - self.growth().config.window
 
     def _grow(self, pins: tuple[range, ...]) -> None:
-        """Let the window grow to what pins need, if it is not as large.
-
-        Raises:
-            ConfigError, OutOfMemoryError: see `pin`.
-        """
+        """Let the window grow to what pins need, if it is not as large; errors as of `pin`."""
         growth, sizes, fixed = self.growth(), self.windows.sizes, self._windows_fixed
         wanted, pinned = growth.window(pins), sum(map(len, merged((range(self.plan.sinks), *pins))))
         smallest = min(sizes) if fixed else self.plan.window

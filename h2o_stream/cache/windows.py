@@ -30,7 +30,6 @@ class HeadWindow:
 
     Attributes:
         heads: their indices; empty for all heads of a layer.
-        share: size of their windows relative to the mean over all heads.
     """
 
     heads: tuple[int, ...] = ()

@@ -15,11 +15,9 @@ _PATTERNS = {int: re.compile(r"[+-]?[0-9]+"), float: re.compile(r"[+-]?[0-9]+(\.
 
 
 def convert_plainly(parameter: Any, declared: Any) -> None:
-    """Let a parameter of a command convert the simple values itself, if it does not yet.
+    """Let a parameter of a command, typer's or click's, convert the simple values itself, if it does not yet.
 
-    Args:
-        parameter: typer's or click's parameter.
-        declared: the annotation it was made of: a type, or `Annotated` with that and a `typer.models.OptionInfo`.
+    It was declared as a type, or as `Annotated` with that and a `typer.models.OptionInfo`.
     """
     kind, *info = get_args(declared) if hasattr(declared, "__metadata__") else (declared,)
     ranged = any(getattr(entry, limit, None) is not None for entry in info for limit in ("min", "max"))

@@ -55,11 +55,7 @@ class Group(Generic[T]):
             yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
     def build(self, values: Mapping[str, Any]) -> T:
-        """Make the object from the values of a command's parameters.
-
-        Raises:
-            ConfigError: a value is wrong.
-        """
+        """Make the object from the values of a command's parameters; raises ConfigError if one is wrong."""
         return self.make(**{name: self._value(name, option, values) for name, option in self.options.items()})
 
     def _value(self, name: str, option: Any, values: Mapping[str, Any]) -> Any:

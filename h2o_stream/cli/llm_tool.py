@@ -59,11 +59,7 @@ class H2OModel(llm.Model):
         self._open: _Open | None = None
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:
-        """Yield a reply, and continue the conversation if it has one.
-
-        Raises:
-            llm.ModelError: the model cannot be loaded, or a setting is wrong.
-        """
+        """Yield a reply, and continue the conversation if it has one; raises llm.ModelError for our own errors."""
         try:
             opened = self._continued(prompt, conversation)
             yield from self._reply(opened, prompt, response)
@@ -100,8 +96,8 @@ class H2OModel(llm.Model):
         return self._open
 
     def _load(self, config: ModelConfig, cache: CacheConfig) -> Any:
+        from h2o_stream.loading.loading import load_model
         from h2o_stream.progress import ignore
-        from h2o_stream.runtime.loading import load_model
 
         key = (config, cache)
         if self._loaded is None or self._loaded[0] != key:

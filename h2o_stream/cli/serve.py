@@ -18,6 +18,9 @@ app = run.app("H2O")
 _SWITCH_S = 0.0005
 """Seconds after which a thread that waits for Python gets it: replies wait for it many times in a step."""
 
+_GARBAGE = 5_000, 20, 50
+"""Thresholds of garbage collection, during which all threads wait: conversations end without it, and little is left."""
+
 
 def _serve_config(
     disk: str = "8GiB",
@@ -93,7 +96,8 @@ def serve(
             from h2o_stream.serve.service import Service, load_served
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
         gc.collect()
-        gc.freeze()  # a collection, during which all threads wait, is of what requests have made
+        gc.freeze()  # only what requests have made is collected
+        gc.set_threshold(*_GARBAGE)
         sys.setswitchinterval(_SWITCH_S)
         address = f"http://{config.host}:{config.port}"
         terminal.note(f"Serving {service.name} on {address}/v1, and a page at {address}", style="dim")

@@ -59,11 +59,7 @@ class ReplayOptions:
         return QuestionSet((Question(self.prompt_file.stem, "prompt", (prompt,)),), str(self.prompt_file))
 
     def policies(self) -> list[str]:
-        """The policies that are compared, if any.
-
-        Raises:
-            ConfigError: these are fewer than two policies.
-        """
+        """The policies that are compared, if any; raises ConfigError if these are fewer than two."""
         policies = [
             name if name in POLICIES else name.lower()
             for name in (self.compare or "").replace(" ", "").split(",")

@@ -53,11 +53,7 @@ def tell(conversation: Conversation, text: str, reply: str) -> None:
 
 
 def read(conversation: Conversation, text: str, reply: str) -> Iterator[int]:
-    """Feed a turn. Yields the tokens of it that are fed.
-
-    Raises:
-        H2OStreamError: it could not be fed completely.
-    """
+    """Feed a turn, and yield the tokens of it that are fed; raises H2OStreamError if it could not be fed completely."""
     for event in conversation.feed_turn(text, reply):
         if isinstance(event, Finished):
             raise H2OStreamError(f"the stream ended early: {event.detail or event.reason}")
@@ -120,10 +116,7 @@ def _margin(conversation: Conversation, question: Question) -> float:
 def prefilled(conversation: Conversation, text: str) -> Iterator[bool]:
     """A block in which a message is fed as far as the reply, and its turn goes on: what is read again stays.
 
-    The value says whether evicted passages are read again.
-
-    Raises:
-        H2OStreamError: it could not be fed completely.
+    The value says whether evicted passages are read again. Raises H2OStreamError if it could not be fed completely.
     """
     recalling = False
     with closing(conversation.say(text)) as events:

@@ -36,11 +36,7 @@ PEERS = {
 
 
 def require_peer(peer: str, model: str | None) -> None:
-    """Check that a peer can run a model, or is installed.
-
-    Raises:
-        H2OStreamError: it is not installed, or needs a GGUF file.
-    """
+    """Raise H2OStreamError if a peer is not installed, or needs a GGUF file that the model is not."""
     from h2o_stream.models.find import gguf_file
 
     package = PEERS[peer]

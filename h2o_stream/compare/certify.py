@@ -31,18 +31,16 @@ class CertifyOptions:
 def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:
     """The differences between both readings of a model, a line each; nothing if there are none.
 
-    Args:
-        options: name the model.
-        say: gets a line before what takes long.
+    `say` gets a line before what takes long.
 
     Raises:
         H2OStreamError: it cannot be loaded without torch, or through transformers.
     """
     from h2o_stream.attachment.verification import Verification
+    from h2o_stream.loading.loading import open_source
+    from h2o_stream.loading.transformers_model import load
     from h2o_stream.models.find import find, local_path
     from h2o_stream.native.description import DescriptionError
-    from h2o_stream.runtime.loading import open_source
-    from h2o_stream.runtime.transformers_model import load
 
     config = replace(options.model, model=options.name or options.model.model, device="cpu")
     try:

@@ -15,7 +15,7 @@ from h2o_stream.compare.pause import Pause
 from h2o_stream.config import AtContext, CacheConfig, EngineChoice, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
-from h2o_stream.options import bytes_text
+from h2o_stream.memory import format_bytes
 from h2o_stream.processes import Processes
 from h2o_stream.runtime.model import RuntimeModel
 
@@ -270,7 +270,7 @@ def _cache(config: CacheConfig) -> dict[str, Any]:
 
 def label_of(config: CacheConfig) -> str:
     """Policy, seed and window, for people."""
-    size = "" if config.cache_size is None else bytes_text(config.cache_size)
+    size = "" if config.cache_size is None else format_bytes(config.cache_size)
     return f"{config.label} {config.ratios_text or size or window_of(config) or ''}".strip()
 
 

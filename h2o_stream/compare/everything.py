@@ -34,11 +34,7 @@ class AllOptions:
     engine: EngineChoice = "auto"
 
     def comparisons(self) -> dict[str, ComparisonOptions]:
-        """The options of each, by name.
-
-        Raises:
-            DataError: a text cannot be read, or the folder not be written.
-        """
+        """The options of each, by name; raises DataError if a text cannot be read, or the folder not be written."""
         text = self.text or manual_file(self.out)
         read_text(text, f"--text {text}")  # so that a missing file is reported before the model is loaded
         inputs: dict[str, Any] = {"text": text, "requests": self.requests, "engine": self.engine}
@@ -77,20 +73,12 @@ class LeftOut:
 
 
 def write_left_out(folder: Path, left_out: Iterable[LeftOut]) -> None:
-    """Write what is left out of a folder of comparisons, in place of an earlier run's.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write what is left out of a folder of comparisons, in place of an earlier run's, or raise DataError."""
     write_text(folder / _FILE, jsonl_text(item.record for item in left_out), "--out")
 
 
 def read_left_out(folder: Path) -> list[LeftOut]:
-    """What is left out of a folder; nothing if it has no such file.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """What is left out of a folder; nothing if it has no such file. Raises DataError if the file is damaged."""
     path = folder / _FILE
     if not path.exists():
         return []

@@ -67,11 +67,7 @@ class JobResult:
 
 
 class Folder:
-    """A folder of ``--out``, created if missing. Without a path it stores nothing.
-
-    Raises:
-        DataError: it cannot be created.
-    """
+    """A folder of ``--out``, created if missing (or DataError). Without a path it stores nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -80,11 +76,7 @@ class Folder:
                 (path / "parts").mkdir(parents=True, exist_ok=True)
 
     def claim(self, run: Mapping[str, Any]) -> None:
-        """Write the run record, or check that it is the same comparison's.
-
-        Raises:
-            DataError: the folder holds another comparison.
-        """
+        """Write the run record; raises DataError if the folder holds another comparison."""
         if self.path is None:
             return
         run = json.loads(json.dumps(run, default=str))
@@ -121,11 +113,7 @@ class Folder:
         return path is not None and path.exists()
 
     def store(self, key: Mapping[str, Any], result: JobResult, kept: bool = False) -> None:
-        """Store a result atomically, in place of what is kept of it, or store that.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Store a result atomically, in place of what is kept of it, or store that; or raise DataError."""
         path = self._path_of(key, kept)
         if path is None:
             return
@@ -143,11 +131,7 @@ class Folder:
         self.write(RECORDS, "\n".join(lines) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Write a file atomically; raises DataError if it cannot be written."""
         if self.path is None:
             return
         path = self.path / name

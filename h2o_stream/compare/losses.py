@@ -16,11 +16,7 @@ Losses = NDArray[numpy.float32]
 
 
 def chunk_of(plan: CachePlan) -> int:
-    """Tokens between two evictions.
-
-    Raises:
-        ConfigError: it is not a number of them.
-    """
+    """Tokens between two evictions; raises ConfigError if it is not a number of them."""
     if not plan.chunk:
         raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
     return plan.chunk

@@ -10,11 +10,11 @@ from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, CachePlan, EngineChoice, ModelConfig
 from h2o_stream.engine.served import StreamCache
 from h2o_stream.errors import ConfigError, OutOfMemoryError
+from h2o_stream.loading.loading import load_without_torch, serves
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.progress import ignore
-from h2o_stream.runtime.loading import load_without_torch, serves
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, plan_of, why_not_served
 
 _ENDLESS = 1 << 30
@@ -22,7 +22,7 @@ _ENDLESS = 1 << 30
 
 
 class Models:
-    """A model, without torch and, for the policies that need it, as one of transformers.
+    """A model, without torch and, for the policies that need it, as one of transformers. Errors as of `load`.
 
     Args:
         config: which one.
@@ -31,12 +31,8 @@ class Models:
         notify: gets one-line messages about slow steps and automatic choices.
 
     Attributes:
-        name: what the user typed.
-        tokenizer: with a chat template.
         first: the model that serves most policies.
         why_transformers: why that is one of transformers, or nothing.
-
-    Raises: see `runtime.transformers_model.load`.
     """
 
     def __init__(
@@ -53,17 +49,14 @@ class Models:
         self._loaded, self._transformers = loaded, None if isinstance(self.first, RuntimeModel) else self.first
 
     def of(self, config: CacheConfig) -> tuple[Any, CacheConfig]:
-        """The model for a policy, and the config to serve it with.
-
-        Raises: see `runtime.transformers_model.load`.
-        """
+        """The model for a policy, and the config to serve it with. Errors as of `load`."""
         native = endless(config)
         if self._transformers is not self.first and serves(self._loaded, native):
             return self.first, native
         from h2o_stream.attachment.support import with_default_positions
 
         if self._transformers is None:
-            from h2o_stream.runtime.transformers_model import load
+            from h2o_stream.loading.transformers_model import load
 
             self._transformers = load(self._config, notify=self._notify).model
         return self._transformers, with_default_positions(self._transformers.config, config)
@@ -74,7 +67,7 @@ class Models:
         try:
             loaded = load_without_torch(self._config, first, self.engine, self._notify, ignore)
         except (DescriptionError, OutOfMemoryError, ConfigError) as reason:
-            from h2o_stream.runtime.transformers_model import load
+            from h2o_stream.loading.transformers_model import load
 
             loaded = load(self._config, notify=self._notify)
             loaded = replace(loaded, why_transformers=str(reason))
@@ -99,11 +92,7 @@ def context_of(model: Any) -> int | None:
 
 
 def plan_for(model: Any, config: CacheConfig) -> CachePlan:
-    """What a config means for a model.
-
-    Raises:
-        H2OStreamError: the model cannot be served with it.
-    """
+    """What a config means for a model; raises H2OStreamError if the model cannot be served with it."""
     if isinstance(model, RuntimeModel):
         return plan_of(config, model.max_distance)
     from h2o_stream.attachment.support import check_supported

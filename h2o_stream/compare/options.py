@@ -136,11 +136,7 @@ class ComparisonOptions:
         return configs_of(self.policies, self.windows, self.seeds, self.cache)
 
     def check(self) -> None:
-        """Check what can be checked before a model is loaded: that files are there and packages of extras installed.
-
-        Raises:
-            H2OStreamError: something is missing.
-        """
+        """Raise H2OStreamError for what can be found before a model is loaded: missing files and packages."""
         if self.out is not None:
             require_matplotlib()
         if self.ray:

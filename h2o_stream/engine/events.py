@@ -18,7 +18,6 @@ class PrefillProgress:
     Attributes:
         done: prompt tokens fed so far.
         total: prompt tokens of this turn.
-        elapsed_s: seconds spent on this prompt.
     """
 
     done: int
@@ -32,11 +31,7 @@ class Token:
     """A token was sampled and is in the cache.
 
     Attributes:
-        id: token id.
         text: the text it completes; empty while a character is incomplete.
-        elapsed_s: seconds spent on this reply.
-        seen: tokens fed since the start of the stream.
-        get_counts: computes `counts`.
         thinking: the text of the model's thinking that it completes; None for a token that is no part of it.
     """
 
@@ -58,7 +53,6 @@ class Finished:
     """A prefill was cut short, or a reply ended.
 
     Attributes:
-        reason: why.
         text: text held back as a possible start of a stop string, which turned out not to be one.
         detail: a line for the user if the reason is ``context`` or ``oom``.
         cut: a stop string ended the reply, so the cache has text that is no part of it.

@@ -182,11 +182,7 @@ def _masked(
 
 
 def _as_lark(rules: str) -> str:
-    """A grammar in the form of Lark.
-
-    Raises:
-        ValueError: it is no grammar.
-    """
+    """A text's grammar in the form of Lark; raises ValueError if it is no grammar."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:

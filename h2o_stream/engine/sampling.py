@@ -217,11 +217,7 @@ class Sampler:
         return min(self._temperature, FOCUSED_TEMPERATURE) if self.focused and ours else self._temperature
 
     def candidates(self, scores: Scores) -> tuple[TokenIds, Scores]:
-        """The tokens that can be sampled, in ascending order, and their scores.
-
-        Args:
-            scores: [V] float32.
-        """
+        """The tokens that can be sampled, in ascending order, and their scores, of scores [V] float32."""
         if (temperature := self._temperature_now) != 1:
             peak = scores.max()
             with np.errstate(over="ignore"):  # of tokens without any probability
@@ -273,11 +269,7 @@ def resolve(
 
 
 def check_rng_state(state: RngState) -> None:
-    """Check that an array is a valid `Sampler.rng_state`.
-
-    Raises:
-        H2OStreamError: it is not.
-    """
+    """Raise H2OStreamError if an array is no `Sampler.rng_state`."""
     if state.dtype != np.uint8 or state.shape not in ((_STATE_BYTES,), (_OLD_STATE_BYTES,)):
         raise H2OStreamError(
             f"the state does not fit: {state.shape} {state.dtype} is not the state of a random generator"
@@ -298,11 +290,7 @@ def penalized(scores: Scores, tokens: TokenIds, penalty: float) -> Scores:
 
 
 def repeating(tokens: TokenIds) -> tuple[TokenIds, NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens that have followed a sequence with which the tokens end, the length of the sequence, and its distance.
-
-    Args:
-        tokens: [n] int64, n at least 1.
-    """
+    """For tokens [n] int64, n > 0: those that followed a sequence with which they end, its length, and its distance."""
     ends = (tokens[:-1] == tokens[-1]).nonzero()[0]
     lengths, growing = np.ones_like(ends), np.arange(len(ends))
     for length in range(1, len(tokens)):

@@ -14,8 +14,7 @@ from h2o_stream.models.tokenizer import read_object
 class GenerationConfig:
     """The part of transformers' class of this name that this package uses. None is no recommendation.
 
-    Raises:
-        ModelNotFoundError: what should end a turn is no token.
+    Raises ModelNotFoundError if what should end a turn is no token.
     """
 
     temperature: float | None = None
@@ -34,8 +33,7 @@ class GenerationConfig:
 def read_generation_config(source: Path | GgufFile) -> GenerationConfig:
     """The generation config of a GGUF file or of a model's folder; without one, its config has these values.
 
-    Raises:
-        ModelNotFoundError: a file is damaged.
+    Raises ModelNotFoundError if a file is damaged.
     """
     if isinstance(source, GgufFile):
         return GenerationConfig(eos_token_id=end_token_ids(source))

@@ -201,11 +201,7 @@ class Header:
 
 
 def read_array(data: mmap, array: SkippedArray) -> list[Any]:
-    """The items of an array that a `Header` has skipped.
-
-    Raises:
-        DamagedError: a string is not UTF-8.
-    """
+    """The items of an array that a `Header` has skipped; raises DamagedError if a string is not UTF-8."""
     if array.type != ValueType.STRING:
         return list(struct.unpack_from(f"<{array.count}{_FORMATS[array.type]}", data, array.offset))
     at, unpack, strings = array.offset, _LENGTH.unpack_from, list[str]()

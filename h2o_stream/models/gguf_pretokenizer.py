@@ -80,8 +80,7 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 def pre_tokenizer(file: GgufFile) -> tuple[pre_tokenizers.PreTokenizer, bool]:
     """How a file's tokenizer splits text, and whether pieces that are tokens are not merged from bytes.
 
-    Raises:
-        UnsupportedModelError: the file names an unknown pre-tokenizer.
+    Raises UnsupportedModelError if the file names an unknown pre-tokenizer.
     """
     name: Any = file.metadata.get(_NAME, _DEFAULT)
     if not isinstance(name, str) or name not in _REGEXES:

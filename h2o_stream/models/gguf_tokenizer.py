@@ -79,8 +79,7 @@ def _converted(file: GgufFile, split: PreTokenizer, ignore_merges: bool) -> File
 def named_tokens(file: GgufFile) -> dict[str, int]:
     """Ids of special tokens by transformers' names, if they are no ordinary text; those without an id by their text.
 
-    Raises:
-        ModelNotFoundError: one is no id.
+    Raises ModelNotFoundError if one is no id.
     """
     return _named_tokens(file, file.array(_TOKENS), file.array(_TYPES))
 

@@ -20,7 +20,6 @@ class LoadedModel:
     Attributes:
         name: what the user typed.
         model: a causal language model of transformers in evaluation mode, or a `RuntimeModel`.
-        tokenizer: tokenizer with a chat template.
         stops: strings that end a reply, for models without an end-of-turn token.
         file: the GGUF file or the folder that it was read from, or None.
         system: the system prompt that comes with it; None leaves it to the chat template.

@@ -39,8 +39,7 @@ _SAMPLE = [{"role": role, "content": content} for role, content in (
 def with_modelfile(loaded: LoadedModel, notify: Callable[[str], None]) -> LoadedModel:
     """A model with what its Modelfile says, if it is one of ollama's; a line tells what that is.
 
-    Raises:
-        UnsupportedModelError: it has an adapter.
+    Raises UnsupportedModelError if it has an adapter.
     """
     layers = ollama_layers(loaded.name)
     if "adapter" in layers:

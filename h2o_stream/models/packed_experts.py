@@ -25,9 +25,7 @@ _CLAMPED = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
 class SplitExperts(nn.Module):
     """The experts of a block, as three linear layers, or two without gates: the rows of all experts follow one another.
 
-    Args:
-        experts: experts of transformers of a known kind (`can_split`), perhaps on the meta device.
-        fused: whether gates are in one layer with what they are for.
+    They are of a known kind (`can_split`), perhaps on the meta device. `fused` gates are in one layer with `up`.
     """
 
     is_concatenated = True
@@ -140,12 +138,9 @@ def _multiplies_gates(experts: Any) -> bool:
 
 
 def split_experts(model: Any, names: set[str] | None = None, fused: bool = False) -> None:
-    """Replace experts of known kinds by split ones, without weights.
+    """Replace experts of known kinds in a model by split ones, without weights.
 
-    Args:
-        model: changed in place.
-        names: names of the needed matrices, which tell whether gates are fused; None for all.
-        fused: whether they are, without names.
+    The names of the needed matrices tell which, and whether gates are fused; None is all, and `fused` says it.
     """
     for name, module in list(model.named_modules()):
         if (names is None or f"{name}.{_MATRICES[-1]}" in names) and can_split(module):

@@ -15,12 +15,9 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """A buffer from which arrays are taken one by one; pages are committed when written.
+    """A buffer from which arrays are taken one by one; its size is the sum of `aligned` of all.
 
     Uses transparent huge pages if the system supports madvise (Linux).
-
-    Args:
-        size: bytes, the sum of `aligned` of everything that will be taken.
     """
 
     def __init__(self, size: int) -> None:

@@ -69,11 +69,7 @@ class PackedQuantizer(HfQuantizer):
         self._tied = False
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Check that packed weights can be used.
-
-        Raises:
-            ConfigError: there is no compiled library, or a device map is given.
-        """
+        """Raise ConfigError if there is no compiled library, or a device map is given."""
         require_library()
         if device_map is not None:
             raise ConfigError("packed weights work on the CPU only; omit --device-map, or use --quantize none")

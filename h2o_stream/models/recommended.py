@@ -31,8 +31,6 @@ class Recommended:
     """A model that fits into free memory.
 
     Attributes:
-        name: name that ``--model`` takes.
-        nbytes: bytes of its file.
         tokens_per_s: speed of a reply on this machine, estimated from its memory bandwidth.
     """
 

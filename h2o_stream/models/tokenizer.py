@@ -92,8 +92,7 @@ class FileTokenizer:
     def from_folder(cls, folder: Path) -> Self:
         """Read a tokenizer that transformers has saved: ``tokenizer.json`` with its config and chat templates.
 
-        Raises:
-            ModelNotFoundError: a file is missing or damaged.
+        Raises ModelNotFoundError if a file is missing or damaged.
         """
         try:
             backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -152,11 +151,7 @@ class FileTokenizer:
         return list(map(self.backend_tokenizer.id_to_token, ids))
 
     def get_chat_template(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The chat template, the one for tools if there are several.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The chat template, the one for tools if there are several; raises ValueError if there is none."""
         template = self.chat_template
         if isinstance(template, Mapping):
             template = template.get("tool_use" if tools is not None and "tool_use" in template else "default")
@@ -200,8 +195,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if there is no such file.
 
-    Raises:
-        ModelNotFoundError: it cannot be read, or is something else than an object.
+    Raises ModelNotFoundError if it cannot be read, or is something else than an object.
     """
     try:
         values = parse_json(_read_text(path)) if path.exists() else {}

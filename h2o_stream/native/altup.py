@@ -39,16 +39,12 @@ class AltUp:
 
 @dataclass(frozen=True, eq=False)
 class Laurel:
-    """scale * (x + attention + y + norm(right(left(y)))) for the attention's input y.
-
-    Raises:
-        DescriptionError: sizes do not fit.
-    """
+    """scale * (x + attention + y + norm(right(left(y)))) for the attention's input y."""
 
     left: Matrix
     right: Matrix
     norm: Norm
-    scale: float
+    scale: float = 2**-0.5
 
     def __post_init__(self) -> None:
         self.right.check_shape(self.left.columns, self.left.rows, "the second matrix of a residual of low rank")
@@ -63,9 +59,6 @@ class Versions:
         first: [hidden, hidden], of the embedding to every version but the first.
         last: [hidden, hidden], of these to what the final norm is of.
         active: the version that layers read.
-
-    Raises:
-        DescriptionError: there are too many, or none.
     """
 
     first: Sequence[Matrix]

@@ -75,11 +75,7 @@ class Tail:
 class Gate:
     """Factors on an attention's output, in the vector of `Attention.qkv`: of head h from offset + h * stride on.
 
-    Attributes:
-        kind: what they go through before.
-        offset: offset of the first head's part.
-        stride: distance from one head's part to the next.
-        size: size of each head: `value_size`, or 1 for all of its output.
+    They go through the function `kind` before. Each head has `value_size` of them, or 1 for all of its output.
     """
 
     kind: GateKind

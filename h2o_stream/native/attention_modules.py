@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from h2o_stream.native import layouts
 from h2o_stream.native.abi import GateKind
@@ -43,14 +42,14 @@ class AttentionReader(ModuleReader):
         check_flags(name, lambda flag: getattr(module, flag, None))
         if not isinstance(getattr(module, "scaling", None), float):
             raise DescriptionError(f"{name} has no scaling")
-        latent = has_modules(module, layouts.LATENT.needed)
+        latent = has_modules(module, layouts.LATENT)
         described = (
             self._latent_attention(module, index, name) if latent else self._plain_attention(module, index, name)
         )
         described = replace(
             described,
             softcap=float(getattr(module, "attn_logit_softcapping", None) or 0.0),
-            sink_logits=self._sinks(module, described.query_heads, name),
+            sink_logits=as_float32(getattr(module, layouts.SINKS, None), name),
             temperature=self._temperature(module, name),
             output_norm=self._optional_norm(module, layouts.OUTPUT_NORM, described.out.columns, name),
             clip=float(getattr(self._config, "clip_qkv", None) or 0.0),
@@ -72,9 +71,8 @@ class AttentionReader(ModuleReader):
         if layout is None or size is None:
             raise DescriptionError(f"layer {index} has a {type(module).__name__} where an attention is expected")
         source = self._source(module, index, name)
-        qkv = [self._matrix(module, key, name, self._hidden) for key in layout.needed(module)]
+        qkv = [self._matrix(module, key, name) for key in layout.needed(module)]
         out = self._matrix(module, layout.out, name)
-        self._check_rows(out, f"{layout.out} of {name}")
         if source is not None:
             return self._borrowing_attention(module, layout, qkv[0], out, index, source, size, name)
         if has_modules(module, ("k_proj",)) and getattr(module, "v_proj", layouts) is None:
@@ -114,7 +112,7 @@ class AttentionReader(ModuleReader):
         key = next((key for key in layouts.GATES if has_modules(module, (key,))), None)
         if key is None:
             return None, []
-        matrix = self._matrix(module, key, name, self._hidden)
+        matrix = self._matrix(module, key, name)
         size, rest = divmod(matrix.rows, heads)
         if rest or size not in (1, value_size):
             raise DescriptionError(f"{key} of {name} gives {matrix.rows} outputs for {heads} heads of {value_size}")
@@ -149,19 +147,18 @@ class AttentionReader(ModuleReader):
 
     def _latent_attention(self, module: Any, index: int, name: str) -> Attention:
         """Queries, keys and values from latent vectors; the last part of all keys is the same and is rotated."""
-        layout = layouts.LATENT
+        down_key, norm_key, up_key, out_key = layouts.LATENT
         rotated, rest, value_size, rank = (
             getattr(module, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
         )
         sizes = LatentSizes(rank, rotated, rest, value_size)
-        first = layout.query_down if has_modules(module, (layout.query_down,)) else layout.query
-        queries, down = (self._matrix(module, key, name, self._hidden) for key in (first, layout.down))
+        first = "q_a_proj" if has_modules(module, ("q_a_proj",)) else "q_proj"
+        queries, down = (self._matrix(module, key, name) for key in (first, down_key))
         query_up = None
-        if first == layout.query_down:
-            norm = self._norm(module, layout.query_norm, queries.rows, name)
-            query_up = Latent(self._matrix(module, layout.query_up, name, queries.rows), norm, 0, 0)
-        out = self._matrix(module, layout.out, name)
-        self._check_rows(out, f"{layout.out} of {name}")
+        if first == "q_a_proj":
+            norm = self._norm(module, "q_a_layernorm", queries.rows, name)
+            query_up = Latent(self._matrix(module, "q_b_proj", name), norm, 0, 0)
+        out = self._matrix(module, out_key, name)
         rope = self._rope(module, sizes.head_size, index, name, tail=rotated)
         elements = None
         if rope is not None and getattr(self._config, "rope_interleave", False):
@@ -172,8 +169,8 @@ class AttentionReader(ModuleReader):
             queries,
             query_up,
             down,
-            self._matrix(module, layout.up, name, rank),
-            self._norm(module, layout.norm, rank, name),
+            self._matrix(module, up_key, name),
+            self._norm(module, norm_key, rank, name),
             out,
             module.scaling,
             rope,
@@ -209,13 +206,6 @@ class AttentionReader(ModuleReader):
         if not isinstance(length, int | float) or not isinstance(scale, int | float):
             raise DescriptionError(f"{name} has temperatures of an unknown form")
         return Temperature(float(scale), float(length), 1)
-
-    def _sinks(self, module: Any, heads: int, name: str) -> Tensor | None:
-        """The learned sinks [Hq] of an attention."""
-        sinks = getattr(module, layouts.SINKS, None)
-        if sinks is not None and sinks.shape != (heads,):
-            raise DescriptionError(f"{name} has other learned sinks than one for each of {heads} heads")
-        return as_float32(sinks, name)
 
 
 def _weight_count(module: Any) -> int:

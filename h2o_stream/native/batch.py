@@ -13,19 +13,15 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.native.abi import STREAM, AttentionLayer
-from h2o_stream.native.description import Description, NativeModel
+from h2o_stream.native.description import Description
+from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.pointers import pointer
 from h2o_stream.native.stepper import MAX_ROWS, PromptPlan, Stepper, open_step, raise_failure
 from h2o_stream.native.threads import num_threads
 
 
 class BatchStepper:
-    """Steps streams of different caches, whose rules may differ only in windows and in what they protect.
-
-    Args:
-        native: the library.
-        description: of the model that all of them serve.
-    """
+    """Steps streams of several caches of one model, whose rules differ only in windows and in what they protect."""
 
     def __init__(self, native: CDLL, description: Description) -> None:
         self._native, self._model = native, NativeModel(description)

@@ -91,9 +91,7 @@ class _ModelReader(ResidualReader):
         dtype = embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype
         final = self._norm(backbone, norm, self._hidden, "the model")
         own, versions = self._layer_embeddings(backbone), self._versions(backbone)
-        output = self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden)
-        if output.rows > rows.rows:
-            raise DescriptionError(f"there are {output.rows} logits and {rows.rows} embeddings")
+        output = matrix_of(head, "the output layer")
         described = self._layers(layers, own, versions)
         with_positions = positions is not None or self._rotary is not None or self._rotary_within
         if not with_positions and not any(layer.mixer for layer in described):
@@ -101,7 +99,7 @@ class _ModelReader(ResidualReader):
         description = Description(
             layers=described,
             embedding=rows,
-            embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._embedding_factor(),
+            embedding_scale=embedding_scale(embedding) * self._embedding_factor(),
             learned_positions=None if positions is None else as_float32(positions.weight, "the learned positions"),
             learned_offset=int(getattr(positions, "offset", 0)),
             embedding_norm=self._embedding_norm(backbone, final),
@@ -151,8 +149,6 @@ class _ModelReader(ResidualReader):
         if head is None:
             raise DescriptionError(f"{type(self._model).__name__} has no output layer")
         rows = embedding_of(embedding, "the embedding")
-        if rows.columns != self._hidden:
-            raise DescriptionError(f"the embedding has {rows.columns} columns, layers {self._hidden}")
         self._mark_read(*embedding.modules(), *head.modules())
         return embedding, rows, head
 
@@ -183,9 +179,9 @@ class _ModelReader(ResidualReader):
         layers = getattr(path[-1], "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise DescriptionError(f"{type(self._model).__name__} has no list of layers")
-        own = layouts.OWN_EMBEDDING
+        scales = *layouts.OWN_EMBEDDING_SCALES, layouts.OWN_EMBEDDING_OUTPUT_SCALE
         for module in path:
-            self._mark_container(module, "the model", *own.projection_scales, own.output_scale)
+            self._mark_container(module, "the model", *scales)
         self._mark_read(layers)
         return path[-1]
 
@@ -213,7 +209,7 @@ class _ModelReader(ResidualReader):
             mlp=described,
             **{role: norms.get(role, Norm()) for role in layouts.NORM_ROLES},
             parallel=bool(parallel),
-            own_embedding=self._own_embedding(layer, name, described, embeddings) if embeddings else None,
+            own_embedding=self._own_embedding(layer, name, described) if embeddings else None,
             output_scale=1.0 if scale is None else float(scale),
             altup=self._altup(layer, versions, name),
             laurel=self._laurel(layer, name),
@@ -225,7 +221,7 @@ class _ModelReader(ResidualReader):
 
     def _mixer(self, module: Any, layer: Any, name: str) -> Mixer:
         self._mark_read(*module.modules())
-        mixer: Any = mixer_of(module, self._hidden, name)
+        mixer: Any = mixer_of(module, name)
         scaled: Mixer = replace(mixer, out=scaled_mixer_output(mixer.out, layer))
         return scaled
 
@@ -233,18 +229,16 @@ class _ModelReader(ResidualReader):
         if has_experts(module):
             return self._experts(module, shared, name)
         mlp = self._mlp(module, name)
-        return self._experts_beside(layer, name, mlp) if has_modules(layer, layouts.BESIDE.modules) else mlp
+        return self._experts_beside(layer, name, mlp) if has_modules(layer, layouts.BESIDE_MODULES) else mlp
 
     def _experts(self, module: Any, shared: Any, name: str) -> Experts:
         self._mark_read(*module.modules())
         return experts_of(module, name, lambda part: self._mlp(part, f"the shared expert of {name}"), shared)
 
     def _experts_beside(self, layer: Any, name: str, mlp: Mlp) -> Experts:
-        layout, hidden = layouts.BESIDE, self._hidden
-        inputs, output, own = (
-            self._norm(layer, key, hidden, name) for key in (layout.inputs, layout.output, layout.mlp)
-        )
-        router = self._norm(layer.router, layout.norm, hidden, f"the router of {name}")
+        hidden = self._hidden
+        inputs, output, own = (self._norm(layer, key, hidden, name) for key in layouts.BESIDE)
+        router = self._norm(layer.router, "norm", hidden, f"the router of {name}")
         self._mark_read(*layer.router.modules(), *layer.experts.modules())
         return experts_beside(layer, name, BesideMlp(router, inputs, output, own), mlp)
 
@@ -254,17 +248,13 @@ class _ModelReader(ResidualReader):
         if layout is None:
             raise DescriptionError(f"{name} has a {type(module).__name__} where an MLP is expected")
         self._mark_container(module, name)
-        up, down = self._matrix(module, layout.up, name, self._hidden), self._matrix(module, layout.down, name)
-        gate = self._matrix(module, layout.gate, name, self._hidden) if layout.gate else None
+        up, down = self._matrix(module, layout.up, name), self._matrix(module, layout.down, name)
+        gate = self._matrix(module, layout.gate, name) if layout.gate else None
         if layout.gate is None and up.rows == 2 * down.columns:
             gate, up = up.row_range(0, down.columns), up.row_range(down.columns, down.columns)
         elif layout.fused:
             raise DescriptionError(f"{name} has a {type(module).__name__} whose gates do not fit")
-        self._check_columns(down, f"{layout.down} of {name}", up.rows)
-        self._check_rows(down, f"{layout.down} of {name}")
-        activation, parameters = clamped_gates_of(module, layout.up, layout.down, name) or self._activation(
-            module, layout, name
-        )
+        activation, parameters = clamped_gates_of(module) or self._activation(module, layout, name)
         has_norm = has_modules(module, (layouts.INNER_NORM,))
         inner = self._norm(module, layouts.INNER_NORM, up.rows, name) if has_norm else Norm()
         cut = gate_deviations(getattr(module, layouts.GATE_SPARSITY, 0.0))
@@ -286,10 +276,10 @@ def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) ->
     """Find the layout whose modules match those of a layer exactly."""
     children = dict(layer.named_children())
     kinds = {key for key, child in children.items() if not isinstance(child, _NO_OPS)}
-    own = layouts.OWN_EMBEDDING
-    optional = {own.gate, own.out, own.norm, *layouts.ACTIVATIONS} if own.gate in kinds else set()
-    optional |= {layouts.ALTUP.module, layouts.LAUREL.module} if own.gate in kinds else set()
-    optional |= layouts.BESIDE.modules if layouts.BESIDE.modules <= kinds else set()
+    optional = set[str]()
+    if layouts.OWN_EMBEDDING[0] in kinds:
+        optional = {*layouts.OWN_EMBEDDING, *layouts.ACTIVATIONS, layouts.ALTUP, layouts.LAUREL}
+    optional |= layouts.BESIDE_MODULES if kinds >= layouts.BESIDE_MODULES else set()
     inner = {"fc1", "fc2", *layouts.ACTIVATIONS}
     named = [
         layout
@@ -316,7 +306,7 @@ def _is_as_named(layer: Any, layout: LayerLayout) -> bool:
 
 def _has_projections(module: Any) -> bool:
     """Whether a module has those of an attention."""
-    latent = has_modules(module, layouts.LATENT.needed)
+    latent = has_modules(module, layouts.LATENT)
     return latent or any(has_modules(module, (*layout.needed(module), layout.out)) for layout in layouts.ATTENTIONS)
 
 

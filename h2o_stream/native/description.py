@@ -1,20 +1,19 @@
 """A decoder-only transformer as data: its matrices, norms and parameters, in the terms of `src/abi.h`.
 
 A description is independent of any cache. `describe` creates one from a transformers model; `NativeModel` converts it
-to C structures. Its arrays may be tensors of torch or arrays of numpy; nothing here imports torch.
+to C structures. Its arrays may be tensors of torch or arrays of numpy; nothing here imports torch. Parts whose sizes do
+not fit each other raise DescriptionError.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Activation
-from h2o_stream.native.altup import AltUp, Laurel, Versions, fill_altup, fill_laurel, fill_versions
+from h2o_stream.native.altup import AltUp, Laurel, Versions, fill_altup, fill_laurel
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.matrix import DENSE as DENSE
@@ -23,7 +22,7 @@ from h2o_stream.native.matrix import DescriptionError as DescriptionError
 from h2o_stream.native.matrix import Matrix as Matrix
 from h2o_stream.native.matrix import Norm as Norm
 from h2o_stream.native.mixers import Mixer, check_mixer, fill_mixer
-from h2o_stream.native.pointers import Array, pointer
+from h2o_stream.native.pointers import Array
 
 
 class FeedForward(Protocol):
@@ -53,9 +52,6 @@ class Mlp:
         parameters: parameters of the activation, see `abi.h`.
         inner_norm: norm of the input of `down`.
         gate_deviations: only what is above the gates' mean by so many standard deviations goes on; None for all.
-
-    Raises:
-        DescriptionError: sizes do not fit.
     """
 
     gate: Matrix | None
@@ -106,11 +102,6 @@ class OwnEmbedding:
 
     Attributes:
         gate: [size, hidden]; its activation is that of the MLP.
-        out: [hidden, size].
-        norm: norm of the added vector.
-
-    Raises:
-        DescriptionError: sizes do not fit.
     """
 
     gate: Matrix
@@ -133,9 +124,6 @@ class Layer:
         altup: how it updates the versions of the residual stream, if there are several.
         laurel: a residual beside attention.
         output_scale: factor on what the layer gives.
-
-    Raises:
-        DescriptionError: nothing is left.
     """
 
     attention: Attention | None
@@ -175,11 +163,7 @@ class Layer:
         return [*attention, *mixing, *laurel, *([own.gate, own.out] if own else [])]
 
     def check_sizes(self, hidden: int, versions: int) -> None:
-        """Check that all parts are of a residual stream of so many numbers.
-
-        Raises:
-            DescriptionError: one is not.
-        """
+        """Raise DescriptionError if a part is not of a residual stream of so many numbers."""
         if self.attention:
             self.attention.check_hidden(hidden)
         if self.mixer:
@@ -196,13 +180,7 @@ class Layer:
             self.altup.check_sizes(hidden, versions)
 
     def fill(self, struct: abi.Layer, hidden: int, first_state: int) -> None:
-        """Fill a structure, except for the fields that depend on a cache.
-
-        Args:
-            struct: is filled.
-            hidden: size of the residual stream.
-            first_state: number of states of mixers in all layers before.
-        """
+        """Fill a structure, but for fields that depend on a cache; earlier layers' mixers have `first_state` states."""
         for name in NORM_ROLES:
             setattr(struct, name, getattr(self, name).to_struct(hidden))
         struct.parallel, struct.output_scale = self.parallel, self.output_scale
@@ -247,21 +225,16 @@ class Description:
     """A causal language model.
 
     Attributes:
-        layers: decoder layers.
         embedding: [vocabulary, hidden].
         embedding_scale: factor on embeddings.
         learned_positions: [n, hidden] float32, or None.
         learned_offset: row for token index 0.
         embedding_norm: norm of what goes into the first layer.
-        norm: final norm.
-        output: output layer.
         logit_scale: factor on logits.
         logit_softcap: softcap of logits, 0 for none.
         residual_scale: factor on attention and MLP outputs.
         dtype: dtype of the model's activations, such as "bfloat16"; those of a step are float32.
         logits_dtype: dtype of the model's logits.
-        layer_embeddings: those of each layer.
-        versions: those of the residual stream, if there are several.
         placeholders: tokens that stand for something else than text, which the model itself has to take.
 
     Raises:
@@ -340,63 +313,3 @@ class Description:
     def nbytes(self) -> int:
         """Bytes of weights that a decode step reads."""
         return sum((layer.nbytes for layer in self.layers), int(self.output.weights.nbytes))
-
-
-class NativeModel:
-    """A description as C structures, with the arrays they point to.
-
-    The fields that depend on a cache are still zero: those of `AttentionLayer` from `policy` on, and the slot groups.
-
-    Attributes:
-        layers: array of `abi.Layer`.
-        struct: the model; points to `layers`.
-        description: keeps the arrays alive.
-    """
-
-    _original: NativeModel | None = None
-
-    def __init__(self, description: Description) -> None:
-        self.description = description
-        self.layers = (abi.Layer * len(description.layers))()
-        states = 0
-        for number, (layer, struct) in enumerate(zip(description.layers, self.layers, strict=True)):
-            layer.fill(struct, description.embedding.columns, states)
-            states += len(layer.mixer.states) if layer.mixer else 0
-            source = layer.attention.source if layer.attention else None
-            struct.kv_source = number if source is None else source
-        self.struct = abi.Model(
-            layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
-            layer_count=len(self.layers),
-            hidden_size=description.embedding.columns,
-            vocab_size=description.output.rows,
-            embedding=description.embedding.to_struct(),
-            embedding_scale=description.embedding_scale,
-            learned_positions=pointer(description.learned_positions, "float32", description.embedding.columns),
-            learned_offset=description.learned_offset,
-            embedding_norm=description.embedding_norm.to_struct(description.embedding.columns),
-            norm=description.norm.to_struct(description.embedding.columns),
-            output=description.output.to_struct(),
-            logit_scale=description.logit_scale,
-            logit_softcap=description.logit_softcap,
-            residual_scale=description.residual_scale,
-        )
-        if description.versions:
-            fill_versions(description.versions, self.struct)
-        if embeddings := description.layer_embeddings:
-            struct, size = self.struct, embeddings.embedding.columns // len(self.layers)
-            struct.layer_embedding, struct.layer_projection = (
-                embeddings.embedding.to_struct(),
-                embeddings.projection.to_struct(),
-            )
-            struct.layer_projection_norm = embeddings.norm.to_struct(size)
-            struct.layer_embedding_scale, struct.layer_input_scale = embeddings.scale, embeddings.output_scale
-            struct.layer_projection_scale = embeddings.projection_scale
-
-    def copied(self) -> NativeModel:
-        """A copy for another cache, which is made sooner and smaller than from the description."""
-        other = copy(self)
-        other._original = self  # keeps alive what the structures point to
-        other.layers = type(self.layers).from_buffer_copy(self.layers)
-        other.struct = abi.Model.from_buffer_copy(self.struct)
-        other.struct.layers = ctypes.cast(other.layers, ctypes.POINTER(abi.Layer))
-        return other

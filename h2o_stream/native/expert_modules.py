@@ -22,9 +22,9 @@ from h2o_stream.native.experts import BesideMlp, Experts, Router, halves_of
 from h2o_stream.native.modules import (
     activation_of,
     as_float32,
+    clamped_gates_of,
     dense_matrix,
     gated,
-    gated_activation_of,
     matrix_of,
     raw_tensor,
 )
@@ -120,35 +120,18 @@ def _candidates(experts: Experts, scale: float, x: Tensor) -> Iterator[Experts]:
 
 @torch.no_grad()
 def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts:
-    """The same for the experts of a layer that are beside its MLP, see `layouts.BESIDE`.
-
-    Args:
-        layer: has router and experts.
-        name: name for the message.
-        norms: around them; that of the router without its scale.
-        mlp: beside them.
-    """
-    layout, experts = layouts.BESIDE, layer.experts
-    router = RouterModule(layer, f"the router of {name}")
-    scale = as_float32(getattr(layer.router, layout.scale), name)
+    """The same for experts beside the MLP of a layer, see `layouts.BESIDE`; the router's norm has no scale."""
+    experts, router = layer.experts, RouterModule(layer, f"the router of {name}")
+    scale = as_float32(layer.router.scale, name)
     assert scale is not None
     assert norms.router.weight is not None
-    weight = norms.router.weight * scale * float(getattr(layer.router, layout.factor))
+    weight = norms.router.weight * scale * float(layer.router.scalar_root_size)
     norms = replace(norms, router=replace(norms.router, weight=weight.contiguous()))
     dtype = router.weight.dtype if _is_split(experts) else experts.down_proj.dtype
     described = _described(experts, router_of(router, dtype, norms.router), name)
-    known = {f"{layout.matrix}.weight", layout.scale, layout.factors, f"{layout.norm}.weight"}
+    known = {"proj.weight", "scale", "per_expert_scale", "norm.weight"}
     if unknown := next((key for key, _ in named_tensors(layer.router) if key not in known), None):
         raise DescriptionError(f"{name} has the parameter {unknown} in its {type(layer.router).__name__}")
-    x = inputs_of(described.router, dtype)[_FED]
-    weights, indices = router(x).topk(router.chosen, -1)
-    expected = experts(x, indices, weights.to(dtype)).float()
-    y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
-    for token, place in torch.ones_like(indices).nonzero().tolist():
-        index = int(indices[token, place])
-        y[token] += weights[token, place] * _apply_expert(described, experts, index, x[token]).float()
-    problem = f"has {type(experts).__name__} that compute something else than known experts"
-    only_match([(described, y)], expected, name, problem, tolerance_of(dtype))
     return replace(described, shared=mlp, beside=norms)
 
 
@@ -157,8 +140,10 @@ def _described(experts: Any, router: Router, name: str) -> Experts:
     count = router.matrix.rows
     if hasattr(experts, "act_fn"):
         activation, parameters = activation_of(experts.act_fn, f"act_fn of {name}")
+    elif found := clamped_gates_of(experts):
+        activation, parameters = found
     else:
-        activation, parameters = gated_activation_of(_gates_of(experts), experts, name)
+        raise DescriptionError(f"{name} has gates of an unknown kind in its {type(experts).__name__}")
     if _is_split(experts):
         fused = hasattr(experts, _FUSED)
         keys = [_FUSED, _SPLIT[-1]] if fused else [key for key in _SPLIT if hasattr(experts, key)]
@@ -200,17 +185,6 @@ def _columns(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
 def _concatenated(experts: Any) -> bool:
     """Whether all gate rows come first, rather than interleaved with the up rows."""
     return bool(getattr(experts, "is_concatenated", True))
-
-
-def _gates_of(experts: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function of gates and what they are for."""
-
-    def gates(gate: Tensor, up: Tensor) -> Tensor:
-        stacked = (gate, up) if _concatenated(experts) else (torch.stack((gate, up), -1).flatten(),)
-        applied: Tensor = experts._apply_gate(torch.cat(stacked))
-        return applied
-
-    return gates
 
 
 def _part(module: Any, names: Iterable[str]) -> Any:

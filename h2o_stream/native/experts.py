@@ -25,7 +25,6 @@ class Router:
         groups: the experts are in so many groups of equal size; 0 if they are in none.
         chosen_groups: how many of them experts are chosen from.
         group_worth: how groups are ranked: by their best expert, or by the sum of the best two.
-        jitter: see `Scoring`.
         weighs_inputs: whether weights are factors on what goes into an expert, not on its output.
         factors: [experts] float32, on weights; or None.
     """

@@ -69,9 +69,6 @@ def latent_attention(
         rope: RoPE of the last elements.
         elements: see `Attention`.
         name: name of the attention, for messages.
-
-    Raises:
-        DescriptionError: the matrices do not fit the sizes.
     """
     start = first.rows
     end = start + down.rows

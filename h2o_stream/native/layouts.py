@@ -66,72 +66,50 @@ class LayerLayout:
         return {*self.norms.values(), *filter(None, (self.attention, self.mixer, self.mlp, self.shared))}
 
 
-_LFM2_NORMS = {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}
-_LFM3_NORMS = {**_LFM2_NORMS, "after_attention": "post_operator_norm", "after_mlp": "post_ffn_norm"}
-_BEFORE_FEED_FORWARD = {"before_attention": "input_layernorm", "before_mlp": "pre_ff_layernorm"}
-_TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+def _layer(attention: str | None, mlp: str | None, norms: str, **further: Any) -> LayerLayout:
+    """A layout with the names of the norms in `NORM_ROLES`, in this order; a dash where there is none."""
+    named = zip(NORM_ROLES, norms.split(), strict=False)
+    return LayerLayout(attention, mlp, {role: name for role, name in named if name != "-"}, **further)
+
+
+_TWO_NORMS = "input_layernorm - post_attention_layernorm"
+_LFM2_NORMS, _LFM3_NORMS = "operator_norm - ffn_norm", "operator_norm post_operator_norm ffn_norm post_ffn_norm"
+_BEFORE_FEED_FORWARD = "input_layernorm - pre_ff_layernorm"
 
 LAYERS = (
-    LayerLayout("self_attn", "mlp", _TWO_NORMS),
-    LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS),
-    LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS, shared="shared_mlp"),
-    LayerLayout("self_attn", "feed_forward", _TWO_NORMS),
-    LayerLayout("attn", "mlp", {"before_attention": "attn_norm", "before_mlp": "mlp_norm"}),
-    LayerLayout(
+    _layer("self_attn", "mlp", _TWO_NORMS),
+    _layer("self_attn", "block_sparse_moe", _TWO_NORMS),
+    _layer("self_attn", "block_sparse_moe", _TWO_NORMS, shared="shared_mlp"),
+    _layer("self_attn", "feed_forward", _TWO_NORMS),
+    _layer("attn", "mlp", "attn_norm - mlp_norm"),
+    _layer("self_attn", "mlp", "input_layernorm post_attention_layernorm pre_mlp_layernorm post_mlp_layernorm"),
+    _layer(None, "block_sparse_moe", _TWO_NORMS, mixer="mamba", shared="shared_mlp"),
+    _layer("self_attn", "shared_mlp", _TWO_NORMS),
+    _layer(None, "shared_mlp", _TWO_NORMS, mixer="mamba"),
+    _layer(
         "self_attn",
         "mlp",
-        {
-            "before_attention": "input_layernorm",
-            "after_attention": "post_attention_layernorm",
-            "before_mlp": "pre_mlp_layernorm",
-            "after_mlp": "post_mlp_layernorm",
-        },
+        "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm",
     ),
-    LayerLayout(None, "block_sparse_moe", _TWO_NORMS, mixer="mamba", shared="shared_mlp"),
-    LayerLayout("self_attn", "shared_mlp", _TWO_NORMS),
-    LayerLayout(None, "shared_mlp", _TWO_NORMS, mixer="mamba"),
-    LayerLayout(
-        "self_attn",
-        "mlp",
-        {
-            "before_attention": "input_layernorm",
-            "after_attention": "post_attention_layernorm",
-            "before_mlp": "pre_feedforward_layernorm",
-            "after_mlp": "post_feedforward_layernorm",
-        },
-    ),
-    LayerLayout(
-        "self_attn", "mlp", {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
-    ),
-    LayerLayout("self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}),
-    LayerLayout("attention", "mlp", _TWO_NORMS),
-    LayerLayout(
-        "self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "input_layernorm"}, parallel=True
-    ),
-    LayerLayout(
-        "self_attn",
-        None,
-        {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"},
-        owns_mlp=True,
-    ),
-    LayerLayout(
-        "self_attn",
-        "mlp",
-        {**_TWO_NORMS, "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"},
-    ),
-    LayerLayout("self_attn", "mlp", {**_TWO_NORMS, "after_attention": "post_norm1", "after_mlp": "post_norm2"}),
-    LayerLayout("self_attn", "mlp", {"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}),
-    LayerLayout("self_attn", "feed_forward", _LFM2_NORMS),
-    LayerLayout(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
-    LayerLayout("self_attn", "feed_forward", _LFM3_NORMS),
-    LayerLayout(None, "feed_forward", _LFM3_NORMS, mixer="conv"),
-    LayerLayout(None, "mlp", _TWO_NORMS, mixer="linear_attn"),
-    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD),
-    LayerLayout(None, "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
-    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
-    LayerLayout("mixer", None, {"before_attention": "norm"}),
-    LayerLayout(None, None, {"before_attention": "norm"}, mixer="mixer"),
-    LayerLayout(None, "mixer", {"before_mlp": "norm"}),
+    _layer("self_attn", "mlp", "- post_attention_layernorm - post_feedforward_layernorm"),
+    _layer("self_attn", "mlp", "input_layernorm - pre_feedforward_layernorm"),
+    _layer("attention", "mlp", _TWO_NORMS),
+    _layer("self_attn", "mlp", "input_layernorm - input_layernorm", parallel=True),
+    _layer("self_attn", None, "self_attn_layer_norm - final_layer_norm", owns_mlp=True),
+    _layer("self_attn", "mlp", "input_layernorm post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm"),
+    _layer("self_attn", "mlp", "input_layernorm post_norm1 post_attention_layernorm post_norm2"),
+    _layer("self_attn", "mlp", "attention_layernorm - feedforward_layernorm"),
+    _layer("self_attn", "feed_forward", _LFM2_NORMS),
+    _layer(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
+    _layer("self_attn", "feed_forward", _LFM3_NORMS),
+    _layer(None, "feed_forward", _LFM3_NORMS, mixer="conv"),
+    _layer(None, "mlp", _TWO_NORMS, mixer="linear_attn"),
+    _layer("self_attn", "feed_forward", _BEFORE_FEED_FORWARD),
+    _layer(None, "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
+    _layer("self_attn", "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
+    _layer("mixer", None, "norm"),
+    _layer(None, None, "norm", mixer="mixer"),
+    _layer(None, "mixer", "- - norm"),
 )
 """Llama and most others; Granite MoE; Granite MoE with a shared expert, Llama 4, ModernBERT, AFMoE, Granite 4; Gemma 2
 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus;
@@ -180,37 +158,9 @@ ATTENTIONS = (
 one with norms."""
 
 
-@dataclass(frozen=True)
-class LatentLayout:
-    """Module names in an attention with latent keys and values, and perhaps queries.
-
-    Attributes:
-        query: the projection to queries.
-        query_down: projection to latent queries, in place of `query`.
-        query_norm: norm of latent queries.
-        query_up: projection from latent queries to queries.
-        down: the projection to the latent vector and the last part of all keys.
-        norm: norm of the latent vector.
-        up: projection from the latent vector to keys and values.
-        out: the output projection.
-    """
-
-    query: str = "q_proj"
-    query_down: str = "q_a_proj"
-    query_norm: str = "q_a_layernorm"
-    query_up: str = "q_b_proj"
-    down: str = "kv_a_proj_with_mqa"
-    norm: str = "kv_a_layernorm"
-    up: str = "kv_b_proj"
-    out: str = "o_proj"
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """Those by which such an attention is known."""
-        return self.down, self.norm, self.up, self.out
-
-
-LATENT = LatentLayout()
+LATENT = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+"""Modules of an attention with latent keys and values: the projection to the latent vector and the end of all keys, the
+norm of that vector, the projection from it to keys and values, and the output projection."""
 
 GATES = {"gate_proj": GateKind.SIGMOID_GATE, "g_proj": GateKind.SOFTPLUS_GATE}
 """Projections to factors on the output of an attention, before its output projection; and what they go through."""
@@ -232,53 +182,15 @@ BORROWS = "is_kv_shared_layer"
 own."""
 
 
-@dataclass(frozen=True)
-class OwnEmbeddingLayout:
-    """Module names in a layer that adds something for the token's embedding for it, and in its model."""
+OWN_EMBEDDING = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+"""Modules of a layer that adds something for the token's embedding for it: gate, projection and norm."""
 
-    gate: str = "per_layer_input_gate"
-    out: str = "per_layer_projection"
-    norm: str = "post_per_layer_input_norm"
-    embedding: str = "embed_tokens_per_layer"
-    projection: str = "per_layer_model_projection"
-    projection_norm: str = "per_layer_projection_norm"
-    projection_scales: tuple[str, ...] = ("per_layer_model_projection_scale", "per_layer_projection_scale")
-    output_scale: str = "per_layer_input_scale"
+OWN_EMBEDDING_SCALES = ("per_layer_model_projection_scale", "per_layer_projection_scale")
+OWN_EMBEDDING_OUTPUT_SCALE = "per_layer_input_scale"
+"""Buffers of a model with such layers: factors on its projection, by any of these names, and on all of them."""
 
-
-OWN_EMBEDDING = OwnEmbeddingLayout()
-
-
-@dataclass(frozen=True)
-class AltUpLayout:
-    """Module names in a layer with several versions of the residual stream, and in its model (Gemma 3n)."""
-
-    module: str = "altup"
-    router: str = "modality_router"
-    norm: str = "router_norm"
-    input_scale: str = "router_input_scale"
-    prediction: str = "prediction_coefs"
-    correction: str = "correction_coefs"
-    embedding_scale: str = "correct_output_scale"
-    first: str = "altup_projections"
-    last: str = "altup_unembed_projections"
-
-
-ALTUP = AltUpLayout()
-
-
-@dataclass(frozen=True)
-class LaurelLayout:
-    """Module names of a residual of low rank, and the factor on the sum of all residuals."""
-
-    module: str = "laurel"
-    left: str = "linear_left"
-    right: str = "linear_right"
-    norm: str = "post_laurel_norm"
-    scale: float = 2**-0.5
-
-
-LAUREL = LaurelLayout()
+ALTUP, LAUREL = "altup", "laurel"
+"""Modules of a layer with several versions of the residual stream, and with a residual of low rank (Gemma 3n)."""
 
 GATE_SPARSITY = "activation_sparsity"
 """Attribute of an MLP: the share of gates, if they were normally distributed, that do not go on; 0 for none."""
@@ -316,28 +228,10 @@ MLPS = (
 LFM2."""
 
 
-@dataclass(frozen=True)
-class BesideLayout:
-    """Module names in a layer whose experts are beside its MLP (Gemma 4), and in their router."""
+BESIDE = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
+"""Norms of a layer whose experts are beside its MLP (Gemma 4): of their inputs, their outputs, and those of the MLP."""
 
-    router: str = "router"
-    experts: str = "experts"
-    inputs: str = "pre_feedforward_layernorm_2"
-    output: str = "post_feedforward_layernorm_2"
-    mlp: str = "post_feedforward_layernorm_1"
-    norm: str = "norm"
-    matrix: str = "proj"
-    scale: str = "scale"
-    factor: str = "scalar_root_size"
-    factors: str = "per_expert_scale"
-
-    @property
-    def modules(self) -> set[str]:
-        """Those in the layer."""
-        return {self.router, self.experts, self.inputs, self.output, self.mlp}
-
-
-BESIDE = BesideLayout()
+BESIDE_MODULES = {"router", "experts", *BESIDE}
 
 INNER_NORM = "ffn_sub_norm"
 """Norm of what goes into the last matrix of an MLP."""

@@ -43,13 +43,7 @@ def check_mixer(mixer: Mixer, hidden: int) -> None:
 
 
 def fill_mixer(mixer: Mixer, struct: abi.Mixer, first_state: int) -> None:
-    """Fill a structure.
-
-    Args:
-        mixer: mixer of a layer.
-        struct: is filled.
-        first_state: number of states in all layers before.
-    """
+    """Fill a structure; mixers of the layers before have `first_state` states."""
     struct.kind, struct.in_count, struct.first_state = mixer.kind, len(mixer.projections), first_state
     for index, matrix in enumerate(mixer.projections):
         getattr(struct, "in")[index] = matrix.to_struct()
@@ -64,9 +58,6 @@ class Convolution:
     Attributes:
         weight: [channels, kernel] float32, of the oldest input first.
         bias: [channels] float32, or None.
-
-    Raises:
-        DescriptionError: the kernel is too long.
     """
 
     weight: Array

@@ -13,11 +13,7 @@ from h2o_stream.native.modules import matrix_of, norm_of
 
 
 class ModuleReader:
-    """Reads norms and matrices by name.
-
-    Args:
-        model: a causal language model of transformers.
-    """
+    """Reads norms and matrices of a causal language model of transformers by name."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -43,20 +39,10 @@ class ModuleReader:
         self._mark_read(module)
         return Norm() if isinstance(module, nn.Identity) else norm_of(module, size, f"{key} of {name}")
 
-    def _matrix(self, parent: Any, key: str, name: str, columns: int = 0) -> Matrix:
+    def _matrix(self, parent: Any, key: str, name: str) -> Matrix:
         module = getattr(parent, key)
         self._mark_read(*module.modules())
-        return self._check_columns(matrix_of(module, f"{key} of {name}"), f"{key} of {name}", columns)
-
-    @staticmethod
-    def _check_columns(matrix: Matrix, name: str, columns: int) -> Matrix:
-        if columns and matrix.columns != columns:
-            raise DescriptionError(f"{name} takes {matrix.columns} inputs instead of {columns}")
-        return matrix
-
-    def _check_rows(self, matrix: Matrix, name: str) -> None:
-        if matrix.rows != self._hidden:
-            raise DescriptionError(f"{name} gives {matrix.rows} outputs instead of {self._hidden}")
+        return matrix_of(module, f"{key} of {name}")
 
 
 def check_flags(name: str, get: Callable[[str], Any]) -> None:

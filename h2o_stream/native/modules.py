@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
-from h2o_stream.native.packing import gather
 from h2o_stream.native.pointers import dtype_name
-from h2o_stream.native.probing import ROUNDING, evaluate, in_more_bits, only_match, relative_error
+from h2o_stream.native.probing import evaluate, in_more_bits, only_match
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
 """Dense weights that need no conversion."""
@@ -33,9 +32,6 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 _EPSILONS = (1e-5, 1e-6)
 """For norms that have no such attribute."""
-
-_ROWS = 16
-"""Of an embedding, so many rows are compared."""
 
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
 """Hooks that do nothing unless hidden states are requested; transformers never removes them."""
@@ -183,11 +179,7 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
 
 
 def activation_of(function: Any, name: str) -> tuple[Activation, tuple[float, ...]]:
-    """Determine which of the known activations a module or function is, and its parameters.
-
-    Raises:
-        DescriptionError: none of them.
-    """
+    """Which activation a module or function is, and its parameters; raises DescriptionError if it is unknown."""
     x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
     y, problem = evaluate(in_more_bits(function), x, name), f"is {type(function).__name__}, not a supported activation"
     if all(hasattr(function, key) for key in ("alpha_p", "alpha_n", "beta", "eps")):
@@ -220,72 +212,18 @@ def gate_deviations(sparsity: float) -> float | None:
     return float(normal.icdf(torch.tensor(sparsity, dtype=torch.float32, device="cpu"))) if sparsity > 0 else None
 
 
-def gated_activation_of(function: Any, module: Any, name: str) -> tuple[Activation, tuple[float, ...]]:
-    """The same as `activation_of` for a function of gates and what they are for [n], where it is one of both.
-
-    Args:
-        function: gives [n].
-        module: says its parameters.
-        name: name for the message.
-    """
-    if parameters := _clamping(module):
-        limit = parameters[1]
-        x = torch.linspace(-3 * limit, 3 * limit, 97, dtype=torch.float32, device="cpu")
-        gate, up = (pair.flatten() for pair in torch.meshgrid(x, x, indexing="ij"))
-        y = gated(Activation.CLAMPED_SWIGLU, parameters, gate, up)
-        if relative_error(y, evaluate(lambda gate: function(gate, up), gate, name)) < ROUNDING:
-            return Activation.CLAMPED_SWIGLU, parameters
-    raise DescriptionError(f"{name} has gates of an unknown kind in its {type(module).__name__}")
-
-
-def clamped_gates_of(module: Any, up: str, down: str, name: str) -> tuple[Activation, tuple[float, ...]] | None:
-    """The same of an MLP with a layer `up` for gates and what they are for, if it says how they are clamped.
-
-    Raises:
-        DescriptionError: it computes something else.
-    """
-    parameters = _clamping(module)
-    if parameters is None:
-        return None
-    precise = in_more_bits(module)
-    first, last = getattr(precise, up), getattr(precise, down)
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn((8, first.in_features), generator=random, dtype=torch.float64, device="cpu")
-    largest = evaluate(first, x, name).abs().max()
-    x = x * float(2 * parameters[1] / largest)  # some are clamped
-    gate, other = evaluate(first, x, name).chunk(2, -1)
-    expected = evaluate(last, gated(Activation.CLAMPED_SWIGLU, parameters, gate, other), name)
-    if not relative_error(expected, evaluate(precise, x, name)) < ROUNDING:
-        raise DescriptionError(f"{name} has gates of an unknown kind in its {type(module).__name__}")
-    return Activation.CLAMPED_SWIGLU, parameters
-
-
-def _clamping(module: Any) -> tuple[float, float, float] | None:
-    """The parameters of clamped gates, see `abi.h`, if a module says them."""
+def clamped_gates_of(module: Any) -> tuple[Activation, tuple[float, ...]] | None:
+    """The activation of clamped gates and its parameters, see `abi.h`, if a module says them; None if it says none."""
     slope, limit = (
         next((float(getattr(module, key)) for key in keys if isinstance(getattr(module, key, None), int | float)), 0.0)
         for keys in (("alpha", "swiglu_alpha"), ("limit", "swiglu_limit"))
     )
-    return (slope, limit, 1.0) if slope and limit else None
+    return (Activation.CLAMPED_SWIGLU, (slope, limit, 1.0)) if slope and limit else None
 
 
-def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
-    """The factor that an embedding applies to the rows of `matrix`.
-
-    Raises:
-        DescriptionError: it does more than scale its rows.
-    """
+def embedding_scale(module: Any) -> float:
+    """The factor that an embedding applies to its rows."""
     scale = getattr(module, "embed_scale", 1.0)
     if isinstance(scale, Tensor):
         scale = scale.to(module.dtype if hasattr(module, "tiles") else module.weight.dtype)
-    scale = float(scale)
-    ids = torch.linspace(0, matrix.rows - 1, _ROWS, device="cpu").long()
-    if matrix.kind in DTYPES.values():
-        rows = matrix.weights[ids].float()
-    else:
-        rows = gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
-    # Each number is rounded for itself, whatever outliers there are.
-    embedded, expected = evaluate(module, ids, name), rows * scale
-    if embedded.shape != expected.shape or not torch.allclose(embedded, expected, rtol=2**-7, atol=0):
-        raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
-    return scale
+    return float(scale)

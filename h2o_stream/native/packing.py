@@ -141,11 +141,7 @@ def repack(
 
 
 def gather(tiles: Array, kind: MatrixKind, rows: int, columns: int, ids: Array, dtype: str) -> Array:
-    """Dequantize the rows `ids`, int64 [n], to [n, columns] in "float32" or "bfloat16".
-
-    Raises:
-        IndexError: there is no such row.
-    """
+    """Dequantize the rows `ids`, int64 [n], to [n, columns] in "float32" or "bfloat16", or raise IndexError."""
     _check_range(ids, rows, "token")
     out = empty((len(ids), columns), dtype, ids)
     matrix = _matrix(tiles, kind, rows, columns)
@@ -175,11 +171,7 @@ def _matrix(tiles: Array, kind: MatrixKind, rows: int, columns: int) -> Matrix:
 
 
 def require_library() -> ctypes.CDLL:
-    """The compiled library.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The compiled library; raises ConfigError if there is none."""
     native = library.loaded()
     if native is None:
         raise ConfigError(f"packed weights need the compiled library: {library.why_not()}")

@@ -68,11 +68,7 @@ def in_more_bits(module: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 @torch.no_grad()
 def evaluate(function: Any, x: Tensor, name: str) -> Tensor:
-    """Evaluate a module on a test input.
-
-    Raises:
-        DescriptionError: it cannot be, or does not return one tensor.
-    """
+    """Evaluate a module on a test input; raises DescriptionError if it cannot be, or does not return one tensor."""
     try:
         y = function(x)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:

@@ -61,28 +61,14 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name
         raise DescriptionError(f"{name} rotates {rotary_dims} of {applied} elements")
     positions = torch.tensor([_TEST_POSITIONS], device="cpu")
     found = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
-    cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found
     table = torch.outer(positions[0].float(), frequencies)
-    rotations, given = torch.cat((table.cos(), table.sin()), -1) * scale, torch.cat((cos, sin), -1)[0]
-    forms = (rotations, _as_halves(rotations), _as_neighbours(rotations))
-    if not any(relative_error(form, given) < ROUNDING for form in forms):
-        raise DescriptionError(f"{type(rotary).__name__} computes angles that differ from its frequencies")
+    rotations = torch.cat((table.cos(), table.sin()), -1) * scale
     order = _rotated_order(attention, found, rotations, applied)
     if order is None:
         raise DescriptionError(f"{name} does not rotate in a known form")
     if tail:
         order = torch.cat((order + size - tail, torch.arange(size - tail)))
     return Rope(frequencies, scale, kind in _FIXED_ROPE_TYPES, None if order.diff().eq(1).all() else order.int())
-
-
-def _as_halves(rotations: Tensor) -> Tensor:
-    """Cosines and sines [n, Drot], one for each pair of elements, as a table that repeats them for the second half."""
-    return torch.cat([half.repeat(1, 2) for half in rotations.chunk(2, -1)], -1)
-
-
-def _as_neighbours(rotations: Tensor) -> Tensor:
-    """The same as a table that repeats each number at once."""
-    return rotations.repeat_interleave(2, -1)
 
 
 def _rotated_order(attention: Any, angles: Any, rotations: Tensor, size: int) -> Tensor | None:

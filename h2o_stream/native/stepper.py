@@ -19,8 +19,9 @@ from h2o_stream.cache.slots import Slots
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS
-from h2o_stream.native.description import DENSE, NativeModel
+from h2o_stream.native.description import DENSE
 from h2o_stream.native.matrix import Matrix
+from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.pointers import Array, pointer
 from h2o_stream.native.slots import BoundLayer, why_not
 from h2o_stream.native.threads import num_threads
@@ -60,12 +61,7 @@ class PromptPlan:
 
 
 def raise_failure(code: int, what: str = "so many tokens at once; lower --chunk") -> None:
-    """Raise what a step or a prompt of the library has returned, unless it is 0.
-
-    Raises:
-        OutOfMemoryError: there is none for `what`.
-        H2OStreamError: there are too few slots, or slots whose numbers do not fit.
-    """
+    """Raise H2OStreamError for what a step or prompt of the library has returned, as OutOfMemoryError for `what`."""
     if code == TOO_FEW_SLOTS:
         raise H2OStreamError("there are too few slots for these tokens; use --engine eager")
     if code == _REFUSED:
@@ -75,12 +71,7 @@ def raise_failure(code: int, what: str = "so many tokens at once; lower --chunk"
 
 
 def open_step(native: CDLL, model: NativeModel) -> int:
-    """What `h2o_step` runs in, which must be closed.
-
-    Raises:
-        H2OStreamError: numbers of the model do not fit each other.
-        OutOfMemoryError: there is none for it.
-    """
+    """What `h2o_step` runs in, which must be closed; raises H2OStreamError if there is no memory or nothing fits."""
     step: int | None = native.h2o_step_open(ctypes.addressof(model.struct))
     if step is None and (part := library.refusal(native)):
         raise H2OStreamError(f"{part} does not fit the rest of the model; native code does not use it")
@@ -93,16 +84,13 @@ class Stepper:
     """Steps and prompts of one model through the slots of one cache.
 
     Args:
-        native: the library.
         model: the description, as structures.
         unchanged: whether the description still holds.
-        cache: of the attached model.
         dense_prompts: whether prompts are taken although weights are dense.
 
     Attributes:
         takes_prompts: whether `prompt` serves the model.
         why_not: why the cache as it is now cannot be served, or nothing.
-        dtype: of keys and values.
         revision: of the cache, for which the addresses of its slots are bound.
         binding: number of these addresses, which those of no other stepper and no other time have.
         streams: [B] `abi.STREAM`, the rows of the next step.

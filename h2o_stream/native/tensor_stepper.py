@@ -17,11 +17,7 @@ from h2o_stream.native.stepper import Stepper
 
 
 class TensorStepper:
-    """A stepper that takes and gives tensors; see `h2o_stream.attachment.forward.Stepper`.
-
-    Args:
-        stepper: takes the tokens.
-    """
+    """A stepper that takes and gives tensors, around one of arrays; see `h2o_stream.attachment.forward.Stepper`."""
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
@@ -78,11 +74,7 @@ class CheckedStepper:
         self._stepper, self._model, self._forward = stepper, model, model.forward
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """See `TensorStepper.logits`.
-
-        Raises:
-            H2OStreamError: naming the first layer after which the residual streams differ.
-        """
+        """See `TensorStepper.logits`; raises H2OStreamError with the first layer after which streams differ."""
         cache, tokens = cast(H2OCache, self._stepper.cache), kwargs["input_ids"]
         if not cache.tokens.lengths:
             return None

@@ -35,13 +35,7 @@ def _usable_processors() -> int:
 
 
 def bandwidth(threads: int | None = None, nbytes: int = 600_000_000, rounds: int = 5) -> float:
-    """Bytes per second that threads, by default one per processor, read from memory: the best of some rounds.
-
-    Args:
-        threads: number of threads.
-        nbytes: number of bytes that they read together in each round.
-        rounds: number of rounds.
-    """
+    """Bytes per second that threads, by default one per processor, read together: the best of some rounds."""
     threads = threads or _usable_processors()
     blocks = numpy.ones((threads, nbytes // threads // 8))
     seconds = []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 
 from h2o_stream.cache.holders import retrieval_holders
@@ -19,6 +22,10 @@ from h2o_stream.recall.passage import Candidate, Gone, Passage, Recalled, SaidTu
 from h2o_stream.recall.passages import locate, split
 from h2o_stream.recall.terms import TermWeights
 from h2o_stream.recall.wholes import MAX_PIECES, MAX_WHOLE, MIN_REPLY, cut_pieces, find_whole
+
+MAX_TURNS, MAX_CHARACTERS, MAX_OLDER = 1000, 2**20, 8
+"""Where a whole is looked for: the newest turns, up to so many and so long, and older ones with words of the message.
+"""
 
 
 class Recall:
@@ -105,7 +112,7 @@ class Recall:
         """What a message asks for as a whole, if the cache no longer has it."""
         if not self._engine.tokens or self._engine.cache.plan.policy == "full" or self.source is None:
             return None
-        turns = cache(self.source)  # which may read them from disk
+        turns = cache(partial(self._turns_with_whole, message))
         whole = find_whole(message, turns)
         if whole is None or not whole.turn:
             return whole
@@ -123,14 +130,31 @@ class Recall:
         held = retrieval_holders(self._engine.cache).share(start, stop)
         return None if held >= HELD else replace(whole, start=start, stop=stop, held=held)
 
+    def _turns_with_whole(self, message: str) -> list[SaidTurn]:
+        """The turns in which a whole is looked for, however many there are: the newest, and older ones with words of
+        the message.
+        """
+        assert self.source is not None
+        turns, newest, size = self.source(), list[SaidTurn](), 0
+        for turn in islice(reversed(turns), MAX_TURNS):
+            size += len(turn[1]) + len(turn[2])
+            if newest and size > MAX_CHARACTERS:
+                break
+            newest.append(turn)
+        if len(newest) == len(turns) or self._mode == "off":
+            return newest[::-1]
+        self.synchronize()
+        numbers = {passage.turn for passage in self._index.search(message.split(), MAX_OLDER)}
+        places = (bisect_left(turns, number, key=itemgetter(0)) for number in sorted(numbers) if number < newest[-1][0])
+        return [*(turns[place] for place in places), *newest[::-1]]
+
     def _pieces(self, whole: Whole) -> tuple[tuple[Candidate, ...], Gone]:
         """The pieces in which a whole is read again; or none, and why."""
         if not whole.turn:
             return (), "never given"
         if self._mode == "off":
             return (), "off"
-        tokens = self._count_tokens(whole.text)
-        if tokens > MAX_WHOLE:
+        if len(whole.text) > MAX_CHARACTERS or (tokens := self._count_tokens(whole.text)) > MAX_WHOLE:
             return (), "too long"
         most = min(MAX_PIECES, self._engine.sampling.max_tokens // MIN_REPLY) if self.in_pieces else 1
         count = max(min(-(-tokens // max(self._limit, 1)), most), 1)

@@ -26,11 +26,7 @@ class PackedCheckpoint:
     """The weights of a checkpoint, of which matrices are packed as they are asked for; see `runtime.weights.Weights`.
 
     Embedding and output layer have 8 bits. What is packed is as in the file, also if the model has another dtype.
-
-    Args:
-        weights: weights of the checkpoint.
-        quantize: ``int8`` or ``int4``.
-        progress: gets the numbers packed.
+    `progress` gets the numbers packed.
     """
 
     def __init__(self, weights: CheckpointWeights, quantize: str, progress: ProgressCallback) -> None:

@@ -4,67 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
 
 from h2o_stream.native.abi import Activation, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
-from h2o_stream.runtime.file_ropes import RopeParameters
+from h2o_stream.runtime.families import MODEL_TYPES
+from h2o_stream.runtime.families.architecture import Architecture, ModelType
 from h2o_stream.runtime.parameters import MAX_LAYERS, ExpertParameters, Parameters, check_range
-from h2o_stream.runtime.rotations import Floats, rope_frequencies
+from h2o_stream.runtime.rotations import Floats, RopeParameters, rope_frequencies
 
 Config = Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class _ModelType:
-    """What ``config.json`` may leave out.
-
-    Attributes:
-        architecture: llama.cpp's name.
-        tied: whether the output layer is the embedding.
-        head_size: 0 if it follows from the hidden size.
-        slides: ``all`` layers have the sliding window if there is one, ``some`` do, or ``none``.
-        expert_size: what the inner size of experts is called.
-        normalizes_experts: whether the weights of a token's experts are divided by their sum.
-        names: module names on disk, where they differ from those of transformers' models.
-    """
-
-    architecture: str
-    tied: bool = False
-    head_size: int = 0
-    slides: str = "none"
-    expert_size: str = "intermediate_size"
-    normalizes_experts: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
-
-
-_MIXTRAL = {
-    "ffn_gate_inp": "model.layers.{layer}.block_sparse_moe.gate",
-    "ffn_gate_exps": "model.layers.{layer}.block_sparse_moe.experts.w1",
-    "ffn_down_exps": "model.layers.{layer}.block_sparse_moe.experts.w2",
-    "ffn_up_exps": "model.layers.{layer}.block_sparse_moe.experts.w3",
-}
-
-
-_MODEL_TYPES = {
-    "llama": _ModelType("llama"),
-    "mistral": _ModelType("llama", slides="all"),
-    "qwen2": _ModelType("qwen2", slides="some"),
-    "qwen3": _ModelType("qwen3", head_size=128, slides="some"),
-    "gemma2": _ModelType("gemma2", tied=True, head_size=256, slides="some"),
-    "gemma3_text": _ModelType("gemma3", tied=True, head_size=256, slides="some"),
-    "phi3": _ModelType("phi3", slides="all"),
-    "starcoder2": _ModelType("starcoder2", tied=True, slides="all"),
-    "qwen2_moe": _ModelType("qwen2moe", expert_size="moe_intermediate_size"),
-    "qwen3_moe": _ModelType("qwen3moe", expert_size="moe_intermediate_size"),
-    "olmoe": _ModelType("olmoe"),
-    "mixtral": _ModelType("llama", slides="all", normalizes_experts=True, names=_MIXTRAL),
-}
-"""By transformers' name."""
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -83,12 +35,11 @@ def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
     Raises:
         DescriptionError: its type or a parameter is not known here, or one is missing.
     """
-    kind = _MODEL_TYPES.get(str(config.get("model_type")))
+    kind = MODEL_TYPES.get(str(config.get("model_type")))
     names = config.get("architectures") or []
     if kind is None or not (isinstance(names, list) and all(str(name).endswith("ForCausalLM") for name in names)):
         raise DescriptionError(f"{config.get('model_type')} is not in the table of checkpoints")
-    architecture = ARCHITECTURES[kind.architecture]
-    architecture = replace(architecture, checkpoint_names={**architecture.checkpoint_names, **kind.names})
+    architecture = kind.architecture
     for key in _NEUTRAL:
         if config.get(key) and not (key == "quantization_config" and config[key].get("quant_method") == "h2o"):
             raise DescriptionError(f"its {key} is {config[key]}")
@@ -127,7 +78,7 @@ def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 
-def _experts(kind: _ModelType, config: Config) -> ExpertParameters | None:
+def _experts(kind: ModelType, config: Config) -> ExpertParameters | None:
     count = config.get("num_experts") or config.get("num_local_experts")
     if count is None:
         return None
@@ -142,7 +93,7 @@ def _experts(kind: _ModelType, config: Config) -> ExpertParameters | None:
     )
 
 
-def _sliding(kind: _ModelType, config: Config, layers: int) -> tuple[int | None, ...]:
+def _sliding(kind: ModelType, config: Config, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer."""
     window = config.get("sliding_window")
     if kind.slides == "none" and config.get("use_sliding_window"):
@@ -151,7 +102,7 @@ def _sliding(kind: _ModelType, config: Config, layers: int) -> tuple[int | None,
         return (None,) * layers
     if kind.slides == "all":
         return (int(window),) * layers
-    types, every = config.get("layer_types"), ARCHITECTURES[kind.architecture].full_every
+    types, every = config.get("layer_types"), kind.architecture.full_every
     if types is None:
         return tuple(None if every and (number + 1) % every == 0 else int(window) for number in range(layers))
     if len(types) != layers or not {*types} <= {"sliding_attention", "full_attention"}:

@@ -35,7 +35,7 @@ from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.matrix import require
 from h2o_stream.runtime.altup import layer_altup, layer_laurel, versions_of
-from h2o_stream.runtime.architectures import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, Architecture
+from h2o_stream.runtime.families.architecture import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
@@ -46,13 +46,7 @@ _BESIDE_NORMS = ("pre_ffw_norm_2", "post_ffw_norm_2", "post_ffw_norm_1")
 
 
 def describe_file(architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> Description:
-    """Describe a model from its parameters and weights.
-
-    Args:
-        architecture: row of the family.
-        parameters: parameters of the file.
-        weights: weights of the file.
-        dtype: dtype of keys and values, ``float32`` or ``bfloat16``.
+    """Describe a model from its parameters and weights, with keys and values in ``float32`` or ``bfloat16``.
 
     Raises:
         DescriptionError: weights are missing, or not packed.
@@ -240,7 +234,7 @@ class _FileReader:
 
     def _attention(self, number: int) -> Attention:
         parameters, weights, shape = self._parameters, self._weights, self._parameters.layer_shape(number)
-        size, source, gated = shape.head_size, parameters.source(number), self._architecture.gates_attention
+        size, source, gated = shape.head_size, parameters.shared_kv_layer(number), self._architecture.gates_attention
         query_rows, kv_rows = parameters.query_heads * size, shape.kv_heads * size
         stride = 2 * size if gated else size
         keys = parameters.query_heads * stride

@@ -14,11 +14,9 @@ from h2o_stream.native.matrix import require
 
 @dataclass(frozen=True)
 class AltUpParameters:
-    """Numbers of a model with versions of the residual stream.
+    """Numbers of a model with `count` versions of the residual stream, of which layers read the one that is active.
 
     Attributes:
-        count: versions.
-        active: the one that layers read.
         rank: rank of the low-rank residuals.
         gate_deviations: deviations of each layer, see `native.description.Mlp`.
 

@@ -8,7 +8,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.native.matrix import require
-from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
 
@@ -28,14 +28,14 @@ def rounded(numbers: Floats, dtype: str) -> Floats:
 def row_orders(architecture: Architecture, parameters: Parameters) -> Orders:
     """Orders of the rows of a file's tensors as they are needed, by their names in a layer."""
     orders: dict[str, NDArray[numpy.int64]] = {}
-    if architecture.interleaved:  # queries and keys in halves, out of a file that has them in pairs
+    if architecture.rope_rows_permuted:  # queries and keys in halves, out of a file that has them in pairs
         size = parameters.head_size
         require(size % 2 == 0, f"heads of {size} numbers (attention.key_length) are not pairs")
         head = numpy.arange(size).reshape(-1, 2).T.ravel()
         for name, heads in (("attn_q", parameters.query_heads), ("attn_k", parameters.kv_heads)):
             orders[name] = (numpy.arange(heads)[:, None] * parameters.head_size + head).ravel()
     mixer = parameters.mixer
-    if architecture.heads_in_turns and mixer and mixer.heads != mixer.key_heads:  # heads that share keys together
+    if architecture.interleaved_heads and mixer and mixer.heads != mixer.key_heads:  # heads that share keys together
         turns = numpy.arange(mixer.heads).reshape(-1, mixer.key_heads).T.ravel()
         values = (turns[:, None] * mixer.value_size + numpy.arange(mixer.value_size)).ravel()
         keys = numpy.arange(2 * mixer.key_heads * mixer.key_size)
@@ -60,7 +60,7 @@ def as_needed(
     if name == "ssm_a":  # transformers has its logarithm
         require(bool((numbers < 0).all()), f"{name} has numbers that are not negative")
         return -numpy.exp(rounded(numpy.log(-numbers), dtype))
-    has_offset = name.endswith("norm") and kind == "weight" and name not in architecture.other_forms
+    has_offset = name.endswith("norm") and kind == "weight" and name not in architecture.stored_as_in_gguf
     offset = numpy.float32(architecture.norm_offset if has_offset else 0)
     if not offset:
         return rounded(numbers, dtype)

@@ -7,45 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
 
 from h2o_stream.models.gguf import UNROTATED, GgufFile
 from h2o_stream.native.matrix import DescriptionError, check_count, require
-from h2o_stream.runtime.architectures import Architecture
-from h2o_stream.runtime.rotations import MAX_FLOAT, Floats, rope_frequencies, yarn_frequencies
-
-
-@dataclass(frozen=True, eq=False)
-class RopeParameters:
-    """RoPE of a layer.
-
-    Attributes:
-        frequencies: [rotary_dims / 2] float32, angles per position.
-        scale: factor on rotated queries and keys.
-        fixed: whether nothing else depends on positions, see `native.description.Rope`.
-        max_distance: up to which this is so, 0 for any.
-
-    Raises:
-        DescriptionError: they are no numbers.
-    """
-
-    frequencies: Floats
-    scale: float = 1.0
-    fixed: bool = True
-    max_distance: int = 0
-
-    def __post_init__(self) -> None:
-        require(bool(numpy.isfinite(self.frequencies).all()), "the frequencies of RoPE are not all numbers")
-        require(abs(self.scale) < MAX_FLOAT, f"rope.scaling.attn_factor makes {self.scale}, not a number")
-        require(self.max_distance >= 0, f"rope.scaling.original_context_length is {self.max_distance}")
-
-    def check_head(self, size: int) -> None:
-        """Raises DescriptionError if it turns more numbers than a head has."""
-        dims, keys = 2 * len(self.frequencies), "rope.dimension_count, partial_rotary_factor"
-        require(dims <= size, f"RoPE turns {dims} numbers ({keys}), more than the {size} of a head")
+from h2o_stream.runtime.families.architecture import Architecture
+from h2o_stream.runtime.rotations import Floats, RopeParameters, rope_frequencies, yarn_frequencies
 
 
 @numpy.errstate(all="ignore")

@@ -34,7 +34,7 @@ def gguf_entries(source: GgufWeights) -> Iterator[Entry]:
         if not is_dense(tensor):
             if form := source.form(tensor):
                 yield Entry.packed(module, form.kind, form.tiles, partial(source.repack, tensor))
-        elif source.architecture.other_forms:
+        elif source.architecture.stored_as_in_gguf:
             if tensor.type.name != "F32":
                 raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
             fill = partial(numpy.copyto, src=source.file.blocks(tensor))

@@ -10,7 +10,8 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.abi import NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
-from h2o_stream.runtime.architectures import ARCHITECTURES, EMBEDDING, OUTPUT, Architecture
+from h2o_stream.runtime.families import ARCHITECTURES
+from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.file_altup import altup_of
 from h2o_stream.runtime.file_ropes import is_latent, ropes_of, yarn_magnitude, yarn_share
 from h2o_stream.runtime.gguf_checks import check_rope, check_sizes
@@ -79,15 +80,18 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
         if not latent and int(get("attention.value_length") or head_size) != head_size:
             raise DescriptionError("heads of keys and values have different sizes")
         epsilon, sliding = get("attention.layer_norm_rms_epsilon"), _sliding(architecture, count, get)
-        plain_scaling = architecture.scaling or (hidden / heads if architecture.large == count else head_size) ** -0.5
+        plain_scaling = (
+            architecture.scaling
+            or (hidden / heads if architecture.scales_by_hidden_at_layers == count else head_size) ** -0.5
+        )
         logit_scale = float(get("logit_scale") or 1.0)
         return Parameters(
             num_layers=count,
             hidden_size=hidden,
-            inner_size=_most(get("feed_forward_length")),
+            inner_size=_largest(get("feed_forward_length")),
             vocabulary=file.tensors[f"{EMBEDDING}.weight"].shape[0],
             query_heads=heads,
-            kv_heads=heads if latent else _most(get("attention.head_count_kv")) or heads,
+            kv_heads=heads if latent else _largest(get("attention.head_count_kv")) or heads,
             head_size=head_size,
             norm=NormKind.LAYER if epsilon is None and not architecture.rms_norms else NormKind.RMS,
             epsilon=float(get("attention.layer_norm_epsilon") if epsilon is None else epsilon),
@@ -108,7 +112,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             experts=_experts(file, architecture, get) if get("expert_count") else None,
             latent=latent,
             layer_shapes=_layer_shapes(count, head_size, sliding, get),
-            borrowing=int(get("attention.shared_kv_layers") or 0),
+            shared_kv_layers=int(get("attention.shared_kv_layers") or 0),
             own_embedding=int(get("embedding_length_per_layer_input") or 0),
             altup=altup_of(file, get) if get("altup.num_inputs") else None,
             latent_queries=int(get("attention.q_lora_rank") or 0),
@@ -137,8 +141,8 @@ def _magnitude(file: GgufFile, get: Callable[[str], Any]) -> float:
     return yarn_magnitude(float(get("rope.scaling.factor")), yarn_share(file)) ** 2
 
 
-def _most(sizes: Any) -> int:
-    """The size in those layers that have the part, given for each layer, or for all."""
+def _largest(sizes: Any) -> int:
+    """Largest size over the layers; a file gives one number or a list."""
     return max(map(int, sizes)) if isinstance(sizes, list) else int(sizes or 0)
 
 
@@ -176,7 +180,7 @@ def _check_names(file: GgufFile, architecture: Architecture, layers: int) -> Non
     """Check that the weights of a file are among those of its architecture; later layers only guess further tokens."""
     for name in file.tensors:
         layer, inner, _ = tensor_name(name)
-        known = inner in architecture.checkpoint_names or inner in architecture.other_forms
+        known = inner in architecture.checkpoint_names or inner in architecture.stored_as_in_gguf
         if not known and not NOT_WEIGHTS.fullmatch(name) and (layer is None or layer < layers):
             raise DescriptionError(f"it has {name}")
 

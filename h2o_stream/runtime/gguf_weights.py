@@ -18,7 +18,7 @@ from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.matrix import check_count
 from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
 from h2o_stream.progress import Progress, ProgressCallback
-from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.file_numbers import as_needed, row_orders
 from h2o_stream.runtime.merged import PARTS, WHOLES, dequantized, merged
 from h2o_stream.runtime.parameters import Parameters, tensor_name
@@ -63,7 +63,7 @@ class GgufWeights:
         """See `Weights`."""
         names = (gguf_name(key, layer) for key in (name, *PARTS.get(name, ())[:1]))
         tensor = next(filter(None, (self.file.tensors.get(f"{key}.weight") for key in names)), None)
-        if tensor is not None and tensor.type.name == "F32" and name in self.architecture.other_forms:
+        if tensor is not None and tensor.type.name == "F32" and name in self.architecture.stored_as_in_gguf:
             bias = self.vector(name, layer, "bias")
             return small_matrix(self.numbers(tensor), bias, rows, columns, self.dtype, tensor.name)
         if tensor is not None and is_dense(tensor) and name not in PARTS:
@@ -156,7 +156,7 @@ class GgufWeights:
         if (math.prod(tensor.shape[:-1]), tensor.shape[-1]) != (rows, columns):
             raise DescriptionError(f"its {tensor.name} is {tensor.shape}, not {(rows, columns)}")
         by_columns = bias is not None and "_exps." in tensor.name  # in transformers: they could not be compared
-        if self.architecture.heads_in_turns or by_columns:
+        if self.architecture.interleaved_heads or by_columns:
             raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
         numbers, order = self._stored(tensor).reshape(rows, columns), self._orders.get(tensor_name(tensor.name)[1])
         matrix = dense_matrix(numbers if order is None else numbers[order], bias, self.dtype)

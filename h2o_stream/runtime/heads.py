@@ -16,13 +16,14 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library
-from h2o_stream.native.description import Description, NativeModel
+from h2o_stream.native.description import Description
+from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.rotations import Floats
 
 
-class Unchanged:
+class NeverChanges:
     """Nobody else has the weights of a model of the runtime; see `native.stepper.Unchanged`."""
 
     def __bool__(self) -> bool:
@@ -57,7 +58,7 @@ def measured_windows(
     """The KV heads of each layer grouped by window size; a layer that slides while others do not is one group.
 
     Args:
-        description: of the model.
+        description: what is measured.
         sliding: the windows of layers that slide while others do not, None for others.
         context: positions the model was trained for.
         progress: called before and after.
@@ -76,11 +77,7 @@ def _evicting(description: Description, sliding: Sequence[int | None]) -> list[b
 
 
 def attention_to_copy(description: Description, sliding: Sequence[int | None], context: int) -> Floats:
-    """Fraction of attention on the previous occurrence of the current token and the token after it, in text read twice.
-
-    Returns:
-        [layers that evict, Hkv] float32.
-    """
+    """Fraction of attention on a token's previous occurrence and the one after it: [layers that evict, Hkv] float32."""
     tokens = repeated_tokens(description.embedding.rows, num_rows(num_weights(description)), context)
     measured = [_measure(description, sliding, row[None]) for row in tokens]
     mean: Floats = numpy.mean(measured, 0, dtype=numpy.float32)
@@ -109,7 +106,7 @@ def _measure(description: Description, sliding: Sequence[int | None], tokens: ND
     cache = SlotCache(plan, layers, count)
     copied = numpy.zeros(sum(shape.kv_heads for shape in shapes if shape), numpy.float32)
     cache.prepare(count)
-    stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
+    stepper = Stepper(native, NativeModel(description), NeverChanges(), cache, dense_prompts=True)
     if stepper.prompt(tokens, keep=1, copied=copied) is None:
         raise H2OStreamError("the heads of this model cannot be measured; use --engine eager")
     return copied

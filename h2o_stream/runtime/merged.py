@@ -19,15 +19,12 @@ WHOLES = {part: whole for whole, parts in PARTS.items() for part in parts}
 
 
 def merged(file: GgufFile, keys: GgufTensor, values: GgufTensor) -> Floats:
-    """Put together what takes a latent vector to keys and values.
+    """What takes a latent vector to keys and values: [heads * (elements + value size), rank], head by head.
 
     Args:
-        file: file that contains the tensors.
+        file: names itself in errors.
         keys: [heads, rank, elements], of the elements that are not rotated.
         values: [heads, value size, rank].
-
-    Returns:
-        [heads * (elements + value size), rank], head by head.
 
     Raises:
         DescriptionError: their shapes do not fit.
@@ -40,11 +37,7 @@ def merged(file: GgufFile, keys: GgufTensor, values: GgufTensor) -> Floats:
 
 
 def dequantized(file: GgufFile, tensor: GgufTensor) -> Floats:
-    """The numbers of a tensor of any type.
-
-    Raises:
-        DescriptionError: the type cannot be read.
-    """
+    """The numbers of a tensor; raises DescriptionError if its type cannot be read."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -9,7 +9,7 @@ from h2o_stream.native.abi import NormKind
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.mixer_layouts import paired_columns, separate_columns
 from h2o_stream.native.mixers import Convolution, GatedDelta, Mamba2, Mixer, ShortConvolution
-from h2o_stream.runtime.architectures import Architecture
+from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.parameters import MixerParameters, Parameters
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights
@@ -24,13 +24,7 @@ def has_mixer(weights: Weights, layer: int) -> bool:
 
 
 def describe_mixer(architecture: Architecture, parameters: Parameters, weights: Weights, layer: int) -> Mixer:
-    """Describe the recurrent mixer of a layer.
-
-    Args:
-        architecture: architecture of the family.
-        parameters: parameters of the file.
-        weights: weights of the file.
-        layer: its number.
+    """Describe the recurrent mixer of the layer with this number.
 
     Raises:
         DescriptionError: weights are missing, not packed, or of other sizes.
@@ -98,7 +92,7 @@ class _MixerReader:
             beta_scale=1.0,
             norm=Norm(NormKind.RMS, self._vector("ssm_norm", sizes.value_size), None, self._epsilon),
             out=self._matrix("ssm_out", self._hidden, inner),
-            out_in_turns=self._architecture.heads_in_turns and sizes.heads != sizes.key_heads,
+            out_in_turns=self._architecture.interleaved_heads and sizes.heads != sizes.key_heads,
         )
 
     def _matrix(self, name: str, rows: int, columns: int = 0) -> Matrix:

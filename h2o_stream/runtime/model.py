@@ -18,12 +18,13 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan, prefill_step
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, packing
-from h2o_stream.native.description import DENSE, Description, NativeModel
+from h2o_stream.native.description import DENSE, Description
 from h2o_stream.native.memory import NativeCodes
+from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.first_layers import FirstLayers, first_layers
-from h2o_stream.runtime.heads import Unchanged, head_shapes, num_weights, rotations_of
+from h2o_stream.runtime.heads import NeverChanges, head_shapes, num_weights, rotations_of
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import as_floats
 
@@ -33,9 +34,7 @@ class RuntimeModel:
     """The weights of a model and what is known about it; caches are made for it one after another.
 
     Attributes:
-        description: of its layers.
         windows: KV heads grouped by window size, for each layer, where budgets are measured; nothing if unknown.
-        digest: identifies it in states.
         is_called: whether it may have another digest, see `cache.slot_cache.SlotCache`.
         context: positions it was trained for.
         max_distance: largest distance it was trained for.
@@ -55,11 +54,7 @@ class RuntimeModel:
     refused_positions: Collection[str] = ()
 
     def serve(self, config: CacheConfig) -> ServedRuntime:
-        """Serve the model with a cache.
-
-        Raises:
-            ConfigError: windows do not fit the model.
-        """
+        """Serve the model with a cache; raises ConfigError if its windows do not fit the model."""
         described = self.description.layers
         tables = self._rotations
         layers = [
@@ -160,7 +155,7 @@ class ServedRuntime:
         self.cache, self.context, self.generation = cache, model.context, model.generation
         self.dtype, self._model, self.vocabulary = description.dtype, model, description.output.rows
         self.prefill_step = prefill_step(num_weights(description))
-        self.stepper = Stepper(native, model.native.copied(), Unchanged(), cache, dense_prompts=True)
+        self.stepper = Stepper(native, model.native.copied(), NeverChanges(), cache, dense_prompts=True)
         cache.engine_note = f"native, {library.name()}, without torch"
 
     def forward(self, tokens: Sequence[int]) -> Floats:

@@ -31,11 +31,9 @@ class Entry:
     """A tensor of the packed file.
 
     Attributes:
-        name: in the file, with what it is of its module.
-        dtype: safetensors' name.
-        shape: of the tensor.
-        nbytes: of the tensor.
-        fill: writes it into an array, uint8 [nbytes].
+        name: in the file: module name and ``tiles``, ``weight`` or ``bias``.
+        dtype: safetensors' name of it.
+        fill: writes the tensor into an array, uint8 [nbytes].
         kind: packed format, None if it is not packed.
     """
 
@@ -57,13 +55,9 @@ class Entry:
 def write_packed(
     entries: Iterable[Entry], metadata: Mapping[str, str], folder: Path, notify: Callable[[str], None]
 ) -> None:
-    """Write tensors as a folder of packed weights, unless that is impossible.
+    """Write all tensors of a model as a folder of packed weights, atomically, unless that is impossible.
 
-    Args:
-        entries: all tensors of the model.
-        metadata: for `packed.json`, see `packed_cache`.
-        folder: written atomically; its parents are created.
-        notify: gets a line about what is written, or why it is not.
+    The metadata are those of `packed_cache`. `notify` gets a line about what is written, or why it is not.
 
     Raises:
         DescriptionError: a tensor has no name, or cannot be packed.

@@ -11,8 +11,7 @@ from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
 from h2o_stream.native.matrix import require
 from h2o_stream.runtime.file_altup import AltUpParameters
-from h2o_stream.runtime.file_ropes import RopeParameters
-from h2o_stream.runtime.rotations import MAX_FLOAT
+from h2o_stream.runtime.rotations import MAX_FLOAT, RopeParameters
 
 MAX_SIZE, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW = 2**24, 2**16, 2**31 - 1, 2**20
 """Largest vectors, numbers of layers, token indices, and windows that are held whole: beyond all models."""
@@ -134,8 +133,6 @@ class Parameters:
         query_heads: number of query heads in each layer.
         kv_heads: number of KV heads in each layer.
         head_size: size of queries, keys and values.
-        norm: kind of all norms.
-        epsilon: epsilon of norms.
         context: positions it was trained for.
         ropes: RoPE of each layer, None in a layer without positions.
         tied: whether the output layer is the embedding.
@@ -153,7 +150,7 @@ class Parameters:
         latent_queries: size of latent queries, 0 if there are none.
         mixer: parameters of recurrent layers that have heads.
         layer_shapes: shape of each layer, if they differ.
-        borrowing: the last layers, so many, use keys and values of the last layer of their kind before them.
+        shared_kv_layers: number of last layers that reuse the keys and values of an earlier layer of their type.
         own_embedding: size of the embeddings of tokens in each layer, 0 for none.
         altup: parameters of AltUp, None if there is one residual stream.
 
@@ -187,7 +184,7 @@ class Parameters:
     latent_queries: int = 0
     mixer: MixerParameters | None = None
     layer_shapes: tuple[LayerShape, ...] = ()
-    borrowing: int = 0
+    shared_kv_layers: int = 0
     own_embedding: int = 0
     altup: AltUpParameters | None = None
 
@@ -199,7 +196,7 @@ class Parameters:
         check_range(self.vocabulary, "vocab_size", MAX_SIZE)
         check_range(self.query_heads, "attention.head_count, num_attention_heads", MAX_SIZE)
         check_range(self.context, "context_length, max_position_embeddings", MAX_TOKENS)
-        check_range(self.borrowing, "attention.shared_kv_layers", layers - 1, 0)
+        check_range(self.shared_kv_layers, "attention.shared_kv_layers", layers - 1, 0)
         check_range(self.own_embedding, "embedding_length_per_layer_input", MAX_SIZE // layers, 0)
         check_range(self.latent_queries, "attention.q_lora_rank", MAX_SIZE, 0)
         counts = {len(self.ropes), len(self.sliding), len(self.layer_shapes) or layers}
@@ -229,13 +226,13 @@ class Parameters:
         shared = LayerShape(self.head_size, self.kv_heads, self.inner_size)
         return self.layer_shapes[layer] if self.layer_shapes else shared
 
-    def source(self, layer: int) -> int | None:
+    def shared_kv_layer(self, layer: int) -> int | None:
         """The layer whose keys and values a layer uses, None if it has its own.
 
         Raises:
             DescriptionError: there is no such layer.
         """
-        first = self.num_layers - self.borrowing
+        first = self.num_layers - self.shared_kv_layers
         if layer < first:
             return None
         alike = [other for other in range(first) if (self.sliding[other] is None) == (self.sliding[layer] is None)]
@@ -248,7 +245,7 @@ class Parameters:
         layer, name, _ = tensor_name(tensor)
         if layer is None or layer >= self.num_layers:
             return layer is None
-        return name not in _KEYS_AND_VALUES or self.source(layer) is None
+        return name not in _KEYS_AND_VALUES or self.shared_kv_layer(layer) is None
 
     @property
     def windows(self) -> list[int | None]:

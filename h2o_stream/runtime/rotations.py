@@ -1,8 +1,9 @@
-"""Frequencies of RoPE in numpy."""
+"""RoPE of layers, and its frequencies, in numpy."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy
 from numpy.typing import NDArray
@@ -16,11 +17,39 @@ MAX_ROTARY_DIMS = 2**16
 """Most numbers of a head that RoPE turns, before it is known how many the head has."""
 
 
+@dataclass(frozen=True, eq=False)
+class RopeParameters:
+    """RoPE of a layer.
+
+    Attributes:
+        frequencies: [rotary_dims / 2] float32, angles per position.
+        scale: factor on rotated queries and keys.
+        fixed: whether nothing else depends on positions, see `native.description.Rope`.
+        max_distance: up to which this is so, 0 for any.
+
+    Raises:
+        DescriptionError: they are no numbers.
+    """
+
+    frequencies: Floats
+    scale: float = 1.0
+    fixed: bool = True
+    max_distance: int = 0
+
+    def __post_init__(self) -> None:
+        require(bool(numpy.isfinite(self.frequencies).all()), "the frequencies of RoPE are not all numbers")
+        require(abs(self.scale) < MAX_FLOAT, f"rope.scaling.attn_factor makes {self.scale}, not a number")
+        require(self.max_distance >= 0, f"rope.scaling.original_context_length is {self.max_distance}")
+
+    def check_head(self, size: int) -> None:
+        """Raises DescriptionError if it turns more numbers than a head has."""
+        dims, keys = 2 * len(self.frequencies), "rope.dimension_count, partial_rotary_factor"
+        require(dims <= size, f"RoPE turns {dims} numbers ({keys}), more than the {size} of a head")
+
+
 @numpy.errstate(all="ignore")  # `RopeParameters` refuses what comes of numbers out of range
 def rope_frequencies(theta: float, rotary_dims: int) -> Floats:
-    """[rotary_dims / 2] float32, angles per position of plain RoPE.
-
-    Computed in float32 as transformers does, so that the numbers are the same.
+    """[rotary_dims / 2] float32, angles per position of plain RoPE, computed in float32 as transformers does.
 
     Raises:
         DescriptionError: these are not numbers of a RoPE.

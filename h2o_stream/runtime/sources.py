@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from h2o_stream.attachment.measurements import LONG_S
 from h2o_stream.errors import ModelNotFoundError, OutOfMemoryError
+from h2o_stream.measurements import LONG_S
 from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
@@ -24,10 +24,11 @@ from h2o_stream.models.tokenizer import FileTokenizer, read_object
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.matrix import require
 from h2o_stream.progress import ProgressCallback, ignore
-from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
 from h2o_stream.runtime.checkpoint_packing import KINDS, PackedCheckpoint, packed_size
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
+from h2o_stream.runtime.families import ARCHITECTURES
+from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.gguf_entries import gguf_entries
 from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from h2o_stream.runtime.gguf_weights import GgufWeights
@@ -52,16 +53,14 @@ class Source(ABC):
 
     Args:
         name: what the user typed.
-        path: of the file or folder.
+        path: where it is.
         dtype: of vectors, keys and values.
         quantize: as `ModelConfig` has it.
         variant: the dtype and what else distinguishes ways to load it, for what is kept of it.
-        architecture: of the model.
-        parameters: of the model.
+        architecture: row of the family.
+        parameters: what the header or the config says of the model.
         generation: how it is recommended to sample.
         folder: where its packed weights are kept; None if they are not.
-
-    Attributes: the arguments.
     """
 
     def __init__(
@@ -175,12 +174,7 @@ class Source(ABC):
 
 
 class ModelFile(Source):
-    """A GGUF file.
-
-    Args:
-        name: what the user typed.
-        path: of the file.
-        dtype: of vectors, keys and values.
+    """A GGUF file; arguments as for `Source`.
 
     Raises:
         DescriptionError: its architecture or a parameter is not known here.
@@ -191,7 +185,8 @@ class ModelFile(Source):
         self.file = GgufFile(path)
         parameters = parameters_of_gguf(self.file)
         architecture, generation = ARCHITECTURES[self.file.architecture], read_generation_config(self.file)
-        self._kept_as = "gguf-runtime" if architecture.other_forms else "gguf"  # transformers maps only the latter
+        # transformers maps only "gguf"
+        self._kept_as = "gguf-runtime" if architecture.stored_as_in_gguf else "gguf"
         kept = self.file.quantized and self.file.nbytes >= MIN_GGUF_BYTES
         folder = packed_folder(name, path, self._kept_as) if kept else None
         quantize = "auto" if self.file.quantized else "none"
@@ -217,14 +212,10 @@ class ModelFile(Source):
 
 
 class Checkpoint(Source):
-    """The folder of a transformers checkpoint.
+    """The folder of a transformers checkpoint; arguments as for `Source`.
 
-    Args:
-        name: what the user typed.
-        path: of the folder.
-        dtype: of the model.
-        quantize: ``none``; ``int8`` or ``int4`` for packed matrices; or ``auto`` for the widest that fits into memory.
-        notify: gets a line about a choice that may surprise.
+    For ``auto`` the widest precision that fits into memory is taken; `notify` gets a line about a choice that may
+    surprise.
 
     Raises:
         DescriptionError: its type or a parameter is not known here, or only transformers can tell what to load.

@@ -20,7 +20,7 @@ from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.packing import tiles_shape
-from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
+from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import as_needed, rounded, row_orders
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
@@ -65,14 +65,7 @@ def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matr
 
 
 class FolderWeights:
-    """The weights of a folder that `packed_file` has written, mapped.
-
-    Args:
-        folder: with model.safetensors.
-        kinds: packed formats by module name.
-        architecture: of the model.
-        parameters: of the model.
-        dtype: of the model's vectors.
+    """The weights of a folder that `packed_file` has written, mapped; `kinds` are packed formats by module name.
 
     Raises:
         DescriptionError: the file is not what was written.
@@ -93,7 +86,7 @@ class FolderWeights:
         """See `Weights`."""
         module = packed_name(self._architecture, name, layer)
         tiles, kind = self._arrays.get(f"{module}.tiles"), self._kinds.get(module)
-        if tiles is None and self._architecture.other_forms:
+        if tiles is None and self._architecture.stored_as_in_gguf:
             numbers, bias = self.vector(name, layer), self.vector(name, layer, "bias")
             return small_matrix(numbers, bias, rows, columns, self._dtype, module)
         stored = self._arrays.get(f"{module}.weight")
@@ -107,7 +100,7 @@ class FolderWeights:
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        if self._architecture.other_forms:
+        if self._architecture.stored_as_in_gguf:
             numbers = self._floats(f"{gguf_name(name, layer)}.{kind}")
             forms = self._architecture, self._orders, self._dtype
             return None if numbers is None else as_needed(numbers, name, kind, *forms)
@@ -126,7 +119,7 @@ class FolderWeights:
 
 def packed_name(architecture: Architecture, name: str, layer: int | None) -> str:
     """What a module is called in a folder of packed weights: as in transformers, if it has all of them in this form."""
-    return gguf_name(name, layer) if architecture.other_forms else architecture.module_name(name, layer)
+    return gguf_name(name, layer) if architecture.stored_as_in_gguf else architecture.module_name(name, layer)
 
 
 def gguf_name(name: str, layer: int | None) -> str:
@@ -146,13 +139,7 @@ def small_matrix(numbers: Floats | None, bias: Floats | None, rows: int, columns
 
 
 class CheckpointWeights:
-    """The dense weights of a transformers checkpoint, mapped; they are copied only if they are rounded.
-
-    Args:
-        folder: with safetensors files.
-        architecture: of the model.
-        parameters: of the model.
-        dtype: of the model.
+    """The dense weights of a folder of safetensors files, mapped; they are copied only if they are rounded.
 
     Attributes:
         arrays: the tensors by name.
@@ -231,11 +218,7 @@ def _with_offset(numbers: Floats, architecture: Architecture, name: str, kind: s
 
 
 def as_floats(stored: NDArray[Any], name: str) -> Floats:
-    """Numbers of a file in float32.
-
-    Raises:
-        DescriptionError: they are in another dtype.
-    """
+    """Numbers of a file in float32; raises DescriptionError if they are in another dtype."""
     if stored.dtype in (numpy.float32, numpy.float16):
         return stored.astype(numpy.float32, copy=False)
     if stored.dtype != numpy.uint16:
@@ -244,11 +227,7 @@ def as_floats(stored: NDArray[Any], name: str) -> Floats:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises:
-        DescriptionError: there are none, or one is missing.
-    """
+    """The safetensors files of a checkpoint; raises DescriptionError if there are none, or one is missing."""
     index = folder / f"{WEIGHTS_FILE}.index.json"
     try:
         names = sorted({*parse_json(index.read_text())["weight_map"].values()}) if index.exists() else [WEIGHTS_FILE]

@@ -23,7 +23,7 @@ from h2o_stream.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_SHUTDOWN_S, _EXIT_S = 1, 1.8
+_SHUTDOWN_S, _EXIT_S = 1, 1.5
 """Seconds that open connections have when the server stops, and after which the process ends whatever it does: what
 was finished is on disk.
 """

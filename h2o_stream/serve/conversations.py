@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
+from weakref import proxy
 
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
@@ -25,9 +26,12 @@ from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import Pace, WaitingEngine
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.transcript import Entry, Header
+from h2o_stream.session.transcript import Entry, Header, SaidTurns
 
 _log = logging.getLogger(__name__)
+
+_MANY = 500
+"""Turns from which waking a conversation up takes long: so many are read in some milliseconds."""
 
 Origin = Literal["new", "continued", "branched", "read"]
 
@@ -67,11 +71,10 @@ class Live:
         assert isinstance(engine, WaitingEngine)
         return engine
 
-    def said(self) -> list[tuple[int, str, str]]:
+    def said(self) -> SaidTurns:
         """The turns, for recall."""
         session = self.kept.session if self.kept else None
-        before = session.transcript.entries if session else self.before
-        return [(entry.turn, entry.prompt, entry.text) for turns in (before, self.entries) for entry in turns]
+        return SaidTurns(session.transcript.entries if session else self.before, self.entries)
 
     def add(self, entry: Entry, *exchanges: Exchange) -> None:
         """Note a turn that is in the cache, and what it consists of; nothing for a pin."""
@@ -148,6 +151,21 @@ class Conversations:
             return Opened(opened[0], (), opened[1], turn)
         raise no_response()
 
+    def sleeping(self, past: Sequence[str], after: str | None, owner: str) -> Kept | None:
+        """The conversation that continues these hashes, or a response, if waking it up takes long."""
+        if after is None:
+            known = (past[number] for number in self._store.last_known(past))
+            found = next((pair for one in known for pair in self._store.with_hash(one, owner)), None)
+        else:
+            found = self._store.with_id(after, owner)
+        kept = found[0] if found else None
+        return kept if kept and kept.session is None and len(kept.turns) > _MANY else None
+
+    def wake(self, kept: Kept) -> None:
+        """Read the transcript of a conversation that is busy; any thread may do it."""
+        with suppress(DataError):
+            self._store.wake(kept)
+
     def open_raw(self, options: Options) -> Opened:
         """An empty stream for a text that is continued as it is, which is not kept."""
         live = self._start(options, None, "", keep=False)
@@ -178,6 +196,8 @@ class Conversations:
                 return live, "continued"
             return None
         saved = self._store.saved(kept, turn)
+        if kept.id not in self.awake:
+            kept.close()
         if saved is None:
             return None
         branch = None
@@ -247,7 +267,8 @@ class Conversations:
     def _prepare_recall(self, live: Live) -> None:
         session, recall = live.kept and live.kept.session, live.conversation.recall
         recall.use(session.index_path if session else None)
-        recall.source, recall.defers, recall.terms = live.said, True, self._terms
+        weak = proxy(live)
+        recall.source, recall.defers, recall.terms = (lambda: weak.said()), True, self._terms
         recall.in_pieces = False  # what a reply takes is counted in the stream of its conversation
 
     @cached_property
@@ -299,5 +320,5 @@ class Conversations:
                 live.conversation.recall.use(live.kept.session.index_path)
             self._store.committed(live.kept, len(live.exchanges), filter(None, [live.response]))
         live.entries, live.exchanges, live.before, live.response = [], [], Log(), ""
-        for kept in self._store.to_forget(self.awake):
+        for kept in self._store.to_forget({*self.awake, *self.busy}):
             self._store.forget(kept)

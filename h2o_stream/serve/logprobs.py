@@ -5,9 +5,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from h2o_stream.serve.stream import Logprob
+
+_KEPT = 10_000
+"""Descriptions of tokens that are kept: most lists have the same likely ones."""
 
 _SPACE = "\u2581"
 _PLAIN = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
@@ -27,6 +31,7 @@ class TokenTexts:
         self._backend = tokenizer.backend_tokenizer
         self._added = self._backend.get_added_tokens_decoder()
         self._byte_level = "ByteLevel" in repr(self._backend.decoder)
+        self.described = lru_cache(maxsize=_KEPT)(self._described)
 
     def bytes_of(self, token: int) -> bytes:
         """What a token stands for in a text."""
@@ -39,6 +44,10 @@ class TokenTexts:
             return bytes.fromhex(byte[1])
         return piece.replace(_SPACE, " ").encode()
 
+    def _described(self, token: int) -> dict[str, Any]:
+        """Both, in the form of chat completions."""
+        return {"token": self.text_of(token), "bytes": list(self.bytes_of(token))}
+
     def text_of(self, token: int) -> str:
         """The same, with an escape for each byte that is no character by itself."""
         return self.bytes_of(token).decode("utf-8", "backslashreplace")
@@ -48,7 +57,7 @@ def chat_logprobs(texts: TokenTexts, logprobs: Iterable[Logprob]) -> dict[str, A
     """In the form of chat completions."""
 
     def described(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": texts.text_of(token), "logprob": logprob, "bytes": list(texts.bytes_of(token))}
+        return {**texts.described(token), "logprob": logprob}
 
     content = [
         {**described(x.token, x.logprob), "top_logprobs": [described(*likely) for likely in x.top]} for x in logprobs

@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,14 +233,14 @@ class Store:
         for turn, known in enumerate(kept.hashes[first:], first):
             self._by_hash.setdefault(known, {})[kept.id] = turn
 
-    def to_forget(self, awake: Mapping[str, Any]) -> list[Kept]:
-        """Conversations that have expired or that there is no room for, without those that are awake."""
+    def to_forget(self, used: Collection[str]) -> list[Kept]:
+        """Conversations that have expired or that there is no room for, without those with these ids."""
         now, excess = time.time(), self.nbytes - self._max_bytes
         found = []
         for kept in self.conversations.values():
             if excess <= 0 and now - kept.used <= self._expiry_s:
                 break
-            if kept.id not in awake and kept.nbytes:
+            if kept.id not in used and kept.nbytes:
                 found.append(kept)
                 excess -= kept.nbytes
         return found

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy
+from numpy.typing import NDArray
 
 from h2o_stream.config import CacheConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
@@ -66,11 +67,19 @@ class LogprobSampler(Sampler):
 def _logprob(logits: Scores, token: int, count: int) -> Logprob:
     top = logits.max()
     total = float(top) + float(numpy.log(numpy.exp(logits - top, dtype=numpy.float64).sum()))
-    logits = numpy.maximum(logits, numpy.float32(total + _LEAST))
-    best = numpy.argpartition(logits, -count)[-count:] if count else numpy.empty(0, numpy.int64)
+    likely = tuple((int(number), max(float(logits[number]) - total, _LEAST)) for number in _likeliest(logits, count))
+    return Logprob(token, max(float(logits[token]) - total, _LEAST), likely)
+
+
+def _likeliest(logits: Scores, count: int) -> NDArray[numpy.int64]:
+    """The tokens with the largest logits, best first. Sorting all of them would take longer than sampling."""
+    if not count:
+        return numpy.empty(0, numpy.int64)
+    width = max(len(logits) // 1024, 1)
+    peaks = numpy.maximum.reduceat(logits, numpy.arange(0, len(logits), width))
+    best: NDArray[numpy.int64] = (logits >= numpy.partition(peaks, -count)[-count]).nonzero()[0]
     best = best[(-logits[best]).argsort(kind="stable")]
-    likely = tuple((int(number), float(logits[number]) - total) for number in best)
-    return Logprob(token, float(logits[token]) - total, likely)
+    return best[:count]
 
 
 class Pace:

@@ -29,6 +29,7 @@ from h2o_stream.serve.endings import Endings, Job
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Failed, Piece, Started
+from h2o_stream.serve.store import Kept
 from h2o_stream.serve.turns import raw_events, turn_events
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.turn import Turn
@@ -79,6 +80,7 @@ class Worker:
         self._batch = BatchStepper(native, model.model.description)
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._asked: deque[Ask] = deque()
+        self._waking, self._woken = dict[str, list[Ask]](), dict[Ask, Kept]()
         self._jobs: list[Job] = []
         self._stopped = False
         self._endings = Endings(self._jobs, conversations, metrics, self.call)
@@ -133,9 +135,12 @@ class Worker:
                 return
             ask = self._asked.popleft()
             try:
-                self._start(ask)
+                if not self._wakes(ask):
+                    self._start(ask)
             except Exception as error:  # noqa: BLE001 - a request must not end the server
                 ask.try_send(Failed(as_api_error(error)))
+            if (kept := self._woken.pop(ask, None)) and kept.id not in self._conversations.awake:
+                kept.close()
 
     def _step(self) -> None:
         """Take a token of every reply, and some of prompts, through the model."""
@@ -255,6 +260,27 @@ class Worker:
         self._asked.clear()
         for job in list(self._jobs):
             self._endings.interrupt(job)
+
+    def _wakes(self, ask: Ask) -> bool:
+        """Whether a long conversation is woken up first, in another thread."""
+        conversations = self._conversations
+        kept = None if ask.raw else conversations.sleeping(ask.hashes, ask.after, ask.options.owner)
+        if kept is None or ask in self._woken:
+            return False
+        if waiting := self._waking.get(kept.id):
+            waiting.append(ask)
+            return True
+
+        def go_on() -> None:
+            conversations.busy.discard(kept.id)
+            asks = self._waking.pop(kept.id)
+            self._woken.update(dict.fromkeys(asks, kept))
+            self._asked.extendleft(reversed(asks))
+
+        self._waking[kept.id] = [ask]
+        conversations.busy.add(kept.id)
+        self._readers.submit(partial(conversations.wake, kept), partial(self.call, go_on))
+        return True
 
     def _start(self, ask: Ask) -> None:
         conversations = self._conversations

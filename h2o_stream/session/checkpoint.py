@@ -45,11 +45,7 @@ class Checkpoint:
         return self.entries[-1].turn if self.entries else 0
 
     def state(self, turn: int) -> State | None:
-        """The state after a turn; None if it is no longer available.
-
-        Raises:
-            DataError: it is damaged.
-        """
+        """The state after a turn; None if it is no longer available. Raises DataError if it is damaged."""
         if turn in self.states or self.session is None:
             return self.states.get(turn)
         return self.session.state(turn)

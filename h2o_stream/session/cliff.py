@@ -25,12 +25,7 @@ class Cliff:
 
     @classmethod
     def of(cls, conversation: Conversation) -> Cliff:
-        """The text for a conversation.
-
-        Raises:
-            ConfigError: the model has no context that a text could fill.
-            DataError: see `python_manual`.
-        """
+        """The text for a conversation; raises ConfigError if the model has no context that a text could fill."""
         engine = conversation.engine
         if engine.context is None:
             raise ConfigError("this model has no trained context; leave out --cliff")

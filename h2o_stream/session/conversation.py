@@ -1,9 +1,4 @@
-"""A conversation of any length: sends messages to the engine and yields what comes back, turn by turn.
-
-Everything besides the token stream is in `Conversation.metadata`, with the number of the stream that it describes. A
-turn updates it before anything is fed, and `Conversation._reconcile` corrects it to what was actually fed, however the
-turn ended. So the conversation is consistent between any two events, unless a forward is cut off halfway.
-"""
+"""A conversation of any length: sends messages to the engine and yields what comes back, turn by turn."""
 
 from __future__ import annotations
 
@@ -14,24 +9,23 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
+from weakref import proxy
 
-from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.state import Array, State
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS, RecallConfig, RecallMode
-from h2o_stream.engine.engine import TORN_MESSAGE, Engine
+from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.form import compose, forbidden, over_piece
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
-from h2o_stream.session.conversation_state import ConversationState, PendingPin, TurnSpan, load_conversation_state
+from h2o_stream.session.conversation_state import PendingPin, load_conversation_state
 from h2o_stream.session.messages import (
     Tool,
     UserTurn,
     change_question,
     encodable,
-    parse_tools,
     parse_turn,
     question_of,
     text_of,
@@ -39,12 +33,12 @@ from h2o_stream.session.messages import (
 from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.template import ChatTemplate, Prompt, inserted, place_alone
 from h2o_stream.session.turn import ActiveTurn, Turn
+from h2o_stream.session.turn_stream import FeedEvents, TurnStream
 
 ReplyEvents = Generator[Recalled | PrefillProgress | Token | Turn, None, None]
-FeedEvents = Generator[PrefillProgress | Finished, None, None]
 
 
-class Conversation:
+class Conversation(TurnStream):
     """A conversation on one engine. The system prompt is fed once, with the first turn, and never evicted.
 
     Only one turn is active at a time: any other call closes it.
@@ -79,62 +73,23 @@ class Conversation:
         tools: Sequence[Tool] = (),
         effort: str | None = None,
     ) -> None:
-        self.engine = engine
-        self._tools = parse_tools(tools)
+        super().__init__(engine, system, thinking, tools, effort)
         config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
+        weak = proxy(self)  # else only the garbage collector would end a conversation and its cache
         self.recall = Recall(
             engine,
             config,
-            lambda turn: self.metadata.turn_tokens(turn, len(engine.tokens)),
+            lambda turn: weak.metadata.turn_tokens(turn, len(engine.tokens)),
             lambda: place_alone(ChatTemplate(engine.tokenizer, None, engine.end_tokens)),
         )
-        self._stops, self._thinking, self._effort = stops, thinking, effort
+        self._stops = stops
         self._rules: Mapping[str, Any] | str | None = None
         self.active = ActiveTurn()
-        self.metadata = ConversationState(system, self._template(system), stream=engine.cache.stream_number)
-        self.engine.pin(self.metadata.template.opening_size)
-
-    @property
-    def system(self) -> str | None:
-        """The system prompt; None leaves it to the model's template."""
-        return self.metadata.system
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Strings that end a reply."""
         return *self.engine.sampling.stop, *self._stops
-
-    @property
-    def pins(self) -> list[str]:
-        """Texts that are never evicted, besides the system prompt."""
-        return list(self.metadata.pins)
-
-    @property
-    def turn_spans(self) -> list[TurnSpan]:
-        """The tokens of each turn, in order and without gaps; none while the stream is torn."""
-        return [] if self.torn else self.metadata.turn_spans(len(self.engine.tokens))
-
-    @property
-    def recalled(self) -> tuple[range, ...]:
-        """Indices of tokens that were read again, as far as the cache may still hold them."""
-        ranges = merged((*self.engine.cache.transient, self.metadata.recalled))
-        for thought in self.thoughts:
-            ranges = without(ranges, thought.start, thought.stop)
-        return ranges
-
-    @property
-    def thoughts(self) -> tuple[range, ...]:
-        """Indices of the tokens of the model's thinking."""
-        return merged((*self.metadata.thought_ranges, self.metadata.thinking))
-
-    @property
-    def torn(self) -> bool:
-        """Whether a step was cut off halfway. Then only `reset` and `load_state_dict` help."""
-        return self.engine.torn or self.metadata.stream != self.engine.cache.stream_number
-
-    def _template(self, system: str | None) -> ChatTemplate:
-        engine = self.engine
-        return ChatTemplate(engine.tokenizer, system, engine.end_tokens, self._thinking, self._tools, self._effort)
 
     def switch_thinking(self, thinking: bool) -> None:
         """Let the model think before it answers, or not, from the next turn on.
@@ -152,8 +107,7 @@ class Conversation:
     def follow(self, rules: Mapping[str, Any] | str | None) -> None:
         """Let replies follow a JSON schema, or a grammar as `Grammar` takes it; None for any text. Thinking is free.
 
-        Raises:
-            ConfigError, DataError: see `Grammar`. Nothing has changed.
+        Raises ConfigError or DataError as `Grammar`; then nothing has changed.
         """
         engine, thinking = self.engine, self.metadata.template.free_thinking
         made = rules and Grammar(engine.tokenizer, engine.end_tokens, engine.served.vocabulary, rules, thinking)
@@ -178,13 +132,6 @@ class Conversation:
             self._restart(system)  # the prompt fits, so finish rather than stop halfway
             raise
         self.recall.truncate(0)
-
-    def _restart(self, system: str | None, turns: int = 0) -> None:
-        template = self._template(system)
-        self.engine.reset()
-        self.engine.unpin()
-        self.engine.pin(template.opening_size)
-        self.metadata = ConversationState(system, template, turns, stream=self.engine.cache.stream_number)
 
     def say(self, text: UserTurn, begun: str = "") -> ReplyEvents:
         """One turn: feed the user's message, a text or messages with results of tools, then generate a reply, which
@@ -358,23 +305,6 @@ class Conversation:
         self.metadata = replace(metadata, stream=self.engine.cache.stream_number)
         self.recall.truncate(metadata.turns)
 
-    def _prompt(self, message: UserTurn) -> Prompt:
-        self._reconcile()
-        if self.torn:
-            raise H2OStreamError(TORN_MESSAGE)
-        template, tokens = self.metadata.template, self.engine.tokens
-        if tokens:
-            return template.next_turn(message, ended=tokens[-1] in self.engine.end_tokens)
-        prompt = template.first_turn(message)
-        prompt = replace(prompt, num_pinned=min(prompt.num_pinned, len(prompt.tokens) - 1))
-        self.engine.pin(prompt.num_pinned)
-        return prompt
-
-    def _with_reply(self, prompt: Prompt, reply: str, own: bool) -> Prompt:
-        """The prompt of a past turn and the reply to it."""
-        tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None, own)]
-        return Prompt(tokens, prompt.num_pinned)
-
     def _with_recalled(self, prompt: Prompt, recalled: Sequence[Candidate], message: UserTurn) -> Prompt:
         """The prompt of a message with the passages that are read again."""
         ended = self.engine.tokens[-1] in self.engine.end_tokens
@@ -415,46 +345,3 @@ class Conversation:
         metadata = self.metadata
         if not self.torn and metadata.last_start[0] == metadata.turns > before:
             self.recall.add(metadata.turns, text, "".join(pieces))
-
-    def _feed(self, prompt: Prompt, pending_pin: PendingPin | None = None) -> FeedEvents:
-        number, before = self.metadata.turns + 1, self.metadata
-        try:
-            start = len(self.engine.tokens)
-            recalled = range(start + prompt.recalled.start, start + prompt.recalled.stop)
-            starts = before.starts.append((number, start))
-            self.metadata = replace(before, turns=number, starts=starts, pending_pin=pending_pin, recalled=recalled)
-            if pending_pin is not None:
-                self.engine.cache.pin(pending_pin.start, pending_pin.stop)
-            for event in self.engine.prefill(prompt.tokens):
-                if isinstance(event, Finished):
-                    self._reconcile(ended=False)
-                    self.metadata = replace(self.metadata, turns=number)
-                yield event
-        finally:
-            self._reconcile(ended=False)
-
-    def _reconcile(self, ended: bool = True) -> None:
-        """Make the metadata match what was fed, however the last turn ended. Can be repeated if it is cut off.
-
-        If the turn is over, what was read again for it and its thinking may go.
-        """
-        metadata, fed = self.metadata, len(self.engine.tokens)
-        if self.torn:
-            return
-        if 0 < fed <= self.engine.pinned_prefix:  # the system prompt is incomplete, so nothing can follow it
-            self._restart(metadata.system, metadata.turns - 1)
-            return
-        pending = metadata.pending_pin
-        if pending is not None:
-            if pending.stop > fed:
-                self.engine.cache.unpin(pending.start, pending.stop)
-            else:
-                metadata = replace(metadata, pins=(*metadata.pins, pending.text))
-            metadata = replace(metadata, pending_pin=None)
-        if metadata.last_start[1] == fed:
-            metadata = replace(metadata, turns=metadata.turns - 1, starts=metadata.starts.shortened(2))
-        if ended:
-            for served in filter(None, (metadata.recalled, metadata.thinking)):
-                self.engine.cache.evict_first(served.start, min(served.stop, fed))
-            metadata = metadata.turn_over()
-        self.metadata = metadata

@@ -107,10 +107,9 @@ class ConversationState:
 def load_conversation_state(
     state: Mapping[str, Array], make_template: Callable[[str | None], ChatTemplate]
 ) -> ConversationState:
-    """The metadata of a new stream from its `state_dict`. `make_template` gets the system prompt.
+    """The metadata of a new stream from its `state_dict`; raises H2OStreamError if it is missing or damaged.
 
-    Raises:
-        H2OStreamError: it is missing or damaged.
+    `make_template` gets the system prompt.
     """
     verify_checksums(state, _CHECKSUMS)
     values = decode_json(state, _KEY)

@@ -154,10 +154,6 @@ def check_name(name: str) -> None:
 
 
 def session_folder(name: str, folder: Path | None = None) -> Path:
-    """The folder of a session, among all sessions or in this one.
-
-    Raises:
-        ConfigError: the name is not allowed.
-    """
+    """The folder of a session, among all sessions or in this one; raises ConfigError if the name is not allowed."""
     check_name(name)
     return (folder or sessions_folder()) / name

@@ -15,12 +15,13 @@ from h2o_stream.engine.engine import TORN_MESSAGE
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.logs import Log
-from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents
+from h2o_stream.session.conversation import Conversation, ReplyEvents
 from h2o_stream.session.messages import encodable
 from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.transactions import NoStateError, ResumeError, Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
 from h2o_stream.session.turn import Turn
+from h2o_stream.session.turn_stream import FeedEvents
 
 _End = TypeVar("_End", Turn, Finished)
 
@@ -94,11 +95,7 @@ class ConversationHistory:
                 raise
 
     def feed_turn(self, text: str, reply: str) -> FeedEvents:
-        """See `Conversation.feed_turn`.
-
-        Raises:
-            DataError: the turn is complete, but could not be saved completely.
-        """
+        """See `Conversation.feed_turn`; raises DataError if the turn is complete, but could not be saved completely."""
         return self._transactions.start(self._feed_turn(encodable(text), reply, "told"))
 
     def pin(self, text: str) -> FeedEvents:

@@ -51,11 +51,7 @@ class JsonlWriter:
                 self._file.close()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a record.
-
-        Raises:
-            DataError: the file cannot be written, for example because the disk is full.
-        """
+        """Append a record; raises DataError if the file cannot be written, for example because the disk is full."""
         if self._file is None:
             return
         with file_errors(self._place):
@@ -108,11 +104,7 @@ def _types(cls: Any) -> dict[str, Any]:
 
 
 def check_type(value: Any, expected: Any) -> Any:
-    """A value read from JSON, if it has this type. Numbers must be finite, exact and not negative.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """A value read from JSON, or ValueError if it has another type, or is not finite, exact and not negative."""
     allowed = get_args(expected)
     if get_origin(expected) is Literal:
         fits = value in allowed

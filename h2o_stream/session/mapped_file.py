@@ -18,11 +18,7 @@ from h2o_stream.cache.state import Array
 
 
 def map_file(path: Path) -> Array:
-    """The bytes of a file, uint8, read-only. It must not be made shorter as long as they are used.
-
-    Raises:
-        OSError: there is no such file, or it cannot be mapped.
-    """
+    """The bytes of a file, uint8, read-only; raises OSError. It must not be made shorter as long as they are used."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if os.name != "posix" or not size:

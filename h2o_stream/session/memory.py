@@ -42,11 +42,7 @@ def memory_of(engine: Engine) -> TokenMemory | None:
 
 
 def report_memory(engine: Engine, spans: list[TurnSpan]) -> MemoryReport:
-    """What the memory holds, and which turns were found again.
-
-    Raises:
-        H2OStreamError: there is none.
-    """
+    """What the memory holds, and which turns were found again; raises H2OStreamError if there is none."""
     memory = memory_of(engine)
     if memory is None:
         raise H2OStreamError("there is no memory behind the window; start with --memory auto")

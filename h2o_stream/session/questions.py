@@ -65,11 +65,7 @@ class QuestionSet:
         return tuple(tool for number, tool in enumerate(described) if tool not in described[:number])
 
     def check(self, template: ChatTemplate) -> None:
-        """Check that a chat template can format every turn.
-
-        Raises:
-            UnsupportedModelError: it rejects messages, or omits some.
-        """
+        """Raise UnsupportedModelError if a chat template rejects messages of these turns, or omits some."""
         for question, turn in self.prompts(loop=False):
             if not isinstance(turn, str):
                 try:

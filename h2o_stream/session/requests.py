@@ -128,11 +128,7 @@ def _text(record: dict[str, Any], names: tuple[str, ...], place: str) -> str:
 
 
 def build_requests(articles: list[Article], form: FormName, shots: int) -> Iterator[dict[str, Any]]:
-    """Requests for the articles after the first `shots`, which are the examples of each.
-
-    Raises:
-        ConfigError: there are too few articles.
-    """
+    """Requests for the articles after the first `shots`, the examples; raises ConfigError if there are too few."""
     if shots >= len(articles):
         raise ConfigError(f"shots is {shots}, the file has {len(articles)} articles; lower --shots")
     chosen = _FORMS[form]

@@ -39,11 +39,7 @@ def hardware() -> dict[str, Any]:
 
 
 def read_run_record(folder: Path) -> dict[str, Any]:
-    """The run record of a folder.
-
-    Raises:
-        DataError: there is none, or it is damaged.
-    """
+    """The run record of a folder; raises DataError if there is none, or it is damaged."""
     try:
         run = parse_json((folder / RUN).read_text(encoding="utf-8"))
         if not isinstance(run, dict) or not isinstance(run.get("command"), str):

@@ -51,11 +51,7 @@ class Match:
 
 
 def search(words: str, limit: int) -> list[Match]:
-    """The turns of all sessions that have all of these words, in any form; the best ones first.
-
-    Raises:
-        DataError: there are no words.
-    """
+    """The turns of all sessions that have all of these words, in any form, best first; DataError without words."""
     query = " AND ".join(f'"{spaced(word)}"' for word in re.findall(r"\w+", words))
     if not query:
         raise DataError(f"{words!r} has no word to search for")

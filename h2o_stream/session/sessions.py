@@ -137,11 +137,7 @@ class Session:
         self._states.keep(lambda line: line in recent)
 
     def begin(self, header: Header) -> None:
-        """Start a new conversation. Earlier ones stay in the file.
-
-        Raises:
-            DataError: for example, the disk is full. Nothing has changed.
-        """
+        """Start a new conversation; earlier ones stay. Raises DataError, with nothing changed: the disk is full."""
         self.transcript.append(header_record(header))
         self._prune()
 
@@ -210,18 +206,10 @@ class Session:
         self._prune()
 
     def undo(self, turn: int) -> None:
-        """Remove all turns after this one; 0 removes all.
-
-        Raises:
-            DataError: for example, the disk is full. Nothing has changed.
-        """
+        """Remove all turns after this one; 0 is all. Raises DataError, with nothing changed: the disk is full."""
         self.transcript.append({"type": "undo", "turn": turn})
         self._prune()
 
     def state(self, turn: int) -> State | None:
-        """The state after a turn; None if it is no longer available.
-
-        Raises:
-            DataError: the file is damaged.
-        """
+        """The state after a turn; None if it is no longer available. Raises DataError if the file is damaged."""
         return self._states.read(self.transcript.line_of(turn), turn)

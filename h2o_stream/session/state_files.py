@@ -41,9 +41,7 @@ Mark = tuple[int, int]
 class StateFiles:
     """The files ``state-N.safetensors`` of a folder, and segments of memories that they share, each in a file.
 
-    Args:
-        folder: folder that contains the files.
-        sync: see `Session`.
+    `sync`: see `Session`.
     """
 
     def __init__(self, folder: Path, sync: bool = True) -> None:
@@ -55,11 +53,7 @@ class StateFiles:
         self._logs.clear()
 
     def write(self, line: int, state: Mapping[str, Array], record: Mapping[str, Any]) -> None:
-        """Save the state after a line, together with the record of that line.
-
-        Raises:
-            OSError: for example, the disk is full.
-        """
+        """Save the state after a line, together with the record of that line, or raise OSError: the disk is full."""
         sealed = sealed_segments(state)
         for name, file in sealed.items():
             if not (path := self._folder / file).exists():

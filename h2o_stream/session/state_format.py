@@ -45,11 +45,7 @@ def write_state(file: BinaryIO, state: Mapping[str, Array], metadata: Mapping[st
 
 
 def decode_state(data: bytes) -> State:
-    """The state in a file's content.
-
-    Raises:
-        SafetensorError: it is damaged, or holds numbers that no state has.
-    """
+    """The state in a file's content; raises SafetensorError if it is damaged, or holds numbers that no state has."""
     state = State()
     for name, tensor in deserialize(data):
         if tensor["dtype"] not in _DTYPES:

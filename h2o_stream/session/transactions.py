@@ -19,11 +19,10 @@ from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.engine.sampling import RngState
 from h2o_stream.errors import DataError, H2OStreamError, means_out_of_memory
 from h2o_stream.logs import Log
-from h2o_stream.recall.passage import SaidTurn
 from h2o_stream.session.checkpoint import Checkpoint
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transcript import Entry, Header, Kind
+from h2o_stream.session.transcript import Entry, Header, Kind, SaidTurns
 
 _Events = TypeVar("_Events", bound=Generator[object, None, None])
 
@@ -52,8 +51,8 @@ class Transactions:
         self._opened: Session | None = None  # keeps its lock only if it is committed
         conversation.recall.source = self._said
 
-    def _said(self) -> list[SaidTurn]:
-        return [(entry.turn, entry.prompt, entry.text) for entry in self.checkpoint.entries]
+    def _said(self) -> SaidTurns:
+        return SaidTurns(self.checkpoint.entries)
 
     @property
     def rng_state(self) -> RngState:
@@ -175,11 +174,7 @@ class Transactions:
         self.checkpoint = Checkpoint(self.conversation.metadata, self.rng_state, old.session, unsaved, states)
 
     def commit_turn(self, text: str, reply: str, kind: Kind, finish: str, thinking: str = "") -> None:
-        """Commit the active turn, unless it is already committed.
-
-        Raises:
-            DataError: it could not be saved completely. It is committed nevertheless.
-        """
+        """Commit the active turn, unless it is; DataError says that it is committed, but not saved completely."""
         if self.committed:
             return
         state = self.copy_state()  # closes the turn, so the metadata is final afterwards

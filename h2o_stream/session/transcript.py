@@ -47,6 +47,23 @@ class Entry:
     thinking: str = ""
 
 
+class SaidTurns(Sequence[tuple[int, str, str]]):
+    """The turns of entries as recall takes them, which costs nothing but for those that are looked at."""
+
+    def __init__(self, entries: Sequence[Entry], later: Sequence[Entry] = ()) -> None:
+        self._entries, self._later = entries, later
+
+    def __len__(self) -> int:
+        return len(self._entries) + len(self._later)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index] - len(self._entries)
+        entry = self._later[place] if place >= 0 else self._entries[place]
+        return entry.turn, entry.prompt, entry.text
+
+
 @dataclass(frozen=True)
 class Header:
     """What a session was created with. A window of 0 keeps all; the time is ISO 8601."""
@@ -84,11 +101,7 @@ class _Content:
 
 
 class Transcript:
-    """A transcript and its file. The first line creates the file.
-
-    Raises:
-        DataError: it cannot be read, or is not a transcript.
-    """
+    """A transcript and its file, which the first line creates; raises DataError if it is no readable transcript."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,11 +150,7 @@ class Transcript:
             raise DataError(f"{self.path}: the transcript has no header")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a line and sync it to disk, after any deferred lines. If this is cut off, nothing was added.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
+        """Add a line and sync it, after deferred lines. If this is cut off or raises DataError, nothing was added."""
         data, size = b"".join((*self._deferred, _line(record))), self._size
         before = self._content, self._size, self._deferred
         after = self._content.with_record(record), size + len(data), ()
@@ -169,11 +178,7 @@ class Transcript:
         self._content, self._deferred = self._content.with_record(record), (*self._deferred, _line(record))
 
     def append_all(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add all lines or none, even if the process is killed.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
+        """Add all lines or none, even if the process is killed; raises DataError if the file cannot be written."""
         content = self._content
         for record in records:
             content = content.with_record(record)

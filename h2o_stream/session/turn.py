@@ -45,13 +45,11 @@ class Turn:
     """A finished turn: the texts and what they took.
 
     Attributes:
-        number: number of the turn in the conversation, from 1.
         counts: the state of the cache at the end.
         rss_bytes: resident memory of the process at the end.
         detail: a line for the user if the reply was cut short.
         beyond_context: original positions have exceeded the model's trained context.
         thinking_tokens: number of tokens generated for it.
-        cut: see `Finished`.
         disk_bytes: read from disk meanwhile: weights that were not in memory, if there are many.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 from h2o_stream.config import ChatConfig, SamplingConfig, Settings, ThinkMode
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.runtime.loading import load_model, serves
+from h2o_stream.loading.loading import load_model, serves
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.folders import similar_session, write_settings
 from h2o_stream.session.history import ConversationHistory
@@ -115,11 +115,7 @@ class ChatContext:
             self.terminal.note(f"session {name} started" + f"; did you mean {similar}?" * bool(similar), style="dim")
 
     def start_session(self, text: str) -> Session:
-        """An automatic session with these first words, and the options of this chat.
-
-        Raises:
-            DataError: see `automatic_session`.
-        """
+        """An automatic session with these first words, and the options of this chat; see `automatic_session`."""
         session = automatic_session(text)
         write_settings(session.name, self.kept_options())
         return session
@@ -133,8 +129,7 @@ class ChatContext:
     def take_options(self, kept: Mapping[str, Any]) -> None:
         """Sample, recall and draw thinking as the session did that was opened; its model and cache are in its state.
 
-        Raises:
-            ConfigError: the options are damaged.
+        Raises ConfigError if the options are damaged.
         """
         engine, recall = self.loaded.conversation.engine, self.loaded.conversation.recall
         names = {field.name for field in fields(SamplingConfig)} & kept.keys()

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from h2o_stream.config import RecallMode, ThinkMode
 from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.memory import format_bytes
 from h2o_stream.recall.passage import Candidate
 from h2o_stream.resources import named_prompts
 from h2o_stream.session.memory import report_memory
@@ -20,7 +21,7 @@ from h2o_stream.session.why import explain
 from h2o_stream.ui.command_list import ALIASES, COMMANDS, unknown_command
 from h2o_stream.ui.documents import read_files
 from h2o_stream.ui.files import find_files, read_all
-from h2o_stream.ui.format import SOURCES, format_bytes, legend
+from h2o_stream.ui.format import SOURCES, legend
 from h2o_stream.ui.heatmap import explanation, heatmap
 from h2o_stream.ui.memory import memory_lines
 from h2o_stream.ui.recall import candidates_table, note_recalled

@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import BENCH
+from h2o_stream.memory import format_bytes
 from h2o_stream.session.turn import Turn
 
 if TYPE_CHECKING:
     from h2o_stream.engine.engine import Engine
-
-
-def format_bytes(nbytes: int) -> str:
-    """Bytes with a binary unit: 11.7 MiB."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def format_speed(tokens_per_second: float) -> str:

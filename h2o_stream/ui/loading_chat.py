@@ -112,11 +112,7 @@ class LoadingChat:
         self._stack.close()
 
     def run(self) -> Finish | None:
-        """Read messages and reply, until the end.
-
-        Raises:
-            H2OStreamError: the model cannot be loaded. What was typed is printed.
-        """
+        """Read messages and reply, until the end. If the model cannot be loaded, what was typed is shown."""
         messages = self._prompt.messages()
         self._terminal.console.control(_LINE_START)  # erases keys echoed before the prompt, which has them
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from h2o_stream.memory import format_bytes
 from h2o_stream.session.memory import MemoryReport
-from h2o_stream.ui.format import format_bytes
 
 _MAX_TURNS = 3
 """Maximum number of turns that are named."""

@@ -94,11 +94,7 @@ class MessagePrompt:
         return shown
 
     def messages(self) -> Iterator[str]:
-        """Messages until Ctrl-D, or Ctrl-C twice on an empty line (once while the background task runs).
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C.
-        """
+        """Messages until Ctrl-D, or Ctrl-C twice on an empty line, or once while the background task runs."""
         last = float("-inf")
         while True:
             try:

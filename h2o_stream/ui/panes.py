@@ -13,12 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from h2o_stream.engine.events import Finish, PrefillProgress, Token
+from h2o_stream.memory import format_bytes
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.messages import UserTurn
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.format import context_bar, format_bytes, format_speed, legend, slot_bar, turn_line
+from h2o_stream.ui.format import context_bar, format_speed, legend, slot_bar, turn_line
 from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.recording import save_picture
 from h2o_stream.ui.screen import FRAME_S, colored

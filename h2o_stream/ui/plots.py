@@ -43,11 +43,7 @@ NARROW_DARK = ChartStyle((4.1, 4.1), "#e8e8e8", "none", _DARK, title=False)
 
 
 def draw(chart: Chart | Heatmap, path: Path) -> None:
-    """Draw a chart into a PNG file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw a chart into a PNG file; raises OSError if it cannot be written."""
     _figure(chart, ChartStyle()).savefig(path, dpi=120)
 
 

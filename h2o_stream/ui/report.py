@@ -17,10 +17,10 @@ from h2o_stream import __version__
 from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out
 from h2o_stream.errors import DataError, file_errors
+from h2o_stream.memory import format_bytes
 from h2o_stream.resources import require_matplotlib, write_text
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.run_record import RECORDS, RUN, read_run_record
-from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.pages import Chart, Heatmap, Page, page_of
 from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, svg
 from h2o_stream.ui.tables import CSV_BEGINS, csv_tables, format_of, latex_page, markdown_page

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from h2o_stream.config import ThinkMode
 from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.memory import format_bytes
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.format import context_bar, format_bytes, format_speed, kept_text, legend, slot_bar, turn_line
+from h2o_stream.ui.format import context_bar, format_speed, kept_text, legend, slot_bar, turn_line
 from h2o_stream.ui.recall import note_recalled, recalled_lines
 from h2o_stream.ui.recording import save_picture
 from h2o_stream.ui.reply import PlainReply, Thinking

@@ -82,8 +82,7 @@ class ServerChat:
     def run(self) -> bool:
         """Read messages and show the replies, until the end. Returns whether Ctrl-C ended it.
 
-        Raises:
-            H2OStreamError: the only question got no answer.
+        Raises H2OStreamError if the only question got no answer.
         """
         config = self._config
         if config.prompt is not None:

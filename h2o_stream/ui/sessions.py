@@ -12,11 +12,11 @@ from rich.text import Text
 
 from h2o_stream.config import AUTOMATIC_BYTES
 from h2o_stream.errors import DataError
+from h2o_stream.memory import format_bytes
 from h2o_stream.session.automatic import automatic_folders
 from h2o_stream.session.folders import saved_sessions
 from h2o_stream.session.search import MARKS, Match, search
 from h2o_stream.session.transcript import Entry
-from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.terminal import Terminal, one_line
 
 NOT_KEPT = "Nothing of this chat is kept here. "
@@ -64,11 +64,7 @@ def show_sessions(terminal: Terminal, console: Console) -> None:
 
 
 def show_matches(console: Console, words: str) -> None:
-    """Where all of the words were said, in any session.
-
-    Raises:
-        DataError: there are no words, or they were never said.
-    """
+    """Where all of the words were said, in any session; raises DataError if there are none, or they were never said."""
     if not (matches := search(words, _MAX_MATCHES)):
         raise DataError(f"nothing was said about {words!r} in any session")
     table = Table("session", "turn", "when", "what was said", box=None, padding=(0, 2, 0, 0))

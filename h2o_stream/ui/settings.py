@@ -11,11 +11,7 @@ _ALIASES = {"temp": "temperature", "n": "max_tokens"}
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """A field of `SamplingConfig` and its value, which may be out of range.
-
-    Raises:
-        ConfigError: there is no such field, or the value is of another kind.
-    """
+    """A field of `SamplingConfig` and its value, perhaps out of range; raises ConfigError for another name or kind."""
     name, _, value = text.partition(" ")
     name, value = _ALIASES.get(name, name).replace("-", "_"), value.strip()
     hints = get_type_hints(SamplingConfig)

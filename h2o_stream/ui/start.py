@@ -9,14 +9,15 @@ from typing import Any
 
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
+from h2o_stream.loading.loading import load_model
+from h2o_stream.memory import format_bytes
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.progress import ProgressCallback
-from h2o_stream.runtime.loading import load_model
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.format import format_bytes, sampling_line, sampling_values
+from h2o_stream.ui.format import sampling_line, sampling_values
 from h2o_stream.ui.interrupts import Interrupts
 from h2o_stream.ui.loading import show_loading
 from h2o_stream.ui.terminal import Terminal

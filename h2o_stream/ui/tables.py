@@ -16,10 +16,10 @@ from rich.text import Text
 
 from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer, require_rouge, score_file
 from h2o_stream.errors import ConfigError
-from h2o_stream.memory import peak_bytes
+from h2o_stream.memory import format_bytes, peak_bytes
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.ui.format import format_bytes, format_speed, shade
+from h2o_stream.ui.format import format_speed, shade
 from h2o_stream.ui.pages import Page, TableData
 from h2o_stream.ui.terminal import Terminal, one_line
 from h2o_stream.ui.timeline import draw_timeline
@@ -155,11 +155,7 @@ def _latex(text: str) -> str:
 
 
 def format_of(path: Path, *formats: str) -> str:
-    """The format of a file by the end of its name, one of `formats`.
-
-    Raises:
-        ConfigError: it is none of them.
-    """
+    """The format of a file by the end of its name; raises ConfigError if it is none of `formats`."""
     suffix = path.suffix.lower()
     if suffix not in formats:
         raise ConfigError(

@@ -67,8 +67,6 @@ class Terminal:
     """The two output streams and their capabilities.
 
     Attributes:
-        console: rich's console on stderr.
-        stdout_console: the same on stdout.
         interactive: a person types and reads here.
         live: stdout and stderr are a terminal that can be drawn on.
         picture: file for a picture of the last screen, if one is wanted.
@@ -112,8 +110,7 @@ class Terminal:
     def copy(self, text: str) -> None:
         """Put a text into the clipboard of the terminal, wherever that is: by OSC 52, or by tmux, which may refuse it.
 
-        Raises:
-            H2OStreamError: there is no terminal.
+        Raises H2OStreamError if there is no terminal.
         """
         if not self.live:
             raise H2OStreamError("there is no terminal to copy to")

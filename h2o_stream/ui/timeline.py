@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from h2o_stream.memory import format_bytes
 from h2o_stream.session.report import Timeline
-from h2o_stream.ui.format import format_bytes
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 

@@ -170,11 +170,7 @@ class Policy(ABC):
         )
 
     def total(self, seen: Tensor) -> Tensor | None:
-        """What all scores would sum to for each query head, had nothing been evicted; None without scores.
-
-        Args:
-            seen: [B, 1, 1] int64, tokens of each row.
-        """
+        """What all scores would sum to for each query head, had nothing been evicted; None without scores."""
         return None
 
     @abstractmethod
@@ -222,11 +218,7 @@ def select(worth: Tensor, index: Tensor, limit: int, limits: Tensor | None = Non
 
 
 def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
-    """The policy of a plan, with the parameters that its name gives after a colon.
-
-    Raises:
-        ConfigError: the policy has no such parameter.
-    """
+    """The policy of a plan, with the parameters after a colon in its name; raises ConfigError if it has no such."""
     kind = resolve(plan.rule)
     given = plan.policy.partition(":")[2] if plan.rule == POLICIES[plan.policy].rule else ""
     policy: Policy = kind(plan, layer, **_parameters(kind, plan.policy, given))

@@ -76,11 +76,7 @@ def tells(reply: str, values: Sequence[str]) -> bool:
 
 
 def read_facts(count: int) -> tuple[Fact, ...]:
-    """The first facts of our set.
-
-    Raises:
-        ConfigError: there are fewer.
-    """
+    """The first facts of our set; raises ConfigError if there are fewer."""
     records = [record for _, record in read_objects(project_file("data/recall/facts.jsonl"), "facts")]
     if count > len(records):
         raise ConfigError(f"facts is {count}, there are {len(records)}; lower --facts")

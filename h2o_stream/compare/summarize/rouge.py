@@ -14,11 +14,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def require_rouge() -> None:
-    """Check that answers can be scored.
-
-    Raises:
-        H2OStreamError: rouge-score is not installed.
-    """
+    """Raise H2OStreamError if answers cannot be scored: rouge-score is not installed."""
     require_package("rouge_score", "rouge-score", "ROUGE needs rouge-score")
 
 

@@ -25,6 +25,7 @@ constexpr int32_t kNone = 256;        // a limit that no sum reaches
 
 // Codes of keys in 8 bits, which are anywhere.
 struct MemoryKeys {
+  static constexpr bool kAnySize = true;
   static constexpr int64_t kFixedSize = 0;
 
   const int8_t* const* keys;

@@ -216,6 +216,9 @@ void query_key_dots(const Keys& keys, const Values& values, int64_t slots, const
     }
   };
   const auto in_registers = [&](auto blocks) {
+    // Quantized keys of these sizes have rows of a fixed size.
+    constexpr int64_t elements = 2 * kWidth * decltype(blocks)::value;
+    if constexpr (!Keys::kAnySize && !Keys::kFixedSize && (elements == 64 || elements == 128)) return;
     constexpr int64_t size = decltype(blocks)::value, fitting = simd::kRegisters / 2 / (2 * size);
     const std::integral_constant<int64_t, fitting >= 4 ? 4 : fitting >= 2 ? 2 : 1> together;
     for_each_slot(1 / rotation.scale(), together, [&](auto count, int64_t slot, Floats* to) {

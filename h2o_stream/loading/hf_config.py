@@ -9,43 +9,16 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.loading.hf_rope import set_rope
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.native.abi import Scoring
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime.architectures import ARCHITECTURES, LAYER_EMBEDDINGS
+from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.gguf_checks import check_sizes
-from h2o_stream.runtime.hf_rope import set_rope
 from h2o_stream.runtime.parameters import ExpertParameters, MixerParameters, Parameters
 from h2o_stream.runtime.sources import ModelFile
-
-_MODEL_TYPES = {
-    "mistral3": "mistral",
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
-    "glm4moe": "glm4_moe",
-    "chatglm": "glm",
-    "deepseek2": "deepseek_v2",
-    "ernie4_5-moe": "ernie4_5_moe",
-    "hunyuan-dense": "hunyuan_v1_dense",
-    "hunyuan-moe": "hunyuan_v1_moe",
-    "gpt-oss": "gpt_oss",
-    "command-r": "cohere",
-    "gemma3": "gemma3_text",
-    "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
-    "lfm2moe": "lfm2_moe",
-    "granitehybrid": "granitemoehybrid",
-    "falcon-h1": "falcon_h1",
-    "nemotron_h_moe": "nemotron_h",
-    "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text",
-    "qwen3next": "qwen3_next",
-}
-"""transformers' names by those of llama.cpp, where they differ."""
 
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 """llama.cpp's names of tokens, by transformers'."""
@@ -67,9 +40,6 @@ _FLAGS = {
 }
 """Fields that say whether a model has such weights."""
 
-_FIXED = {"block_auto_adjust_ff_dim": False, "mamba_norm_before_gate": False, "time_step_min": 0.0}
-"""Fields that have these values in every file."""
-
 
 def hf_config(file: GgufFile, parameters: Parameters) -> PretrainedConfig:
     """The config of a model.
@@ -82,11 +52,10 @@ def hf_config(file: GgufFile, parameters: Parameters) -> PretrainedConfig:
         UnsupportedModelError: transformers has no equivalent of its RoPE.
         DescriptionError: layers have sizes that transformers does not know.
     """
-    kind = CONFIG_MAPPING[_model_type(file.architecture, parameters)]
+    row = ARCHITECTURES[file.architecture]
+    kind = CONFIG_MAPPING[row.transformers_type(parameters) or file.architecture]
     values, names = _values(file, parameters), {field.name for field in fields(kind)}
-    known = {name: value for name, value in values.items() if name in names}
-    if parameters.layer_shapes:
-        known |= _layers_of_gemma(file, parameters)
+    known = {name: value for name, value in values.items() if name in names} | {**row.config(file, parameters)}
     if values["head_dim"] * parameters.query_heads != parameters.hidden_size:
         known.setdefault("head_dim", values["head_dim"])  # also of a class without a field for it
     config = kind(**known)
@@ -95,26 +64,12 @@ def hf_config(file: GgufFile, parameters: Parameters) -> PretrainedConfig:
     return config
 
 
-def _model_type(architecture: str, parameters: Parameters) -> str:
-    experts = parameters.experts
-    if architecture == "llama" and experts:
-        return "mixtral"
-    if architecture == "mistral3" and parameters.temperature:
-        return "ministral3"
-    if architecture == "olmo2" and any(parameters.sliding):
-        return "olmo3"
-    if architecture == "deepseek2" and experts and experts.scoring == Scoring.SIGMOID:
-        return "deepseek_v3"
-    return _MODEL_TYPES.get(architecture, architecture)
-
-
 def _values(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
     """Values by the names of all families."""
     kinds = [_kind(file, parameters, number) for number in range(parameters.num_layers)]
     numbers = file.metadata
     ends = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
     return {
-        **_FIXED,
         **{field: end in ends for field, end in _FLAGS.items()},
         **{f"{name}_token_id": numbers.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()},
         "vocab_size": parameters.vocabulary,
@@ -145,7 +100,6 @@ def _values(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
         "first_k_dense_replace": _num_dense(file, parameters),
         **(_mixer(parameters.mixer, parameters.hidden_size) if parameters.mixer else {}),
         **{name: size for size in _convolution(file) for name in _CONVOLUTION_SIZES},
-        **_versions(file, parameters),
     }
 
 
@@ -199,7 +153,6 @@ def _experts(file: GgufFile, experts: ExpertParameters) -> dict[str, Any]:
         "topk_method": "group_limited_greedy" if experts.groups else "greedy",
         **_named("moe_layer_start_index num_dense_layers", first),
         "moe_layer_interval": file.metadata.get(f"{file.architecture}.interleave_moe_layer_step") or 1,
-        "enable_moe_block": True,
     }
 
 
@@ -223,52 +176,6 @@ def _convolution(file: GgufFile) -> Iterator[int]:
     """The size of convolutions, if there are any."""
     sizes = (tensor.shape[-1] for name, tensor in file.tensors.items() if name.endswith("conv1d.weight"))
     yield from {*sizes, *(x.shape[-1] for name, x in file.tensors.items() if name.endswith("shortconv.conv.weight"))}
-
-
-def _versions(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
-    """Of Gemma 3n and 4: embeddings of layers, and versions of the residual stream."""
-    table, altup = file.tensors.get(f"{LAYER_EMBEDDINGS}.weight"), parameters.altup
-    found: dict[str, Any] = {
-        "num_kv_shared_layers": parameters.borrowing,
-        "hidden_size_per_layer_input": parameters.own_embedding,
-        "vocab_size_per_layer_input": table.shape[0] if table else 0,
-    }
-    if altup:
-        deviations = torch.tensor([-torch.inf if x is None else x for x in altup.gate_deviations], dtype=torch.float64)
-        found |= {
-            "altup_num_inputs": altup.count,
-            "altup_active_idx": altup.active,
-            "laurel_rank": altup.rank,
-            "activation_sparsity_pattern": torch.special.ndtr(deviations).tolist(),
-        }
-    return found
-
-
-def _layers_of_gemma(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
-    """Of Gemma 4, whose layers differ.
-
-    Raises:
-        ValueError: their MLPs are wide in another way than transformers knows.
-    """
-    shapes, borrowing = parameters.layer_shapes, parameters.borrowing
-    whole = [number for number, window in enumerate(parameters.sliding) if window is None]
-    sliding = next((shape for number, shape in enumerate(shapes) if number not in whole), shapes[0])
-    wide = [shape.inner_size // shapes[0].inner_size for shape in shapes]
-    if wide not in ([1] * len(wide), [1] * (len(wide) - borrowing) + [2] * borrowing):
-        raise ValueError(f"its layers have MLPs of {[shape.inner_size for shape in shapes]}")
-    return {
-        "head_dim": sliding.head_size,
-        "num_key_value_heads": sliding.kv_heads,
-        "per_layer_config": {
-            number: {"head_dim": shapes[number].head_size, "num_key_value_heads": shapes[number].kv_heads}
-            for number in whole
-        },
-        "attention_k_eq_v": any(
-            f"blk.{number}.attn_v.weight" not in file.tensors for number in whole if number < len(shapes) - borrowing
-        ),
-        "intermediate_size": shapes[0].inner_size,
-        "use_double_wide_mlp": 2 in wide,
-    }
 
 
 def described(name: str, file: GgufFile) -> ModelFile | None:

@@ -32,13 +32,7 @@ def read_measurement(kind: str, key: str) -> Any:
 
 
 def save_measurement(kind: str, key: str, value: Any) -> None:
-    """Save a JSON value atomically; do nothing if the folder cannot be written.
-
-    Args:
-        kind: names the folder.
-        key: everything the value depends on.
-        value: what to save.
-    """
+    """Save a JSON value atomically, by its kind and all that it depends on; nothing if the folder is not writable."""
     with suppress(OSError):
         path = _path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)

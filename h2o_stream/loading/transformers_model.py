@@ -38,6 +38,9 @@ from h2o_stream.errors import (
     UnsupportedModelError,
     means_out_of_memory,
 )
+from h2o_stream.loading.hf_config import config_by_transformers, described, hf_config
+from h2o_stream.loading.hf_weights import HfWeights
+from h2o_stream.loading.saved_model import report_progress, save_packed
 from h2o_stream.memory import free_bytes, trim_heap
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
@@ -63,9 +66,6 @@ from h2o_stream.models.templates import with_template
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.progress import ProgressCallback, ignore
-from h2o_stream.runtime.hf_config import config_by_transformers, described, hf_config
-from h2o_stream.runtime.hf_weights import HfWeights
-from h2o_stream.runtime.saved_model import report_progress, save_packed
 from h2o_stream.runtime.sources import ModelFile
 from h2o_stream.startup import gc_paused
 
@@ -281,11 +281,7 @@ class _Loader:
         return self._with_generation(self._read(None, config=self._hf_config, state_dict=weights, **kwargs))
 
     def _read(self, source: Any, **kwargs: Any) -> Any:
-        """The model with all of its weights; transformers would take random ones for those that are missing.
-
-        Raises:
-            DataError: some are missing.
-        """
+        """The model with all of its weights; raises DataError for missing ones, which transformers makes at random."""
         model, report = self._class.from_pretrained(source, output_loading_info=True, **kwargs)
         if missing := sorted(report["missing_keys"]):
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
@@ -300,11 +296,7 @@ class _Loader:
 
 
 def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = ignore) -> Any:
-    """Load the tokenizer that `config` names, without weights.
-
-    Raises:
-        ModelNotFoundError: not found; the message says what to do.
-    """
+    """Load the tokenizer that `config` names, without weights; raises ModelNotFoundError that says what to do."""
     with gc_paused():
         source = find(config.model, config.offline)
         config = _offline_if_unreachable(config, source)

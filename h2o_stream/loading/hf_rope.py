@@ -9,7 +9,7 @@ import numpy
 
 from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.models.gguf import UNROTATED, GgufFile
-from h2o_stream.runtime.architectures import ARCHITECTURES
+from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.file_ropes import rope_factors
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
@@ -22,11 +22,7 @@ _ONLY = {"yarn_ext_factor": 1, "yarn_attn_factor": 1, "yarn_log_multiplier": 0}
 
 
 def set_rope(config: Any, file: GgufFile, parameters: Parameters) -> None:
-    """Set ``rope_parameters`` of a config.
-
-    Raises:
-        UnsupportedModelError: transformers has no equivalent.
-    """
+    """Set ``rope_parameters`` of a config; raises UnsupportedModelError if transformers has no equivalent."""
     _RopeReader(file, parameters).set(config)
 
 

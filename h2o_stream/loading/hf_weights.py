@@ -20,7 +20,7 @@ from h2o_stream.models.fitting import MAX_SHARE
 from h2o_stream.models.gguf_header import GgufTensor
 from h2o_stream.models.packed_experts import split_experts
 from h2o_stream.models.quantize import packable
-from h2o_stream.native.abi import Activation, MatrixKind
+from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.packing import GGUF_KINDS, ROWS, columns_fit, pack, tiles_shape
 from h2o_stream.progress import ignore
@@ -97,17 +97,17 @@ class HfWeights:
 
     def _is_reordered(self, name: str) -> bool:
         """Whether a weight is packed anew, as its numbers are in another order."""
-        return self._grouped(name) or self._turned(name)
+        return self._grouped(name) or self._has_interleaved_columns(name)
 
     def _grouped(self, name: str) -> bool:
-        """Whether it is of a Qwen3-Next, which has what belongs to each key head in one place."""
-        return name == "attn_qkv" and "qkvz" in self._architecture.checkpoint_names[name]
+        """Whether rows of one key head are together."""
+        return name == "attn_qkv" and self._architecture.fused_by_key_head
 
-    def _turned(self, name: str) -> bool:
-        """Whether value heads in its columns are in turns of their key heads."""
+    def _has_interleaved_columns(self, name: str) -> bool:
+        """Whether value heads in its columns are interleaved by key head."""
         mixer = self._parameters.mixer
         return bool(
-            name == "ssm_out" and self._architecture.heads_in_turns and mixer and mixer.heads != mixer.key_heads
+            name == "ssm_out" and self._architecture.interleaved_heads and mixer and mixer.heads != mixer.key_heads
         )
 
     def values(self, name: str) -> Tensor:
@@ -133,13 +133,13 @@ class HfWeights:
         if inner in WHOLES:
             return merged(self._file, *tensors)
         parts = [self._reader.numbers(tensor, as_saved=True).reshape(tensor.shape) for tensor in tensors]
-        clamped = self._architecture.activation == Activation.CLAMPED_SWIGLU
-        if clamped and len(self._shapes[name]) > 1 and "_exps." in tensors[0].name and ".weight" not in name:
-            joined = numpy.stack(parts, 2).reshape(parts[0].shape[0], -1, *parts[0].shape[2:])  # gate and up in turns
+        interleaved = self._architecture.interleaved_experts and len(self._shapes[name]) > 1
+        if interleaved and "_exps." in tensors[0].name and ".weight" not in name:
+            joined = numpy.stack(parts, 2).reshape(parts[0].shape[0], -1, *parts[0].shape[2:])
             return joined.swapaxes(1, 2) if joined.ndim > 2 else joined
         if inner == "ssm_a":  # `numbers` gives what its logarithm stands for
             return numpy.log(-parts[0])
-        if self._turned(inner):
+        if self._has_interleaved_columns(inner):
             mixer = self._parameters.mixer
             assert mixer
             turns = parts[0].reshape(len(parts[0]), -1, mixer.key_heads, mixer.value_size)

@@ -1,0 +1,128 @@
+"""Gemma 1 to 4, and 3n."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.native.abi import MAX_VERSIONS, Activation
+from h2o_stream.runtime.families.architecture import AFTER, BEFORE, LAYER_EMBEDDINGS, SANDWICH, Architecture, ModelType
+from h2o_stream.runtime.parameters import Parameters
+
+_OWN_EMBEDDINGS = {
+    LAYER_EMBEDDINGS: "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
+"""Of embeddings of tokens in each layer, and of factors on what layers give."""
+
+_PARALLEL_EXPERTS = {
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+"""Of experts beside an MLP."""
+
+_VERSIONS = range(MAX_VERSIONS - 1)
+_ALTUP = {
+    **{f"altup_proj.{number}": f"model.altup_projections.{number}" for number in _VERSIONS},
+    **{f"altup_unembd_proj.{number}": f"model.altup_unembed_projections.{number}" for number in _VERSIONS},
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+"""Of versions of the residual stream, and of residuals of low rank."""
+
+
+def _config(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
+    """Embeddings of layers, versions of the residual stream, layers that differ."""
+    table, altup = file.tensors.get(f"{LAYER_EMBEDDINGS}.weight"), parameters.altup
+    found: dict[str, Any] = {
+        "num_kv_shared_layers": parameters.shared_kv_layers,
+        "hidden_size_per_layer_input": parameters.own_embedding,
+        "vocab_size_per_layer_input": table.shape[0] if table else 0,
+    }
+    if parameters.experts:
+        found["enable_moe_block"] = True
+    if altup:
+        deviations = (-math.inf if x is None else x for x in altup.gate_deviations)
+        found |= {
+            "altup_num_inputs": altup.count,
+            "altup_active_idx": altup.active,
+            "laurel_rank": altup.rank,
+            "activation_sparsity_pattern": [math.erfc(-x / math.sqrt(2)) / 2 for x in deviations],
+        }
+    return found | (_layers(file, parameters) if parameters.layer_shapes else {})
+
+
+def _layers(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
+    """Of layers that differ.
+
+    Raises:
+        ValueError: their MLPs are wide in another way than transformers knows.
+    """
+    shapes, shared = parameters.layer_shapes, parameters.shared_kv_layers
+    whole = [number for number, window in enumerate(parameters.sliding) if window is None]
+    sliding = next((shape for number, shape in enumerate(shapes) if number not in whole), shapes[0])
+    wide = [shape.inner_size // shapes[0].inner_size for shape in shapes]
+    if wide not in ([1] * len(wide), [1] * (len(wide) - shared) + [2] * shared):
+        raise ValueError(f"its layers have MLPs of {[shape.inner_size for shape in shapes]}")
+    return {
+        "head_dim": sliding.head_size,
+        "num_key_value_heads": sliding.kv_heads,
+        "per_layer_config": {
+            number: {"head_dim": shapes[number].head_size, "num_key_value_heads": shapes[number].kv_heads}
+            for number in whole
+        },
+        "attention_k_eq_v": any(
+            f"blk.{number}.attn_v.weight" not in file.tensors for number in whole if number < len(shapes) - shared
+        ),
+        "intermediate_size": shapes[0].inner_size,
+        "use_double_wide_mlp": 2 in wide,
+    }
+
+
+_GEMMA = Architecture(activation=Activation.GELU_TANH, scales_embeddings=True, norm_offset=1.0)
+_SANDWICHED = _GEMMA.with_names(SANDWICH, norms=BEFORE | AFTER)
+_GEMMA_2 = replace(_SANDWICHED, full_every=2, scales_by_hidden_at_layers=46)
+_GEMMA_3 = replace(
+    _SANDWICHED,
+    model_type="gemma3_text",
+    full_every=6,
+    local_theta=10_000.0,
+    local_plain=True,
+    scales_by_hidden_at_layers=62,
+)
+_WITH_OWN_EMBEDDINGS = _SANDWICHED.with_names(
+    _OWN_EMBEDDINGS, config=_config, norm_offset=0.0, local_plain=True, normed_values=True, scaling=1.0
+)
+
+ARCHITECTURES = {
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA_2,
+    "gemma3": _GEMMA_3,
+    "gemma3n": _WITH_OWN_EMBEDDINGS.with_names(
+        _ALTUP, model_type="gemma3n_text", local_theta=10_000.0, rounds_constants=True
+    ),
+    "gemma4": _WITH_OWN_EMBEDDINGS.with_names(_PARALLEL_EXPERTS, model_type="gemma4_text", normalizes_experts=True),
+}
+MODEL_TYPES = {
+    "gemma2": ModelType(_GEMMA_2, tied=True, head_size=256, slides="some"),
+    "gemma3_text": ModelType(_GEMMA_3, tied=True, head_size=256, slides="some"),
+}

@@ -1,0 +1,39 @@
+"""Nemotron, and Nemotron-H, whose layers are one thing each."""
+
+from h2o_stream.native.abi import Activation, Scoring
+from h2o_stream.runtime.families.architecture import EMBEDDING, FINAL_NORM, Architecture, state_space
+
+_MIXER = state_space("mixer")
+_NEMOTRON_H = Architecture(
+    model_type="nemotron_h",
+    config=lambda *_: {"time_step_min": 0.0},
+    activation=Activation.RELU_SQUARED,
+    scoring=Scoring.SIGMOID,
+    unrotated_every=1,
+    rms_norms=True,
+    one_part=True,
+    ungated_experts=True,
+    stored_as_in_gguf={*_MIXER, "exp_probs_b"},
+).with_names(
+    _MIXER
+    | {f"attn_{name}": f"mixer.{name}_proj" for name in ("q", "k", "v")}
+    | {
+        f"ffn_{name}{kind}": f"mixer.{module}{name}_proj"
+        for name in ("up", "down")
+        for kind, module in {"": "", "_exps": "experts.", "_shexp": "shared_experts."}.items()
+    }
+    | {
+        EMBEDDING: "model.embeddings",
+        FINAL_NORM: "model.norm_f",
+        "attn_norm": "norm",
+        "attn_output": "mixer.o_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "exp_probs_b": "mixer.gate.e_score_correction_bias",
+    }
+)
+
+ARCHITECTURES = {
+    "nemotron": Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+}
