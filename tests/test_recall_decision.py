@@ -15,6 +15,7 @@ from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Candidate, Passage
 from h2o_stream.recall.passages import split
 from h2o_stream.recall.terms import TermWeights, first_person, is_question, words
+from h2o_stream.runtime.transformers_model import LoadedModel
 
 PASTE = "\n\n".join(
     f"Paragraph {i} of the annual report says that the company in Vienna sold {i * 37} machines, more than the year "
@@ -53,6 +54,12 @@ class Chat:
 
 def reader(embeddings: torch.nn.Module) -> Any:
     return lambda ids: embeddings(torch.from_numpy(ids)).numpy()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(served_embedded: LoadedModel) -> Any:
+    """With the whole vocabulary: its order says what words weigh."""
+    return served_embedded.tokenizer
 
 
 @pytest.fixture
