@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.engine.served import serve
+from h2o_stream.loading.loading import load_model
+from h2o_stream.loading.transformers_model import LoadedModel, load, load_tokenizer
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.recall.terms import TermWeights
 from h2o_stream.resources import wheel_file
-from h2o_stream.runtime.loading import load_model
-from h2o_stream.runtime.transformers_model import LoadedModel, load, load_tokenizer
 from tests.gguf_files import write_model
 from tests.kept_tokenizers import keep_tokenizers
 from tests.preloaded import fork_other_pythons
@@ -111,7 +111,7 @@ def grouped() -> LlamaForCausalLM:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF file of a tiny random Llama."""
     path = tmp_path_factory.mktemp("gguf") / "small.gguf"
-    write_model(path, make_llama(), "llama", **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.dimension_count": 8})
+    write_model(path, make_llama(), "llama")
     return path
 
 

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from transformers import PreTrainedModel
 
 from h2o_stream.models.gguf import GgufFile
+from tests.gguf_metadata import metadata, rope_tables
 
 ROW = 32
 """Size of a tensor's data: 8 numbers of 32 bits."""
@@ -84,7 +85,7 @@ def write_model(
     model: PreTrainedModel,
     arch: str,
     quantize: int | None = None,
-    rope_factors: np.ndarray | dict[str, list[float]] | None = None,
+    rope_factors: np.ndarray | None = None,
     pre: str | None = "gpt-2",
     **keys: Any,
 ) -> None:
@@ -95,23 +96,17 @@ def write_model(
         model: the model to write.
         arch: llama.cpp's name of the architecture.
         quantize: type of the matrices; float32 if None.
-        rope_factors: factors on the RoPE wavelengths; or several tables by name.
+        rope_factors: factors on the RoPE wavelengths, if not those of the config.
         pre: name of the pre-tokenizer; None for none.
-        keys: further metadata of the architecture; may override the sizes.
+        keys: metadata of the architecture that are not those of the config.
     """
-    config = model.config
-    sizes = {
-        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": keys.get("attention.head_count_kv") or config.num_key_value_heads,
-    }  # fmt: skip
     writer = gguf.GGUFWriter(path, arch)
     add = {
         int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool,
         list: writer.add_array,
     }  # fmt: skip
-    for name, value in (sizes | keys).items():
+    config = model.config
+    for name, value in (metadata(arch, model) | keys).items():
         add[type(value)](f"{arch}.{name}", value)
     write_tokens(writer, pre)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
@@ -123,10 +118,9 @@ def write_model(
         if not (name == "lm_head.weight" and config.tie_word_embeddings):
             for stored_name, values in stored(arch, name, weight.float().numpy(), config, names):
                 add_tensor(writer, stored_name, values, quantize)
-    if rope_factors is not None:
-        tables = rope_factors if isinstance(rope_factors, dict) else {"rope_freqs": rope_factors}
-        for name, factors in tables.items():
-            writer.add_tensor(f"{name}.weight", np.asarray(factors, np.float32))
+    tables = rope_tables(model) if rope_factors is None else {"rope_freqs": rope_factors}
+    for name, factors in tables.items():
+        writer.add_tensor(f"{name}.weight", np.asarray(factors, np.float32))
     finish(writer)
 
 

@@ -13,10 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.hostile_files import Folder, Gguf
+from tests.hostile_structs import Structs, compute
 
 PROMPT, STEPS = 6, 2
 
-Seed = Gguf | Folder
+Seed = Gguf | Folder | Structs
 Makers = Mapping[str, Seed | Callable[[], Seed]]
 
 
@@ -36,30 +37,11 @@ class Kind:
 # models
 
 
-def gguf_names() -> list[str]:
-    """Names of families with files of GGUF."""
-    from tests import test_gguf_families, test_gguf_hybrids, test_runtime
-
-    return [*test_gguf_families.CASES, *test_gguf_hybrids.CASES, *test_runtime.MODELS]
-
-
 def gguf_seed(name: str, path: Path) -> Gguf:
     """The file of a family, written to this path."""
-    from gguf import GGMLQuantizationType
+    from tests.family_models import written
 
-    from tests import test_gguf_families, test_gguf_hybrids, test_runtime
-    from tests.gguf_files import write_model
-
-    tables = None
-    if name in test_gguf_families.CASES:
-        case = test_gguf_families.CASES[name]
-        architecture, make, keys, tables = case.architecture, case.make, case.keys, case.tables
-    elif name in test_gguf_hybrids.CASES:
-        architecture, make, keys = test_gguf_hybrids.CASES[name]
-    else:
-        architecture, make, keys = test_runtime.MODELS[name]
-    write_model(path, make(), architecture, GGMLQuantizationType.Q8_0, tables, **keys)
-    return Gguf.read(path)
+    return Gguf.read(written(path, name))
 
 
 def checkpoint_seed(name: str, path: Path) -> Folder:
@@ -67,20 +49,20 @@ def checkpoint_seed(name: str, path: Path) -> Folder:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from tests.test_checkpoints import MODELS
+    from tests.family_models import MODELS
 
     words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "the"])}
     backend = Tokenizer(models.WordLevel(words, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    MODELS[name]().save_pretrained(path)
+    MODELS[name].make().save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>").save_pretrained(path)
     return Folder.read(path, "config.json")
 
 
 def _checkpoints(folder: Path) -> Makers:
-    from tests.test_checkpoints import MODELS
+    from tests.family_models import CHECKPOINTS
 
-    return {name: partial(checkpoint_seed, name, folder / name) for name in MODELS}
+    return {name: partial(checkpoint_seed, name, folder / name) for name in CHECKPOINTS}
 
 
 def _adapters(folder: Path) -> Makers:
@@ -106,37 +88,40 @@ def _adapters(folder: Path) -> Makers:
 
 
 def _open_model(path: Path, seed: Seed) -> None:
-    """Every eighth file as a chat does, with its identity and heads that are measured."""
+    """Every eighth file as a chat does, with its identity, packed weights that are kept and heads that are measured."""
     from h2o_stream.config import CacheConfig, ModelConfig
+    from h2o_stream.loading import loading
     from h2o_stream.models import file_tokenizers
     from h2o_stream.native.description import DescriptionError
-    from h2o_stream.runtime import loading, sources
-    from h2o_stream.runtime.loading import open_source
+    from h2o_stream.runtime import sources
 
     def export(*_: Any) -> Path:
         """Without a process of its own, which takes seconds."""
         raise DescriptionError("only transformers reads its tokenizer")
 
     config = ModelConfig(str(path), offline=True, dtype="float32")
-    with (
-        patch.object(file_tokenizers, "export_apart", export),
-        patch.multiple(sources, MIN_BYTES=0, MIN_GGUF_BYTES=0),  # small ones are kept, too
-    ):
-        if sum(file.stat().st_size for file in (path, *path.glob("*"))) // 32 % 8 == 0:
-            loaded = loading.load_without_torch(
-                config, CacheConfig("h2o", window=32), "auto", _ignore, _ignore, str(path)
-            )
+    parts = seed.raw if isinstance(seed, Gguf) else seed.files
+    with patch.object(file_tokenizers, "export_apart", export):
+        if sum(map(len, parts.values())) % 8 == 0:
+            with patch.multiple(sources, MIN_BYTES=0, MIN_GGUF_BYTES=0):  # small ones are kept, too
+                cache = CacheConfig("h2o", window=32)
+                loaded = loading.load_without_torch(config, cache, "auto", _ignore, _ignore, str(path))
             model, tokenizer = loaded.model, loaded.tokenizer
         else:
-            source = open_source(config, path, _ignore)
+            source = loading.open_source(config, path, _ignore)
             tokenizer = source.tokenizer()[0]
-            model = source.model(source.describe(_ignore), ())
+            with patch.object(sources, "file_digest", _no_digest):  # it takes as long as the rest
+                model = source.model(source.describe(_ignore), ())
     _step(model, tokenizer("the an th")["input_ids"])
+
+
+def _no_digest(*_: Any) -> str:
+    return ""
 
 
 def _open_with_torch(path: Path, seed: Seed) -> None:
     from h2o_stream.config import CacheConfig, ModelConfig
-    from h2o_stream.runtime.transformers_model import load
+    from h2o_stream.loading.transformers_model import load
 
     loaded = load(ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig(), _ignore, _ignore)
     _step(loaded.model, loaded.tokenizer("the an th")["input_ids"])
@@ -293,7 +278,7 @@ def _conversation(model: Path, cache: Mapping[str, Any]) -> Any:
     """The history of a new conversation with a model."""
     from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
     from h2o_stream.engine.engine import Engine
-    from h2o_stream.runtime import loading
+    from h2o_stream.loading import loading
     from h2o_stream.session.conversation import Conversation
     from h2o_stream.session.history import ConversationHistory
     from h2o_stream.session.transcript import Header
@@ -359,19 +344,31 @@ def _ignore(*_: Any) -> None:
     pass
 
 
-def _of_all(make: Callable[[str, Path], Seed]) -> Callable[[Path], Makers]:
-    """Those of all families with GGUF files."""
-    return lambda folder: {name: partial(make, name, folder / "a.gguf") for name in gguf_names()}
+def _structs_seed(name: str, path: Path) -> Seed:
+    """The description of a family."""
+    from h2o_stream.native.native_model import NativeModel
+    from h2o_stream.runtime.sources import ModelFile
+
+    gguf_seed(name, path)
+    model = NativeModel(ModelFile(name, path, "float32").describe(_ignore))
+    return Structs(bytes(model.struct), tuple(map(bytes, model.layers)))
+
+
+def _ggufs(folder: Path, make: Callable[[str, Path], Seed] = gguf_seed) -> Makers:
+    from tests.family_models import GGUF
+
+    return {name: partial(make, name, folder / "a.gguf") for name in GGUF}
 
 
 KINDS: Mapping[str, Kind] = {
-    "gguf": Kind(_of_all(gguf_seed), _open_model),
+    "gguf": Kind(_ggufs, _open_model),
     "checkpoint": Kind(_checkpoints, _open_model),
     "adapter": Kind(_adapters, _open_model),
     "packed": Kind(_packed, _open_packed),
     "tokenizer": Kind(_tokenizers, _open_tokenizer),
     "store": Kind(_stores, _open_store),
     "session": Kind(_sessions, _open_session),
+    "structs": Kind(partial(_ggufs, make=_structs_seed), compute),
     "torch": Kind(_checkpoints, _open_with_torch),
 }
 """LoRA is refused, but read first; transformers takes a thousand times as long as the rest."""

@@ -9,8 +9,8 @@ import torch
 from h2o_stream.compare.catalog import PEERS
 from h2o_stream.compare.divergence import divergence
 from tests.commands import invoke, records
+from tests.family_models import MODELS, written
 from tests.likely_text import likely_lines
-from tests.test_runtime import MODELS, written
 from tests.test_speed import Forks
 
 
@@ -19,7 +19,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The file of a model, and a text that it knows."""
     folder = tmp_path_factory.mktemp("divergence")
     text = folder / "text.txt"
-    text.write_text("".join(likely_lines(MODELS["Qwen 2"][1]())), encoding="utf-8")
+    text.write_text("".join(likely_lines(MODELS["Qwen 2"].make())), encoding="utf-8")
     return written(folder, "Qwen 2"), text
 
 

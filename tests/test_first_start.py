@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy
 import pytest
-from gguf import GGMLQuantizationType
 from tokenizers import Tokenizer
 
 from h2o_stream.attachment import retrieval_heads
@@ -18,16 +17,16 @@ from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.loading.loading import load_model
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.runtime import file_ropes, sources
 from h2o_stream.runtime.heads import attention_to_copy, measured_windows
-from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.transformers_model import load
 from tests.commands import invoke
+from tests.family_models import TEXT, written
 from tests.fixtures import with_exhaustive
-from tests.test_gguf_hybrids import written as written_hybrid
-from tests.test_runtime import TEXT, keep_all, written
+from tests.test_runtime import keep_all
 
 DTYPE = "float32"
 
@@ -91,7 +90,7 @@ class TestCertify:
             found.tokenizer._tokenizer = Tokenizer.from_str(json.dumps(rules | normalizer))
             return found
 
-        monkeypatch.setattr("h2o_stream.runtime.transformers_model.load", changed)
+        monkeypatch.setattr("h2o_stream.loading.transformers_model.load", changed)
         options = CertifyOptions(str(file), ModelConfig(dtype=DTYPE))
         normalizer = dict[str, Any]()
         assert certify(options, print) == []
@@ -104,7 +103,7 @@ class TestCertify:
     ) -> None:
         keep_all(tmp_path, monkeypatch)
         hybrid = name == "Qwen 3.5"  # transformers cannot map its packed weights
-        path = written_hybrid(name, tmp_path, GGMLQuantizationType.Q8_0) if hybrid else written(tmp_path, name)
+        path = written(tmp_path, name)
         options = CertifyOptions(str(path), ModelConfig(dtype=DTYPE))
         assert isinstance(loaded(path).model, RuntimeModel)
         assert certify(options, print) == []

@@ -13,6 +13,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from h2o_stream import UnsupportedModelError
 from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.loading.loading import load_model
 from h2o_stream.models import gguf_export
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
@@ -20,7 +21,6 @@ from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.gguf_pretokenizer import _REGEXES
 from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
 from h2o_stream.progress import ignore
-from h2o_stream.runtime.loading import load_model
 from tests.fixtures import make_llama
 from tests.gguf_files import finish, write_model
 from tests.in_turn import in_turn
@@ -29,7 +29,6 @@ TEXTS = [
     "In 2024, 12345 of them", "a1b2 c3", "½ ² ٣ ٤٢", "\n\n 7\t8  don't I'LL it's\n", "x=(1+22)*333;", "Größe 東京 3,5",
     "  two  spaces  99  ", "HTTPServer2 fooBar", "",
 ]  # fmt: skip
-RMS: dict[str, Any] = {"attention.layer_norm_rms_epsilon": 1e-6}
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
@@ -42,7 +41,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | Non
 
     def load(name: str | None) -> Any:
         path = tmp_path / "small.gguf"
-        write_model(path, make_llama(), "llama", pre=name, **RMS)
+        write_model(path, make_llama(), "llama", pre=name)
         return AutoTokenizer.from_pretrained(export_tokenizer(GgufFile(path), pytest.fail))
 
     return load

@@ -15,11 +15,12 @@ from h2o_stream.cache.audit import audit
 from h2o_stream.cache.windows import HeadWindow, schedules
 from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import ConfigError, H2OStreamError, OutOfMemoryError
+from tests.family_models import TEXT, written
 from tests.fixtures import make_llama
 from tests.oracle import Oracle, Rules
 from tests.test_budgets import GROUPS
 from tests.test_oracle import TIE, compare, examples, held_by, kept_by, tokens_of
-from tests.test_runtime import TEXT, through_both, written
+from tests.test_runtime import through_both
 from tests.tolerance import FLOAT32, assert_close
 
 WINDOW, CHUNK = 24, 8

@@ -6,24 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from torch import nn
 
 from h2o_stream import attach
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
+from h2o_stream.loading.loading import load_model
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.packed_experts import SplitExperts, is_plain, split_experts
 from h2o_stream.native import library
 from h2o_stream.runtime import sources
-from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
-from h2o_stream.runtime.transformers_model import load
 from tests.families import EXPERTS, GROUPED, tiny
+from tests.family_models import TEXT, written
 from tests.fixtures import thinned
-from tests.gguf_files import write_model
 from tests.test_native_prompt import streamed
 from tests.test_native_step import tokens_of
-from tests.test_runtime import MODELS, TEXT, written
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -45,9 +43,7 @@ def test_the_numbers_of_unpacked_ones(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_without_blocks_stay_unpacked(tmp_path: Path) -> None:
-    architecture, make, keys = MODELS["Qwen 3 MoE"]
-    path = tmp_path / "model.gguf"
-    write_model(path, make(), architecture, quantize=GGMLQuantizationType.F16, **keys)
+    path = written(tmp_path, "Qwen 3 MoE", "F16")
     model = load(ModelConfig(str(path), dtype="float32")).model
     assert not any(isinstance(module, SplitExperts) for module in model.modules())
 

@@ -3,19 +3,16 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from h2o_stream.attachment import measurements
+from h2o_stream import measurements
 from h2o_stream.models import gguf_export
 from h2o_stream.models import packed_cache as packed_models
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
 from tests.fixtures import make_llama
 from tests.gguf_files import write_model
-
-RMS: dict[str, Any] = {"attention.layer_norm_rms_epsilon": 1e-6}
 
 
 def test_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +42,7 @@ def test_exports_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     old.mkdir(parents=True)
     (old / "config.json").write_text("{}")
     path = tmp_path / "model.gguf"
-    write_model(path, make_llama(), "llama", pre="gpt-2", **RMS)
+    write_model(path, make_llama(), "llama", pre="gpt-2")
     made = []
     for time_ns in (1, 2, 3):
         os.utime(path, ns=(time_ns, time_ns))

@@ -19,25 +19,24 @@ from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.attachment.support import layer_specs
 from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.config import ModelConfig
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.modules import norm_of
 from h2o_stream.native.probing import only_match
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.transformers_model import load
 from tests.descriptions import difference
 from tests.families import FAMILIES, GROUPED, tiny
+from tests.family_models import GGUF, MODELS, RECURRENT
 from tests.fixtures import refusal
 from tests.gguf_files import write_model
 from tests.real_statistics import with_real_statistics
 from tests.test_describe import OTHERS
-from tests.test_gguf_hybrids import CASES as HYBRIDS
-from tests.test_runtime import MODELS
 
 DTYPES = (torch.float32, torch.bfloat16)
 MADE: dict[str, Callable[[], Any]] = {family.name: family.make for family in FAMILIES if family.native} | OTHERS
-FILES = MODELS | HYBRIDS
+FILES = [name for name in GGUF if MODELS[name].checkpoint or name in RECURRENT]
 ABSOLUTE = ("OPT", "OPT, without biases", "HunYuan")
 """Models without RoPE, or which norm queries and keys after it: their weights of a pair differ, so no rotation can be
 taken back."""
@@ -124,11 +123,9 @@ class TestThroughTorch:
 
 def written(folder: Path, name: str, seed: int) -> Path:
     """The file of a model with real statistics."""
-    architecture, make, keys = FILES[name]
-    write_model(
-        folder / "model.gguf", with_real_statistics(make(), seed), architecture, GGMLQuantizationType.Q8_0, **keys
-    )
-    return folder / "model.gguf"
+    row, path = MODELS[name], folder / "model.gguf"
+    write_model(path, with_real_statistics(row.make(), seed), row.architecture, GGMLQuantizationType.Q8_0)
+    return path
 
 
 class TestFiles:

@@ -2,102 +2,37 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
-from gguf import GGMLQuantizationType
 
 from h2o_stream.cache.rotations import Rotations
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
+from h2o_stream.loading import loading, saved_model
+from h2o_stream.loading.loading import load_model, serves
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import packed_cache
 from h2o_stream.models.fitting import dtype_name
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.precision import allowed_dtypes
 from h2o_stream.native import library
-from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import loading, saved_model, sources
+from h2o_stream.runtime import sources
 from h2o_stream.runtime.known import read_windows, shipped_digest
-from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.rotations import rope_frequencies
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.transformers_model import load
 from tests.descriptions import difference
-from tests.families import GROUPED, SLIDING, tiny
-from tests.fixtures import thinned, with_exhaustive
-from tests.gguf_files import write_model
-from tests.in_turn import in_turn
-from tests.test_gguf_names import BASE, EIGHT, HEAD, LAYERED, LINEAR, NORM, PARTIAL, QWEN, RMS, THETA, YARN, YARN_KEYS
-
-SIZES = {**GROUPED, "intermediate_size": 96, "max_position_embeddings": 512}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-SHARED = {**EXPERTS, "shared_expert_intermediate_size": 64}
-EXPERT_KEYS = {"feed_forward_length": 64, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
-MODELS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
-    "Llama": ("llama", tiny("Llama", **{**SIZES, **THETA}), {**RMS, **BASE, **EIGHT}),
-    "Llama, tied": ("llama", tiny("Llama", **SIZES, tie_word_embeddings=True), {**RMS, **EIGHT}),
-    "Llama, biases": ("llama", tiny("Llama", **SIZES, attention_bias=True, mlp_bias=True), {**RMS, **EIGHT}),
-    "Llama, linear": (
-        "llama",
-        tiny("Llama", **{**SIZES, **LINEAR}),
-        {**RMS, **BASE, **EIGHT, "rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
-    ),
-    "Qwen 2": ("qwen2", tiny("Qwen2", **{**SIZES, **THETA}), QWEN),
-    "Qwen 3": ("qwen3", tiny("Qwen3", **{**SIZES, **THETA}), {**QWEN, **HEAD}),
-    "Qwen 2 MoE": (
-        "qwen2moe",
-        tiny("Qwen2Moe", **{**SIZES, **THETA, **SHARED}),
-        {**QWEN, **EXPERT_KEYS, "expert_shared_feed_forward_length": 64},
-    ),
-    "Qwen 3 MoE": (
-        "qwen3moe",
-        tiny("Qwen3Moe", **{**SIZES, **THETA, **EXPERTS}, norm_topk_prob=True),
-        {**QWEN, **HEAD, **EXPERT_KEYS},
-    ),
-    "Gemma 2": (
-        "gemma2",
-        tiny("Gemma2", **{**SIZES, "sliding_window": 24, "query_pre_attn_scalar": 8, "layer_types": SLIDING}),
-        {**RMS, **HEAD, "attention.sliding_window": 24}
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    ),
-    "Gemma 3": (
-        "gemma3",
-        tiny("Gemma3", "Gemma3Text", **{**SIZES, **LAYERED, "sliding_window": 24, "query_pre_attn_scalar": 8}),
-        {**RMS, **HEAD, **BASE, "attention.sliding_window": 24, "rope.freq_base_swa": 10000.0}
-        | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
-    ),
-    "Phi 3": (
-        "phi3",
-        tiny("Phi3", **{**SIZES, **PARTIAL, "sliding_window": 24}),
-        {**BASE, "rope.dimension_count": 4, "attention.sliding_window": 24, "attention.layer_norm_rms_epsilon": 1e-5},
-    ),
-    "Starcoder 2": ("starcoder2", tiny("Starcoder2", **{**SIZES, **THETA}), {**NORM, **BASE}),
-}
-DENSE = ("Llama, biases", "Qwen 3 MoE")
-"""Models whose files are tested without blocks, too; `make test-all` takes all."""
-
-PACKED = ("Llama, biases", "Gemma 3", "Phi 3", "Starcoder 2", "Qwen 2 MoE")
-"""Models whose weights are packed before they are read."""
-
-TEXT = [number * 7 % 61 + 3 for number in range(300)]
-
-
-def written(folder: Path, name: str, stored: str = "Q8_0") -> Path:
-    """The GGUF file of a model, with matrices of this type."""
-    architecture, make, keys = MODELS[name]
-    path = folder / "model.gguf"
-    write_model(path, make(), architecture, quantize=GGMLQuantizationType[stored], **keys)
-    return path
+from tests.family_models import TEXT, written
+from tests.fixtures import with_exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -130,51 +65,6 @@ def test_caches_share_a_table_of_rotations() -> None:
 
 
 class TestDescription:
-    @pytest.mark.every(3)
-    @pytest.mark.parametrize("name", MODELS)
-    def test_equals_that_of_the_model(self, name: str, tmp_path: Path) -> None:
-        path = written(tmp_path, name)
-        for dtype in ("float32", "bfloat16"):
-            model = load(ModelConfig(str(path), dtype=dtype)).model
-            assert difference(ModelFile(str(path), path, dtype).describe(print), describe(model)) == ""
-
-    @pytest.mark.every(2)
-    @pytest.mark.parametrize(
-        "name", [name if name in DENSE else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS]
-    )
-    @in_turn("stored, dtype", product(["F32", "F16", "BF16"], ["float32", "bfloat16"]))
-    def test_of_files_that_are_not_quantized(self, name: str, stored: str, dtype: str, tmp_path: Path) -> None:
-        path = written(tmp_path, name, stored)
-        model = load(ModelConfig(str(path), dtype=dtype)).model
-        description = ModelFile(str(path), path, dtype).describe(print)
-        assert difference(description, describe(model)) == ""
-        kept = stored == "BF16" or dtype == "bfloat16"
-        assert description.output.kind == (MatrixKind.BFLOAT16 if kept else MatrixKind.FLOAT32)
-
-    @pytest.mark.every(2)
-    @pytest.mark.parametrize(("name", "dtype", "writes"), thinned(
-        product(PACKED, ("float32", "bfloat16"), ("torch", "runtime")),
-        lambda name, dtype, writes: (dtype == "float32") == (writes == "torch") == PACKED.index(name) % 2,
-    ))  # fmt: skip
-    def test_from_weights_that_were_packed_before(
-        self, name: str, dtype: str, writes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        keep_all(tmp_path, monkeypatch)
-        path = written(tmp_path, name)
-        if writes == "torch":
-            load(ModelConfig(str(path), dtype=dtype))
-        else:
-            ModelFile(str(path), path, dtype).describe(print, print)
-        kept = next((tmp_path / "cache" / "packed").glob("*/model.safetensors"))
-        before = kept.stat()
-        model = load(ModelConfig(str(path), dtype=dtype)).model
-        assert ModelFile(str(path), path, dtype).packed_difference() == ""
-        assert difference(ModelFile(str(path), path, dtype).describe(print), describe(model)) == ""
-        assert (before.st_ino, before.st_mtime_ns) == (kept.stat().st_ino, kept.stat().st_mtime_ns)
-        kept.write_bytes(kept.read_bytes()[:1000])
-        with pytest.raises(DescriptionError, match="damaged"):
-            ModelFile(str(path), path, dtype).describe(print)
-
     def test_what_differs_is_found(self, file: Path) -> None:
         source = ModelFile(str(file), file, "float32")
         described = source.describe(print)
@@ -199,9 +89,7 @@ class TestDescription:
         assert "normalized of router of mlp of 1 of layers" in difference(described, describe(model))
 
     def test_what_the_table_does_not_know(self, tmp_path: Path) -> None:
-        path = tmp_path / "model.gguf"
-        keys = {**RMS, **BASE, **EIGHT, **YARN_KEYS, "rope.scaling.yarn_ext_factor": 0.5}
-        write_model(path, tiny("Llama", **{**SIZES, **YARN})(), "llama", quantize=GGMLQuantizationType.Q8_0, **keys)
+        path = written(tmp_path, "Llama, YaRN", **{"rope.scaling.yarn_ext_factor": 0.5})
         with pytest.raises(DescriptionError, match="yarn_ext_factor is 0.5"):
             ModelFile(str(path), path, "float32")
 
@@ -263,7 +151,7 @@ class TestStream:
             assert ours.counts == theirs.counts
 
     @pytest.mark.every(2)
-    @pytest.mark.parametrize("name", DENSE)
+    @pytest.mark.parametrize("name", ["Llama, biases", "Qwen 3 MoE"])
     def test_a_file_that_is_not_quantized(self, name: str, tmp_path: Path) -> None:
         theirs, ours = through_both(written(tmp_path, name, "F16"), CacheConfig(window=40, chunk=16))
         with theirs, ours:

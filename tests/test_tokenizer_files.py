@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTraine
 
 from h2o_stream import CacheConfig, Conversation, Engine, ModelNotFoundError, RecallConfig, SamplingConfig
 from h2o_stream.config import ModelConfig
+from h2o_stream.loading.transformers_model import load_tokenizer
 from h2o_stream.models import gguf_export
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.generation_config import GenerationConfig, read_generation_config
@@ -25,7 +26,6 @@ from h2o_stream.models.templates import FALLBACK_TEMPLATE, with_template
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.recall.passages import decode
 from h2o_stream.recall.terms import TermWeights
-from h2o_stream.runtime.transformers_model import load_tokenizer
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.retention import retention
@@ -214,7 +214,7 @@ class TestGguf:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gguf_files, "write_tokens", write_tokens)
-            write_model(path, make_llama(), "llama", pre=pre, **{"attention.layer_norm_rms_epsilon": 1e-6})
+            write_model(path, make_llama(), "llama", pre=pre)
 
     def test_a_small_file(self, small: Path, exported: Callable[[Path], Path]) -> None:
         tokenizer = file_tokenizer(GgufFile(small), pytest.fail)
@@ -249,8 +249,8 @@ class TestGguf:
         """transformers' automatic class takes Qwen2's own way to split text for any model of this type."""
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
         config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=1, tie_word_embeddings=True, **sizes)
-        path, rms = tmp_path / "qwen.gguf", {"attention.layer_norm_rms_epsilon": 1e-6}
-        write_model(path, transformers.Qwen2ForCausalLM(config), "qwen2", pre=pre, **rms)
+        path = tmp_path / "qwen.gguf"
+        write_model(path, transformers.Qwen2ForCausalLM(config), "qwen2", pre=pre)
         ours = byte_level_tokenizer(GgufFile(path))
         assert ours is not None
         assert_same(ours, load_tokenizer(ModelConfig(str(path))))
@@ -288,7 +288,7 @@ class TestGguf:
 
         monkeypatch.setattr(gguf_files, "write_tokens", write_tokens)
         path = tmp_path / "spm.gguf"
-        write_model(path, make_llama(), "llama", **{"attention.layer_norm_rms_epsilon": 1e-6})
+        write_model(path, make_llama(), "llama")
         assert byte_level_tokenizer(GgufFile(path)) is None
         with monkeypatch.context() as here:
             here.setattr(gguf_export, "_export", pytest.fail)

@@ -37,10 +37,10 @@ def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:
         H2OStreamError: it cannot be loaded without torch, or through transformers.
     """
     from h2o_stream.attachment.verification import Verification
+    from h2o_stream.loading.loading import open_source
+    from h2o_stream.loading.transformers_model import load
     from h2o_stream.models.find import find, local_path
     from h2o_stream.native.description import DescriptionError
-    from h2o_stream.runtime.loading import open_source
-    from h2o_stream.runtime.transformers_model import load
 
     config = replace(options.model, model=options.name or options.model.model, device="cpu")
     try:

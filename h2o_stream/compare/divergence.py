@@ -24,9 +24,9 @@ from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.engine.served import serve
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.progress import ignore
 from h2o_stream.resources import version_of
-from h2o_stream.runtime.transformers_model import load
 
 Step = Callable[[int], NDArray[numpy.float32]]
 """From a token to the logits [V] after it."""

@@ -44,7 +44,7 @@ class Laurel:
     left: Matrix
     right: Matrix
     norm: Norm
-    scale: float
+    scale: float = 2**-0.5
 
     def __post_init__(self) -> None:
         self.right.check_shape(self.left.columns, self.left.rows, "the second matrix of a residual of low rank")

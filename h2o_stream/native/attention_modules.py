@@ -42,7 +42,7 @@ class AttentionReader(ModuleReader):
         check_flags(name, lambda flag: getattr(module, flag, None))
         if not isinstance(getattr(module, "scaling", None), float):
             raise DescriptionError(f"{name} has no scaling")
-        latent = has_modules(module, layouts.LATENT.needed)
+        latent = has_modules(module, layouts.LATENT)
         described = (
             self._latent_attention(module, index, name) if latent else self._plain_attention(module, index, name)
         )
@@ -147,18 +147,18 @@ class AttentionReader(ModuleReader):
 
     def _latent_attention(self, module: Any, index: int, name: str) -> Attention:
         """Queries, keys and values from latent vectors; the last part of all keys is the same and is rotated."""
-        layout = layouts.LATENT
+        down_key, norm_key, up_key, out_key = layouts.LATENT
         rotated, rest, value_size, rank = (
             getattr(module, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
         )
         sizes = LatentSizes(rank, rotated, rest, value_size)
-        first = layout.query_down if has_modules(module, (layout.query_down,)) else layout.query
-        queries, down = (self._matrix(module, key, name) for key in (first, layout.down))
+        first = "q_a_proj" if has_modules(module, ("q_a_proj",)) else "q_proj"
+        queries, down = (self._matrix(module, key, name) for key in (first, down_key))
         query_up = None
-        if first == layout.query_down:
-            norm = self._norm(module, layout.query_norm, queries.rows, name)
-            query_up = Latent(self._matrix(module, layout.query_up, name), norm, 0, 0)
-        out = self._matrix(module, layout.out, name)
+        if first == "q_a_proj":
+            norm = self._norm(module, "q_a_layernorm", queries.rows, name)
+            query_up = Latent(self._matrix(module, "q_b_proj", name), norm, 0, 0)
+        out = self._matrix(module, out_key, name)
         rope = self._rope(module, sizes.head_size, index, name, tail=rotated)
         elements = None
         if rope is not None and getattr(self._config, "rope_interleave", False):
@@ -169,8 +169,8 @@ class AttentionReader(ModuleReader):
             queries,
             query_up,
             down,
-            self._matrix(module, layout.up, name),
-            self._norm(module, layout.norm, rank, name),
+            self._matrix(module, up_key, name),
+            self._norm(module, norm_key, rank, name),
             out,
             module.scaling,
             rope,

@@ -179,9 +179,9 @@ class _ModelReader(ResidualReader):
         layers = getattr(path[-1], "layers", None)
         if not isinstance(layers, nn.ModuleList):
             raise DescriptionError(f"{type(self._model).__name__} has no list of layers")
-        own = layouts.OWN_EMBEDDING
+        scales = *layouts.OWN_EMBEDDING_SCALES, layouts.OWN_EMBEDDING_OUTPUT_SCALE
         for module in path:
-            self._mark_container(module, "the model", *own.projection_scales, own.output_scale)
+            self._mark_container(module, "the model", *scales)
         self._mark_read(layers)
         return path[-1]
 
@@ -229,18 +229,16 @@ class _ModelReader(ResidualReader):
         if has_experts(module):
             return self._experts(module, shared, name)
         mlp = self._mlp(module, name)
-        return self._experts_beside(layer, name, mlp) if has_modules(layer, layouts.BESIDE.modules) else mlp
+        return self._experts_beside(layer, name, mlp) if has_modules(layer, layouts.BESIDE_MODULES) else mlp
 
     def _experts(self, module: Any, shared: Any, name: str) -> Experts:
         self._mark_read(*module.modules())
         return experts_of(module, name, lambda part: self._mlp(part, f"the shared expert of {name}"), shared)
 
     def _experts_beside(self, layer: Any, name: str, mlp: Mlp) -> Experts:
-        layout, hidden = layouts.BESIDE, self._hidden
-        inputs, output, own = (
-            self._norm(layer, key, hidden, name) for key in (layout.inputs, layout.output, layout.mlp)
-        )
-        router = self._norm(layer.router, layout.norm, hidden, f"the router of {name}")
+        hidden = self._hidden
+        inputs, output, own = (self._norm(layer, key, hidden, name) for key in layouts.BESIDE)
+        router = self._norm(layer.router, "norm", hidden, f"the router of {name}")
         self._mark_read(*layer.router.modules(), *layer.experts.modules())
         return experts_beside(layer, name, BesideMlp(router, inputs, output, own), mlp)
 
@@ -278,10 +276,10 @@ def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) ->
     """Find the layout whose modules match those of a layer exactly."""
     children = dict(layer.named_children())
     kinds = {key for key, child in children.items() if not isinstance(child, _NO_OPS)}
-    own = layouts.OWN_EMBEDDING
-    optional = {own.gate, own.out, own.norm, *layouts.ACTIVATIONS} if own.gate in kinds else set()
-    optional |= {layouts.ALTUP.module, layouts.LAUREL.module} if own.gate in kinds else set()
-    optional |= layouts.BESIDE.modules if layouts.BESIDE.modules <= kinds else set()
+    optional = set[str]()
+    if layouts.OWN_EMBEDDING[0] in kinds:
+        optional = {*layouts.OWN_EMBEDDING, *layouts.ACTIVATIONS, layouts.ALTUP, layouts.LAUREL}
+    optional |= layouts.BESIDE_MODULES if kinds >= layouts.BESIDE_MODULES else set()
     inner = {"fc1", "fc2", *layouts.ACTIVATIONS}
     named = [
         layout
@@ -308,7 +306,7 @@ def _is_as_named(layer: Any, layout: LayerLayout) -> bool:
 
 def _has_projections(module: Any) -> bool:
     """Whether a module has those of an attention."""
-    latent = has_modules(module, layouts.LATENT.needed)
+    latent = has_modules(module, layouts.LATENT)
     return latent or any(has_modules(module, (*layout.needed(module), layout.out)) for layout in layouts.ATTENTIONS)
 
 

@@ -121,16 +121,15 @@ def _candidates(experts: Experts, scale: float, x: Tensor) -> Iterator[Experts]:
 @torch.no_grad()
 def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts:
     """The same for experts beside the MLP of a layer, see `layouts.BESIDE`; the router's norm has no scale."""
-    layout, experts = layouts.BESIDE, layer.experts
-    router = RouterModule(layer, f"the router of {name}")
-    scale = as_float32(getattr(layer.router, layout.scale), name)
+    experts, router = layer.experts, RouterModule(layer, f"the router of {name}")
+    scale = as_float32(layer.router.scale, name)
     assert scale is not None
     assert norms.router.weight is not None
-    weight = norms.router.weight * scale * float(getattr(layer.router, layout.factor))
+    weight = norms.router.weight * scale * float(layer.router.scalar_root_size)
     norms = replace(norms, router=replace(norms.router, weight=weight.contiguous()))
     dtype = router.weight.dtype if _is_split(experts) else experts.down_proj.dtype
     described = _described(experts, router_of(router, dtype, norms.router), name)
-    known = {f"{layout.matrix}.weight", layout.scale, layout.factors, f"{layout.norm}.weight"}
+    known = {"proj.weight", "scale", "per_expert_scale", "norm.weight"}
     if unknown := next((key for key, _ in named_tensors(layer.router) if key not in known), None):
         raise DescriptionError(f"{name} has the parameter {unknown} in its {type(layer.router).__name__}")
     return replace(described, shared=mlp, beside=norms)

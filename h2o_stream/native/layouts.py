@@ -158,26 +158,9 @@ ATTENTIONS = (
 one with norms."""
 
 
-@dataclass(frozen=True)
-class LatentLayout:
-    """Module names in an attention with latent keys and values, and perhaps queries."""
-
-    query: str = "q_proj"
-    query_down: str = "q_a_proj"
-    query_norm: str = "q_a_layernorm"
-    query_up: str = "q_b_proj"
-    down: str = "kv_a_proj_with_mqa"
-    norm: str = "kv_a_layernorm"
-    up: str = "kv_b_proj"
-    out: str = "o_proj"
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """Those by which such an attention is known."""
-        return self.down, self.norm, self.up, self.out
-
-
-LATENT = LatentLayout()
+LATENT = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+"""Modules of an attention with latent keys and values: the projection to the latent vector and the end of all keys, the
+norm of that vector, the projection from it to keys and values, and the output projection."""
 
 GATES = {"gate_proj": GateKind.SIGMOID_GATE, "g_proj": GateKind.SOFTPLUS_GATE}
 """Projections to factors on the output of an attention, before its output projection; and what they go through."""
@@ -199,53 +182,15 @@ BORROWS = "is_kv_shared_layer"
 own."""
 
 
-@dataclass(frozen=True)
-class OwnEmbeddingLayout:
-    """Module names in a layer that adds something for the token's embedding for it, and in its model."""
+OWN_EMBEDDING = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+"""Modules of a layer that adds something for the token's embedding for it: gate, projection and norm."""
 
-    gate: str = "per_layer_input_gate"
-    out: str = "per_layer_projection"
-    norm: str = "post_per_layer_input_norm"
-    embedding: str = "embed_tokens_per_layer"
-    projection: str = "per_layer_model_projection"
-    projection_norm: str = "per_layer_projection_norm"
-    projection_scales: tuple[str, ...] = ("per_layer_model_projection_scale", "per_layer_projection_scale")
-    output_scale: str = "per_layer_input_scale"
+OWN_EMBEDDING_SCALES = ("per_layer_model_projection_scale", "per_layer_projection_scale")
+OWN_EMBEDDING_OUTPUT_SCALE = "per_layer_input_scale"
+"""Buffers of a model with such layers: factors on its projection, by any of these names, and on all of them."""
 
-
-OWN_EMBEDDING = OwnEmbeddingLayout()
-
-
-@dataclass(frozen=True)
-class AltUpLayout:
-    """Module names in a layer with several versions of the residual stream, and in its model (Gemma 3n)."""
-
-    module: str = "altup"
-    router: str = "modality_router"
-    norm: str = "router_norm"
-    input_scale: str = "router_input_scale"
-    prediction: str = "prediction_coefs"
-    correction: str = "correction_coefs"
-    embedding_scale: str = "correct_output_scale"
-    first: str = "altup_projections"
-    last: str = "altup_unembed_projections"
-
-
-ALTUP = AltUpLayout()
-
-
-@dataclass(frozen=True)
-class LaurelLayout:
-    """Module names of a residual of low rank, and the factor on the sum of all residuals."""
-
-    module: str = "laurel"
-    left: str = "linear_left"
-    right: str = "linear_right"
-    norm: str = "post_laurel_norm"
-    scale: float = 2**-0.5
-
-
-LAUREL = LaurelLayout()
+ALTUP, LAUREL = "altup", "laurel"
+"""Modules of a layer with several versions of the residual stream, and with a residual of low rank (Gemma 3n)."""
 
 GATE_SPARSITY = "activation_sparsity"
 """Attribute of an MLP: the share of gates, if they were normally distributed, that do not go on; 0 for none."""
@@ -283,28 +228,10 @@ MLPS = (
 LFM2."""
 
 
-@dataclass(frozen=True)
-class BesideLayout:
-    """Module names in a layer whose experts are beside its MLP (Gemma 4), and in their router."""
+BESIDE = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
+"""Norms of a layer whose experts are beside its MLP (Gemma 4): of their inputs, their outputs, and those of the MLP."""
 
-    router: str = "router"
-    experts: str = "experts"
-    inputs: str = "pre_feedforward_layernorm_2"
-    output: str = "post_feedforward_layernorm_2"
-    mlp: str = "post_feedforward_layernorm_1"
-    norm: str = "norm"
-    matrix: str = "proj"
-    scale: str = "scale"
-    factor: str = "scalar_root_size"
-    factors: str = "per_expert_scale"
-
-    @property
-    def modules(self) -> set[str]:
-        """Those in the layer."""
-        return {self.router, self.experts, self.inputs, self.output, self.mlp}
-
-
-BESIDE = BesideLayout()
+BESIDE_MODULES = {"router", "experts", *BESIDE}
 
 INNER_NORM = "ffn_sub_norm"
 """Norm of what goes into the last matrix of an MLP."""

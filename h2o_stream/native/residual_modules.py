@@ -17,66 +17,64 @@ class ResidualReader(AttentionReader):
 
     def _layer_embeddings(self, backbone: Any) -> LayerEmbeddings | None:
         """The embeddings for each layer, if the model has some."""
-        layout, name = layouts.OWN_EMBEDDING, "the embeddings of layers"
-        embedding = getattr(backbone, layout.embedding, None)
+        name = "the embeddings of layers"
+        embedding = getattr(backbone, "embed_tokens_per_layer", None)
         if embedding is None:
             return None
         self._mark_read(*embedding.modules())
         rows = embedding_of(embedding, name)
-        projection = self._matrix(backbone, layout.projection, name)
+        projection = self._matrix(backbone, "per_layer_model_projection", name)
         size = rows.columns // self._config.num_hidden_layers
         return LayerEmbeddings(
             embedding=rows,
             projection=projection,
-            norm=self._norm(backbone, layout.projection_norm, size, name),
+            norm=self._norm(backbone, "per_layer_projection_norm", size, name),
             scale=embedding_scale(embedding),
             projection_scale=next(
-                float(getattr(backbone, key)) for key in layout.projection_scales if hasattr(backbone, key)
+                float(getattr(backbone, key)) for key in layouts.OWN_EMBEDDING_SCALES if hasattr(backbone, key)
             ),
-            output_scale=float(getattr(backbone, layout.output_scale)),
+            output_scale=float(getattr(backbone, layouts.OWN_EMBEDDING_OUTPUT_SCALE)),
         )
 
     def _own_embedding(self, layer: Any, name: str, mlp: Any) -> OwnEmbedding:
-        layout = layouts.OWN_EMBEDDING
-        gate = self._matrix(layer, layout.gate, name)
-        out = self._matrix(layer, layout.out, name)
+        gate, out = (self._matrix(layer, key, name) for key in layouts.OWN_EMBEDDING[:2])
         self._mark_read(layer.act_fn)
         if activation_of(layer.act_fn, f"act_fn of {name}") != (mlp.activation, mlp.parameters):
             raise DescriptionError(f"{name} has another activation than its MLP")
-        return OwnEmbedding(gate, out, self._norm(layer, layout.norm, self._hidden, name))
+        return OwnEmbedding(gate, out, self._norm(layer, layouts.OWN_EMBEDDING[2], self._hidden, name))
 
     def _versions(self, backbone: Any) -> Versions | None:
         """The versions of the residual stream, if there are several."""
-        layout = layouts.ALTUP
-        if not has_modules(backbone, (layout.first, layout.last)):
+        keys = "altup_projections", "altup_unembed_projections"
+        if not has_modules(backbone, keys):
             return None
-        self._mark_read(getattr(backbone, layout.first), getattr(backbone, layout.last))
+        lists = [getattr(backbone, key) for key in keys]
+        self._mark_read(*lists)
         first, last = (
-            [self._matrix(getattr(backbone, key), str(number), key) for number in range(count)]
-            for key, count in ((key, len(getattr(backbone, key))) for key in (layout.first, layout.last))
+            [self._matrix(each, str(number), key) for number in range(len(each))]
+            for key, each in zip(keys, lists, strict=True)
         )
         return Versions(first, last, int(self._config.altup_active_idx))
 
     def _altup(self, layer: Any, versions: Versions | None, name: str) -> AltUp | None:
-        layout = layouts.ALTUP
         if versions is None:
             return None
-        module, name = getattr(layer, layout.module), f"{layout.module} of {name}"
-        self._mark_container(module, name, layout.embedding_scale, layout.input_scale)
-        self._mark_read(getattr(module, layout.router))
-        norm = self._norm(module, layout.norm, self._hidden, name)
+        module, name = getattr(layer, layouts.ALTUP), f"{layouts.ALTUP} of {name}"
+        self._mark_container(module, name, "correct_output_scale", "router_input_scale")
+        self._mark_read(module.modality_router)
+        norm = self._norm(module, "router_norm", self._hidden, name)
         router, prediction, correction = (
-            self._small(module, key, name) for key in (layout.router, layout.prediction, layout.correction)
+            self._small(module, key, name) for key in ("modality_router", "prediction_coefs", "correction_coefs")
         )
         if norm.weight is None:
-            raise DescriptionError(f"{name} has no {layout.norm}")
+            raise DescriptionError(f"{name} has no router_norm")
         scaled = self._config.altup_correct_scale
         return AltUp(
-            (router * norm.weight * float(getattr(module, layout.input_scale))).contiguous(),
+            (router * norm.weight * float(module.router_input_scale)).contiguous(),
             norm.epsilon,
             prediction,
             correction,
-            as_float32(getattr(module, layout.embedding_scale), name) if scaled else None,
+            as_float32(module.correct_output_scale, name) if scaled else None,
         )
 
     def _small(self, module: Any, key: str, name: str) -> Any:
@@ -85,11 +83,9 @@ class ResidualReader(AttentionReader):
         return as_float32(getattr(module, key).weight, name)
 
     def _laurel(self, layer: Any, name: str) -> Laurel | None:
-        layout = layouts.LAUREL
-        if not has_modules(layer, (layout.module,)):
+        if not has_modules(layer, (layouts.LAUREL,)):
             return None
-        module, name = getattr(layer, layout.module), f"{layout.module} of {name}"
+        module, name = getattr(layer, layouts.LAUREL), f"{layouts.LAUREL} of {name}"
         self._mark_container(module, name)
-        left = self._matrix(module, layout.left, name)
-        right = self._matrix(module, layout.right, name)
-        return Laurel(left, right, self._norm(module, layout.norm, self._hidden, name), layout.scale)
+        left, right = (self._matrix(module, key, name) for key in ("linear_left", "linear_right"))
+        return Laurel(left, right, self._norm(module, "post_laurel_norm", self._hidden, name))

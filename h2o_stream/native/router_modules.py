@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_stream.native import layouts
 from h2o_stream.native.abi import GroupWorth, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.experts import Router
@@ -55,7 +54,7 @@ class RouterModule:
         self.weight, self.chosen = matrices[0], chosen
         tensors = [*named_tensors(self.module), *((key, x) for key, x in named_tensors(block) if key in _CHOICE_BIASES)]
         self.bias = next((x for key, x in tensors if key.rpartition(".")[2] == "bias"), None)
-        self.factors = next((x for key, x in tensors if key == layouts.BESIDE.factors), None)
+        self.factors = next((x for key, x in tensors if key == "per_expert_scale"), None)
         self.choice_bias = next((x for key, x in tensors if key.endswith(_CHOICE_BIASES)), None)
         scales = (getattr(part, key, None) for part in (self.module, block) for key in _SCALES)
         self.scales = list(dict.fromkeys((1.0, *(float(scale) for scale in scales if scale))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from h2o_stream.native.altup import AltUp, Laurel, Versions
 from h2o_stream.native.description import DescriptionError, Norm
-from h2o_stream.native.layouts import LAUREL
 from h2o_stream.runtime.file_altup import AltUpParameters
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights
@@ -40,7 +39,7 @@ def layer_altup(altup: AltUpParameters, weights: Weights, number: int, norm: Nor
 def layer_laurel(altup: AltUpParameters, weights: Weights, number: int, norm: Norm, hidden: int) -> Laurel:
     """The residual of low rank of a layer."""
     left = weights.matrix("laurel_l", number, altup.rank, hidden)
-    return Laurel(left, weights.matrix("laurel_r", number, hidden, altup.rank), norm, LAUREL.scale)
+    return Laurel(left, weights.matrix("laurel_r", number, hidden, altup.rank), norm)
 
 
 def _vector(weights: Weights, name: str, number: int, size: int) -> Floats:

@@ -14,7 +14,7 @@ from h2o_stream.native import library
 from h2o_stream.native.description import Description
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.stepper import Stepper
-from h2o_stream.runtime.heads import Unchanged, head_shapes, rotations_of
+from h2o_stream.runtime.heads import NeverChanges, head_shapes, rotations_of
 from h2o_stream.runtime.rotations import Floats
 
 MAX_BYTES = 1 << 30
@@ -41,7 +41,7 @@ class FirstLayers:
         ]
         plan = CacheConfig("recent", MAX_TOKENS, sinks=0, positions="rolling", chunk=0, budgets="equal")
         self._cache = SlotCache(plan, layers, None)
-        self._stepper = Stepper(native, NativeModel(first), Unchanged(), self._cache, dense_prompts=True)
+        self._stepper = Stepper(native, NativeModel(first), NeverChanges(), self._cache, dense_prompts=True)
 
     def project(self, tokens: list[int]) -> list[tuple[Floats, Floats]]:
         """Queries [n, Hq, D], rotated by `DISTANCE`, and keys [n, Hkv, D], not rotated, of each layer."""

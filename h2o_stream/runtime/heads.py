@@ -23,7 +23,7 @@ from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.rotations import Floats
 
 
-class Unchanged:
+class NeverChanges:
     """Nobody else has the weights of a model of the runtime; see `native.stepper.Unchanged`."""
 
     def __bool__(self) -> bool:
@@ -106,7 +106,7 @@ def _measure(description: Description, sliding: Sequence[int | None], tokens: ND
     cache = SlotCache(plan, layers, count)
     copied = numpy.zeros(sum(shape.kv_heads for shape in shapes if shape), numpy.float32)
     cache.prepare(count)
-    stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
+    stepper = Stepper(native, NativeModel(description), NeverChanges(), cache, dense_prompts=True)
     if stepper.prompt(tokens, keep=1, copied=copied) is None:
         raise H2OStreamError("the heads of this model cannot be measured; use --engine eager")
     return copied

@@ -24,7 +24,7 @@ from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.first_layers import FirstLayers, first_layers
-from h2o_stream.runtime.heads import Unchanged, head_shapes, num_weights, rotations_of
+from h2o_stream.runtime.heads import NeverChanges, head_shapes, num_weights, rotations_of
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import as_floats
 
@@ -155,7 +155,7 @@ class ServedRuntime:
         self.cache, self.context, self.generation = cache, model.context, model.generation
         self.dtype, self._model, self.vocabulary = description.dtype, model, description.output.rows
         self.prefill_step = prefill_step(num_weights(description))
-        self.stepper = Stepper(native, model.native.copied(), Unchanged(), cache, dense_prompts=True)
+        self.stepper = Stepper(native, model.native.copied(), NeverChanges(), cache, dense_prompts=True)
         cache.engine_note = f"native, {library.name()}, without torch"
 
     def forward(self, tokens: Sequence[int]) -> Floats:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from h2o_stream.attachment.measurements import LONG_S
 from h2o_stream.errors import ModelNotFoundError, OutOfMemoryError
+from h2o_stream.measurements import LONG_S
 from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer

@@ -275,8 +275,12 @@ class Commands(SessionCommands):
         self._context.leaving = True
 
 
+_TITLE = 60
+
+
 def _title(entry: Entry) -> str:
-    return " ".join(entry.prompt.split())[:60]
+    text = " ".join(entry.prompt.split())
+    return text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…"
 
 
 def _parse_number(command: str, text: str) -> int:

@@ -17,9 +17,9 @@ from h2o_stream.compare.speed.engines import OPENVINO, OURS, TRANSFORMERS, Engin
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
+from h2o_stream.loading.transformers_model import load_tokenizer
 from h2o_stream.native.threads import bandwidth
 from h2o_stream.resources import version_of
-from h2o_stream.runtime.transformers_model import load_tokenizer
 
 ROUNDS = 5
 """Times that every engine decodes at a history; the median counts."""

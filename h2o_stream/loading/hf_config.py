@@ -12,11 +12,11 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.loading.hf_rope import set_rope
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.gguf_checks import check_sizes
-from h2o_stream.runtime.hf_rope import set_rope
 from h2o_stream.runtime.parameters import ExpertParameters, MixerParameters, Parameters
 from h2o_stream.runtime.sources import ModelFile
 
