@@ -143,7 +143,7 @@ def related(served_embedded: LoadedModel) -> TermWeights:
 
 
 _VOCABULARY = 8192
-"""Tokens of the tokenizer of tests, by their frequency; to read and to copy it takes a fifth of the time of the whole."""
+"""Tokens of the tokenizer of tests; to read and to copy it takes a fifth of the time of the whole."""
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.recall.decision import decide
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Candidate, Passage
 from h2o_stream.recall.passages import split
 from h2o_stream.recall.terms import TermWeights, first_person, is_question, words
-from h2o_stream.runtime.transformers_model import LoadedModel
 
 PASTE = "\n\n".join(
     f"Paragraph {i} of the annual report says that the company in Vienna sold {i * 37} machines, more than the year "
