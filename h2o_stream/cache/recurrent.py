@@ -59,15 +59,15 @@ class RecurrentLayer(LinearAttentionLayer):
         Raises:
             H2OStreamError: the states that are held have other shapes.
         """
-        held, converted = states_of(self), []
+        states, converted = states_of(self), []
         for name, shape in shapes.items():
-            state = held.get(name)
+            state = states.get(name)
             if state is None:
                 state = torch.zeros(rows, *shape, dtype=torch.float32, device="cpu")
             if state.shape != (rows, *shape):
                 raise H2OStreamError(f"the state {name} is {list(state.shape)}, {[rows, *shape]} is needed")
             converted.append(state.float().contiguous())
-            if converted[-1] is not held.get(name):
+            if converted[-1] is not states.get(name):
                 _set_state(self, name, converted[-1])
         return converted
 

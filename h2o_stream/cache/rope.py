@@ -150,6 +150,6 @@ def tables_of(model: nn.Module, layer_types: Iterable[str]) -> dict[str, list[Ro
             if rope not in _WITHIN_CONTEXT:
                 raise PositionsError(f"{type(model).__name__} uses {rope} RoPE, which is not known here")
         shared = RotaryTable(rotary)
-        for kind, found in tables.items():
-            found.append(RotaryTable(rotary, kind) if by_layer else shared)
+        for kind, ours in tables.items():
+            ours.append(RotaryTable(rotary, kind) if by_layer else shared)
     return tables

@@ -145,11 +145,11 @@ class SlotCache(Tearable, WindowRules):
         Raises:
             H2OStreamError: the states that are held have other shapes.
         """
-        held = self._states[layer]
+        states = self._states[layer]
         for name, shape in shapes.items():
-            if name not in held:
-                held[name] = numpy.zeros((rows, *shape), numpy.float32)
-        return list(held.values())
+            if name not in states:
+                states[name] = numpy.zeros((rows, *shape), numpy.float32)
+        return list(states.values())
 
     def make_room(self) -> None:
         """Allocate slots for a token of each row, which a native step does not."""

@@ -74,15 +74,15 @@ class Divergence(Comparison[DivergenceOptions]):
 
     def _diverge(self, engine: str) -> Iterator[JobProgress | JobResult]:
         count = len(self._exact)
-        found = numpy.empty((count, 2))
+        divergences = numpy.empty((count, 2))
         with ExitStack() as stack:
             step, dtype = self._ours() if engine == OURS else self._peer(engine, count, stack)
             for number, (token, exact) in enumerate(zip(self._tokens, self._exact, strict=False)):
                 logits = torch.from_numpy(step(token)).float().log_softmax(-1)
-                found[number, 0] = divergence(exact, logits)
-                found[number, 1] = exact.argmax() == logits.argmax()
+                divergences[number, 0] = divergence(exact, logits)
+                divergences[number, 1] = exact.argmax() == logits.argmax()
                 yield JobProgress(number + 1)
-        yield JobResult({"dtype": dtype}, found)
+        yield JobResult({"dtype": dtype}, divergences)
 
     def _ours(self) -> tuple[Step, str]:
         """Our steps, with a cache that keeps everything; and their dtype."""

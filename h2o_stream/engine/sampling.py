@@ -125,8 +125,8 @@ class Sampler:
 
         One of an earlier version, [5056], can be set too: it seeds the generator, which then draws other tokens.
         """
-        numbers = self._bits.state["state"]
-        return np.frombuffer(b"".join(numbers[name].to_bytes(16, "little") for name in ("state", "inc")), np.uint8)
+        state = self._bits.state["state"]
+        return np.frombuffer(b"".join(state[name].to_bytes(16, "little") for name in ("state", "inc")), np.uint8)
 
     @rng_state.setter
     def rng_state(self, state: RngState) -> None:
@@ -248,17 +248,17 @@ def resolve(
     settings, sources = dict[str, float](), dict[str, SettingSource]()
     for name, neutral in _NEUTRAL.items():
         given = getattr(config, name)
-        found: dict[SettingSource, Any] = {
+        candidates: dict[SettingSource, Any] = {
             "given": None if given == BENCH else given,
             "generation_config": getattr(recommended, name, None),
             "model": model_defaults.get(name),
             "default": neutral,
         }
         if name == "repetition_penalty" and settings["temperature"] == 0:
-            found = {"given": given, "default": neutral}
+            candidates = {"given": given, "default": neutral}
         if name == "dry_multiplier" and (settings["temperature"] == 0 or sources["repetition_penalty"] != "default"):
-            found = {"given": given, "default": 0.0}
-        sources[name], settings[name] = next(item for item in found.items() if item[1] is not None)
+            candidates = {"given": given, "default": 0.0}
+        sources[name], settings[name] = next(item for item in candidates.items() if item[1] is not None)
     try:
         values: dict[str, Any] = settings
         replace(config, **values)

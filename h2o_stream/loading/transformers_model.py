@@ -222,12 +222,12 @@ class _Loader:
     def _load_gguf(self, source: ModelFile, skeleton: Any) -> Any:
         """Load a quantized file: its matrices stay packed."""
         dtype = dtype_of(self._config.dtype, self._device)
-        found, notify = HfWeights(source, skeleton, packs=True), self._notify if self._from_packed else None
+        reader, notify = HfWeights(source, skeleton, packs=True), self._notify if self._from_packed else None
         try:
-            weights = source.with_weights(lambda kept: found.packed(kept, dtype), self._progress, notify)
+            weights = source.with_weights(lambda kept: reader.packed(kept, dtype), self._progress, notify)
         except DescriptionError as error:
             raise UnsupportedModelError(f"{source.path.name} cannot be served: {error}") from error
-        packed = PackedConfig(modules={name: kind.name for name, kind in found.kinds.items()})
+        packed = PackedConfig(modules={name: kind.name for name, kind in reader.kinds.items()})
         model = self._with_weights(weights, dtype=dtype, quantization_config=packed)
         return self._with_digest(model, dtype_name(dtype))
 

@@ -249,7 +249,7 @@ class Attention:
             struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
 
 
-def borrowing_attention(
+def shared_kv_attention(
     lender: Attention,
     source: int,
     size: int,

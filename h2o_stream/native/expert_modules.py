@@ -125,8 +125,8 @@ def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts
     norms = replace(norms, router=replace(norms.router, weight=weight.contiguous()))
     dtype = router.weight.dtype if _is_split(experts) else experts.down_proj.dtype
     described = _described(experts, router_of(router, dtype, norms.router), name)
-    known = {"proj.weight", "scale", "per_expert_scale", "norm.weight"}
-    if unknown := next((key for key, _ in named_tensors(layer.router) if key not in known), None):
+    weights = {"proj.weight", "scale", "per_expert_scale", "norm.weight"}
+    if unknown := next((key for key, _ in named_tensors(layer.router) if key not in weights), None):
         raise DescriptionError(f"{name} has the parameter {unknown} in its {type(layer.router).__name__}")
     return replace(described, shared=mlp, beside=norms)
 

@@ -266,5 +266,5 @@ _ROTATES: Mapping[str, Callable[[Any], bool]] = {
 
 def rotates(attention: Any) -> bool:
     """Whether an attention applies RoPE, in a model with a rotary embedding."""
-    known = _ROTATES.get(type(attention).__name__)
-    return known(attention) if known else bool(getattr(attention, "use_rope", True))
+    rotates = _ROTATES.get(type(attention).__name__)
+    return rotates(attention) if rotates else bool(getattr(attention, "use_rope", True))

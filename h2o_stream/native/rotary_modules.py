@@ -55,10 +55,10 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name
     if rotary_dims > applied or (tail and rotary_dims != tail):
         raise DescriptionError(f"{name} rotates {rotary_dims} of {applied} elements")
     positions = torch.tensor([_TEST_POSITIONS], device="cpu")
-    found = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
+    computed = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
     table = torch.outer(positions[0].float(), frequencies)
     rotations = torch.cat((table.cos(), table.sin()), -1) * scale
-    order = _rotated_order(attention, found, rotations, applied)
+    order = _rotated_order(attention, computed, rotations, applied)
     if order is None:
         raise DescriptionError(f"{name} does not rotate in a known form")
     if tail:

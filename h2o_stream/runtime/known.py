@@ -68,11 +68,11 @@ def _key(path: Path, variant: str) -> str:
 
 
 def _shipped(path: Path, variant: str) -> dict[str, Any]:
-    found: dict[str, Any] = _all_shipped().get(f"{content_identity(path)} {variant}", {})
-    return found
+    shipped: dict[str, Any] = _all_shipped().get(f"{content_identity(path)} {variant}", {})
+    return shipped
 
 
 @cache
 def _all_shipped() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_SHIPPED.read_text(encoding="utf-8"))
-    return found
+    shipped: dict[str, Any] = json.loads(_SHIPPED.read_text(encoding="utf-8"))
+    return shipped

@@ -205,7 +205,7 @@ class Parameters:
         require(self.query_heads % heads == 0, f"{self.query_heads} query heads do not share {heads} (head_count_kv)")
         check_range(size, "the size of a head", MAX_SIZE // self.query_heads)
         if rope:
-            limit = self.latent.rotated if self.latent else size
+            limit = self.latent.rope_size if self.latent else size
             rope.check_head(limit)
         if window is not None:
             check_range(window, "sliding_window", MAX_WINDOW if None in self.sliding else MAX_TOKENS)

@@ -90,10 +90,10 @@ class Source(ABC):
         def described(weights: Weights) -> Description:
             return describe_file(self.architecture, self.parameters, weights, self.dtype)
 
-        found = self.with_weights(described, progress, notify)
-        layers = zip(found.layers, self.parameters.windows, strict=True)
+        description = self.with_weights(described, progress, notify)
+        layers = zip(description.layers, self.parameters.windows, strict=True)
         require(any(layer.attention and window is None for layer, window in layers), "no layer attends to all tokens")
-        return found
+        return description
 
     def with_weights(
         self, make: Callable[[Weights], T], progress: ProgressCallback, notify: Callable[[str], None] | None
@@ -133,23 +133,23 @@ class Source(ABC):
         self, description: Description, windows: Windows = (), is_called: Callable[[str], bool] = lambda digest: False
     ) -> RuntimeModel:
         """The described model; the rest as in `RuntimeModel`."""
-        found = self.parameters
+        parameters = self.parameters
         return RuntimeModel(
             description,
             windows,
             shipped_digest(self.path, self.variant) or file_digest(self.path, self.variant),
             is_called,
-            found.context,
-            found.max_distance,
-            found.windows,
+            parameters.context,
+            parameters.max_distance,
+            parameters.windows,
             self.generation,
-            found.refused_positions,
+            parameters.refused_positions,
         )
 
     def windows(self, description: Description, progress: ProgressCallback) -> Windows:
         """The windows of the heads by what they attend to, measured if that was not done before."""
-        if found := read_windows(self.path, self.variant):
-            return found
+        if windows := read_windows(self.path, self.variant):
+            return windows
         begun = time.perf_counter()
         measured = measured_windows(description, self.parameters.windows, self.parameters.context, progress)
         if time.perf_counter() - begun > LONG_S:
@@ -274,10 +274,10 @@ class Checkpoint(Source):
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""
-        found = file_tokenizer(self.path, ignore)
-        if found is None:
+        tokenizer = file_tokenizer(self.path, ignore)
+        if tokenizer is None:
             raise DescriptionError("only transformers can tell what its tokenizer is")
-        return with_template(found)
+        return with_template(tokenizer)
 
 
 def _check_fits(name: str, num_weights: int, dtype: str) -> None:

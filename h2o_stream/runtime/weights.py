@@ -45,7 +45,7 @@ class Weights(Protocol):
         """
 
     def has(self, name: str, layer: int) -> bool:
-        """Whether there is such a matrix."""
+        """Whether the layer has this weight."""
 
 
 def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matrix:

@@ -76,8 +76,8 @@ class CallFormat:
         """
         if len(text) > _MAX_SIZE:
             return text, ()
-        found = self._parse(text)
-        return found if found[1] or not self.names else read_calls(text, self.names)
+        parsed = self._parse(text)
+        return parsed if parsed[1] or not self.names else read_calls(text, self.names)
 
     def _parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
         if not self.opening:
