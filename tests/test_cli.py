@@ -4,14 +4,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from h2o_stream.ui.terminal import PrefillStatus, printable
-from tests.commands import APPS, invoke, records
+from tests.commands import invoke, records
 from tests.preloaded import Preloaded
 from tests.preloaded import run as run_command
 
@@ -23,27 +22,6 @@ TURN_FIELDS = {
 
 
 class TestUsage:
-    @pytest.mark.every(2)
-    @pytest.mark.parametrize("command", list(APPS))
-    def test_help_and_version_import_no_torch(self, command: str) -> None:
-        code = (
-            "import sys\n"
-            f"from h2o_stream.cli.{command.removeprefix('h2o-')} import main\n"
-            "for option in sys.argv[1:]:\n"
-            f"    sys.argv = [{command!r}, option]\n"
-            "    try:\n        main()\n"
-            "    except SystemExit as left:\n        assert not left.code\n"
-            "    print('END')\n"
-            "    heavy = ('torch', 'transformers', 'numpy', 'sqlite3')\n"
-            "    print([m for m in heavy if m in sys.modules], file=sys.stderr)\n"
-        )
-        options = ("--help", "-h") + (("--version",) if command != "h2o-compare" else ())
-        done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, check=True)
-        assert done.stderr.splitlines() == ["[]"] * len(options)
-        shown = done.stdout.split("END\n")[:-1]
-        assert len(shown) == len(options)
-        assert all("h2o" in text or "Usage" in text for text in shown)
-
     @pytest.mark.parametrize(("typed", "offered"), [
         ("--pol", ["--policy"]), ("--policy s", ["sink", "snapkv"]), ("--quantize i", ["int8", "int4"]),
         ("--system sto", ["storyteller"]), ("--session mon", ["monday"]),

@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from h2o_stream.ui.stream import _run
 from tests.commands import invoke, piped, records, texts
 from tests.fixtures import with_exhaustive, written
 from tests.preloaded import run as run_command
-from tests.terminal import BIN, Pty
+from tests.terminal import Pty
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -35,12 +34,6 @@ class TestRecordings:
         assert header["version"] == 2, "asciinema's format"
         assert all(kind == "o" for _, kind, _ in events)
         assert piped(tiny_folder, ["one"], "--record", file).exit_code == 1
-        code = (
-            "import sys; sys.argv = ['h2o-stream', '--replay', sys.argv[1], '--pace', '100']\n"
-            "from h2o_stream.cli.stream import main\n"
-            "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
-        )
-        subprocess.run([BIN / "python", "-c", code, file], capture_output=True, check=True)
 
     def test_it_keeps_its_pace(self, tiny_folder: Path, tmp_path: Path) -> None:
         file = tmp_path / "run.rec"

@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = HERMES
     changed.add_tokens(["<tool_call>", "</tool_call>"])
-    model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
+    model = saved(make_llama(vocab=len(changed), context=1600), changed, tmp_path_factory.mktemp("model"))
     running = Running(
         tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
     )
