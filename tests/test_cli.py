@@ -44,11 +44,6 @@ class TestUsage:
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == offered
 
-    def test_tracebacks_only_with_debug(self, tmp_path: Path) -> None:
-        wrong = ["-m", tmp_path / "nothing", "-p", "x", "-q"]
-        assert "Traceback" not in invoke("h2o-chat", *wrong).stderr
-        assert "Traceback" in invoke("h2o-chat", *wrong, "--debug").stderr
-
 
 class TestChat:
     def test_the_embedded_model_knows_paris(self) -> None:
@@ -118,10 +113,6 @@ class TestChat:
         done = invoke("h2o-chat", *talk, typed="word " * 2000)
         assert re.search(r"reading 1,024 of 2,0\d\d tokens, \d+ s left", done.stderr)
         assert "reading" not in invoke("h2o-chat", *talk, "-q", typed="word " * 2000).stderr
-
-    def test_the_same_seed_gives_the_same_text(self, tiny_folder: Path) -> None:
-        talk = ["-m", tiny_folder, "--seed", "5", "-n", "12", "-p", "hello", "-q"]
-        assert invoke("h2o-chat", *talk).stdout == invoke("h2o-chat", *talk).stdout
 
 
 class TestStream:
@@ -225,15 +216,6 @@ class TestStream:
         done = invoke("h2o-stream", "-m", tiny_folder, "--questions", questions, "--jsonl", "/dev/full", "-q")
         assert done.exit_code == 1
         assert "--jsonl /dev/full: No space left" in done.stderr
-
-
-@pytest.mark.parametrize(("text", "shown"), [
-    ("plain\n\ttext", "plain\n\ttext"), ("\x1b[2J\x1b]0;title\x07gone", "[2J]0;titlegone"),
-    ("bell\x07 back\x08 null\x00 cr\r", "bell back null cr"), ("\x9b31mcsi \x7f", "31mcsi "),
-    ("[bold]not markup[/bold] :smile:", "[bold]not markup[/bold] :smile:"), ("é 日本 👍", "é 日本 👍"),
-])  # fmt: skip
-def test_control_characters_never_reach_the_terminal(text: str, shown: str) -> None:
-    assert printable(text) == shown
 
 
 class TestValuesInAnyCase:

@@ -102,10 +102,7 @@ def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monk
     again = invoke("h2o-compare", *arguments)
     assert left_out_of(again.stdout) == [], "it is tried again"
     assert read_left_out(tmp_path / "out") == []
-    assert (
-        len([record for record in records(again.stdout) if record["type"] == "nll"])
-        == len(FEW["nll"]["policies"]) * 2 - 1
-    )
+    assert len([record for record in records(again.stdout) if record["type"] == "nll"]) == len(POLICIES) * 2 - 1
 
 
 @pytest.mark.exhaustive

@@ -81,14 +81,6 @@ class TestRecordings:
             lines = [{"version": 2, "width": 80, "height": 24, "idle_time_limit": limit}, *events]
             assert [at_s for at_s, _ in _read(written(file, lines))] == times
 
-    @pytest.mark.parametrize("text", ["", "{}", "nonsense", '{"type": "asked", "at_s": 0}', '{"type":"turn","at_s":1}'])
-    def test_files_that_are_not_recordings(self, tmp_path: Path, text: str) -> None:
-        file = tmp_path / "run.rec"
-        file.write_text(text + "\n")
-        done = invoke("h2o-stream", "--replay", file)
-        assert done.exit_code == 1
-        assert "recording" in done.stderr
-
     def test_on_the_screen(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
         file = tmp_path / "run.cast"
         base = ("-m", str(tiny_folder), "--questions", str(questions), "--turns", "2", "-n", "20", "--window", "64")
