@@ -5,7 +5,7 @@ that have exactly the sizes that abi.h says. Under the address sanitizer, which 
 import ctypes
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,6 +24,9 @@ from tests.hostile_files import changed
 _MAX_BYTES, _MAX_LAYERS = 2**25, 16
 """Of an array that is made, and of all layers; what needs more is not computed."""
 
+_NUMBERS = {"free": 0, "seen": 0, "recent": 2, "span": 8}
+"""Of slots."""
+
 TOKENS, STEPS = 5, 4
 
 
@@ -39,7 +42,7 @@ class Structs:
         """With another number."""
         if rng.random() < 0.1:
             names = [name for name, kind in abi.AttentionLayer._fields_ if kind is not ctypes.c_void_p]
-            name = rng.choice(names[names.index("policy") : names.index("memory_distance")])
+            name = rng.choice([*names[names.index("policy") : names.index("memory_distance")], *_NUMBERS])
             return replace(self, cache=(*self.cache, (name, changed(rng, rng.choice((0, 1, 2, 4, 16)), ()))))
         number = rng.randrange(-1, len(self.layers))
         kind, data = (abi.Model, self.model) if number < 0 else (abi.Layer, self.layers[number])
@@ -141,7 +144,7 @@ def _fill_layer(new: _Arrays, model: Any, layer: Any) -> None:
     new.fill(layer.altup, router=n * hidden, prediction=n**3, correction=n**2, embedding_scale=hidden)
 
 
-def _slots(new: _Arrays, attention: Any, slots: int) -> dict[str, int]:
+def _slots(new: _Arrays, attention: Any, slots: int, numbers: Mapping[str, int]) -> dict[str, int]:
     """Empty slots of all heads of a layer."""
     heads, bits, number = attention.kv_heads, attention.kv_bits, "uint16" if attention.in_bfloat16 else "float32"
     exact = slots if bits == 16 else attention.exact_sinks + attention.residual
@@ -157,8 +160,9 @@ def _slots(new: _Arrays, attention: Any, slots: int) -> dict[str, int]:
     return fields | {
         "scores": new.new("float32", heads, slots, value=-numpy.inf), "long_term": new.new("float32", heads, slots),
         "index": new.new("int32", heads, slots, value=-1), "rank": new.new("int16", heads, slots, value=slots),
-        "free": new.new("int64", heads, value=exact if bits < 16 else 0), "seen": new.new("int64", 1), 
-        "heads": new.order(heads), "head_count": heads, "slot_count": slots, "recent": 2, "span": 8,
+        "free": new.new("int64", heads, value=numbers["free"] + (exact if bits < 16 else 0)),
+        "seen": new.new("int64", 1, value=numbers["seen"]), "recent": numbers["recent"], "span": numbers["span"],
+        "heads": new.order(heads), "head_count": heads, "slot_count": slots,
     }  # fmt: skip
 
 
@@ -202,10 +206,14 @@ def _run(native: Any, new: _Arrays, model: Any, layers: Any, cache: tuple[tuple[
         attention.policy, attention.position_mode, attention.kv_bits = first % 4, first % 3, 16
         attention.rope_rows, attention.rotary_dims = 9, layer.absolute_rotary_dims // 2 * 2
         attention.exact_sinks, attention.residual = 2, 4
+        numbers = dict(_NUMBERS)
         for name, value in cache:
-            setattr(attention, name, _number(value, dict(abi.AttentionLayer._fields_)[name]))
+            if name in numbers:
+                numbers[name] = _number(value, ctypes.c_int64) // 2
+            else:
+                setattr(attention, name, _number(value, dict(abi.AttentionLayer._fields_)[name]))
         attention.rope = new.new("float32", attention.rope_rows, attention.rotary_dims, value=0.5)
-        count.append(_slots(new, attention, slots))
+        count.append(_slots(new, attention, slots, numbers))
         first += 1
     for layer in layers:
         mixer = layer.mixer
