@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.resources import version_of
+from h2o_stream.cache.measurements import read_measurement, save_measurement
 from h2o_stream.cache.windows import HeadWindow
-from h2o_stream.measurements import read_measurement, save_measurement
 from h2o_stream.models.file_identity import content_identity, model_identity
 from h2o_stream.native import library
-from h2o_stream.resources import version_of
 
 Windows = Sequence[tuple[HeadWindow, ...]]
 """KV heads grouped by window size, for each layer."""
