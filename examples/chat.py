@@ -11,7 +11,7 @@ import sys
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.config import DEFAULT_MODEL, ModelConfig
 from h2o_stream.engine.events import Token
-from h2o_stream.runtime.transformers_model import load
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.session.turn import Turn
 
 

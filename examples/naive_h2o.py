@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from h2o_stream.config import DEFAULT_MODEL, ModelConfig
-from h2o_stream.runtime.transformers_model import load
+from h2o_stream.loading.transformers_model import load
 
 
 class HeavyHitters:

@@ -6,6 +6,7 @@ Each is to be opened or refused in one line, within `LIMIT_S` and `LIMIT_BYTES`.
 are findings. The number of a file gives the same file again.
 """
 
+import gc
 import json
 import mmap
 import os
@@ -103,6 +104,7 @@ def search_all(cases: Sequence[Case], numbers: Sequence[int], counts: Counter[st
         with TemporaryDirectory(dir=shared if shared.exists() else None) as folder:
             batch = numbers[at : at + _BATCH]
             read, write = os.pipe()
+            gc.freeze()  # what is changed is not to be searched for garbage
             child = os.fork()
             if child == 0:
                 os.close(read)
@@ -155,10 +157,13 @@ def _work(cases: Sequence[Case], numbers: Sequence[int], folder: Path, out: int)
             kind, made = mutant(cases, number)
             path = place / ("model.gguf" if isinstance(made, Gguf) else "model")
             made.write(path)
-            begun = time.process_time()
+            begun = time.monotonic()
             what = attempt(kind.open, path, made)
-            if (seconds := time.process_time() - begun) > LIMIT_S * SLOWER:
-                what = f"takes {seconds:.1f} s: {what}"
+            if time.monotonic() - begun > LIMIT_S * SLOWER:  # beside other work; once more by the processor's time
+                begun = time.process_time()
+                what = attempt(kind.open, path, made)
+                if (seconds := time.process_time() - begun) > LIMIT_S * SLOWER:
+                    what = f"takes {seconds:.1f} s: {what}"
             os.write(out, json.dumps(what).encode() + b"\n")
     except BaseException:  # noqa: BLE001  # the process ends
         traceback.print_exc()

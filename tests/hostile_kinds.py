@@ -13,10 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.hostile_files import Folder, Gguf
+from tests.hostile_structs import Structs, compute
 
 PROMPT, STEPS = 6, 2
 
-Seed = Gguf | Folder
+Seed = Gguf | Folder | Structs
 Makers = Mapping[str, Seed | Callable[[], Seed]]
 
 
@@ -87,37 +88,40 @@ def _adapters(folder: Path) -> Makers:
 
 
 def _open_model(path: Path, seed: Seed) -> None:
-    """Every eighth file as a chat does, with its identity and heads that are measured."""
+    """Every eighth file as a chat does, with its identity, packed weights that are kept and heads that are measured."""
     from h2o_stream.config import CacheConfig, ModelConfig
+    from h2o_stream.loading import loading
     from h2o_stream.models import file_tokenizers
     from h2o_stream.native.description import DescriptionError
-    from h2o_stream.runtime import loading, sources
-    from h2o_stream.runtime.loading import open_source
+    from h2o_stream.runtime import sources
 
     def export(*_: Any) -> Path:
         """Without a process of its own, which takes seconds."""
         raise DescriptionError("only transformers reads its tokenizer")
 
     config = ModelConfig(str(path), offline=True, dtype="float32")
-    with (
-        patch.object(file_tokenizers, "export_apart", export),
-        patch.multiple(sources, MIN_BYTES=0, MIN_GGUF_BYTES=0),  # small ones are kept, too
-    ):
-        if sum(file.stat().st_size for file in (path, *path.glob("*"))) // 32 % 8 == 0:
-            loaded = loading.load_without_torch(
-                config, CacheConfig("h2o", window=32), "auto", _ignore, _ignore, str(path)
-            )
+    parts = seed.raw if isinstance(seed, Gguf) else seed.files
+    with patch.object(file_tokenizers, "export_apart", export):
+        if sum(map(len, parts.values())) % 8 == 0:
+            with patch.multiple(sources, MIN_BYTES=0, MIN_GGUF_BYTES=0):  # small ones are kept, too
+                cache = CacheConfig("h2o", window=32)
+                loaded = loading.load_without_torch(config, cache, "auto", _ignore, _ignore, str(path))
             model, tokenizer = loaded.model, loaded.tokenizer
         else:
-            source = open_source(config, path, _ignore)
+            source = loading.open_source(config, path, _ignore)
             tokenizer = source.tokenizer()[0]
-            model = source.model(source.describe(_ignore), ())
+            with patch.object(sources, "file_digest", _no_digest):  # it takes as long as the rest
+                model = source.model(source.describe(_ignore), ())
     _step(model, tokenizer("the an th")["input_ids"])
+
+
+def _no_digest(*_: Any) -> str:
+    return ""
 
 
 def _open_with_torch(path: Path, seed: Seed) -> None:
     from h2o_stream.config import CacheConfig, ModelConfig
-    from h2o_stream.runtime.transformers_model import load
+    from h2o_stream.loading.transformers_model import load
 
     loaded = load(ModelConfig(str(path), offline=True, dtype="float32"), CacheConfig(), _ignore, _ignore)
     _step(loaded.model, loaded.tokenizer("the an th")["input_ids"])
@@ -274,7 +278,7 @@ def _conversation(model: Path, cache: Mapping[str, Any]) -> Any:
     """The history of a new conversation with a model."""
     from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
     from h2o_stream.engine.engine import Engine
-    from h2o_stream.runtime import loading
+    from h2o_stream.loading import loading
     from h2o_stream.session.conversation import Conversation
     from h2o_stream.session.history import ConversationHistory
     from h2o_stream.session.transcript import Header
@@ -340,10 +344,20 @@ def _ignore(*_: Any) -> None:
     pass
 
 
-def _ggufs(folder: Path) -> Makers:
+def _structs_seed(name: str, path: Path) -> Seed:
+    """The description of a family."""
+    from h2o_stream.native.native_model import NativeModel
+    from h2o_stream.runtime.sources import ModelFile
+
+    gguf_seed(name, path)
+    model = NativeModel(ModelFile(name, path, "float32").describe(_ignore))
+    return Structs(bytes(model.struct), tuple(map(bytes, model.layers)))
+
+
+def _ggufs(folder: Path, make: Callable[[str, Path], Seed] = gguf_seed) -> Makers:
     from tests.family_models import GGUF
 
-    return {name: partial(gguf_seed, name, folder / "a.gguf") for name in GGUF}
+    return {name: partial(make, name, folder / "a.gguf") for name in GGUF}
 
 
 KINDS: Mapping[str, Kind] = {
@@ -354,6 +368,7 @@ KINDS: Mapping[str, Kind] = {
     "tokenizer": Kind(_tokenizers, _open_tokenizer),
     "store": Kind(_stores, _open_store),
     "session": Kind(_sessions, _open_session),
+    "structs": Kind(partial(_ggufs, make=_structs_seed), compute),
     "torch": Kind(_checkpoints, _open_with_torch),
 }
 """LoRA is refused, but read first; transformers takes a thousand times as long as the rest."""

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import h2o_stream.runtime.transformers_model
+import h2o_stream.loading.transformers_model
 from h2o_stream.models import file_tokenizers, gguf_tokenizer
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.tokenizer import FileTokenizer
@@ -38,7 +38,7 @@ class KeptTokenizers:
 
 
 def keep_tokenizers() -> None:
-    names = vars(h2o_stream.runtime.transformers_model)
+    names = vars(h2o_stream.loading.transformers_model)
     for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
         names[name] = KeptTokenizers(names[name])
     from_folder, from_file = FileTokenizer.from_folder, gguf_tokenizer.byte_level_tokenizer

@@ -201,9 +201,9 @@ def _warm_up() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from h2o_stream.config import ModelConfig
+    from h2o_stream.loading.transformers_model import load, load_tokenizer
     from h2o_stream.models.tokenizer import FileTokenizer
     from h2o_stream.recall.terms import TermWeights
-    from h2o_stream.runtime.transformers_model import load, load_tokenizer
     from tests.kept_tokenizers import keep_tokenizers
 
     keep_tokenizers()

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.runtime.transformers_model import load_tokenizer
+from h2o_stream.loading.transformers_model import load_tokenizer
 from h2o_stream.session import turn_texts as ours
 from h2o_stream.session.template import ChatTemplate
 

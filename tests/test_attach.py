@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, pipeline
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
-from h2o_stream.runtime.transformers_model import LoadedModel
+from h2o_stream.loading.transformers_model import LoadedModel
 from tests.families import each_family
 from tests.fixtures import ids, make_llama, thinned
 from tests.in_turn import in_turn

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_stream import CacheConfig, H2OStreamError, attach
-from h2o_stream.attachment import measurements, retrieval_heads
+from h2o_stream import CacheConfig, H2OStreamError, attach, measurements
+from h2o_stream.attachment import retrieval_heads
 from h2o_stream.cache.arrays import to_tensor
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.state import encode_json
 from h2o_stream.cache.windows import HeadWindow, schedules, windows
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.engine.engine import Engine
-from h2o_stream.runtime.transformers_model import LoadedModel
+from h2o_stream.loading.transformers_model import LoadedModel
 from tests.fixtures import make_llama, thinned, with_exhaustive
 from tests.oracle import Rules
 from tests.states import with_checksums

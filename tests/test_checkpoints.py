@@ -13,16 +13,17 @@ from transformers import PreTrainedTokenizerFast
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.loading import saved_model
+from h2o_stream.loading.loading import load_model
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import packed_cache
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import config_parameters, saved_model, sources
-from h2o_stream.runtime.loading import load_model
+from h2o_stream.runtime import config_parameters, sources
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint
-from h2o_stream.runtime.transformers_model import load
 from tests.descriptions import difference, same_weights
 from tests.family_models import CHECKPOINTS, MODELS, TEXT
 from tests.fixtures import thinned, with_exhaustive

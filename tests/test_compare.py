@@ -19,7 +19,7 @@ from h2o_stream.compare.recall.facts import never_said, question_after_update, q
 from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.runtime.transformers_model import LoadedModel
+from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.session.conversation import Conversation
 from tests.states import equal_states
 

@@ -15,7 +15,7 @@ from h2o_stream.config import PREFILL_STEP
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
-from h2o_stream.runtime.transformers_model import LoadedModel
+from h2o_stream.loading.transformers_model import LoadedModel
 from tests.preloaded import run as run_forked
 
 GREEDY = SamplingConfig(temperature=0, max_tokens=12)

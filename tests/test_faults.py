@@ -15,7 +15,7 @@ import transformers
 
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.runtime.transformers_model import load
+from h2o_stream.loading.transformers_model import load
 from tests.commands import invoke
 from tests.preloaded import Preloaded
 from tests.terminal import Pty

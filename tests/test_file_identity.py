@@ -12,13 +12,13 @@ from gguf import GGUFValueType
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from h2o_stream.loading.hf_config import hf_config
 from h2o_stream.models import gguf_export, packed_cache
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.packed_cache import packed_folder
 from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
-from h2o_stream.runtime.hf_config import hf_config
 from tests.fixtures import make_llama
 from tests.gguf_files import key, write_model
 

@@ -17,12 +17,12 @@ from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.loading.loading import load_model
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.runtime import file_ropes, sources
 from h2o_stream.runtime.heads import attention_to_copy, measured_windows
-from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.transformers_model import load
 from tests.commands import invoke
 from tests.family_models import TEXT, written
 from tests.fixtures import with_exhaustive
@@ -90,7 +90,7 @@ class TestCertify:
             found.tokenizer._tokenizer = Tokenizer.from_str(json.dumps(rules | normalizer))
             return found
 
-        monkeypatch.setattr("h2o_stream.runtime.transformers_model.load", changed)
+        monkeypatch.setattr("h2o_stream.loading.transformers_model.load", changed)
         options = CertifyOptions(str(file), ModelConfig(dtype=DTYPE))
         normalizer = dict[str, Any]()
         assert certify(options, print) == []

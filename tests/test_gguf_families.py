@@ -21,6 +21,7 @@ from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.attachment.support import layer_specs
 from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig, Positions
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import gguf_export
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.packed_layers import PackedLinear
@@ -32,7 +33,6 @@ from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import attention_to_copy
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.transformers_model import load
 from tests import llama
 from tests.descriptions import difference
 from tests.families import tiny

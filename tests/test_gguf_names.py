@@ -13,9 +13,9 @@ from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import DataError
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import gguf_export
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.runtime.transformers_model import load
 from tests.families import GROUPED, tiny
 from tests.fixtures import make_llama
 from tests.gguf_files import write_model

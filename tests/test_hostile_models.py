@@ -12,10 +12,10 @@ import pytest
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import DataError, H2OStreamError
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
-from h2o_stream.runtime.transformers_model import load
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.state_format import write_state
 from tests.hostile import attempt, cases_of, search_all
@@ -23,7 +23,8 @@ from tests.hostile_files import Folder, Gguf
 from tests.hostile_kinds import KINDS, checkpoint_seed, gguf_seed
 from tests.in_turn import in_turn
 
-KINDS_TESTED, COUNT = ("gguf", "checkpoint", "packed", "tokenizer", "store", "session"), 120
+KINDS_TESTED = ("gguf", "checkpoint", "packed", "tokenizer", "store", "session", "structs")
+COUNT = 140
 SOME = ("SmolLM3", "Gemma 4, experts", "Qwen3-Next", "Mixtral", "Llama 3", "BPE", "Unigram", "m", "Llama, memory")
 
 
@@ -165,5 +166,6 @@ def test_experts_of_a_router_without_numbers(tmp_path: Path) -> None:
     router = next(tensor for tensor in file.tensors if "ffn_gate_inp" in tensor.name)
     nan = b"\0\0\xc0\x7f" * (len(file.data[router.name]) // 4)
     broken = Gguf(file.values, file.raw, file.tensors, {**file.data, router.name: nan})
-    broken.with_value("ernie4_5-moe.expert_used_count", 4).write(tmp_path / "model.gguf")
-    assert attempt(KINDS["gguf"].open, tmp_path / "model.gguf") == "opened"
+    broken = broken.with_value("ernie4_5-moe.expert_used_count", 4)
+    broken.write(tmp_path / "model.gguf")
+    assert attempt(KINDS["gguf"].open, tmp_path / "model.gguf", broken) == "opened"

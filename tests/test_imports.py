@@ -17,6 +17,7 @@ LAYERS = (
     "attachment",
     "models",
     "runtime",
+    "loading",
     "engine",
     "recall",
     "session",

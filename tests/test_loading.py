@@ -15,6 +15,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.loading import saved_model
+from h2o_stream.loading import transformers_model as loading
+from h2o_stream.loading.hf_weights import HfWeights
+from h2o_stream.loading.transformers_model import LoadedModel, load
 from h2o_stream.models import packed_cache, quantize
 from h2o_stream.models.packed_cache import cached_folders
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
@@ -23,10 +27,6 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
-from h2o_stream.runtime import saved_model
-from h2o_stream.runtime import transformers_model as loading
-from h2o_stream.runtime.hf_weights import HfWeights
-from h2o_stream.runtime.transformers_model import LoadedModel, load
 from tests.family_models import written as write_gguf
 from tests.fixtures import make_llama, saved
 from tests.tolerance import relative_error
@@ -288,7 +288,7 @@ class TestGguf:
             load(ModelConfig(device="cpu"), progress=stop)
 
     def test_it_is_refused_where_it_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("h2o_stream.runtime.hf_weights.free_bytes", lambda: 50 * 2**20)
+        monkeypatch.setattr("h2o_stream.loading.hf_weights.free_bytes", lambda: 50 * 2**20)
         with pytest.raises(OutOfMemoryError, match=r"needs .* of memory, 50.0 MiB are free"):
             load(ModelConfig(device="cpu"))
 
@@ -306,11 +306,11 @@ def test_auto_packs_what_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPa
     config = ModelConfig(str(folder), device="cpu", dtype="float32")
     assert type(load(config, notify=said.append).model.lm_head) is nn.Linear
     assert not said
-    monkeypatch.setattr(loading, "free_bytes", lambda: 18 * 2**20)
+    monkeypatch.setattr(loading, "free_bytes", lambda: 3 * 2**20)
     model = load(config, notify=said.append).model
     assert isinstance(model.lm_head, PackedLinear)
     assert "--quantize" in said[0]
-    monkeypatch.setattr(loading, "free_bytes", lambda: 2**20)
+    monkeypatch.setattr(loading, "free_bytes", lambda: 2**18)
     with pytest.raises(OutOfMemoryError, match=r"are free; take a smaller --model"):
         load(config)
 

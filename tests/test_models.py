@@ -18,9 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from h2o_stream import CacheConfig, ConfigError, ModelNotFoundError, UnsupportedModelError
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import DataError
+from h2o_stream.loading.transformers_model import LoadedModel, load
 from h2o_stream.models import find as finding
 from h2o_stream.models.find import find
-from h2o_stream.runtime.transformers_model import LoadedModel, load
 from tests.fixtures import saved
 from tests.gguf_files import QuickReader
 from tests.hub import serving_hub

@@ -22,8 +22,8 @@ from h2o_stream.cache.slots import ENCODED, STORED
 from h2o_stream.compare.options import configs_of
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.precision import device_map_kwargs
-from h2o_stream.runtime.transformers_model import load
 from tests.commands import invoke
 from tests.fixtures import make_llama, saved, with_exhaustive
 

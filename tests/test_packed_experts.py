@@ -11,12 +11,12 @@ from torch import nn
 from h2o_stream import attach
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
+from h2o_stream.loading.loading import load_model
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.packed_experts import SplitExperts, is_plain, split_experts
 from h2o_stream.native import library
 from h2o_stream.runtime import sources
-from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
-from h2o_stream.runtime.transformers_model import load
 from tests.families import EXPERTS, GROUPED, tiny
 from tests.family_models import TEXT, written
 from tests.fixtures import thinned

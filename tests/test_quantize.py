@@ -15,7 +15,7 @@ from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.quantize import decode, encode, fit, spread
 from h2o_stream.engine.served import serve
-from h2o_stream.runtime.transformers_model import LoadedModel
+from h2o_stream.loading.transformers_model import LoadedModel
 from tests.fixtures import make_llama, with_exhaustive
 from tests.slots import attend
 from tests.tolerance import assert_close

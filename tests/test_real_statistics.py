@@ -18,13 +18,13 @@ from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.attachment.support import layer_specs
 from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.config import ModelConfig
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.modules import norm_of
 from h2o_stream.native.probing import only_match
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.transformers_model import load
 from tests.descriptions import difference
 from tests.families import FAMILIES, GROUPED, tiny
 from tests.family_models import GGUF, MODELS, RECURRENT

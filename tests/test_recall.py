@@ -10,9 +10,9 @@ import pytest
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.compare.asking import prefilled, say
 from h2o_stream.engine.events import Token
+from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.recall.passage import Candidate, Passage, Recalled
-from h2o_stream.runtime.transformers_model import LoadedModel
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn

@@ -15,6 +15,9 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
+from h2o_stream.loading import loading, saved_model
+from h2o_stream.loading.loading import load_model, serves
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import packed_cache
 from h2o_stream.models.fitting import dtype_name
 from h2o_stream.models.loaded import LoadedModel
@@ -22,13 +25,11 @@ from h2o_stream.models.precision import allowed_dtypes
 from h2o_stream.native import library
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime import loading, saved_model, sources
+from h2o_stream.runtime import sources
 from h2o_stream.runtime.known import read_windows, shipped_digest
-from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.rotations import rope_frequencies
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.transformers_model import load
 from tests.descriptions import difference
 from tests.family_models import TEXT, written
 from tests.fixtures import with_exhaustive

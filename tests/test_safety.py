@@ -19,9 +19,9 @@ import h2o_lab
 import h2o_stream
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import template_limits
 from h2o_stream.models.rendering import render
-from h2o_stream.runtime.transformers_model import load
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.requests import read_requests

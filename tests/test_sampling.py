@@ -31,8 +31,8 @@ from h2o_stream.engine.sampling import (
     repeating,
     resolve,
 )
+from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.models.generation_config import GenerationConfig
-from h2o_stream.runtime.transformers_model import LoadedModel
 from h2o_stream.session.questions import Question, set_temperature
 from tests.in_turn import in_turn
 

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, SamplingConfig, UnsupportedModelError
 from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.models.templates import FALLBACK_TEMPLATE
-from h2o_stream.runtime.transformers_model import LoadedModel
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.template import ChatTemplate

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTraine
 
 from h2o_stream import CacheConfig, Conversation, Engine, ModelNotFoundError, RecallConfig, SamplingConfig
 from h2o_stream.config import ModelConfig
+from h2o_stream.loading.transformers_model import load_tokenizer
 from h2o_stream.models import gguf_export
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.generation_config import GenerationConfig, read_generation_config
@@ -25,7 +26,6 @@ from h2o_stream.models.templates import FALLBACK_TEMPLATE, with_template
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.recall.passages import decode
 from h2o_stream.recall.terms import TermWeights
-from h2o_stream.runtime.transformers_model import load_tokenizer
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.retention import retention
@@ -159,11 +159,12 @@ class TestEmbedded:
             assert first.next_turn(text, ended=True) == second.next_turn(text, ended=True)
             assert first.reply(text) == second.reply(text)
 
-    def test_conversations(self, ours: FileTokenizer, theirs: Any, talker: Callable[..., Any]) -> None:
+    def test_conversations(self, ours: FileTokenizer, theirs: Any) -> None:
         """Everything in a session that asks the tokenizer, down to the words of the vocabulary and to cut texts."""
 
         def said(tokenizer: Any) -> tuple[Any, ...]:
-            with Engine(talker(), tokenizer, CacheConfig(window=64), SamplingConfig(0, max_tokens=8)) as engine:
+            model = make_llama(vocab=len(tokenizer))
+            with Engine(model, tokenizer, CacheConfig(window=64), SamplingConfig(0, max_tokens=8)) as engine:
                 conversation = Conversation(engine, "Be brief.", recall=RecallConfig("auto"))
                 for text in ("My cat is called Tom.", "Who is Tom? 🙂"):
                     list(conversation.say(text))

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_stream.attachment.attention_interface import attention_names, using_attention, using_h2o_attention
-from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.probe import failing_as
 from h2o_stream.attachment.trial import logits_of, undisturbed, usual_tokens
@@ -37,6 +36,7 @@ from h2o_stream.cache.rounding import PRECISE, in_dtype, rounded_embedding
 from h2o_stream.cache.tolerance import EXACT, ROUNDED, ROUNDINGS, Rounding, error_of, last_error, rounding_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.native.tensor_stepper import TensorStepper
 from h2o_stream.resources import version_of
 
@@ -90,7 +90,6 @@ class Verification:
 
     Args:
         model: transformers model with its own forward, and its own attention when this is created.
-        positions: mode of the cache.
         device: device of the stored keys and values.
         specs: what the cache knows of each layer.
     """

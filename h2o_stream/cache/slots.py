@@ -241,9 +241,7 @@ class Slots(GroupRules):
     def resize(self, slots: int, filled: int) -> None:
         """Move to an allocation of that many slots: in token order, except for slots with a fixed purpose.
 
-        Args:
-            slots: S from now on.
-            filled: tokens held by the head that holds most.
+        `filled` are the tokens of the head that holds most.
         """
         before, exact = self._in_numpy(), self.exact
         index = before["index"][..., exact:]

@@ -231,9 +231,9 @@ def _chat_with(
     from h2o_stream.ui.server_chat import ServerChat
 
     values = {**asdict(settings.sampling), "window": settings.cache.window, "policy": settings.cache.policy}
-    given = {name for name, (_, source) in sources.items() if source not in ("default", "session")}
-    model = settings.model.model if "model" in given else None
-    options = {name: value for name, value in values.items() if name in given}
+    chosen = {name for name, (_, source) in sources.items() if source not in ("default", "session")}
+    model = settings.model.model if "model" in chosen else None
+    options = {name: value for name, value in values.items() if name in chosen}
     with ServerChat(Server(url, chat.api_key, model), options, settings.system, chat, terminal, records) as ready:
         return ready.run()
 

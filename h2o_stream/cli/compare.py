@@ -132,11 +132,11 @@ def report(options: ReportOptions, output: OutputOptions) -> None:
 def certificate(options: CertifyOptions, output: OutputOptions) -> None:
     """Compare two readings of a model."""
     with run.outputs(output) as (terminal, records), importing():
-        found = certify(options, lambda line: terminal.note(f"{line} ...", style="dim"))
+        differences = certify(options, lambda line: terminal.note(f"{line} ...", style="dim"))
         name = options.name or options.model.model
-        records.write({"type": "certificate", "model": name, "differences": found})
-        if found:
-            raise H2OStreamError(f"{name}: {'; '.join(found)}")
+        records.write({"type": "certificate", "model": name, "differences": differences})
+        if differences:
+            raise H2OStreamError(f"{name}: {'; '.join(differences)}")
         terminal.note(f"{name}: tokens and logits are those of transformers")
 
 

@@ -37,30 +37,30 @@ def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:
         H2OStreamError: it cannot be loaded without torch, or through transformers.
     """
     from h2o_stream.attachment.verification import Verification
+    from h2o_stream.loading.loading import open_source
+    from h2o_stream.loading.transformers_model import load
     from h2o_stream.models.find import find, local_path
     from h2o_stream.native.description import DescriptionError
-    from h2o_stream.runtime.loading import open_source
-    from h2o_stream.runtime.transformers_model import load
 
     config = replace(options.model, model=options.name or options.model.model, device="cpu")
     try:
         path = local_path(find(config.model, config.offline), config.offline)
         source = open_source(config, path, say)
         say("comparing packed weights on disk with the files")
-        found = [line] if (line := _damage(source)) else []
+        problems = [line] if (line := _damage(source)) else []
         description, tokenizer = source.describe(ignore), source.tokenizer()[0]
     except DescriptionError as error:
         raise H2OStreamError(f"{config.model} is read through transformers anyway: {error}") from error
     say("reading it through transformers")
     through = replace(config, dtype=source.dtype, quantize=source.quantize, offline=True)
     loaded = load(through, source=str(source.path), from_packed=False)
-    found += _tokenizer_differences(tokenizer, loaded.tokenizer)
+    problems += _tokenizer_differences(tokenizer, loaded.tokenizer)
     say("comparing logits")
     model = source.model(description)
     precise = replace(model, description=replace(description, dtype="float32"))
     makes = (lambda config, each=each: each.serve(config).forward for each in (model, precise))
     line = Verification(loaded.model, "gap", "auto", ()).why_not_served(*makes)
-    return [*found, line] if line else found
+    return [*problems, line] if line else problems
 
 
 def _damage(source: Any) -> str:

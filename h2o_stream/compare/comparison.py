@@ -41,7 +41,6 @@ class Job:
     """A unit of work of a comparison.
 
     Attributes:
-        label: label that people read.
         key: everything that the result depends on; a result stored under the same key is reused.
         total: final value of `JobProgress.done`.
         run: runs the job, from what an earlier run has kept if it is given that. Yields `JobProgress`, and last the

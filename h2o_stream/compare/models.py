@@ -10,11 +10,11 @@ from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, CachePlan, EngineChoice, ModelConfig
 from h2o_stream.engine.served import StreamCache
 from h2o_stream.errors import ConfigError, OutOfMemoryError
+from h2o_stream.loading.loading import load_without_torch, serves
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.progress import ignore
-from h2o_stream.runtime.loading import load_without_torch, serves
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, plan_of, why_not_served
 
 _ENDLESS = 1 << 30
@@ -25,7 +25,6 @@ class Models:
     """A model, without torch and, for the policies that need it, as one of transformers. Errors as of `load`.
 
     Args:
-        config: which one.
         configs: of the policies that it has to serve.
         engine: ``eager`` computes everything in torch, and tells what `attach` does then.
         notify: gets one-line messages about slow steps and automatic choices.
@@ -56,7 +55,7 @@ class Models:
         from h2o_stream.attachment.support import with_default_positions
 
         if self._transformers is None:
-            from h2o_stream.runtime.transformers_model import load
+            from h2o_stream.loading.transformers_model import load
 
             self._transformers = load(self._config, notify=self._notify).model
         return self._transformers, with_default_positions(self._transformers.config, config)
@@ -67,7 +66,7 @@ class Models:
         try:
             loaded = load_without_torch(self._config, first, self.engine, self._notify, ignore)
         except (DescriptionError, OutOfMemoryError, ConfigError) as reason:
-            from h2o_stream.runtime.transformers_model import load
+            from h2o_stream.loading.transformers_model import load
 
             loaded = load(self._config, notify=self._notify)
             loaded = replace(loaded, why_transformers=str(reason))

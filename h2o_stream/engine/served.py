@@ -31,7 +31,6 @@ class Served(Protocol):
         generation: how it is recommended to sample, and its `eos_token_id`; as transformers' `GenerationConfig`.
         dtype: dtype of its activations, such as ``bfloat16``.
         device: device of its inputs, such as ``cpu``.
-        vocabulary: number of logits.
     """
 
     context: int | None

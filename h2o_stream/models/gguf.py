@@ -108,7 +108,7 @@ class GgufFile:
         self._maps.append(data)
         for name, tensor in tensors.items():
             each = _unstacked(tensor) if name in _STACKS and len(tensor.shape) > 2 else [tensor]
-            self.tensors |= {piece.name: replace(piece, part=part) for piece in each}
+            self.tensors |= {piece.name: replace(piece, part=part) if part else piece for piece in each}
         return dict(metadata), spans
 
     def damaged(self, reason: str) -> ModelNotFoundError:

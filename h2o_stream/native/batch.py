@@ -12,7 +12,6 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.native.abi import STREAM, AttentionLayer
 from h2o_stream.native.description import Description
 from h2o_stream.native.native_model import NativeModel
@@ -122,8 +121,7 @@ class BatchStepper:
                 None,
                 num_threads(),
             )
-            if failed:
-                raise OutOfMemoryError(f"out of memory for a step of {len(streams)} streams")
+            raise_failure(failed, f"a step of {len(streams)} streams")
             for stepper in steppers:
                 stepper.end_step()
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from h2o_stream.cache.attention import LogitTransform, QueryChunk
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library
 from h2o_stream.native.abi import TOO_FEW_SLOTS, AttentionLayer
 from h2o_stream.native.pointers import dtype_name, pointer
 from h2o_stream.native.slots import BoundLayer, why_not
+from h2o_stream.native.stepper import raise_failure
 from h2o_stream.native.threads import num_threads
 
 _Bound: TypeAlias = tuple[tuple[int, float, float | None], int, BoundLayer]
@@ -56,8 +57,7 @@ class NativeKernels:
             *(pointer(x, dtype_name(group.dtype), x.numel()) for x in (*tensors, output)),
             num_threads(),
         )
-        if failed:
-            raise OutOfMemoryError(f"out of memory for a step of {len(output)} rows")
+        raise_failure(failed, f"a step of {len(output)} rows")
         return output
 
     def prefill(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
@@ -89,8 +89,7 @@ class NativeKernels:
         )
         if failed == TOO_FEW_SLOTS:
             raise H2OStreamError(f"{group.store.slots} slots are too few to hold {int(limits.max())} tokens")
-        if failed:
-            raise OutOfMemoryError(f"out of memory for {columns} tokens at once; lower --chunk")
+        raise_failure(failed, f"{columns} tokens at once; lower --chunk")
         group.filled = group.store.slots
         return output
 

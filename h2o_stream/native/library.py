@@ -62,6 +62,13 @@ def identity() -> str:
     return f"{name()} {_checksum(name())}" if loaded() else name()
 
 
+def refusal(library: ctypes.CDLL) -> str:
+    """Why the last call in this thread refused what it was given, see `src/check.h`; nothing if memory ran out."""
+    library.h2o_refusal.restype = ctypes.c_char_p
+    reason: bytes = library.h2o_refusal()
+    return reason.decode()
+
+
 def available() -> list[str]:
     """The instruction sets that are installed and supported by this processor, best last."""
     if not _path(_PROCESSOR).exists():

@@ -17,6 +17,7 @@ from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.cache.slots import Slots
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+from h2o_stream.native import library
 from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS
 from h2o_stream.native.description import DENSE
 from h2o_stream.native.matrix import Matrix
@@ -27,6 +28,9 @@ from h2o_stream.native.threads import num_threads
 
 MAX_ROWS = 64
 """Rows of a batch beyond which torch's products of matrices are faster."""
+
+_REFUSED = 3
+"""What the library returns if it cannot address what it is given, see `src/check.h`."""
 
 _BYTES_PER_THREAD = 2**20
 """Weights that a thread should have to read in a step, to be worth waiting for."""
@@ -56,17 +60,21 @@ class PromptPlan:
     limits: NDArray[numpy.int64]
 
 
-def raise_failure(code: int) -> None:
-    """Raise OutOfMemoryError, or H2OStreamError for too few slots, if a prompt of the library has returned that."""
+def raise_failure(code: int, what: str = "so many tokens at once; lower --chunk") -> None:
+    """Raise H2OStreamError for what a step or prompt of the library has returned, as OutOfMemoryError for `what`."""
     if code == TOO_FEW_SLOTS:
         raise H2OStreamError("there are too few slots for these tokens; use --engine eager")
+    if code == _REFUSED:
+        raise H2OStreamError("numbers of the cache do not fit each other; native code does not use it")
     if code:
-        raise OutOfMemoryError("out of memory for so many tokens at once; lower --chunk")
+        raise OutOfMemoryError(f"out of memory for {what}")
 
 
 def open_step(native: CDLL, model: NativeModel) -> int:
-    """What `h2o_step` runs in, which must be closed; raises OutOfMemoryError if there is no memory for it."""
+    """What `h2o_step` runs in, which must be closed; raises H2OStreamError if there is no memory or nothing fits."""
     step: int | None = native.h2o_step_open(ctypes.addressof(model.struct))
+    if step is None and (part := library.refusal(native)):
+        raise H2OStreamError(f"{part} does not fit the rest of the model; native code does not use it")
     if step is None:
         raise OutOfMemoryError("out of memory for decode steps")
     return step
@@ -76,7 +84,6 @@ class Stepper:
     """Steps and prompts of one model through the slots of one cache.
 
     Args:
-        model: the description, as structures.
         unchanged: whether the description still holds.
         dense_prompts: whether prompts are taken although weights are dense.
 
@@ -149,8 +156,7 @@ class Stepper:
                 pointer(trace, "float32", traced),
                 min(num_threads(), self._most_threads),
             )
-            if failed:
-                raise OutOfMemoryError(f"out of memory for a step of {rows} rows")
+            raise_failure(failed, f"a step of {rows} rows")
             self.end_step()
         return logits
 

@@ -42,7 +42,7 @@ def gguf_entries(source: GgufWeights) -> Iterator[Entry]:
         else:
             shape = (math.prod(tensor.shape),) if kind == "bias" else tensor.shape  # biases of all experts are one
             if inner == "ffn_gate_inp_shexp" or ".moe_statics." in module:
-                shape = (1, shape[-1])
+                shape = (1, math.prod(shape))
             name = source.architecture.parameter_name(inner, layer, kind)
             width = 4 if source.dtype == "float32" else 2
             fill = partial(_write_numbers, source, tensor)

@@ -57,11 +57,7 @@ def measured_windows(
 ) -> list[tuple[HeadWindow, ...]]:
     """The KV heads of each layer grouped by window size; a layer that slides while others do not is one group.
 
-    Args:
-        description: what is measured.
-        sliding: the windows of layers that slide while others do not, None for others.
-        context: positions the model was trained for.
-        progress: called before and after.
+    `sliding` are the windows of layers that slide while others do not; `context`, what the model was trained for.
     """
     total = len(description.layers)
     progress(Progress("measuring", 0, total))

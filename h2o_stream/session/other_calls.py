@@ -64,10 +64,10 @@ class _Found(NamedTuple):
 def read_calls(text: str, names: Collection[str]) -> tuple[str, tuple[Call, ...]]:
     """A text without the calls in it of tools with these names, and the calls."""
     texts, calls, end = list[str](), list[Call](), 0
-    for found in _find(text, names):
-        texts.append(text[end : found.start])
-        calls += found.calls
-        end = found.stop
+    for span in _find(text, names):
+        texts.append(text[end : span.start])
+        calls += span.calls
+        end = span.stop
     if not calls:
         return text, ()
     rest = " ".join(filter(None, (part.strip(" \n;,") for part in (*texts, text[end:]))))

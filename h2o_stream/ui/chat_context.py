@@ -11,7 +11,7 @@ from typing import Any
 from h2o_stream.config import ChatConfig, SamplingConfig, Settings, ThinkMode
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.runtime.loading import load_model, serves
+from h2o_stream.loading.loading import load_model, serves
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.folders import similar_session, write_settings
 from h2o_stream.session.history import ConversationHistory

@@ -223,10 +223,10 @@ class Commands(SessionCommands):
         """What would be read again before a message."""
         recall = self._history.conversation.recall
         last = recall.last
-        found = recall.find(message)
+        passages = recall.find(message)
         candidates, recall.last = recall.last, last
-        if found.whole:
-            note_recalled(self._terminal, found)
+        if passages.whole:
+            note_recalled(self._terminal, passages)
         else:
             self._show_candidates(candidates, "nothing would be recalled: no passage has these words")
 
@@ -275,8 +275,12 @@ class Commands(SessionCommands):
         self._context.leaving = True
 
 
+_TITLE = 60
+
+
 def _title(entry: Entry) -> str:
-    return " ".join(entry.prompt.split())[:60]
+    text = " ".join(entry.prompt.split())
+    return text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…"
 
 
 def _parse_number(command: str, text: str) -> int:

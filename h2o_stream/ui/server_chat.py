@@ -277,10 +277,7 @@ class ServerChat:
 def _record(entry: Entry, last: Mapping[str, Any], times: Sequence[float]) -> dict[str, Any]:
     """A turn as a ``--jsonl`` record, as far as the server tells. Until its first chunk it reads the message.
 
-    Args:
-        entry: the turn.
-        last: what its last chunks had.
-        times: when it was asked for, and of the first and of the last chunk.
+    `last` is what its last chunks had; `times`, when it was asked for, and of the first and of the last chunk.
     """
     usage, slots = last.get("usage", {}), last.get("h2o", {}).get("slots", {})
     known = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -56,9 +56,10 @@ def show_sessions(terminal: Terminal, console: Console) -> None:
     console.print(table)
     if folders:
         size = format_bytes(sum(nbytes for _, nbytes in folders))
+        were = "was" if len(folders) == 1 else "were"
         terminal.note(
-            f"{len(folders)} of them were named by h2o-chat and take {size}; above {format_bytes(AUTOMATIC_BYTES)} the "
-            "oldest go. --rename OLD NEW keeps one, --remove NAME removes one",
+            f"{len(folders)} of them {were} named by h2o-chat, {size} in all; above {format_bytes(AUTOMATIC_BYTES)} "
+            "the oldest go. --rename OLD NEW keeps one, --remove NAME removes one",
             style="dim",
         )
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
+from h2o_stream.loading.loading import load_model
 from h2o_stream.memory import format_bytes
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.progress import ProgressCallback
-from h2o_stream.runtime.loading import load_model
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record

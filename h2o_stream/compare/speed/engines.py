@@ -67,7 +67,7 @@ class EngineSpec:
 
     def load(self) -> Any:
         """The model, of transformers."""
-        from h2o_stream.runtime.transformers_model import load
+        from h2o_stream.loading.transformers_model import load
 
         return load(self.model).model
 

@@ -1,8 +1,7 @@
 // Decode attention of one layer, for models whose other modules run in torch.
 
 #include "attention.h"
-
-#include <exception>
+#include "check.h"
 
 namespace {
 
@@ -57,13 +56,13 @@ void decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int
 }  // namespace
 
 // query [streams][query_heads][D], key and value [streams][kv_heads][D], output [streams][query_heads][value_size], all
-// in the dtype of the cached keys; slots [streams][groups]. Returns 0, or 1 if out of memory, with nothing changed.
+// in the dtype of the cached keys; slots [streams][groups]. Returns 0 or what `code_of`
+// does, with nothing changed.
 extern "C" int64_t h2o_decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams,
                               const void* query, const void* key, const void* value, void* output, int64_t threads) {
-  try {
+  return code_of([&] {  // all buffers are created before any state changes
+    for (int64_t i = 0; i < streams; ++i) check_slots(*layer, slots + i * groups, groups);
     decode(layer, slots, groups, streams, query, key, value, output, threads);
     return 0;
-  } catch (const std::exception&) {  // all buffers are created before any state changes
-    return 1;
-  }
+  });
 }

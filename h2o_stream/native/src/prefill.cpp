@@ -3,9 +3,9 @@
 #include "prefill.h"
 
 #include <atomic>
-#include <exception>
 #include <vector>
 
+#include "check.h"
 #include "policies.h"
 #include "threads.h"
 
@@ -169,7 +169,7 @@ void attend(const AttentionLayer& layer, const LayerSlots& slots, const NewToken
 // query [B][Hq][Q][D], key, value [B][Hkv][Q][D], with `strides` [3][3] in elements per stream, head and token;
 // output [B][Q][Hq][value_size]; all float32 or bfloat16.
 //
-// Returns 0; 1 if out of memory or 2 if there are too few slots, with nothing changed.
+// Returns 0, 2 if there are too few slots, or what `code_of` does, with nothing changed.
 extern "C" int64_t h2o_prefill(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams,
                                const int64_t* counts, const int64_t* limits, int64_t chunk, const void* query,
                                const void* key, const void* value, const int64_t* strides, int64_t new_tokens,
@@ -179,7 +179,8 @@ extern "C" int64_t h2o_prefill(const AttentionLayer* layer, const Slots* slots, 
   const prefill::NewTokens tokens{query,  key,     value,      strides, output,
                                   counts, streams, new_tokens, chunk,   in_bfloat16 != 0};
   const int64_t chunks = tokens.chunks(new_tokens);
-  try {
+  return code_of([&] {
+    for (int64_t i = 0; i < streams; ++i) check_slots(*layer, slots + i * groups, groups);
     std::vector<const Slots*> by_stream;
     std::vector<int64_t> seen;
     for (int64_t i = 0; i < streams * groups; ++i) {
@@ -190,8 +191,6 @@ extern "C" int64_t h2o_prefill(const AttentionLayer* layer, const Slots* slots, 
     if (!prefill::fits(*layer, of_layer, tokens)) return 2;
     prefill::attend(*layer, of_layer, tokens, threads);
     for (int64_t i = 0; i < streams * groups; ++i) *slots[i].seen = seen[i];
-  } catch (const std::exception&) {
-    return 1;
-  }
-  return 0;
+    return 0;
+  });
 }

@@ -1,11 +1,11 @@
 #include "prompt.h"
 
 #include <algorithm>
-#include <exception>
 
 #include "activation.h"
 #include "altup.h"
 #include "batch_step.h"
+#include "check.h"
 #include "copied.h"
 #include "layer_parts.h"
 #include "threads.h"
@@ -96,6 +96,7 @@ void Prompt::reserve() {
 }
 
 void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copied, float* projected) {
+  check_tokens(model_, tokens, count_);
   reserve();
   embed(tokens);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
@@ -238,11 +239,12 @@ extern "C" {
 //
 // The first `steps` streams have one token each, which is taken as in `h2o_step`; then `keep` is 1.
 //
-// Returns 0; 1 if out of memory, when the slots are undefined; 2 if there are too few slots, with nothing changed.
+// Returns 0, 2 if there are too few slots, or what `code_of` does: with nothing changed, unless it is out of memory.
 int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* lengths,
                     const int64_t* tokens, int64_t new_tokens, int64_t chunk, const int64_t* limits, int64_t keep,
                     float* logits, float* copied, float* projected, int64_t steps, int64_t threads) {
-  try {
+  return code_of([&] {
+    check_streams(*model, streams, count);
     if (steps) {
       BatchStep step(*model, streams, count, steps, lengths, new_tokens, chunk, limits, threads);
       if (!step.fits()) return 2;
@@ -253,9 +255,7 @@ int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, co
     if (!prompt.fits()) return 2;
     prompt.run(tokens, keep, logits, copied, projected);
     return 0;
-  } catch (const std::exception&) {
-    return 1;
-  }
+  });
 }
 
 }  // extern "C"

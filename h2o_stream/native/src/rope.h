@@ -11,7 +11,8 @@ namespace rope {
 template <class Rank>
 void distances(const AttentionLayer& layer, const Slots& slots, int32_t newest, const int32_t* index, const Rank* rank,
                int64_t count, int32_t* out) {
-  const int32_t last = int32_t(layer.rope_rows) - 1, span = int32_t(slots.span);
+  const int32_t last = int32_t(layer.rope_rows) - 1;
+  const int32_t span = int32_t(std::min<int64_t>(slots.span, INT32_MAX / 2));  // no stream is longer (check.cpp)
   if (layer.position_mode == kRolling) {
     for (int64_t i = 0; i < count; ++i) out[i] = rank[i];
   } else {

@@ -1,12 +1,11 @@
 #include "step.h"
 
 #include <chrono>
-#include <exception>
-#include <new>
 
 #include "activation.h"
 #include "altup.h"
 #include "batch_step.h"
+#include "check.h"
 #include "layer_parts.h"
 
 namespace {
@@ -17,6 +16,8 @@ using packed::kRows;  // units of work per thread: the results of 16 rows share 
 }  // namespace
 
 void Step::run(const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
+  check_streams(model_, streams, count);
+  for (int64_t stream = 0; stream < count; ++stream) check_tokens(model_, &streams[stream].token, 1);
   if (count >= BatchStep::kMinStreams && !trace) return BatchStep(model_, streams, count, threads).run(logits);
   streams_ = streams, count_ = count, logits_ = logits, trace_ = trace;
   slots_.resize(count), token_indices_.resize(count);
@@ -255,8 +256,16 @@ void Step::output(const Worker& worker) {
 
 extern "C" {
 
-// Returns null if out of memory.
-void* h2o_step_open(const Model* model) { return new (std::nothrow) Step(*model); }
+// Returns null if the model is refused, see `h2o_refusal`, or if out of memory.
+void* h2o_step_open(const Model* model) {
+  Step* step = nullptr;
+  code_of([&] {
+    check_model(*model);
+    step = new Step(*model);
+    return 0;
+  });
+  return step;
+}
 
 // Weights may be freed afterwards.
 void h2o_step_close(void* step) {
@@ -267,15 +276,13 @@ void h2o_step_close(void* step) {
 // How threads share the work of steps, one of `Sharing`; at first kTuned.
 void h2o_step_share(void* step, int64_t sharing) { static_cast<Step*>(step)->share(sharing); }
 
-// See `Step::run`. Returns 0, or 1 if out of memory: with nothing changed, except that the slots of kMinStreams or more
-// are undefined then.
+// See `Step::run`. Returns 0 or what `code_of` does: with nothing changed, except that the slots of kMinStreams or more
+// are undefined if it is out of memory.
 int64_t h2o_step(void* step, const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
-  try {
+  return code_of([&] {  // all buffers of a `Step` are created before any state changes
     static_cast<Step*>(step)->run(streams, count, logits, trace, threads);
     return 0;
-  } catch (const std::exception&) {  // all buffers of a `Step` are created before any state changes
-    return 1;
-  }
+  });
 }
 
 }  // extern "C"

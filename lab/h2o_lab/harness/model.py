@@ -21,8 +21,8 @@ from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
+from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.find import find
-from h2o_stream.runtime.transformers_model import load
 
 NAME = "h2o"
 

@@ -38,13 +38,13 @@ def load_model(
 ) -> LoadedModel:
     """Load the model that `config` names, for this cache and engine: without torch if that is possible.
 
-    Other arguments and errors as for `runtime.transformers_model.load`, which does it otherwise.
+    Other arguments and errors as for `loading.transformers_model.load`, which does it otherwise.
     """
     source = find(config.model, config.offline, progress)
     try:
         loaded = load_without_torch(config, cache, engine, notify, progress, source)
     except (DescriptionError, OutOfMemoryError) as reason:
-        from h2o_stream.runtime.transformers_model import load
+        from h2o_stream.loading.transformers_model import load
 
         loaded = replace(load(config, cache, notify, progress, source), why_transformers=str(reason))
     return with_modelfile(loaded, notify)
@@ -58,7 +58,7 @@ def load_without_torch(
     progress: ProgressCallback,
     source: str | None = None,
 ) -> LoadedModel:
-    """Load a model without torch. Arguments as for `runtime.transformers_model.load`.
+    """Load a model without torch. Arguments as for `loading.transformers_model.load`.
 
     Raises:
         DescriptionError: that is not possible; the message says why.
@@ -109,7 +109,7 @@ def _is_called(source: Source, digest: str) -> bool:
     config = ModelConfig(source.name, dtype=source.dtype, device="cpu", offline=True, quantize=source.quantize)
     with suppress(H2OStreamError, ImportError):  # without torch, or memory for it
         from h2o_stream.cache.identity import model_digest
-        from h2o_stream.runtime.transformers_model import load
+        from h2o_stream.loading.transformers_model import load
 
         return digest == model_digest(load(config, source=str(source.path)).model)
     return False

@@ -38,6 +38,9 @@ from h2o_stream.errors import (
     UnsupportedModelError,
     means_out_of_memory,
 )
+from h2o_stream.loading.hf_config import config_by_transformers, described, hf_config
+from h2o_stream.loading.hf_weights import HfWeights
+from h2o_stream.loading.saved_model import report_progress, save_packed
 from h2o_stream.memory import free_bytes, trim_heap
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
@@ -63,9 +66,6 @@ from h2o_stream.models.templates import with_template
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.progress import ProgressCallback, ignore
-from h2o_stream.runtime.hf_config import config_by_transformers, described, hf_config
-from h2o_stream.runtime.hf_weights import HfWeights
-from h2o_stream.runtime.saved_model import report_progress, save_packed
 from h2o_stream.runtime.sources import ModelFile
 from h2o_stream.startup import gc_paused
 
@@ -222,12 +222,12 @@ class _Loader:
     def _load_gguf(self, source: ModelFile, skeleton: Any) -> Any:
         """Load a quantized file: its matrices stay packed."""
         dtype = dtype_of(self._config.dtype, self._device)
-        found, notify = HfWeights(source, skeleton, packs=True), self._notify if self._from_packed else None
+        reader, notify = HfWeights(source, skeleton, packs=True), self._notify if self._from_packed else None
         try:
-            weights = source.with_weights(lambda kept: found.packed(kept, dtype), self._progress, notify)
+            weights = source.with_weights(lambda kept: reader.packed(kept, dtype), self._progress, notify)
         except DescriptionError as error:
             raise UnsupportedModelError(f"{source.path.name} cannot be served: {error}") from error
-        packed = PackedConfig(modules={name: kind.name for name, kind in found.kinds.items()})
+        packed = PackedConfig(modules={name: kind.name for name, kind in reader.kinds.items()})
         model = self._with_weights(weights, dtype=dtype, quantization_config=packed)
         return self._with_digest(model, dtype_name(dtype))
 

@@ -12,11 +12,11 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.loading.hf_rope import set_rope
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.gguf_checks import check_sizes
-from h2o_stream.runtime.hf_rope import set_rope
 from h2o_stream.runtime.parameters import ExpertParameters, MixerParameters, Parameters
 from h2o_stream.runtime.sources import ModelFile
 
@@ -78,7 +78,7 @@ def _values(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
         "num_hidden_layers": parameters.num_layers,
         "num_attention_heads": parameters.query_heads,
         "num_key_value_heads": parameters.kv_heads,
-        "head_dim": parameters.latent.rotated if parameters.latent else parameters.head_size,
+        "head_dim": parameters.latent.rope_size if parameters.latent else parameters.head_size,
         "max_position_embeddings": parameters.context,
         "tie_word_embeddings": parameters.tied,
         **_named("rms_norm_eps layer_norm_eps norm_eps norm_epsilon layer_norm_epsilon", parameters.epsilon),
@@ -125,8 +125,8 @@ def _latent(parameters: Parameters) -> dict[str, Any]:
     return {
         "q_lora_rank": parameters.latent_queries or None,
         "kv_lora_rank": sizes.rank,
-        "qk_rope_head_dim": sizes.rotated,
-        "qk_nope_head_dim": sizes.rest,
+        "qk_rope_head_dim": sizes.rope_size,
+        "qk_nope_head_dim": sizes.nope_size,
         "v_head_dim": sizes.value_size,
     }
 

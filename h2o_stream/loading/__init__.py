@@ -1,0 +1,1 @@
+"""Loads models: without torch what `runtime` describes, and through transformers the rest."""
