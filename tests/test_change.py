@@ -118,17 +118,17 @@ def test_there_must_be_a_way_back(open_conversation: Callable[..., Conversation]
 class TestCommands:
     def test_window_and_policy(self, tiny_folder: Path, tmp_path: Path) -> None:
         out = tmp_path / "run.jsonl"
-        lines = ["one", "two", "/window 48", "three", "/policy SINK", "/undo", "four", "/show config", "/stats"]
+        lines = ["one", "two", "/window 60", "three", "/policy SINK", "/undo", "four", "/show config", "/stats"]
         done = piped(tiny_folder, lines, "--window", 64, "--jsonl", out)
         assert done.exit_code == 0
-        assert "window 48 · gap; fed again: 2 turns," in done.stderr
-        assert "sink · window 48 · rolling; fed again: 3 turns," in done.stderr
+        assert "window 60 · gap; fed again: 2 turns," in done.stderr
+        assert "sink · window 60 · rolling; fed again: 3 turns," in done.stderr
         assert "undone: three" in done.stderr
         run, *rest, summary = records(out.read_text())
         assert [record["type"] for record in rest] == ["turn", "turn", "change", "turn", "change", "turn"]
         changes = [record for record in rest if record["type"] == "change"]
-        assert [(change["policy"], change["window"]) for change in changes] == [("h2o", 48), ("sink", 48)]
-        assert rest[-1]["cached_tokens"] <= 49
+        assert [(change["policy"], change["window"]) for change in changes] == [("h2o", 60), ("sink", 60)]
+        assert rest[-1]["cached_tokens"] <= 61
         assert (run["window"], summary["turns"]) == (64, 4)
 
     def test_the_next_reply_is_that_of_the_transcript_in_the_new_window(

@@ -149,7 +149,7 @@ class TestChat:
 class TestStream:
     def test_records(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
         file = tmp_path / "run.jsonl"
-        base = ["-m", tiny_folder, "--questions", questions, "-n", "9", "--window", "48", "--temp", "0"]
+        base = ["-m", tiny_folder, "--questions", questions, "-n", "9", "--window", "56", "--temp", "0"]
         done = invoke("h2o-stream", *base, "--jsonl", file)
         assert done.exit_code == 0
         run, *turns, summary = records(file.read_text())
@@ -157,7 +157,7 @@ class TestStream:
         assert [turn["question_id"] for turn in turns] == [0, 0, 1, 1, 2, 2]
         for turn in turns:
             assert set(turn) >= TURN_FIELDS
-            assert turn["cached_tokens"] <= 49
+            assert turn["cached_tokens"] <= 57
             assert turn["seen_tokens"] == turn["cached_tokens"] + turn["evicted_tokens"]
             assert turn["finish"] in ("stop", "length")
             assert printable(turn["text"]) in done.stdout

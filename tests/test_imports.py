@@ -12,6 +12,8 @@ import h2o_stream
 
 ROOT = Path(h2o_stream.__file__).parent
 LAYERS = (
+    "base",
+    "config",
     "cache",
     "native",
     "attachment",

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, ConfigError, attach
+from h2o_stream.base.progress import Progress
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.loading import saved_model
@@ -26,7 +27,6 @@ from h2o_stream.models.quantize import FORMAT, PackedConfig
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
-from h2o_stream.progress import Progress
 from tests.family_models import written as write_gguf
 from tests.fixtures import make_llama, saved
 from tests.tolerance import relative_error
@@ -306,11 +306,11 @@ def test_auto_packs_what_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPa
     config = ModelConfig(str(folder), device="cpu", dtype="float32")
     assert type(load(config, notify=said.append).model.lm_head) is nn.Linear
     assert not said
-    monkeypatch.setattr(loading, "free_bytes", lambda: 18 * 2**20)
+    monkeypatch.setattr(loading, "free_bytes", lambda: 3 * 2**20)
     model = load(config, notify=said.append).model
     assert isinstance(model.lm_head, PackedLinear)
     assert "--quantize" in said[0]
-    monkeypatch.setattr(loading, "free_bytes", lambda: 2**20)
+    monkeypatch.setattr(loading, "free_bytes", lambda: 2**18)
     with pytest.raises(OutOfMemoryError, match=r"are free; take a smaller --model"):
         load(config)
 

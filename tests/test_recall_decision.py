@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.recall.decision import decide
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Candidate, Passage
@@ -53,6 +54,12 @@ class Chat:
 
 def reader(embeddings: torch.nn.Module) -> Any:
     return lambda ids: embeddings(torch.from_numpy(ids)).numpy()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(served_embedded: LoadedModel) -> Any:
+    """With the whole vocabulary: its order says what words weigh."""
+    return served_embedded.tokenizer
 
 
 @pytest.fixture

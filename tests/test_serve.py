@@ -119,9 +119,9 @@ class TestConversations:
 
     def test_a_branch_reads_again_what_its_conversation_does(self, server: Running) -> None:
         """Also if it is not kept."""
-        asked = {"recall": "auto", "window": 48, "max_tokens": 1}
-        history = ["The 日本語 é 7111 is blue."]
-        for text in ("Hi. 1", "Hi. 2", "Hi. 3", "日本語 é 7111?"):
+        asked = {"recall": "auto", "window": 64, "max_tokens": 1}
+        history = ["The code of the cellar é is 4711."]
+        for text in ("Hi. 1", "Hi. 2", "Hi. 3", "What is the code of the cellar é?"):
             history += [reply(server.say(*history, **asked)), text]
         answers = [server.say(*history, **asked, store=keep)["h2o"] for keep in (False, True, True)]
         assert [answer["origin"] for answer in answers] == ["branched", "continued", "branched"]

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
+from h2o_stream.base.registry import Registry
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import POLICIES, CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.native import library
-from h2o_stream.registry import Registry
 from h2o_stream.serve.logprobs import TokenTexts
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.replies import Done, Piece, Seen, Started

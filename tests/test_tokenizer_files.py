@@ -159,11 +159,12 @@ class TestEmbedded:
             assert first.next_turn(text, ended=True) == second.next_turn(text, ended=True)
             assert first.reply(text) == second.reply(text)
 
-    def test_conversations(self, ours: FileTokenizer, theirs: Any, talker: Callable[..., Any]) -> None:
+    def test_conversations(self, ours: FileTokenizer, theirs: Any) -> None:
         """Everything in a session that asks the tokenizer, down to the words of the vocabulary and to cut texts."""
 
         def said(tokenizer: Any) -> tuple[Any, ...]:
-            with Engine(talker(), tokenizer, CacheConfig(window=64), SamplingConfig(0, max_tokens=8)) as engine:
+            model = make_llama(vocab=len(tokenizer))
+            with Engine(model, tokenizer, CacheConfig(window=64), SamplingConfig(0, max_tokens=8)) as engine:
                 conversation = Conversation(engine, "Be brief.", recall=RecallConfig("auto"))
                 for text in ("My cat is called Tom.", "Who is Tom? 🙂"):
                     list(conversation.say(text))

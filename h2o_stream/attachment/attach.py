@@ -19,6 +19,7 @@ from h2o_stream.attachment.retrieval_heads import give_retrieval_heads_more
 from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.attachment.support import check_supported, layer_specs, with_default_positions
 from h2o_stream.attachment.verification import Verification, verify_logits
+from h2o_stream.base.progress import ProgressCallback, ignore
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import FILE_DIGEST, model_digest
@@ -31,7 +32,6 @@ from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.native import kernels, library
 from h2o_stream.native.memory import NativeCodes
-from h2o_stream.progress import ProgressCallback, ignore
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def probe(
             f"{asked} of {len(attending)} layers of {name} take their attention from transformers' registry; "
             "only --policy full can serve it"
         )
-    found = []
+    specs = []
     for kind, layer in zip(kinds, probes.layers, strict=True):
         kept = states_of(layer)
         if kind in RECURRENT and not kept:
@@ -105,8 +105,8 @@ def probe(
         shapes = {name: tuple(state.shape[1:]) for name, state in kept.items()}
         dtypes = {name: state.dtype for name, state in kept.items()}
         count = states if kind in RECURRENT else 0
-        found.append(replace(spec, states=count, state_shapes=shapes, state_dtypes=dtypes))
-    return found
+        specs.append(replace(spec, states=count, state_shapes=shapes, state_dtypes=dtypes))
+    return specs
 
 
 def _probing_layer(kind: str, states: int) -> DecoderLayer:

@@ -23,7 +23,6 @@ class LogitTransform(NamedTuple):
     """What a model does with the products of queries and keys.
 
     Attributes:
-        scaling: a factor.
         softcap: bound that tanh keeps them within; None for no bound.
         sinks: [Hq], a logit of each query head that stands for no token (learned sinks); None for none.
     """
@@ -213,8 +212,6 @@ def key_rotations(
 def rotated_query(chunk: QueryChunk, table: Tensor) -> Tensor:
     """The queries [B, Hq, Q, D] of a chunk, rotated so that the newest token of each row is at distance 0.
 
-    Args:
-        chunk: the Q new tokens.
-        table: [N, Drot], cosines and sines by distance; N is more than Q.
+    The table [N, Drot] has cosines and sines by distance; N is more than Q.
     """
     return rotate_back(chunk.query, embedding(chunk.later, table)) if chunk.new > 1 else chunk.query

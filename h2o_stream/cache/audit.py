@@ -47,8 +47,8 @@ def check_slots(group: Slots, name: str) -> None:
 
     on_device = tuple(seen.ravel().tolist())
     must(on_device == lengths, f"{list(lengths)} tokens were counted here, {list(on_device)} on the device")
-    held = is_token.sum(-1)
-    must((held == limits).all(), f"{held.tolist()} tokens are held, {limits[:, 0].tolist()} should be")
+    counts = is_token.sum(-1)
+    must((counts == limits).all(), f"{counts.tolist()} tokens are held, {limits[:, 0].tolist()} should be")
     newest_first = (-index).argsort(-1)
     ordered, ranks = (numpy.take_along_axis(array, newest_first, -1) for array in (index, rank))
     must(((numpy.diff(ordered) < 0) | (ordered[..., 1:] < 0)).all(), "a token is held twice")

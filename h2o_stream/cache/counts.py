@@ -92,8 +92,8 @@ class Occupancy:
 
     def counts(self, seen: int) -> CacheCounts:
         """Means over the heads, of a stream of `seen` tokens."""
-        numbers = self._final if seen >= self._constant_from else self._numbers(seen)
-        return CacheCounts(seen, *numbers, self.window, self.nbytes, self.grown)
+        means = self._final if seen >= self._constant_from else self._numbers(seen)
+        return CacheCounts(seen, *means, self.window, self.nbytes, self.grown)
 
     @cached_property
     def _constant_from(self) -> int:

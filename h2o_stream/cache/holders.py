@@ -34,7 +34,6 @@ class Holders:
     Attributes:
         tokens: [n] integer, the indices of the tokens that any of the heads holds, in order.
         counts: [n] integer, how many of the heads hold each of them.
-        num_heads: number of heads examined.
     """
 
     tokens: IntegerArray

@@ -56,7 +56,7 @@ _summed: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, bytes]]] = WeakKeyDic
 def model_digest(model: nn.Module) -> str:
     """Identifies a model: its class, the type of its weights, and 16 hex digits."""
     digest = hashlib.sha256(json.dumps(_config(model), sort_keys=True, default=str).encode())
-    known, modules, dtypes = _summed.setdefault(model, {}), [*model.named_modules()], set[torch.dtype]()
+    digests, modules, dtypes = _summed.setdefault(model, {}), [*model.named_modules()], set[torch.dtype]()
     offloaded = _offloaded(modules)
     for name, weight in _weights(model, modules):
         dtypes.add(weight.dtype)
@@ -65,9 +65,9 @@ def model_digest(model: nn.Module) -> str:
         if weight.is_meta and name not in offloaded:
             continue
         seen = id(offloaded[name]) if weight.is_meta else _signature(weight)
-        if name not in known or known[name][0] != seen:
-            known[name] = seen, _sums(offloaded[name][name.rpartition(".")[2]] if weight.is_meta else weight)
-        digest.update(known[name][1])
+        if name not in digests or digests[name][0] != seen:
+            digests[name] = seen, _sums(offloaded[name][name.rpartition(".")[2]] if weight.is_meta else weight)
+        digest.update(digests[name][1])
     storages = set[str]()
     for name, module in modules:
         digest.update(json.dumps([name, *_module(module)], default=str).encode())

@@ -28,7 +28,6 @@ class LayerRules:
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
         windows: its KV heads, grouped by window size.
         state_shapes: shapes of its states of constant size, by name, without the row.
-        dtype: dtype of its keys.
     """
 
     shape: HeadShape | None = None

@@ -92,8 +92,8 @@ class ChunkMemory:
             keys: [B, Hkv, K, D].
             values: [B, Hkv, K, Dv].
         """
-        held = self._group.index.sort(-1).values
-        nearest = held.gather(-1, torch.searchsorted(held, index).clamp_max_(held.shape[-1] - 1))
+        indices = self._group.index.sort(-1).values
+        nearest = indices.gather(-1, torch.searchsorted(indices, index).clamp_max_(indices.shape[-1] - 1))
         evicted = (nearest != index) & (index >= 0) & ~self._group.protection.is_transient(index)
         if not evicted.any():
             return

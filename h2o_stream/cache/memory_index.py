@@ -52,15 +52,7 @@ class MakeChapter(Protocol):
     """Makes a head's part of a chapter."""
 
     def __call__(self, segments: Array, head: HeadPart, codebook: Array, scratch: Array, chapter: Array) -> None:
-        """Write the index of some segments.
-
-        Args:
-            segments: their addresses.
-            head: offsets of the head in a segment.
-            codebook: codebook of the head.
-            scratch: working memory of the size that is needed.
-            chapter: gets the index.
-        """
+        """Write the index of the segments at these addresses into `chapter`; `head` has the offsets in a segment."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +60,7 @@ class IndexLayout:
     """How chapters are made.
 
     Attributes:
-        make: makes a head's part.
         segments: number of segments in a chapter; 0 if no index is made.
-        tokens: number of tokens in a segment.
         scratch: bytes that are needed.
     """
 
@@ -86,12 +76,6 @@ class IndexLayout:
 
 class MemoryIndex:
     """The chapters of a stream's memory.
-
-    Args:
-        layout: how they are made.
-        heads: heads that have a memory.
-        file: file of its segments.
-        max_segments: largest number of segments.
 
     Attributes:
         chapters: the chapters, oldest first.

@@ -19,7 +19,6 @@ class Padding:
 
     Attributes:
         order: [B, Q] int64, the columns of a row, its tokens first and in their order, then its padding.
-        counts: number of tokens in each row.
     """
 
     order: Tensor

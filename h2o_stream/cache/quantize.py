@@ -19,13 +19,9 @@ _TRIED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 
 
 def spread(low: Tensor, high: Tensor, bits: int, covers: float | None = None) -> Tensor:
-    """The grid of a range, [2, *low.shape]: offsets, then steps.
+    """The grid of ranges, [2, *low.shape]: offsets, then steps. An empty range, `low` above `high`, gives zeros.
 
-    Args:
-        low: minimum of each range; above `high` for an empty range, which gives a grid of zeros.
-        high: same shape, the maximum.
-        bits: bits of a code.
-        covers: fraction of the range, around its middle, that the grid spans; None for the default of these bits.
+    It spans `covers` of a range, around its middle; None for the default of these bits.
     """
     half = (high - low).clamp_min(0) / 2 * (_COVERS[bits] if covers is None else covers)
     middle = torch.where(low <= high, (low + high) / 2, 0.0)

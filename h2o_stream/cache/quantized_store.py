@@ -34,7 +34,6 @@ class QuantizedStore(Store):
         tensors: see `Store`. Keys and values are those of sinks and ring; ``key_codes`` and ``value_codes`` those of
             the other slots, ``key_range`` the minimum and maximum of each key channel, ``value_grid`` the offset and
             step of the values of each slot.
-        bits: bits of a code.
         sinks: first tokens that have slots of their own.
     """
 

@@ -51,11 +51,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
     @torch.inference_mode(False)
     def in_float32(self, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Tensor]:
-        """The states as native code updates them in place, zero where there are none yet.
-
-        Args:
-            shapes: shape of each state of a row, by name.
-            rows: B.
+        """The states of B rows as native code updates them in place, zero where there are none yet.
 
         Returns:
             [B, ...] float32 of each name, contiguous; held from now on.
@@ -63,15 +59,15 @@ class RecurrentLayer(LinearAttentionLayer):
         Raises:
             H2OStreamError: the states that are held have other shapes.
         """
-        held, converted = states_of(self), []
+        states, converted = states_of(self), []
         for name, shape in shapes.items():
-            state = held.get(name)
+            state = states.get(name)
             if state is None:
                 state = torch.zeros(rows, *shape, dtype=torch.float32, device="cpu")
             if state.shape != (rows, *shape):
                 raise H2OStreamError(f"the state {name} is {list(state.shape)}, {[rows, *shape]} is needed")
             converted.append(state.float().contiguous())
-            if converted[-1] is not held.get(name):
+            if converted[-1] is not states.get(name):
                 _set_state(self, name, converted[-1])
         return converted
 
@@ -141,14 +137,9 @@ def load_states(
     shapes: Mapping[str, tuple[int, ...]],
     device: torch.device | None = None,
 ) -> None:
-    """Continue from states of `rows` rows, by name as `states_of` gives them.
+    """Continue from states of `rows` rows, by name as `states_of` gives them; the layer holds none yet.
 
-    Args:
-        layer: takes the states; holds none yet.
-        saved: the states among other tensors.
-        rows: how many rows the stream has.
-        shapes: shapes of the states of a row, by name, as far as they are known.
-        device: device of the layer; None for that of the states.
+    Their shapes, without the row, are compared as far as they are known. Without a device they stay where they are.
 
     Raises:
         H2OStreamError: they are not those of such a layer.

@@ -127,10 +127,6 @@ def dimension_orders(size: int, rotary_dims: int) -> Iterator[Tensor]:
     The rotary dimensions come first or, in latent attention, last. They are halves as in Llama, adjacent pairs (GLM,
     Cohere), and each in one direction or the other (nanochat). The first order changes nothing.
 
-    Args:
-        size: D.
-        rotary_dims: Drot, even.
-
     Yields:
         [D] int64. Products of queries and keys are the same in every order.
     """
@@ -154,6 +150,6 @@ def tables_of(model: nn.Module, layer_types: Iterable[str]) -> dict[str, list[Ro
             if rope not in _WITHIN_CONTEXT:
                 raise PositionsError(f"{type(model).__name__} uses {rope} RoPE, which is not known here")
         shared = RotaryTable(rotary)
-        for kind, found in tables.items():
-            found.append(RotaryTable(rotary, kind) if by_layer else shared)
+        for kind, ours in tables.items():
+            ours.append(RotaryTable(rotary, kind) if by_layer else shared)
     return tables

@@ -38,7 +38,6 @@ class SlotCache(Tearable, WindowRules):
     """A fixed window of slots per decoder layer, of one stream; in arrays, unless a subclass has tensors.
 
     Args:
-        config: windows and rules.
         specs: what the cache must know of each decoder layer.
         max_distance: largest distance the model was trained for, or None.
         model_digest: identifies the model when a state is saved or loaded, see `cache.identity.model_digest`.
@@ -140,22 +139,17 @@ class SlotCache(Tearable, WindowRules):
     def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Any]:
         """The states of a layer that native code updates in place, zero before the first token.
 
-        Args:
-            layer: its index.
-            shapes: shape of each state of a row, by name.
-            rows: B.
-
         Returns:
             [B, ...] float32 of each name: tensors or arrays, whichever the cache is made of.
 
         Raises:
             H2OStreamError: the states that are held have other shapes.
         """
-        held = self._states[layer]
+        states = self._states[layer]
         for name, shape in shapes.items():
-            if name not in held:
-                held[name] = numpy.zeros((rows, *shape), numpy.float32)
-        return list(held.values())
+            if name not in states:
+                states[name] = numpy.zeros((rows, *shape), numpy.float32)
+        return list(states.values())
 
     def make_room(self) -> None:
         """Allocate slots for a token of each row, which a native step does not."""
@@ -165,14 +159,7 @@ class SlotCache(Tearable, WindowRules):
             self._fit([length + more for length in self.tokens.lengths for more in (0, 1)])
 
     def make_room_for_prompt(self, shapes: Sequence[HeadShape], dtype: str, lengths: Sequence[int], rows: int) -> None:
-        """Allocate slots for a native prompt, which does not.
-
-        Args:
-            shapes: shapes of the heads of each layer.
-            dtype: dtype of keys and values.
-            lengths: tokens of every row, now and after each chunk.
-            rows: B.
-        """
+        """Allocate slots for a native prompt, which does not. `lengths`: of every row, now and after each chunk."""
         before = self.tokens.lengths or (0,) * rows
         self.make_memory_room([length + max(lengths) - max(before) for length in before])
         for number, shape in enumerate(shapes):

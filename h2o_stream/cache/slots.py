@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.memory import anonymous_memory
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.mapped_memory import mapped_memory
 from h2o_stream.cache.state import Array, dtype_of, require_array
 from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.memory import anonymous_memory
 
 STORED = ("keys", "values")
 ENCODED = ("key_codes", "value_codes", "value_grid")
@@ -241,9 +241,7 @@ class Slots(GroupRules):
     def resize(self, slots: int, filled: int) -> None:
         """Move to an allocation of that many slots: in token order, except for slots with a fixed purpose.
 
-        Args:
-            slots: S from now on.
-            filled: tokens held by the head that holds most.
+        `filled` are the tokens of the head that holds most.
         """
         before, exact = self._in_numpy(), self.exact
         index = before["index"][..., exact:]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.logs import NumberLog
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
-from h2o_stream.json_text import parse_json
-from h2o_stream.logs import NumberLog
 
 Array = NDArray[Any]
 State = dict[str, Array]
@@ -128,10 +128,10 @@ def whole_numbers(state: Mapping[str, Array], name: str, count: int | None = Non
     array = require_array(state, name)
     if array.dtype != numpy.int64 or array.ndim != 1 or len(array) != (len(array) if count is None else count):
         raise H2OStreamError(f"the state is damaged: {name} is {array.shape} {dtype_of(array)}")
-    numbers: list[int] = array.tolist()
-    if not all(0 <= number < 2**31 for number in numbers):
-        raise H2OStreamError(f"the state is damaged: {name} is {numbers}")
-    return numbers
+    values: list[int] = array.tolist()
+    if not all(0 <= number < 2**31 for number in values):
+        raise H2OStreamError(f"the state is damaged: {name} is {values}")
+    return values
 
 
 def require_array(state: Mapping[str, Array], name: str, like: Array | None = None) -> Array:

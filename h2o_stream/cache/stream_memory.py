@@ -56,7 +56,6 @@ class StreamMemory:
         found: [places] int32, what the last queries of all heads attended to; -1 for nothing.
         addresses: [n] int64, those of the segments.
         segments: segments, oldest first, as many as are needed.
-        index: index of the full segments.
         dropped: tokens of each head that were forgotten, because the memory was full.
     """
 
@@ -164,9 +163,9 @@ class StreamMemory:
     def set_found(self, head: int, places: NDArray[numpy.int64]) -> None:
         """Note what the last query of each query head of a KV head attends to [queries, n], the most first."""
         part = self._layout.heads[head]
-        found = self.found[part.found : part.found + part.queries * config.MEMORY_MATCHES].reshape(part.queries, -1)
-        found[:] = -1
-        found[:, : places.shape[1]] = places
+        matches = self.found[part.found : part.found + part.queries * config.MEMORY_MATCHES].reshape(part.queries, -1)
+        matches[:] = -1
+        matches[:, : places.shape[1]] = places
 
     def looked_back(self) -> list[int]:
         """The token in memory that each query head attends to most, as far as there is one."""

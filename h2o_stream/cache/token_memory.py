@@ -79,14 +79,7 @@ class TokenMemory:
         shapes: Sequence[HeadShape | None],
         codes: Codes,
     ) -> None:
-        """Give groups of heads their parts of a segment.
-
-        Args:
-            layers: the groups of each layer; none of a layer that does not evict.
-            windows: the same groups as windows.
-            shapes: shapes of the heads of each layer; None without attention.
-            codes: maker of their keys' codes.
-        """
+        """Give groups of heads their parts of a segment; layers that do not evict have no groups."""
         chosen = [
             (group, shape, codes.head_bytes(shape), shape.kv_heads if len(layer) == 1 else group.weight)
             for layer, shape, retrieve in zip(layers, shapes, retrieving(windows), strict=True)

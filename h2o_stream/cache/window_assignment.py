@@ -19,7 +19,6 @@ class WindowAssignment:
 
     Args:
         plan: the window of a head in the mean, and what of it is protected.
-        specs: all layers.
         max_distance: largest distance the model was trained for, or None.
 
     Attributes:

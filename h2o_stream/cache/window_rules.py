@@ -20,7 +20,6 @@ class WindowRules:
     """Rules of a stream with a fixed number of slots.
 
     Args:
-        config: windows and rules.
         specs: what the cache must know of each decoder layer.
         max_distance: largest distance the model was trained for, or None.
 

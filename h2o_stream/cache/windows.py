@@ -96,7 +96,7 @@ class Schedule:
     def grown(self, more: int, evicted: int) -> Schedule:
         """The same with `more` slots, for a stream that has evicted tokens; see above."""
         common = self.common + more if self.fixed else self.common
-        between = tuple(held + more for held in self.between)
+        between = tuple(window + more for window in self.between)
         return Schedule(common, between, self.window + more, self.stages, evicted)
 
     @property
@@ -156,8 +156,8 @@ def schedules(windows: tuple[int, ...], weights: tuple[int, ...], common: int) -
         unfilled = sum(weight * max(window - stages[-1], 0) for window, weight in zip(windows, weights, strict=True))
         left = unfilled / sum(growing)
         seen = numpy.arange(stages[-2] + 1, min(stages[-1] + 1, max(windows)))
-        held = [numpy.minimum(seen, window + max(common - window, 0) * left) for window in windows]
-        for column, values in zip(columns, _rounded(held, weights), strict=True):
+        counts = [numpy.minimum(seen, window + max(common - window, 0) * left) for window in windows]
+        for column, values in zip(columns, _rounded(counts, weights), strict=True):
             column += values.tolist()
     return [
         Schedule.equal(common) if window == common else Schedule(common, tuple(column), window, tuple(stages))

@@ -44,7 +44,6 @@ class Worths:
     """The occupied slots of some heads, in the first row of a batch.
 
     Attributes:
-        num_heads: heads examined.
         head: [n] int64, number of the head.
         token: [n] int64, token index.
         worth: [n] float32, see `Policy.worth`, as if nothing were protected.
@@ -81,14 +80,14 @@ class Worths:
 
     def holding(self, tokens: range) -> Holding | None:
         """How the tokens of a range are held; None if no head holds any."""
-        held = (self.token >= tokens.start) & (self.token < tokens.stop)
-        if not held.any():
+        inside = (self.token >= tokens.start) & (self.token < tokens.stop)
+        if not inside.any():
             return None
-        pairs = set(zip(self.head[held].tolist(), self.role[held].tolist(), strict=True))
+        pairs = set(zip(self.head[inside].tolist(), self.role[inside].tolist(), strict=True))
         heads = tuple(sorted({head for head, _ in pairs}))
         roles = Counter(role for _, role in pairs)
         counts = {name: roles[number] for number, name in enumerate(_ROLES) if roles[number]}
-        return Holding(heads, counts, float(self.worth[held].mean()), self.least(heads))
+        return Holding(heads, counts, float(self.worth[inside].mean()), self.least(heads))
 
     def least(self, heads: tuple[int, ...]) -> float:
         """The lowest worth of a heavy token in these heads, in the mean; of a recent one where none is heavy."""

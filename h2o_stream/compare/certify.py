@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from h2o_stream.base.progress import ignore
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.progress import ignore
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:
         path = local_path(find(config.model, config.offline), config.offline)
         source = open_source(config, path, say)
         say("comparing packed weights on disk with the files")
-        found = [line] if (line := _damage(source)) else []
+        problems = [line] if (line := _damage(source)) else []
         description, tokenizer = source.describe(ignore), source.tokenizer()[0]
     except DescriptionError as error:
         raise H2OStreamError(f"{config.model} is read through transformers anyway: {error}") from error
     say("reading it through transformers")
     through = replace(config, dtype=source.dtype, quantize=source.quantize, offline=True)
     loaded = load(through, source=str(source.path), from_packed=False)
-    found += _tokenizer_differences(tokenizer, loaded.tokenizer)
+    problems += _tokenizer_differences(tokenizer, loaded.tokenizer)
     say("comparing logits")
     model = source.model(description)
     precise = replace(model, description=replace(description, dtype="float32"))
     makes = (lambda config, each=each: each.serve(config).forward for each in (model, precise))
     line = Verification(loaded.model, "gap", "auto", ()).why_not_served(*makes)
-    return [*found, line] if line else found
+    return [*problems, line] if line else problems
 
 
 def _damage(source: Any) -> str:

@@ -43,8 +43,8 @@ def run_on_cluster(
         task, shared = ray.remote(_run).options(**_resources(nodes)), ray.put(options)
         for job in jobs:
             on_progress(job, JobProgress(0))
-            if found := folder.load(job.key):
-                results[digest_of_key(job.key)] = found
+            if stored := folder.load(job.key):
+                results[digest_of_key(job.key)] = stored
                 on_progress(job, JobProgress(job.total))
             else:
                 waiting[task.remote(shared, digest_of_key(job.key))] = job

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from h2o_stream.base.progress import ignore
+from h2o_stream.base.resources import version_of
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.compare.catalog import PEERS, DivergenceOptions, require_peer
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
@@ -25,8 +27,6 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.engine.served import serve
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.progress import ignore
-from h2o_stream.resources import version_of
 
 Step = Callable[[int], NDArray[numpy.float32]]
 """From a token to the logits [V] after it."""
@@ -74,15 +74,15 @@ class Divergence(Comparison[DivergenceOptions]):
 
     def _diverge(self, engine: str) -> Iterator[JobProgress | JobResult]:
         count = len(self._exact)
-        found = numpy.empty((count, 2))
+        divergences = numpy.empty((count, 2))
         with ExitStack() as stack:
             step, dtype = self._ours() if engine == OURS else self._peer(engine, count, stack)
             for number, (token, exact) in enumerate(zip(self._tokens, self._exact, strict=False)):
                 logits = torch.from_numpy(step(token)).float().log_softmax(-1)
-                found[number, 0] = divergence(exact, logits)
-                found[number, 1] = exact.argmax() == logits.argmax()
+                divergences[number, 0] = divergence(exact, logits)
+                divergences[number, 1] = exact.argmax() == logits.argmax()
                 yield JobProgress(number + 1)
-        yield JobResult({"dtype": dtype}, found)
+        yield JobResult({"dtype": dtype}, divergences)
 
     def _ours(self) -> tuple[Step, str]:
         """Our steps, with a cache that keeps everything; and their dtype."""

@@ -74,7 +74,6 @@ class SamplingConfig:
         presence_penalty: subtracted if the reply has the token at all; 0 is none.
         repeat_last_n: how many of the reply's last tokens the penalties look at; -1 is all of them, 0 none.
         seed: seed of the sampler; None chooses one and reports it.
-        max_tokens: maximum tokens of a reply.
         min_tokens: the model does not end a reply before it has so many; a grammar or `stop` may.
         thinking_budget: tokens after which thinking is ended; None is no limit.
         thinking_message: said by the model before thinking is ended so.

@@ -17,7 +17,6 @@ class PrefillProgress:
 
     Attributes:
         done: prompt tokens fed so far.
-        total: prompt tokens of this turn.
     """
 
     done: int

@@ -40,9 +40,7 @@ class Grammar:
     """A grammar for one model's replies.
 
     Args:
-        tokenizer: tokenizer of the model.
         end_tokens: tokens that end a turn; they are allowed where the text may end.
-        vocabulary: number of logits.
         rules: a JSON schema, or a text in llguidance's form of Lark, or in llama.cpp's (GBNF).
         thinking: how the model marks its thinking, which may come first and follows no rules; None if it has to answer.
 
@@ -116,8 +114,6 @@ class ThinkingMatcher(Matcher):
     Args:
         free: allows thinking, and after it what `strict` allows.
         strict: allows no thinking.
-        thinking: how it is marked.
-        tokenizer: tokenizer of the model.
         ends: tokens that end a turn.
         begun: the beginning of the thinking that the prompt ends with, or nothing.
     """
@@ -200,13 +196,7 @@ def added_texts(tokenizer: Any) -> dict[int, str]:
 def compile_rules(
     tokenizer: Any, added: Mapping[int, str], rules: Mapping[str, Any] | str, thinking: Thinking | None
 ) -> tuple[Any, Any]:
-    """Llguidance's matchers, without thinking and after it; None if there is none.
-
-    Args:
-        tokenizer: tokenizer of `guided`.
-        added: see `added_texts`.
-        rules: see `Grammar`.
-        thinking: likewise.
+    """Llguidance's matchers, without thinking and after it; None if there is none. See `Grammar` and `added_texts`.
 
     Raises:
         DataError: see `Grammar`.

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
 
+from h2o_stream.base.processes import broadcast
 from h2o_stream.config import (
     BENCH,
     DEFAULT_DRY_MULTIPLIER,
@@ -29,7 +30,6 @@ from h2o_stream.config import (
     SamplingConfig,
 )
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.processes import broadcast
 
 Scores = NDArray[np.float32]
 TokenIds = NDArray[np.int64]
@@ -89,7 +89,6 @@ class Sampler:
     Args:
         config: the user's settings. Those that are None come from `recommended`, then from `model_defaults`, then from
             ours. At temperature 0 only the user can ask for a penalty.
-        recommended: the model's generation config, or None.
         model_defaults: our own defaults of this model, see `config.model_sampling`.
 
     Attributes:
@@ -126,8 +125,8 @@ class Sampler:
 
         One of an earlier version, [5056], can be set too: it seeds the generator, which then draws other tokens.
         """
-        numbers = self._bits.state["state"]
-        return np.frombuffer(b"".join(numbers[name].to_bytes(16, "little") for name in ("state", "inc")), np.uint8)
+        state = self._bits.state["state"]
+        return np.frombuffer(b"".join(state[name].to_bytes(16, "little") for name in ("state", "inc")), np.uint8)
 
     @rng_state.setter
     def rng_state(self, state: RngState) -> None:
@@ -249,17 +248,17 @@ def resolve(
     settings, sources = dict[str, float](), dict[str, SettingSource]()
     for name, neutral in _NEUTRAL.items():
         given = getattr(config, name)
-        found: dict[SettingSource, Any] = {
+        candidates: dict[SettingSource, Any] = {
             "given": None if given == BENCH else given,
             "generation_config": getattr(recommended, name, None),
             "model": model_defaults.get(name),
             "default": neutral,
         }
         if name == "repetition_penalty" and settings["temperature"] == 0:
-            found = {"given": given, "default": neutral}
+            candidates = {"given": given, "default": neutral}
         if name == "dry_multiplier" and (settings["temperature"] == 0 or sources["repetition_penalty"] != "default"):
-            found = {"given": given, "default": 0.0}
-        sources[name], settings[name] = next(item for item in found.items() if item[1] is not None)
+            candidates = {"given": given, "default": 0.0}
+        sources[name], settings[name] = next(item for item in candidates.items() if item[1] is not None)
     try:
         values: dict[str, Any] = settings
         replace(config, **values)
@@ -310,14 +309,10 @@ def _dry_losses(multiplier: float, base: float, lengths: NDArray[np.int64], allo
 
 
 def nucleus(scores: Scores, top_p: float) -> TokenIds:
-    """Indices of the likeliest tokens that together reach `top_p`, in ascending order.
+    """Indices of the likeliest tokens that together reach `top_p`, below 1, in ascending order. Scores are logits.
 
     Among equally likely tokens, the first ones are included. All tokens are sorted, as in transformers, only if the
     likely ones are not enough.
-
-    Args:
-        scores: [n] float32, logits.
-        top_p: below 1.
     """
     probs = _relative(scores)
     probs /= probs.sum()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.progress import ProgressCallback
 from h2o_stream.config import CacheConfig, EngineChoice
-from h2o_stream.progress import ProgressCallback
 from h2o_stream.runtime.model import RuntimeModel
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class Served(Protocol):
         generation: how it is recommended to sample, and its `eos_token_id`; as transformers' `GenerationConfig`.
         dtype: dtype of its activations, such as ``bfloat16``.
         device: device of its inputs, such as ``cpu``.
-        vocabulary: number of logits.
     """
 
     context: int | None

@@ -78,7 +78,7 @@ def _values(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
         "num_hidden_layers": parameters.num_layers,
         "num_attention_heads": parameters.query_heads,
         "num_key_value_heads": parameters.kv_heads,
-        "head_dim": parameters.latent.rotated if parameters.latent else parameters.head_size,
+        "head_dim": parameters.latent.rope_size if parameters.latent else parameters.head_size,
         "max_position_embeddings": parameters.context,
         "tie_word_embeddings": parameters.tied,
         **_named("rms_norm_eps layer_norm_eps norm_eps norm_epsilon layer_norm_epsilon", parameters.epsilon),
@@ -125,8 +125,8 @@ def _latent(parameters: Parameters) -> dict[str, Any]:
     return {
         "q_lora_rank": parameters.latent_queries or None,
         "kv_lora_rank": sizes.rank,
-        "qk_rope_head_dim": sizes.rotated,
-        "qk_nope_head_dim": sizes.rest,
+        "qk_rope_head_dim": sizes.rope_size,
+        "qk_nope_head_dim": sizes.nope_size,
         "v_head_dim": sizes.value_size,
     }
 

@@ -41,7 +41,7 @@ class _RopeReader:
             whole.update(self._proportional())
             return
         latent = self._parameters.latent
-        size = latent.rotated if latent else self._parameters.head_size
+        size = latent.rope_size if latent else self._parameters.head_size
         dims = self._get("rope.dimension_count") or size
         if dims != size or "partial_rotary_factor" in whole:
             whole["partial_rotary_factor"] = dims / size
@@ -87,19 +87,19 @@ class _RopeReader:
             value = self._get(f"rope.scaling.{name}")
             if value not in (None, only) and not ((temperature or latent) and name == "yarn_log_multiplier"):
                 raise self._unsupported(f"rope.scaling.{name} {value!r}, not {only}")
-        found = {
+        scaling = {
             "original_max_position_embeddings": self._get("rope.scaling.original_context_length"),
             "beta_fast": self._get("rope.scaling.yarn_beta_fast"),
             "beta_slow": self._get("rope.scaling.yarn_beta_slow"),
         }
         if attention != 1:
-            found["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+            scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
         share = self._get("rope.scaling.yarn_log_multiplier")
         if temperature:
-            found |= {"llama_4_scaling_beta": temperature[0], "mscale": 1.0, "mscale_all_dim": share}
+            scaling |= {"llama_4_scaling_beta": temperature[0], "mscale": 1.0, "mscale_all_dim": share}
         if latent and share:  # its converter multiplies it by 0.1
-            found["mscale"] = found["mscale_all_dim"] = share / 0.1
-        return {"rope_type": "yarn", "factor": factor} | {name: value for name, value in found.items() if value}
+            scaling["mscale"] = scaling["mscale_all_dim"] = share / 0.1
+        return {"rope_type": "yarn", "factor": factor} | {name: value for name, value in scaling.items() if value}
 
     def _proportional(self) -> dict[str, Any]:
         """RoPE that leaves the slowest pairs of elements as they are."""

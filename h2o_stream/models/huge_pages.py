@@ -37,8 +37,8 @@ def move_to_huge_pages(model: Any) -> None:
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
-    held = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
-    tensors = [tensor for tensor in held if tensor.device.type == "cpu" and tensor.is_contiguous()]
+    buffers = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
+    tensors = [tensor for tensor in buffers if tensor.device.type == "cpu" and tensor.is_contiguous()]
     sizes = {tensor.data_ptr(): [tensor.nbytes] for tensor in tensors}  # tied weights count once
     if sum(size for (size,) in sizes.values()) < _MIN_BYTES:
         return

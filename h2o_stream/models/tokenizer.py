@@ -13,8 +13,8 @@ from typing import Any, Literal, Self
 
 from tokenizers import AddedToken, Tokenizer
 
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
-from h2o_stream.json_text import parse_json
 from h2o_stream.models.rendering import render
 
 _LOWEST_PRIORITY = 19
@@ -121,8 +121,8 @@ class FileTokenizer:
     @property
     def all_special_ids(self) -> list[int]:
         """Ids of the special tokens, with and without names."""
-        numbers = map(self.backend_tokenizer.token_to_id, dict.fromkeys(self._special_tokens))
-        return [number for number in numbers if number is not None]
+        ids = map(self.backend_tokenizer.token_to_id, dict.fromkeys(self._special_tokens))
+        return [number for number in ids if number is not None]
 
     def add_special_tokens(self, special_tokens: Mapping[str, str]) -> None:
         """Name special tokens."""
@@ -225,9 +225,9 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, 
 
 def _add_tokens(backend: Tokenizer, tokens: Mapping[str, Mapping[str, Any]]) -> None:
     """Add tokens, by id, that the tokenizer does not have or has otherwise."""
-    known = set(map(repr, backend.get_added_tokens_decoder().values()))
+    texts = set(map(repr, backend.get_added_tokens_decoder().values()))
     added = (AddedToken(**tokens[number]) for number in sorted(tokens, key=int))
-    backend.add_tokens([token for token in added if repr(token) not in known])
+    backend.add_tokens([token for token in added if repr(token) not in texts])
 
 
 def _is_named(name: str, value: Any) -> bool:

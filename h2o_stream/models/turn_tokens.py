@@ -88,10 +88,10 @@ def mark_controls(tokenizer: Any) -> None:
 def _in_pieces(tokenizer: Any, texts: Iterable[str]) -> set[str]:
     """Those entries of the vocabulary among these texts that a tokenizer reads as several."""
     backend = tokenizer.backend_tokenizer
-    numbers = {text: backend.token_to_id(text) for text in texts}
+    ids = {text: backend.token_to_id(text) for text in texts}
     return {
         text
-        for text, number in numbers.items()
+        for text, number in ids.items()
         if number is not None and backend.encode(text, add_special_tokens=False).ids != [number]
     }
 
@@ -99,8 +99,8 @@ def _in_pieces(tokenizer: Any, texts: Iterable[str]) -> set[str]:
 def _add(tokenizer: Any, texts: Collection[str], special: bool) -> None:
     """Make added tokens of those entries of the vocabulary among these texts that are none yet."""
     backend, known = tokenizer.backend_tokenizer, {token.content for token in _added(tokenizer).values()}
-    found = sorted(text for text in {*texts} - known if backend.token_to_id(text) is not None)
-    backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in found])
+    present = sorted(text for text in {*texts} - known if backend.token_to_id(text) is not None)
+    backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in present])
 
 
 def _frames(tokenizer: Any) -> Iterator[str]:
@@ -156,11 +156,11 @@ def end_tokens(generation: Any, tokenizer: Any) -> frozenset[int]:
     if own is not None:
         entry = tokenizer.backend_tokenizer.id_to_token
         ends = {number for number in ends if number in added or is_marker(entry(number) or "")} | {own}
-    numbers = {token.content: number for number, token in added.items()}
-    ends |= {numbers[text] for text in TURN_ENDS & numbers.keys()}
-    ends |= {numbers[text] for text in TEXT_ENDS if text in numbers and added[numbers[text]].special}
-    if numbers.keys() & {*_REPLY_ENDS}:
-        ends.discard(numbers.get(_MESSAGE_END))
+    ids = {token.content: number for number, token in added.items()}
+    ends |= {ids[text] for text in TURN_ENDS & ids.keys()}
+    ends |= {ids[text] for text in TEXT_ENDS if text in ids and added[ids[text]].special}
+    if ids.keys() & {*_REPLY_ENDS}:
+        ends.discard(ids.get(_MESSAGE_END))
     return frozenset(ends)
 
 

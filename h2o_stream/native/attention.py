@@ -110,14 +110,11 @@ class Attention:
         elements: [head_size] int32, where the elements of a query or key are in its part of the vector; None for as
             they are. Everything else is said of the elements in this order.
         key_tail: what all keys end with.
-        gate: gate on the output.
         value_norm: norm of each head's value.
         output_norm: norm of the output of all heads as one vector.
         source: the layer whose keys and values these are, which are in the same places of its vector; None for the
             layer itself.
-        temperature: temperature of queries.
         clip: largest magnitude in the vector; 0 for any.
-        value_scale: factor on values.
 
     Raises:
         DescriptionError: sizes do not fit.
@@ -252,7 +249,7 @@ class Attention:
             struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
 
 
-def borrowing_attention(
+def shared_kv_attention(
     lender: Attention,
     source: int,
     size: int,
@@ -266,17 +263,6 @@ def borrowing_attention(
     """An attention with the keys and values of layer `source`, whose attention is `lender`.
 
     That layer then has to keep them in columns of their own (`with_lent_columns`).
-
-    Args:
-        lender: has its own keys and values.
-        source: its layer.
-        size: size of a query.
-        query: its projection.
-        query_norm: norm of the queries.
-        rope: RoPE of the queries.
-        out: its output projection.
-        scaling: scaling of queries times keys.
-        name: name of the attention, for messages.
 
     Raises:
         DescriptionError: they do not fit.

@@ -16,7 +16,7 @@ from h2o_stream.native.attention import (
     Latent,
     Rope,
     Temperature,
-    borrowing_attention,
+    shared_kv_attention,
 )
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.latent import LatentSizes, latent_attention
@@ -66,15 +66,15 @@ class AttentionReader(ModuleReader):
 
     def _plain_attention(self, module: Any, index: int, name: str) -> Attention:
         size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
-        known = (layout for layout in layouts.ATTENTIONS if has_modules(module, (*layout.needed(module), layout.out)))
-        layout = max(known, key=lambda layout: has_modules(module, layout.norms), default=None)
+        fitting = (one for one in layouts.ATTENTIONS if has_modules(module, (*one.needed(module), one.out)))
+        layout = max(fitting, key=lambda layout: has_modules(module, layout.norms), default=None)
         if layout is None or size is None:
             raise DescriptionError(f"layer {index} has a {type(module).__name__} where an attention is expected")
         source = self._source(module, index, name)
         qkv = [self._matrix(module, key, name) for key in layout.needed(module)]
         out = self._matrix(module, layout.out, name)
         if source is not None:
-            return self._borrowing_attention(module, layout, qkv[0], out, index, source, size, name)
+            return self._shared_kv_attention(module, layout, qkv[0], out, index, source, size, name)
         if has_modules(module, ("k_proj",)) and getattr(module, "v_proj", layouts) is None:
             heads, kv_heads, value_size, offsets = _heads_without_values(qkv, size, out.columns, name)
         else:
@@ -129,7 +129,7 @@ class AttentionReader(ModuleReader):
             raise DescriptionError(f"{name} uses keys of an earlier layer, and there is none of its kind")
         return lenders[-1]
 
-    def _borrowing_attention(
+    def _shared_kv_attention(
         self,
         module: Any,
         layout: AttentionLayout,
@@ -143,15 +143,15 @@ class AttentionReader(ModuleReader):
         """An attention with the keys and values of an earlier layer."""
         norm = self._optional_norm(module, layout.norms[0], size, name)
         rope = self._rope(module, size, index, name)
-        return borrowing_attention(self._attentions[source], source, size, query, norm, rope, out, module.scaling, name)
+        return shared_kv_attention(self._attentions[source], source, size, query, norm, rope, out, module.scaling, name)
 
     def _latent_attention(self, module: Any, index: int, name: str) -> Attention:
         """Queries, keys and values from latent vectors; the last part of all keys is the same and is rotated."""
         down_key, norm_key, up_key, out_key = layouts.LATENT
-        rotated, rest, value_size, rank = (
+        rope_size, nope_size, value_size, rank = (
             getattr(module, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
         )
-        sizes = LatentSizes(rank, rotated, rest, value_size)
+        sizes = LatentSizes(rank, rope_size, nope_size, value_size)
         first = "q_a_proj" if has_modules(module, ("q_a_proj",)) else "q_proj"
         queries, down = (self._matrix(module, key, name) for key in (first, down_key))
         query_up = None
@@ -159,11 +159,11 @@ class AttentionReader(ModuleReader):
             norm = self._norm(module, "q_a_layernorm", queries.rows, name)
             query_up = Latent(self._matrix(module, "q_b_proj", name), norm, 0, 0)
         out = self._matrix(module, out_key, name)
-        rope = self._rope(module, sizes.head_size, index, name, tail=rotated)
+        rope = self._rope(module, sizes.head_size, index, name, tail=rope_size)
         elements = None
         if rope is not None and getattr(self._config, "rope_interleave", False):
-            pairs = torch.arange(rotated).view(-1, 2).T.flatten() + rest
-            elements = torch.cat((torch.arange(rest), pairs)).int()
+            pairs = torch.arange(rope_size).view(-1, 2).T.flatten() + nope_size
+            elements = torch.cat((torch.arange(nope_size), pairs)).int()
         return latent_attention(
             sizes,
             queries,

@@ -141,7 +141,7 @@ class _ModelReader(ResidualReader):
     def _layers(self, layers: list[Any], own: LayerEmbeddings | None, versions: Versions | None) -> list[Layer]:
         described = [self._layer(layer, index, own, versions) for index, layer in enumerate(layers)]
         attentions = with_lent_columns([layer.attention for layer in described])
-        return [replace(layer, attention=found) for layer, found in zip(described, attentions, strict=True)]
+        return [replace(layer, attention=attention) for layer, attention in zip(described, attentions, strict=True)]
 
     def _read_embeddings(self) -> tuple[Any, Matrix, Any]:
         """Return the embedding module, its matrix, and the output layer."""

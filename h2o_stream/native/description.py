@@ -226,11 +226,9 @@ class Description:
 
     Attributes:
         embedding: [vocabulary, hidden].
-        embedding_scale: factor on embeddings.
         learned_positions: [n, hidden] float32, or None.
         learned_offset: row for token index 0.
         embedding_norm: norm of what goes into the first layer.
-        logit_scale: factor on logits.
         logit_softcap: softcap of logits, 0 for none.
         residual_scale: factor on attention and MLP outputs.
         dtype: dtype of the model's activations, such as "bfloat16"; those of a step are float32.

@@ -69,11 +69,7 @@ def _is_split(experts: Any) -> bool:
 def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp], beside: Any = None) -> Experts:
     """Determine what a block of experts computes; weights are not copied.
 
-    Args:
-        module: module with experts, see `has_experts`.
-        name: name for the message.
-        mlp_of: describes a shared expert.
-        beside: a shared expert that is not in the module, whose output is added to its.
+    `mlp_of` describes a shared expert; `beside` is one that is not in the module, whose output is added to its.
 
     Raises:
         DescriptionError: it computes something else, or has other weights.
@@ -129,8 +125,8 @@ def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts
     norms = replace(norms, router=replace(norms.router, weight=weight.contiguous()))
     dtype = router.weight.dtype if _is_split(experts) else experts.down_proj.dtype
     described = _described(experts, router_of(router, dtype, norms.router), name)
-    known = {"proj.weight", "scale", "per_expert_scale", "norm.weight"}
-    if unknown := next((key for key, _ in named_tensors(layer.router) if key not in known), None):
+    weights = {"proj.weight", "scale", "per_expert_scale", "norm.weight"}
+    if unknown := next((key for key, _ in named_tensors(layer.router) if key not in weights), None):
         raise DescriptionError(f"{name} has the parameter {unknown} in its {type(layer.router).__name__}")
     return replace(described, shared=mlp, beside=norms)
 

@@ -20,7 +20,6 @@ class Router:
         chosen: experts per token: those with the highest scores.
         scoring: how logits become scores, which are the weights of experts.
         normalized: whether the scores of a token's experts are divided by their sum.
-        scale: factor on weights.
         choice_bias: [experts] float32, added to scores for the choice only; or None.
         groups: the experts are in so many groups of equal size; 0 if they are in none.
         chosen_groups: how many of them experts are chosen from.
@@ -84,10 +83,8 @@ class Experts:
     `hidden` rows later in `down`.
 
     Attributes:
-        router: chooses among them.
         gate: gate matrices of all experts, with the rows of `up` unless gates are separate; or None.
         up: up matrices of all experts; None if their rows are in `gate`.
-        down: down matrices of all experts.
         inner_size: rows of one expert's `gate` and `up`.
         stride: rows from one expert's `gate` to the next; more than `inner_size` if `up` is between them.
         activation: activation of all experts and of the shared one.

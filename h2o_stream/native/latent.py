@@ -17,29 +17,28 @@ class LatentSizes:
 
     Attributes:
         rank: rank of the latent vector that keys and values are computed from.
-        rotated: last elements of queries and keys, which RoPE rotates; all keys have the same ones.
-        rest: elements before these.
-        value_size: size of values.
+        rope_size: last elements of queries and keys, which RoPE rotates; all keys have the same ones.
+        nope_size: elements before these.
 
     Raises:
         DescriptionError: there are none of some.
     """
 
     rank: int
-    rotated: int
-    rest: int
+    rope_size: int
+    nope_size: int
     value_size: int
 
     def __post_init__(self) -> None:
-        sizes = self.rank, self.rotated, self.rest, self.value_size
-        fits = 0 < min(sizes) <= max(sizes) < _MAX_SIZE and self.rotated % 2 == 0
+        sizes = self.rank, self.rope_size, self.nope_size, self.value_size
+        fits = 0 < min(sizes) <= max(sizes) < _MAX_SIZE and self.rope_size % 2 == 0
         names = "attention.kv_lora_rank, rope.dimension_count, the rest of attention.key_length, attention.value_length"
         require(fits, f"{names} are {sizes}")
 
     @property
     def head_size(self) -> int:
         """Of queries and keys."""
-        return self.rest + self.rotated
+        return self.nope_size + self.rope_size
 
 
 def latent_attention(
@@ -78,10 +77,16 @@ def latent_attention(
         latent.append(Latent(queries, query_up.norm, 0, end))
         query_offset, end = end, end + queries.rows
     latent.append(Latent(up, norm, start, end))
-    size, stride = sizes.head_size, sizes.rest + sizes.value_size
+    size, stride = sizes.head_size, sizes.nope_size + sizes.value_size
     heads = queries.rows // size
     weight_sizes = (queries.rows, down.rows, up.rows, up.columns, out.columns)
-    if weight_sizes != (heads * size, sizes.rank + sizes.rotated, heads * stride, sizes.rank, heads * sizes.value_size):
+    if weight_sizes != (
+        heads * size,
+        sizes.rank + sizes.rope_size,
+        heads * stride,
+        sizes.rank,
+        heads * sizes.value_size,
+    ):
         raise DescriptionError(f"{name} has matrices that do not fit {heads} heads of {size}")
     return Attention(
         query_heads=heads,
@@ -91,12 +96,12 @@ def latent_attention(
         scaling=scaling,
         softcap=0.0,
         qkv=[first, down],
-        heads=HeadOffsets(query_offset, size, end, stride, end + sizes.rest, stride),
+        heads=HeadOffsets(query_offset, size, end, stride, end + sizes.nope_size, stride),
         query_norm=NO_NORM,
         key_norm=NO_NORM,
         rope=rope,
         out=out,
         latent=latent,
         elements=elements,
-        key_tail=Tail(start + sizes.rank, sizes.rotated),
+        key_tail=Tail(start + sizes.rank, sizes.rope_size),
     )

@@ -43,7 +43,6 @@ class LayerLayout:
     """Module names in a decoder layer.
 
     Attributes:
-        attention: the attention module, or None.
         mlp: the MLP, or None if there is none, or if its linear layers belong to the decoder layer itself.
         norms: module name of each norm in `NORM_ROLES`.
         parallel: whether the MLP reads the attention's input; None if an attribute of the layer tells.
@@ -122,9 +121,7 @@ class AttentionLayout:
 
     Attributes:
         qkv: the projections to queries, keys and values, in this order.
-        out: the output projection.
         order: whether a fused projection concatenates the three or interleaves them per head.
-        norms: optional norms of queries and keys.
         norms_after_rope: whether they come after RoPE.
     """
 
@@ -269,5 +266,5 @@ _ROTATES: Mapping[str, Callable[[Any], bool]] = {
 
 def rotates(attention: Any) -> bool:
     """Whether an attention applies RoPE, in a model with a rotary embedding."""
-    known = _ROTATES.get(type(attention).__name__)
-    return known(attention) if known else bool(getattr(attention, "use_rope", True))
+    rotates = _ROTATES.get(type(attention).__name__)
+    return rotates(attention) if rotates else bool(getattr(attention, "use_rope", True))

@@ -46,9 +46,6 @@ class Matrix:
         weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; shared with the model. Where
             columns follow one another, as many numbers.
         bias: [rows] float32, or None.
-        rows: output features.
-        columns: input features.
-        kind: storage format.
         scale: factor on what it gives, including the bias.
     """
 

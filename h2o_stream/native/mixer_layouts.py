@@ -15,7 +15,6 @@ class DeltaLayout:
     Attributes:
         projections: names of the projections, in the order of `columns`.
         norm: norm of the output of each head.
-        out: the output projection.
         columns: places of the results, from key heads, heads, key size and value size.
     """
 

@@ -147,13 +147,10 @@ class GatedDelta:
         convolution: convolution over all queries, then all keys, then all values.
         key_heads: number of heads of queries and keys.
         heads: number of value heads, a multiple of the key heads.
-        key_size: size of queries and keys.
-        value_size: size of values.
         rate: [heads] float32, by how much a unit of decay makes the state smaller; negative.
         decay_bias: [heads] float32, added to decays.
         beta_scale: factor on betas, after the sigmoid.
         norm: norm of the output of each head, before the gate.
-        out: the output projection.
         out_in_turns: its columns are interleaved by key head: the first value head of each key head comes first.
 
     Raises:
@@ -209,19 +206,15 @@ class Mamba2:
 
     Attributes:
         projections: matrices for gates, values, keys (B), queries (C) and decays (dt), in this order.
-        convolution: convolution over values, keys and queries.
         key_heads: number of heads of queries and keys (groups).
         heads: number of value heads, a multiple of the key heads.
         key_size: size of queries and keys (of the state).
-        value_size: size of values.
         rate: [heads] float32, by how much a unit of step makes the state smaller; negative.
         decay_bias: [heads] float32, added to decays.
         step_limits: smallest and largest step.
         skip: [heads] float32, of a value in its output.
-        norm: norm of the output.
         norm_groups: parts of the output that are normed by themselves.
         norm_before_gate: whether the norm comes before the gate.
-        out: the output projection.
 
     Raises:
         DescriptionError: sizes do not fit.

@@ -71,11 +71,7 @@ def uses_dropout(module: Any) -> bool:
 
 
 def matrix_of(module: Any, name: str) -> Matrix:
-    """The weights of a linear layer, without copying.
-
-    Args:
-        module: a plain `nn.Linear`, or one that holds packed `tiles` of a `kind`.
-        name: name for the message.
+    """The weights of a plain `nn.Linear`, or of one that holds packed `tiles` of a `kind`, without copying.
 
     Raises:
         DescriptionError: it is neither, or its weights are not contiguous float32 or bfloat16.

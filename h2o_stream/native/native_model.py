@@ -17,7 +17,6 @@ class NativeModel:
 
     Attributes:
         layers: array of `abi.Layer`.
-        struct: the model; points to `layers`.
         description: keeps the arrays alive.
     """
 

@@ -30,14 +30,9 @@ _LEAST = 1e-12
 def only_match(
     candidates: Iterable[tuple[T, Tensor]], expected: Tensor, name: str, problem: str, limit: float = ROUNDING
 ) -> T:
-    """The one candidate that computes what is expected.
+    """The one candidate that computes what is expected; no two of them may be the same function.
 
-    Args:
-        candidates: what each is, and what it computes; no two of them may be the same function.
-        expected: what the module computes.
-        name: name of the module, for the message.
-        problem: what it is if no candidate matches.
-        limit: see `relative_error`.
+    `problem` says what the module is if no candidate matches; for `limit` see `relative_error`.
 
     Raises:
         DescriptionError: none matches, or two do and cannot be told apart.

@@ -29,15 +29,10 @@ _OF_PAIRS = "apply_rotary_pos_emb_interleave"
 
 
 def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name: str, tail: int = 0) -> Rope:
-    """Frequencies, scale and form of a rotary embedding.
+    """Frequencies, scale and form of a rotary embedding of transformers, which the module `attention` applies.
 
-    Args:
-        rotary: a rotary embedding of transformers.
-        layer_type: type of the layer, if the embedding distinguishes several.
-        attention: the module that applies it.
-        size: size of a head.
-        name: name of `attention`, for the message.
-        tail: how many of the last elements of a head it is applied to; 0 for all.
+    `layer_type` is that of the layer, if the embedding distinguishes several; `tail`, how many of the last elements of
+    a head it is applied to, 0 for all.
 
     Raises:
         DescriptionError: it does not rotate in a known form by fixed angles per position.
@@ -60,10 +55,10 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name
     if rotary_dims > applied or (tail and rotary_dims != tail):
         raise DescriptionError(f"{name} rotates {rotary_dims} of {applied} elements")
     positions = torch.tensor([_TEST_POSITIONS], device="cpu")
-    found = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
+    computed = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
     table = torch.outer(positions[0].float(), frequencies)
     rotations = torch.cat((table.cos(), table.sin()), -1) * scale
-    order = _rotated_order(attention, found, rotations, applied)
+    order = _rotated_order(attention, computed, rotations, applied)
     if order is None:
         raise DescriptionError(f"{name} does not rotate in a known form")
     if tail:
@@ -74,11 +69,8 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name
 def _rotated_order(attention: Any, angles: Any, rotations: Tensor, size: int) -> Tensor | None:
     """The order [size] int64 in which a function beside an attention rotates halves, None if it is no known one.
 
-    Args:
-        attention: the module.
-        angles: cosines and sines, or complex numbers, as its rotary embedding gives them.
-        rotations: [n, Drot] the same, once for each pair.
-        size: how many elements it is applied to.
+    Angles are cosines and sines, or complex numbers, as its rotary embedding gives them; `rotations` [n, Drot] are the
+    same, once for each pair.
     """
     takes_pairs = getattr(getattr(attention, "config", None), "rope_interleave", False)
     beside = sys.modules[type(attention).__module__]

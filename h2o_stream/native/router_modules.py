@@ -35,10 +35,6 @@ _LOGITS = (16.0, 1.0)
 class RouterModule:
     """The router of a block of experts, and its tensors.
 
-    Args:
-        block: the block.
-        name: name of the router, for messages.
-
     Raises:
         DescriptionError: there is none with one matrix, or it does not say how many experts it chooses.
     """

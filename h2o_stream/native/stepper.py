@@ -84,7 +84,6 @@ class Stepper:
     """Steps and prompts of one model through the slots of one cache.
 
     Args:
-        model: the description, as structures.
         unchanged: whether the description still holds.
         dense_prompts: whether prompts are taken although weights are dense.
 

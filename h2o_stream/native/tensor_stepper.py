@@ -93,13 +93,13 @@ class CheckedStepper:
         logits = self._stepper.run(tokens, trace)
         if logits is None:
             return None
-        found = [*trace[:-1], logits[:, -1]]
-        if self._off(found, expected, [0.0] * len(found)):
+        outputs = [*trace[:-1], logits[:, -1]]
+        if self._off(outputs, expected, [0.0] * len(outputs)):
             restored(None)
             with rounded_embedding(self._model, rounding_of(self._model).step):
                 rounded = restored(self._eager(kwargs))
             own = [ROUNDINGS * error_of(*both) for both in zip(rounded, expected, strict=True)]
-            if reason := self._off(found, expected, own):
+            if reason := self._off(outputs, expected, own):
                 raise H2OStreamError(f"{reason}; use --engine eager")
             self._stepper.run(tokens)
         return self._stepper.as_models_own(logits)

@@ -16,7 +16,7 @@ from h2o_stream.native.attention import (
     Latent,
     Rope,
     Temperature,
-    borrowing_attention,
+    shared_kv_attention,
     with_lent_columns,
 )
 from h2o_stream.native.description import (
@@ -67,7 +67,7 @@ class _FileReader:
         layers = [self._layer(number) for number in range(parameters.num_layers)]
         attentions = with_lent_columns([layer.attention for layer in layers])
         return Description(
-            layers=[replace(layer, attention=found) for layer, found in zip(layers, attentions, strict=True)],
+            layers=[replace(layer, attention=attention) for layer, attention in zip(layers, attentions, strict=True)],
             embedding=embedding,
             embedding_scale=self._scale_of(embedding, parameters.embedding_scale),
             learned_positions=None,
@@ -84,7 +84,7 @@ class _FileReader:
         )
 
     def _scale_of(self, embedding: Matrix, scale: float) -> float:
-        """The factor on an embedding, which transformers has in its dtype."""
+        """The factor on an embedding, rounded as transformers rounds it."""
         if embedding.kind not in DENSE:
             return scale
         return float(rounded(numpy.array([scale], numpy.float32), self._dtype)[0])
@@ -252,7 +252,7 @@ class _FileReader:
             require(source in self._attentions, f"layer {number} uses keys of layer {source}, which has none")
             lender, name = self._attentions[source], f"the attention of layer {number}"
             rope = self._rope(number, size)
-            return borrowing_attention(lender, source, size, qkv[0], norms[0], rope, out, parameters.scaling, name)
+            return shared_kv_attention(lender, source, size, qkv[0], norms[0], rope, out, parameters.scaling, name)
         values = keys if len(qkv) == 2 else keys + kv_rows
         one = numpy.ones(size, numpy.float32)
         described = Attention(
@@ -288,8 +288,8 @@ class _FileReader:
         if latent:
             matrix = weights.matrix("attn_q_b", number, rows, latent)
             query_up = Latent(matrix, self._norm("attn_q_a_norm", number), 0, 0)
-        rest, rope = numpy.arange(sizes.rest, dtype=numpy.int32), self._parameters.ropes[number]
-        tail, elements = numpy.arange(sizes.rest, sizes.head_size, dtype=numpy.int32), None
+        rest, rope = numpy.arange(sizes.nope_size, dtype=numpy.int32), self._parameters.ropes[number]
+        tail, elements = numpy.arange(sizes.nope_size, sizes.head_size, dtype=numpy.int32), None
         pairs = tail.reshape(-1, 2).T.ravel()
         if parameters.experts and parameters.experts.scoring == Scoring.SIGMOID:  # transformers' class takes halves
             elements = numpy.concatenate((rest, pairs))
@@ -301,8 +301,8 @@ class _FileReader:
             if latent
             else weights.matrix("attn_q", number, rows, hidden),
             query_up,
-            weights.matrix("attn_kv_a_mqa", number, sizes.rank + sizes.rotated, hidden),
-            weights.matrix("attn_kv_b", number, heads * (sizes.rest + sizes.value_size), sizes.rank),
+            weights.matrix("attn_kv_a_mqa", number, sizes.rank + sizes.rope_size, hidden),
+            weights.matrix("attn_kv_b", number, heads * (sizes.nope_size + sizes.value_size), sizes.rank),
             self._norm("attn_kv_a_norm", number),
             weights.matrix("attn_output", number, hidden, heads * sizes.value_size),
             parameters.scaling,

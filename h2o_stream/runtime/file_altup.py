@@ -17,7 +17,6 @@ class AltUpParameters:
     """Numbers of a model with `count` versions of the residual stream, of which layers read the one that is active.
 
     Attributes:
-        rank: rank of the low-rank residuals.
         gate_deviations: deviations of each layer, see `native.description.Mlp`.
 
     Raises:

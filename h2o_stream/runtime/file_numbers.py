@@ -1,4 +1,4 @@
-"""Numbers of GGUF files as models need them: in transformers' order, and rounded as it rounds them."""
+"""Makes of a GGUF vector what a model uses: row order, sign or logarithm, offset of a norm, rounding."""
 
 from __future__ import annotations
 

@@ -21,13 +21,7 @@ from h2o_stream.runtime.rotations import Floats, RopeParameters, rope_frequencie
 def ropes_of(
     file: GgufFile, architecture: Architecture, head_size: int, sliding: Sequence[int | None]
 ) -> tuple[RopeParameters | None, ...]:
-    """RoPE of each layer, None in a layer without positions.
-
-    Args:
-        file: of the model.
-        architecture: of the model.
-        head_size: of queries and keys.
-        sliding: the window of each layer.
+    """RoPE of each layer by the window of each, None in a layer without positions.
 
     Raises:
         DescriptionError: it is of a kind that is not known here.

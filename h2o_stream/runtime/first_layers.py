@@ -57,12 +57,12 @@ class FirstLayers:
         if logits is None:
             raise H2OStreamError("this text cannot be read by itself")
         parts = iter(numpy.split(projected, numpy.cumsum(sizes)[:-1]))
-        found = []
+        layers = []
         for attention, table, (queries, keys, size) in zip(self._attention, self._rotations, shapes, strict=True):
             scaled = next(parts).reshape(count, queries, size) * numpy.float32(attention.scaling)
             rotated = _rotated(scaled, table.on_cpu(DISTANCE + 1)[DISTANCE]) if table else scaled
-            found.append((rotated, next(parts).reshape(count, keys, size)))
-        return found
+            layers.append((rotated, next(parts).reshape(count, keys, size)))
+        return layers
 
 
 def first_layers(description: Description, count: int | None) -> FirstLayers | None:

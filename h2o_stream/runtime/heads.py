@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.progress import Progress, ProgressCallback
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.layer_rules import LayerRules
 from h2o_stream.cache.retrieval import num_rows, repeated_tokens, retrieval_windows
@@ -19,7 +20,6 @@ from h2o_stream.native import library
 from h2o_stream.native.description import Description
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.stepper import Stepper
-from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.rotations import Floats
 
 
@@ -57,11 +57,7 @@ def measured_windows(
 ) -> list[tuple[HeadWindow, ...]]:
     """The KV heads of each layer grouped by window size; a layer that slides while others do not is one group.
 
-    Args:
-        description: what is measured.
-        sliding: the windows of layers that slide while others do not, None for others.
-        context: positions the model was trained for.
-        progress: called before and after.
+    `sliding` are the windows of layers that slide while others do not; `context`, what the model was trained for.
     """
     total = len(description.layers)
     progress(Progress("measuring", 0, total))

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.resources import version_of
+from h2o_stream.cache.measurements import read_measurement, save_measurement
 from h2o_stream.cache.windows import HeadWindow
-from h2o_stream.measurements import read_measurement, save_measurement
 from h2o_stream.models.file_identity import content_identity, model_identity
 from h2o_stream.native import library
-from h2o_stream.resources import version_of
 
 Windows = Sequence[tuple[HeadWindow, ...]]
 """KV heads grouped by window size, for each layer."""
@@ -68,11 +68,11 @@ def _key(path: Path, variant: str) -> str:
 
 
 def _shipped(path: Path, variant: str) -> dict[str, Any]:
-    found: dict[str, Any] = _all_shipped().get(f"{content_identity(path)} {variant}", {})
-    return found
+    shipped: dict[str, Any] = _all_shipped().get(f"{content_identity(path)} {variant}", {})
+    return shipped
 
 
 @cache
 def _all_shipped() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_SHIPPED.read_text(encoding="utf-8"))
-    return found
+    shipped: dict[str, Any] = json.loads(_SHIPPED.read_text(encoding="utf-8"))
+    return shipped

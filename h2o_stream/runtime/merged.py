@@ -21,10 +21,7 @@ WHOLES = {part: whole for whole, parts in PARTS.items() for part in parts}
 def merged(file: GgufFile, keys: GgufTensor, values: GgufTensor) -> Floats:
     """What takes a latent vector to keys and values: [heads * (elements + value size), rank], head by head.
 
-    Args:
-        file: names itself in errors.
-        keys: [heads, rank, elements], of the elements that are not rotated.
-        values: [heads, value size, rank].
+    Given are keys of the elements that are not rotated, [heads, rank, elements], and values [heads, value size, rank].
 
     Raises:
         DescriptionError: their shapes do not fit.

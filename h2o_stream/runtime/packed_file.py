@@ -84,11 +84,11 @@ def packed_difference(entries: Iterable[Entry], folder: Path) -> str:
     """
     arrays = mapped_tensors(folder / WEIGHTS_FILE)
     for entry in entries:
-        expected, found = numpy.empty(entry.nbytes, numpy.uint8), arrays.get(entry.name)
-        if entry.kind is None and found is not None and found.nbytes != entry.nbytes:
+        expected, data = numpy.empty(entry.nbytes, numpy.uint8), arrays.get(entry.name)
+        if entry.kind is None and data is not None and data.nbytes != entry.nbytes:
             continue  # in the dtype of an earlier start
         entry.fill(expected)
-        if found is None or not numpy.array_equal(found.reshape(-1).view(numpy.uint8), expected):
+        if data is None or not numpy.array_equal(data.reshape(-1).view(numpy.uint8), expected):
             return entry.name
     return ""
 

@@ -37,9 +37,6 @@ class ExpertParameters:
     """Numbers of the layers with experts.
 
     Attributes:
-        count: experts of a layer.
-        chosen: experts per token.
-        inner_size: inner size of each expert.
         shared_size: size of the shared expert (the sum, if there are several), 0 if there is none.
         scoring: how a router's logits become scores.
         normalized: whether the weights of a token's experts are divided by their sum.
@@ -83,8 +80,6 @@ class MixerParameters:
     Attributes:
         key_heads: number of heads of queries and keys.
         heads: number of value heads.
-        key_size: size of queries and keys.
-        value_size: size of values.
 
     Raises:
         DescriptionError: they do not fit each other.
@@ -128,21 +123,15 @@ class Parameters:
     Attributes:
         num_layers: decoder layers.
         hidden_size: size of the residual stream.
-        inner_size: size of the MLP.
-        vocabulary: tokens.
         query_heads: number of query heads in each layer.
         kv_heads: number of KV heads in each layer.
         head_size: size of queries, keys and values.
         context: positions it was trained for.
         ropes: RoPE of each layer, None in a layer without positions.
         tied: whether the output layer is the embedding.
-        scaling: scaling of queries times keys.
         sliding: window of each layer, None if it sees everything.
         softcap: limit of queries times keys, 0 for none.
         logit_softcap: limit of logits, 0 for none.
-        embedding_scale: factor on embeddings.
-        residual_scale: factor on what layers add.
-        logit_scale: factor on logits.
         temperature: temperature of queries, and the original model's number of positions; None for none.
         norms_after_rope: norms of queries and keys come after RoPE, so that it cannot be changed later.
         experts: parameters of the experts, in layers that have them.
@@ -216,7 +205,7 @@ class Parameters:
         require(self.query_heads % heads == 0, f"{self.query_heads} query heads do not share {heads} (head_count_kv)")
         check_range(size, "the size of a head", MAX_SIZE // self.query_heads)
         if rope:
-            limit = self.latent.rotated if self.latent else size
+            limit = self.latent.rope_size if self.latent else size
             rope.check_head(limit)
         if window is not None:
             check_range(window, "sliding_window", MAX_WINDOW if None in self.sliding else MAX_TOKENS)

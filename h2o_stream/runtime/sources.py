@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from h2o_stream.base.memory import format_bytes, free_bytes
+from h2o_stream.base.progress import ProgressCallback, ignore
+from h2o_stream.cache.measurements import LONG_S
 from h2o_stream.errors import ModelNotFoundError, OutOfMemoryError
-from h2o_stream.measurements import LONG_S
-from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, WeightSizes, choose_precision
@@ -23,7 +24,6 @@ from h2o_stream.models.templates import with_template
 from h2o_stream.models.tokenizer import FileTokenizer, read_object
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.matrix import require
-from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.runtime.checkpoint_packing import KINDS, PackedCheckpoint, packed_size
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
@@ -53,11 +53,9 @@ class Source(ABC):
 
     Args:
         name: what the user typed.
-        path: where it is.
         dtype: of vectors, keys and values.
         quantize: as `ModelConfig` has it.
         variant: the dtype and what else distinguishes ways to load it, for what is kept of it.
-        architecture: row of the family.
         parameters: what the header or the config says of the model.
         generation: how it is recommended to sample.
         folder: where its packed weights are kept; None if they are not.
@@ -82,9 +80,7 @@ class Source(ABC):
     def describe(self, progress: ProgressCallback, notify: Callable[[str], None] | None = None) -> Description:
         """Describe the model; its weights come from where they were packed before, or else from the file.
 
-        Args:
-            progress: of repacking.
-            notify: gets a line when the packed weights of a large file are kept for the next start; None to keep none.
+        `notify` gets a line when the packed weights of a large file are kept for the next start; None to keep none.
 
         Raises:
             DescriptionError: weights are missing or cannot be packed.
@@ -94,10 +90,10 @@ class Source(ABC):
         def described(weights: Weights) -> Description:
             return describe_file(self.architecture, self.parameters, weights, self.dtype)
 
-        found = self.with_weights(described, progress, notify)
-        layers = zip(found.layers, self.parameters.windows, strict=True)
+        description = self.with_weights(described, progress, notify)
+        layers = zip(description.layers, self.parameters.windows, strict=True)
         require(any(layer.attention and window is None for layer, window in layers), "no layer attends to all tokens")
-        return found
+        return description
 
     def with_weights(
         self, make: Callable[[Weights], T], progress: ProgressCallback, notify: Callable[[str], None] | None
@@ -137,23 +133,23 @@ class Source(ABC):
         self, description: Description, windows: Windows = (), is_called: Callable[[str], bool] = lambda digest: False
     ) -> RuntimeModel:
         """The described model; the rest as in `RuntimeModel`."""
-        found = self.parameters
+        parameters = self.parameters
         return RuntimeModel(
             description,
             windows,
             shipped_digest(self.path, self.variant) or file_digest(self.path, self.variant),
             is_called,
-            found.context,
-            found.max_distance,
-            found.windows,
+            parameters.context,
+            parameters.max_distance,
+            parameters.windows,
             self.generation,
-            found.refused_positions,
+            parameters.refused_positions,
         )
 
     def windows(self, description: Description, progress: ProgressCallback) -> Windows:
         """The windows of the heads by what they attend to, measured if that was not done before."""
-        if found := read_windows(self.path, self.variant):
-            return found
+        if windows := read_windows(self.path, self.variant):
+            return windows
         begun = time.perf_counter()
         measured = measured_windows(description, self.parameters.windows, self.parameters.context, progress)
         if time.perf_counter() - begun > LONG_S:
@@ -278,10 +274,10 @@ class Checkpoint(Source):
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""
-        found = file_tokenizer(self.path, ignore)
-        if found is None:
+        tokenizer = file_tokenizer(self.path, ignore)
+        if tokenizer is None:
             raise DescriptionError("only transformers can tell what its tokenizer is")
-        return with_template(found)
+        return with_template(tokenizer)
 
 
 def _check_fits(name: str, num_weights: int, dtype: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.json_text import parse_json
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.models.packed_cache import WEIGHTS_FILE
 from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
@@ -45,7 +45,7 @@ class Weights(Protocol):
         """
 
     def has(self, name: str, layer: int) -> bool:
-        """Whether there is such a matrix."""
+        """Whether the layer has this weight."""
 
 
 def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matrix:
@@ -140,10 +140,6 @@ def small_matrix(numbers: Floats | None, bias: Floats | None, rows: int, columns
 
 class CheckpointWeights:
     """The dense weights of a folder of safetensors files, mapped; they are copied only if they are rounded.
-
-    Attributes:
-        arrays: the tensors by name.
-        num_weights: how many numbers there are.
 
     Raises:
         DescriptionError: there are other files, or one is damaged.

@@ -15,9 +15,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.engine.text import overlap, shared_length
 from h2o_stream.models.rendering import apply_template
-from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.messages import Tool, encodable_json
 from h2o_stream.session.other_calls import Call, calls_in, certain_size, read_calls
 
@@ -76,8 +76,8 @@ class CallFormat:
         """
         if len(text) > _MAX_SIZE:
             return text, ()
-        found = self._parse(text)
-        return found if found[1] or not self.names else read_calls(text, self.names)
+        parsed = self._parse(text)
+        return parsed if parsed[1] or not self.names else read_calls(text, self.names)
 
     def _parse(self, text: str) -> tuple[str, tuple[Call, ...]]:
         if not self.opening:
@@ -140,11 +140,8 @@ class CallFormat:
     ) -> str:
         """The grammar, in llguidance's form of Lark, of replies that call one of the tools, or several of them.
 
-        Args:
-            tools: those that may be called.
-            special: ids of the special tokens, which are not text to the grammar, by their texts.
-            several: whether there may be several calls.
-            text: the JSON schema of replies that call nothing; None if they must.
+        Special tokens, by their texts, are not text to the grammar. `text` is the JSON schema of replies that call
+        nothing; None if they must.
         """
         functions = [tool.get("function", tool) for tool in tools]
         documents = _documents(functions)

@@ -150,15 +150,15 @@ class Conversation(TurnStream):
 
     def _say(self, message: UserTurn, begun: str) -> ReplyEvents:
         text, prompt, template = text_of(message), self._prompt(message), self.metadata.template
-        found = self.recall.find(question_of(message))
-        if found.candidates or found.gone:
-            yield found
-        reply = GrowingReply(text, template.markers, found.candidates)
+        passages = self.recall.find(question_of(message))
+        if passages.candidates or passages.gone:
+            yield passages
+        reply = GrowingReply(text, template.markers, passages.candidates)
         with self._indexing(text, reply.answer):
-            if found.pieces and not begun and self.engine.grammar is None:
-                yield from self._say_in_pieces(message, found.pieces, reply)
+            if passages.pieces and not begun and self.engine.grammar is None:
+                yield from self._say_in_pieces(message, passages.pieces, reply)
                 return
-            recalled = found.pieces[::-1] or found.candidates  # the best passage comes last
+            recalled = passages.pieces[::-1] or passages.candidates  # the best passage comes last
             if recalled:
                 prompt = self._with_recalled(prompt, recalled, message)
             if begun:

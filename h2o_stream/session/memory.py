@@ -20,9 +20,7 @@ class MemoryReport:
     Attributes:
         tokens: number of tokens in the head that has most.
         forgotten: the oldest, for which it was too small.
-        heads: KV heads that have a memory.
         nbytes: bytes on disk.
-        limit_bytes: largest number of these bytes.
         turns: turns to which the last token attends most, with the number of such query heads, the largest first.
         queries: query heads that found anything.
     """
@@ -67,13 +65,13 @@ def remembered(engine: Engine, tokens: range) -> Remembered | None:
     memory = memory_of(engine)
     if memory is None:
         return None
-    heads = found = 0
+    heads = total = 0
     for row in memory.rows:
         for head in range(memory.num_heads):
             indices = row.token_indices(head)
             heads += bool(numpy.any((indices >= tokens.start) & (indices < tokens.stop)))
-        found += sum(token in tokens for token in row.looked_back())
-    return Remembered(heads, found) if heads else None
+        total += sum(token in tokens for token in row.looked_back())
+    return Remembered(heads, total) if heads else None
 
 
 def _turn_of(token: int, spans: list[TurnSpan]) -> int | None:

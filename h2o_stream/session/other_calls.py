@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from h2o_stream.resources import replace_surrogates
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.session.messages import encodable_json, read_arguments
 
 _NAMES = ("name", "function", "tool", "tool_name", "function_name")
@@ -64,10 +64,10 @@ class _Found(NamedTuple):
 def read_calls(text: str, names: Collection[str]) -> tuple[str, tuple[Call, ...]]:
     """A text without the calls in it of tools with these names, and the calls."""
     texts, calls, end = list[str](), list[Call](), 0
-    for found in _find(text, names):
-        texts.append(text[end : found.start])
-        calls += found.calls
-        end = found.stop
+    for span in _find(text, names):
+        texts.append(text[end : span.start])
+        calls += span.calls
+        end = span.stop
     if not calls:
         return text, ()
     rest = " ".join(filter(None, (part.strip(" \n;,") for part in (*texts, text[end:]))))

@@ -13,8 +13,6 @@ from urllib.request import Request, urlopen
 
 from h2o_stream.errors import ConfigError, DataError
 
-Chunks = Generator[dict[str, Any], None, None]
-
 
 class Server:
     """A server's model.

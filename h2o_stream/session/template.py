@@ -23,7 +23,6 @@ class Prompt:
     """The new tokens of a turn.
 
     Attributes:
-        tokens: tokens to feed.
         num_pinned: how many of them, from the start, must never be evicted.
         recalled: those of `tokens` that repeat passages of earlier turns.
         num_thinking: how many of them, at the end, begin the thinking of the reply; None if it is not begun.

@@ -111,8 +111,8 @@ class TurnTexts:
         """The text between two replies. System prompt and tools are in the cache since the first turn."""
         reply = self._placeholder(_REPLY)
         past = [_message("user", self._placeholder(_FIRST_USER)), _message("assistant", reply)]
-        _, found, tail = self._render([*past, *messages]).rpartition(reply)
-        if not found:
+        _, separator, tail = self._render([*past, *messages]).rpartition(reply)
+        if not separator:
             raise UnsupportedModelError("the chat template omits past replies; use a model with another template")
         return tail
 
@@ -127,8 +127,8 @@ class TurnTexts:
         marked = render(guarded, system)
         changed = system != self._system or guarded != list(messages)
         if changed and self._controls.unguard(marked) != self._controls.unguard(render(messages, self._system)):
-            found = self._controls.found([self._system or "", *messages])
-            what = f"the control token {found}" if found else "a part of a control token at their edge"
+            control = self._controls.found([self._system or "", *messages])
+            what = f"the control token {control}" if control else "a part of a control token at their edge"
             raise DataError(f"the chat template changes texts with {what}; accepted: other texts")
         return marked
 

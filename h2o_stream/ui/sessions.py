@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.config import AUTOMATIC_BYTES
 from h2o_stream.errors import DataError
-from h2o_stream.memory import format_bytes
 from h2o_stream.session.automatic import automatic_folders
 from h2o_stream.session.folders import saved_sessions
 from h2o_stream.session.search import MARKS, Match, search
@@ -58,8 +58,8 @@ def show_sessions(terminal: Terminal, console: Console) -> None:
         size = format_bytes(sum(nbytes for _, nbytes in folders))
         were = "was" if len(folders) == 1 else "were"
         terminal.note(
-            f"{len(folders)} of them {were} named by h2o-chat, {size} in all; above {format_bytes(AUTOMATIC_BYTES)} the "
-            "oldest go. --rename OLD NEW keeps one, --remove NAME removes one",
+            f"{len(folders)} of them {were} named by h2o-chat, {size} in all; above {format_bytes(AUTOMATIC_BYTES)} "
+            "the oldest go. --rename OLD NEW keeps one, --remove NAME removes one",
             style="dim",
         )
 

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from h2o_stream.base.registry import resolve
 from h2o_stream.cache.protection import Protection
 from h2o_stream.cache.rope import RopeLookup
 from h2o_stream.config import POLICIES, CachePlan
 from h2o_stream.errors import ConfigError
-from h2o_stream.registry import resolve
 
 
 @dataclass(frozen=True)
@@ -220,20 +220,20 @@ def select(worth: Tensor, index: Tensor, limit: int, limits: Tensor | None = Non
 def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
     """The policy of a plan, with the parameters after a colon in its name; raises ConfigError if it has no such."""
     kind = resolve(plan.rule)
-    given = plan.policy.partition(":")[2] if plan.rule == POLICIES[plan.policy].rule else ""
-    policy: Policy = kind(plan, layer, **_parameters(kind, plan.policy, given))
+    arguments = plan.policy.partition(":")[2] if plan.rule == POLICIES[plan.policy].rule else ""
+    policy: Policy = kind(plan, layer, **_parameters(kind, plan.policy, arguments))
     return policy
 
 
 def _parameters(kind: type[Policy], policy: str, given: str) -> dict[str, Any]:
     settable = [own for own in fields(kind) if own.init and own.name not in ("plan", "layer")]
     defaults: dict[str, Any] = {own.name: own.default for own in settable}
-    found = dict[str, Any]()
+    values = dict[str, Any]()
     for word in filter(None, given.split(":")):
         name, _, value = word.partition("=")
         try:
-            found[name] = type(defaults[name])(value)
+            values[name] = type(defaults[name])(value)
         except (KeyError, ValueError):
-            known = ", ".join(f"{name}={default}" for name, default in defaults.items()) or "none"
-            raise ConfigError(f"policy {policy!r}: {word!r} is no parameter; it has {known}") from None
-    return found
+            choices = ", ".join(f"{name}={default}" for name, default in defaults.items()) or "none"
+            raise ConfigError(f"policy {policy!r}: {word!r} is no parameter; it has {choices}") from None
+    return values

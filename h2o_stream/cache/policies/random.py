@@ -23,12 +23,7 @@ class Random(Policy):
 
 
 def uniform(index: Tensor, stream: Tensor | int, layer: int) -> Tensor:
-    """A hash of stream, layer, head and token index, spread evenly.
-
-    Args:
-        index: [B, Hkv, K] integer, token indices.
-        stream: number of the draw, [B, 1, 1] int64 when rows differ.
-        layer: index of the decoder layer.
+    """A hash of stream, layer, head and token index, spread evenly. `stream` numbers the draws, of all rows or each.
 
     Returns:
         [B, Hkv, K] float32 in [0, 1), multiples of 2**-24.

@@ -9,6 +9,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from h2o_stream.base.resources import version_of
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, window_of
 from h2o_stream.compare.folder import JobResult, machine
@@ -19,7 +20,6 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
 from h2o_stream.loading.transformers_model import load_tokenizer
 from h2o_stream.native.threads import bandwidth
-from h2o_stream.resources import version_of
 
 ROUNDS = 5
 """Times that every engine decodes at a history; the median counts."""
@@ -198,7 +198,7 @@ def engine_specs(
 ) -> list[EngineSpec]:
     """Our engine with every policy, and the peers; each in every precision it can have, as a file has one only."""
     common, models = {"threads": options.threads}, options.models
-    found = [make(OURS, model, config, options.engine, **common) for model in models for config in options.configs]
+    engines = [make(OURS, model, config, options.engine, **common) for model in models for config in options.configs]
     for peer in options.peers:
         if peer == TRANSFORMERS:
             peer_models = [replace(model, quantize="none") for model in models]
@@ -207,8 +207,8 @@ def engine_specs(
         caches = [CacheConfig("full")]
         if peer == OPENVINO:
             caches += [CacheConfig("h2o", window=window) for window in options.windows]
-        found += [make(peer, model, cache, **common) for model in dict.fromkeys(peer_models) for cache in caches]
-    return found
+        engines += [make(peer, model, cache, **common) for model in dict.fromkeys(peer_models) for cache in caches]
+    return engines
 
 
 def _record(run: _EngineRun, history: int, decode_tok_s: float, bytes_per_s: float) -> dict[str, Any]:

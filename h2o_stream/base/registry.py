@@ -21,7 +21,6 @@ class Registry(MutableMapping[str, T], Generic[T]):
     reads the metadata of the installed packages and imports nothing.
 
     Args:
-        group: group of the entry points.
         items: what the core registers; its names cannot be replaced by an entry point.
         convert: turns the object that an entry point names into an item; its exceptions are reported as the package's.
     """
