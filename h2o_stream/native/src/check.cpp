@@ -209,10 +209,12 @@ void check_model(const Model& model) {
 void check_slots(const AttentionLayer& layer, const Slots* slots, int64_t groups) {
   const int64_t bits = layer.kv_bits;
   require(fits(layer) && within(layer.position_mode, kGap, kAbsolute) &&
-              (layer.long_term == 0 || are_sizes({layer.long_term_distance})) &&
-              (layer.position_mode == kAbsolute || layer.rope) && (!layer.chunked || are_sizes({layer.sliding_window})),
+              within(layer.long_term_distance, layer.long_term != 0, INT32_MAX / 2) &&
+              within(layer.sliding_window, layer.chunked != 0, INT64_MAX) &&
+              (layer.position_mode == kAbsolute || layer.rope),
           "a layer's cache");
-  require(!layer.rope || (are_sizes({layer.rope_rows}) && within(layer.rotary_dims, 0, layer.head_size)), "its RoPE");
+  require(!layer.rope || (within(layer.rope_rows, 1, INT32_MAX) && within(layer.rotary_dims, 0, layer.head_size)),
+          "its RoPE");
   require(bits == 16 || ((bits == 8 || bits == 6 || bits == 4 || bits == 2) && within(layer.exact_sinks, 0, kMax) &&
                          are_sizes({layer.residual}) && layer.head_size * bits % 8 == 0 &&
                          layer.value_size * bits % 8 == 0),
@@ -226,7 +228,7 @@ void check_slots(const AttentionLayer& layer, const Slots* slots, int64_t groups
   const int64_t exact = bits < 16 ? layer.exact_sinks + layer.residual : 0;
   for (const Slots* group = slots; group < slots + groups; ++group) {
     require(within(group->slot_count, exact + 1, INT32_MAX / 4) && within(group->head_count, 1, layer.kv_heads) &&
-                group->span >= 0,
+                group->span >= 0 && within(group->evictions, 0, group->slot_count),
             "the number of slots");
     require(within(*group->seen, 0, INT32_MAX / 2), "the number of tokens");
     for (int64_t i = 0; i < group->head_count; ++i) {
