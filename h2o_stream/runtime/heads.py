@@ -24,7 +24,7 @@ from h2o_stream.runtime.rotations import Floats
 
 
 class NeverChanges:
-    """Nobody else has the weights of a model of the runtime; see `native.stepper.Unchanged`."""
+    """Nobody else has the weights of a model of the runtime; see `native.stepper.Guard`."""
 
     def __bool__(self) -> bool:
         return True

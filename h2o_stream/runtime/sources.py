@@ -33,7 +33,7 @@ from h2o_stream.runtime.gguf_entries import gguf_entries
 from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import measured_windows
-from h2o_stream.runtime.known import Windows, read_windows, save_windows, shipped_digest
+from h2o_stream.runtime.measured import Windows, read_windows, save_windows, shipped_digest
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.packed_file import packed_difference, write_packed
 from h2o_stream.runtime.parameters import Parameters
