@@ -68,6 +68,7 @@ class FamilyModel:
         architecture: llama.cpp's name; empty if there is no GGUF file.
         make: makes the model; cached.
         checkpoint: whether its checkpoint is described without torch, too.
+        permuted: whether GGUF files have rows of queries and keys in the order of RoPE by adjacent pairs.
         in_llama: whether llama.cpp computes the same with so small a model.
         llama_rounding: rounding of llama.cpp's logits, relative to the largest; it has a table of GELU.
         positions: where RoPE sees the kept tokens.
@@ -76,6 +77,7 @@ class FamilyModel:
     architecture: str
     make: Callable[[], PreTrainedModel]
     checkpoint: bool = False
+    permuted: bool = False
     in_llama: bool = True
     llama_rounding: float = 1e-4
     positions: Positions | None = None
@@ -86,6 +88,7 @@ def row(
     kind: str,
     config_kind: str = "",
     checkpoint: bool = False,
+    permuted: bool = False,
     in_llama: bool = True,
     llama_rounding: float = 1e-4,
     positions: Positions | None = None,
@@ -108,7 +111,9 @@ def row(
             made.model.layers[0].mixer.time_step_limit = (0.0, math.inf)
         return made
 
-    return FamilyModel(architecture, functools.cache(changed), checkpoint, in_llama, llama_rounding, positions)
+    return FamilyModel(
+        architecture, functools.cache(changed), checkpoint, permuted, in_llama, llama_rounding, positions
+    )
 
 
 def smaller(
@@ -128,12 +133,12 @@ MODELS = {
     "Llama, linear": smaller("llama", "Llama", rope_parameters=rope("linear", factor=2.0)),
     "Llama, YaRN": row("llama", "Llama", rope_parameters=yarn(128)),
     "Mistral": smaller("", "Mistral", sliding_window=200),
-    "Mistral Small 3": row("mistral3", "Mistral", **THETA, sliding_window=None),
-    "Ministral 3": row("mistral3", "Ministral3", positions="absolute", rope_parameters=yarn(32, beta_fast=32.0,
-        beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)),
+    "Mistral Small 3": row("mistral3", "Mistral", permuted=True, **THETA, sliding_window=None),
+    "Ministral 3": row("mistral3", "Ministral3", permuted=True, positions="absolute", rope_parameters=yarn(32,
+        beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)),
     "Mixtral": row("llama", "Mixtral", **THETA, **EXPERTS, checkpoint=True),
-    "SmolLM3": row("smollm3", "SmolLM3", **THETA, no_rope_layers=[1, 1, 1, 0]),
-    "Arcee": row("arcee", "Arcee", **THETA),
+    "SmolLM3": row("smollm3", "SmolLM3", permuted=True, **THETA, no_rope_layers=[1, 1, 1, 0]),
+    "Arcee": row("arcee", "Arcee", permuted=True, **THETA),
     "Qwen 2": smaller("qwen2", "Qwen2", **THETA),
     "Qwen 3": smaller("qwen3", "Qwen3", **THETA),
     "Qwen 2 MoE": smaller("qwen2moe", "Qwen2Moe", **THETA, **SMALL, intermediate_size=64,
@@ -193,12 +198,13 @@ MODELS = {
     "HunYuan MoE": row("hunyuan-moe", "HunYuanMoEV1", **THETA, positions="absolute", num_experts=4, moe_topk=2),
     "Cohere": row("command-r", "Cohere", **THETA, logit_scale=0.25),
     "Cohere 2": row("cohere2", "Cohere2", **THETA, **SLIDING, logit_scale=0.25),
-    "Granite": row("granite", "Granite", **THETA, **SCALES),
-    "Granite MoE": row("granitemoe", "GraniteMoe", **THETA, **EXPERTS, **SCALES),
-    "Granite 4": row("granitehybrid", "GraniteMoeHybrid", **GRANITE_4, mamba_n_groups=1),
-    "Granite 4, biases": row("granitehybrid", "GraniteMoeHybrid", **GRANITE_4, mamba_n_groups=1, mamba_proj_bias=True,
-        in_llama=False),
-    "Granite 4 with experts": row("granitehybrid", "GraniteMoeHybrid", **{**GRANITE_4, **EXPERTS}, mamba_n_groups=2),
+    "Granite": row("granite", "Granite", permuted=True, **THETA, **SCALES),
+    "Granite MoE": row("granitemoe", "GraniteMoe", permuted=True, **THETA, **EXPERTS, **SCALES),
+    "Granite 4": row("granitehybrid", "GraniteMoeHybrid", permuted=True, **GRANITE_4, mamba_n_groups=1),
+    "Granite 4, biases": row("granitehybrid", "GraniteMoeHybrid", permuted=True, **GRANITE_4, mamba_n_groups=1,
+        mamba_proj_bias=True, in_llama=False),
+    "Granite 4 with experts": row("granitehybrid", "GraniteMoeHybrid", permuted=True, **{**GRANITE_4, **EXPERTS},
+        mamba_n_groups=2),
     "Nemotron": row("nemotron", "Nemotron", **PARTIAL),
     "Nemotron-H": row("nemotron_h", "NemotronH", **NEMOTRON_H,
         layer_types=["linear_attention", "mlp", "full_attention", "mlp"]),
@@ -224,9 +230,9 @@ CHECKPOINTS = [name for name, model in MODELS.items() if model.checkpoint]
 TEXT = [number * 7 % 61 + 3 for number in range(300)]
 
 
-def written(place: Path, name: str, stored: str = "Q8_0", **keys: Any) -> Path:
-    """The GGUF file of a family at a path or in a folder, with matrices of this type, and with other metadata."""
-    model, path = MODELS[name], place / "model.gguf" if place.is_dir() else place
+def written(place: Path, name: str, stored: str = "Q8_0", model: PreTrainedModel | None = None, **keys: Any) -> Path:
+    """The GGUF file of a family at a path or in a folder: with matrices of a type, other weights, other metadata."""
+    row, path = MODELS[name], place / "model.gguf" if place.is_dir() else place
     kind = None if stored == "F32" else GGMLQuantizationType[stored]
-    write_model(path, model.make(), model.architecture, kind, **keys)
+    write_model(path, model or row.make(), row.architecture, kind, permuted=row.permuted, **keys)
     return path

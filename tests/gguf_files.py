@@ -87,6 +87,7 @@ def write_model(
     quantize: int | None = None,
     rope_factors: np.ndarray | None = None,
     pre: str | None = "gpt-2",
+    permuted: bool = False,
     **keys: Any,
 ) -> None:
     """A GGUF file of a random model, as llama.cpp's converter would write it.
@@ -98,6 +99,7 @@ def write_model(
         quantize: type of the matrices; float32 if None.
         rope_factors: factors on the RoPE wavelengths, if not those of the config.
         pre: name of the pre-tokenizer; None for none.
+        permuted: as of a Llama, rows of queries and keys are in the order of RoPE by adjacent pairs.
         keys: metadata of the architecture that are not those of the config.
     """
     writer = gguf.GGUFWriter(path, arch)
@@ -116,12 +118,23 @@ def write_model(
         weights |= unused_keys(weights, config)
     for name, weight in weights.items():
         if not (name == "lm_head.weight" and config.tie_word_embeddings):
-            for stored_name, values in stored(arch, name, weight.float().numpy(), config, names):
-                add_tensor(writer, stored_name, values, quantize)
+            values = weight.float().numpy()
+            if permuted or arch == "llama":
+                values = with_adjacent_pairs(name, values, config)
+            for stored_name, part in stored(arch, name, values, config, names):
+                add_tensor(writer, stored_name, part, quantize)
     tables = rope_tables(model) if rope_factors is None else {"rope_freqs": rope_factors}
     for name, factors in tables.items():
         writer.add_tensor(f"{name}.weight", np.asarray(factors, np.float32))
     finish(writer)
+
+
+def with_adjacent_pairs(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """Rows of queries and keys in the order of RoPE by adjacent pairs; others as they are."""
+    if ".q_proj." not in name and ".k_proj." not in name:
+        return values
+    heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -215,11 +228,7 @@ def stored(
             yield f"{block}.ffn_{half}_exps.weight", part
         return
     owner, suffix = (name, "weight") if name.endswith("experts.down_proj") else name.rsplit(".", 1)
-    if arch in PERMUTED and (".q_proj." in name or ".k_proj." in name):
-        heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-        halves = values.reshape(heads, 2, -1, *values.shape[1:])
-        values = halves.swapaxes(1, 2).reshape(values.shape)
-    elif arch in WITH_OFFSET and name.endswith("norm.weight"):
+    if arch in WITH_OFFSET and name.endswith("norm.weight"):
         values = values + 1
     elif name.endswith("conv.conv.weight"):
         values = values[:, 0]
@@ -297,9 +306,6 @@ def in_turns(name: str, values: np.ndarray, config: Any) -> np.ndarray:
         return turned(values.T).T
     return values if name == "norm" else turned(values)
 
-
-PERMUTED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid", "mistral3")
-"""Architectures whose converter takes the rows of queries and keys to the order of RoPE by adjacent pairs."""
 
 RENAMED = {
     "e_score_correction_bias": ("exp_probs_b", "bias"), "block_sparse_moe.router.weight": ("ffn_gate_inp", "weight"),

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from huggingface_hub import close_session
 
+from h2o_stream.base.progress import Progress
+from h2o_stream.base.startup import LOG, importing, quieten_libraries
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.find import find_before_imports
 from h2o_stream.models.hub import download_bars, fetch, reachable
-from h2o_stream.progress import Progress
-from h2o_stream.startup import LOG, importing, quieten_libraries
 from tests.hub import BODY, Hub, serving_hub
 
 

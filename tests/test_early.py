@@ -15,9 +15,9 @@ from prompt_toolkit.output import DummyOutput
 
 import h2o_stream.ui.chat
 import h2o_stream.ui.start
+from h2o_stream.base.progress import Progress
 from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.errors import ModelNotFoundError
-from h2o_stream.progress import Progress
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.ui import loading
 from h2o_stream.ui.loading import LoadingLine, show_loading

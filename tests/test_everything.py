@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from h2o_lab.throughput.options import Shape
+from h2o_stream.base.processes import Processes
 from h2o_stream.compare import nll
 from h2o_stream.compare.catalog import COMPARISONS, NllOptions
 from h2o_stream.compare.comparison import Job, JobProgress
@@ -19,7 +20,6 @@ from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out, writ
 from h2o_stream.compare.options import InAll
 from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError
-from h2o_stream.processes import Processes
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.ui.comparison import _Bars, _Total, run_comparison
 from h2o_stream.ui.terminal import Terminal

@@ -21,7 +21,6 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.experts import Experts
 from tests.family_models import MODELS, written
-from tests.gguf_files import write_model
 from tests.test_native_prompt import streamed
 from tests.test_native_step import tokens_of
 from tests.tolerance import relative_error
@@ -38,8 +37,7 @@ def loaded(path: Path) -> Any:
 @torch.no_grad()
 def test_the_numbers_of_the_model(tmp_path: Path) -> None:
     model, ids = rounded(copy.deepcopy(ROW.make())), tokens_of(1, 30)
-    write_model(tmp_path / "model.gguf", model, ROW.architecture, GGMLQuantizationType.Q8_0)
-    packed = loaded(tmp_path / "model.gguf")
+    packed = loaded(written(tmp_path, "gpt-oss", model=model))
     assert isinstance(packed.model.layers[1].mlp.experts, SplitExperts)
     assert relative_error(packed(ids).logits, model(ids).logits) < 0.05  # activations are rounded
 

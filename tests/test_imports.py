@@ -16,6 +16,8 @@ from tests.test_streams import LINES
 
 ROOT = Path(h2o_stream.__file__).parent
 LAYERS = (
+    "base",
+    "config",
     "cache",
     "native",
     "attachment",

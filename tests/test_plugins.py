@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Annotated
 
 from h2o_stream.compare.options import ComparisonOptions, Policies
-from h2o_stream.options import Option
+from h2o_stream.base.options import Option
 
 
 @dataclass(frozen=True, kw_only=True)

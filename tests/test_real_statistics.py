@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 
 from h2o_stream import CacheConfig, attach
@@ -29,8 +28,8 @@ from h2o_stream.runtime.sources import ModelFile
 from tests.descriptions import difference
 from tests.families import FAMILIES, GROUPED, tiny
 from tests.family_models import GGUF, MODELS, RECURRENT
+from tests.family_models import written as family_file
 from tests.fixtures import refusal
-from tests.gguf_files import write_model
 from tests.real_statistics import with_real_statistics
 from tests.test_describe import OTHERS
 
@@ -123,9 +122,7 @@ class TestThroughTorch:
 
 def written(folder: Path, name: str, seed: int) -> Path:
     """The file of a model with real statistics."""
-    row, path = MODELS[name], folder / "model.gguf"
-    write_model(path, with_real_statistics(row.make(), seed), row.architecture, GGMLQuantizationType.Q8_0)
-    return path
+    return family_file(folder, name, model=with_real_statistics(MODELS[name].make(), seed))
 
 
 class TestFiles:
