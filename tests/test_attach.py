@@ -190,15 +190,12 @@ class TestBatches:
     @torch.no_grad()
     def test_eight_prompts_on_the_real_model(self, embedded: LoadedModel) -> None:
         prompts = [
-            "Paris",
-            "Once upon a time there was",
-            "The three primary colours are red,",
+            "Paris", "Once upon a time there was", "The three primary colours are red,",
             "Question: what do bees make? Answer:",
-            "In 1969 the first man on the Moon said that it was one small step for a man, and",
-            "def add(a, b):",
+            "In 1969 the first man on the Moon said that it was one small step for a man, and", "def add(a, b):",
             "A list of fruit: apples, pears, plums, cherries, grapes, melons, figs, dates, " * 3,
             "The weather today is sunny, tomorrow it will rain, and the day after tomorrow nobody knows. " * 2,
-        ]
+        ]  # fmt: skip
         tokenizer, model = embedded.tokenizer, embedded.model
         rows = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in prompts]
         with attach(model, CacheConfig(window=16)):

@@ -131,13 +131,10 @@ class TestCommands:
         done = piped(tiny_folder, lines)
         said = re.findall(r"\*\*You\*\*\n\n(.*?)\n\n\*\*Model", out.read_text(), re.DOTALL)
         assert [text.replace("\n\n", "|") for text in said] == [
-            "my notes.txt:|This is my notes.txt.",
-            "my notes.txt:|This is my notes.txt.|What is it?",
-            "my:|This is my.|notes.txt?",
-            "my notes.txt:|This is my notes.txt.|Why?",
-            "my:|This is my.|note",
+            "my notes.txt:|This is my notes.txt.", "my notes.txt:|This is my notes.txt.|What is it?",
+            "my:|This is my.|notes.txt?", "my notes.txt:|This is my notes.txt.|Why?", "my:|This is my.|note",
             "it's.txt:|This is it's.txt.|or it's not",
-        ]
+        ]  # fmt: skip
         for words in (
             "/file no such file: No such file",
             "/file no: No such file",

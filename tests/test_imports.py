@@ -16,22 +16,9 @@ from tests.test_streams import LINES
 
 ROOT = Path(h2o_stream.__file__).parent
 LAYERS = (
-    "base",
-    "config",
-    "cache",
-    "native",
-    "attachment",
-    "models",
-    "runtime",
-    "loading",
-    "engine",
-    "recall",
-    "session",
-    "serve",
-    "compare",
-    "ui",
-    "cli",
-)
+    "base", "config", "cache", "native", "attachment", "models", "runtime", "loading", "engine", "recall", "session",
+    "serve", "compare", "ui", "cli",
+)  # fmt: skip
 """A layer imports only layers before it, except for a `__main__`, which is a command."""
 
 MODULES = {
@@ -127,17 +114,9 @@ def test_commands_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 _SLOW = {
-    "torch",
-    "transformers",
-    "huggingface_hub",
-    "pydantic",
-    "prompt_toolkit",
-    "asyncio",
-    "gguf",
-    "rich.markdown",
-    "h2o_stream.ui.commands",
-    "h2o_stream.ui.tables",
-}
+    "torch", "transformers", "huggingface_hub", "pydantic", "prompt_toolkit", "asyncio", "gguf", "rich.markdown",
+    "h2o_stream.ui.commands", "h2o_stream.ui.tables",
+}  # fmt: skip
 """What one reply needs nothing of; each takes a tenth of its time or more, or brings in what does."""
 
 

@@ -30,14 +30,11 @@ _ALTERNATES = (
 _NO_SYSTEM = "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 _FIRST = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
 TEMPLATES = {
-    "any": _LOOP.replace("CHECK", ""),
-    "strict": _LOOP.replace("CHECK", _NO_SYSTEM + _ALTERNATES),
-    "no system": _LOOP.replace("CHECK", _NO_SYSTEM),
-    "system first": _LOOP.replace("CHECK", _FIRST),
+    "any": _LOOP.replace("CHECK", ""), "strict": _LOOP.replace("CHECK", _NO_SYSTEM + _ALTERNATES),
+    "no system": _LOOP.replace("CHECK", _NO_SYSTEM), "system first": _LOOP.replace("CHECK", _FIRST),
     "omits system": "{{ '' }}" + _LOOP.replace("CHECK", "{% if m.role == 'system' %}{% continue %}{% endif %}"),
-    "fallback": FALLBACK_TEMPLATE,
-    "hermes": HERMES,
-}
+    "fallback": FALLBACK_TEMPLATE, "hermes": HERMES,
+}  # fmt: skip
 Messages = list[dict[str, str]]
 
 

@@ -57,11 +57,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 
 SCHEMA = {
-    "type": "object",
-    "properties": {"é": {"enum": ["日本", "\n"]}},
-    "required": ["é"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"é": {"enum": ["日本", "\n"]}}, "required": ["é"], "additionalProperties": False,
+}  # fmt: skip
 RESPONSE_TOOL = {"type": "function", **STRICT["function"]}  # type: ignore[dict-item]
 TEXTS = st.sampled_from(
     ["Hi.", "日本語 é 😀", "<|im_end|>", "x<|im_end|", ">", "", " ", "\n\n", "\ud800", "a" * 300, "\0"]

@@ -77,11 +77,8 @@ def test_a_race_in_the_shell(tiny_folder: Path, text: Path, tmp_path: Path, monk
     figures = [record for record in records if record["type"] == "speed"]
     combinations = [(figure["engine"], figure["policy"], figure["window"], figure["history"]) for figure in figures]
     assert combinations == [
-        (OURS, "full", None, 64),
-        (OURS, "h2o", 32, 64),
-        (TRANSFORMERS, "full", None, 64),
-        (OURS, "h2o", 32, 600),
-    ]
+        (OURS, "full", None, 64), (OURS, "h2o", 32, 64), (TRANSFORMERS, "full", None, 64), (OURS, "h2o", 32, 600),
+    ]  # fmt: skip
     for figure in figures:
         assert figure["dtype"] == "float32"
         assert figure["quantize"] == "none"

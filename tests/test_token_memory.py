@@ -100,16 +100,10 @@ def test_it_is_filled_while_nothing_searches_it() -> None:
     assert [torch.equal(*pair) for pair in zip(*logits.values(), strict=True)] == [True, True, True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"policy": "full"}, "full evicts nothing"),
-        ({"positions": "absolute"}, "not rotated yet"),
-        ({"device": "cpu"}, "--cache-device cpu"),
-        ({"memory": 0}, "--memory takes"),
-        ({"chunk": 0}, "--chunk"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"policy": "full"}, "full evicts nothing"), ({"positions": "absolute"}, "not rotated yet"),
+    ({"device": "cpu"}, "--cache-device cpu"), ({"memory": 0}, "--memory takes"), ({"chunk": 0}, "--chunk"),
+])  # fmt: skip
 def test_refusals(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         CacheConfig(**{"memory": "auto", **changes})

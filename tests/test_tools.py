@@ -207,12 +207,9 @@ class TestMessages:
     def test_what_is_shown_and_searched_for(self) -> None:
         messages = parse_messages(TURNS[3])
         assert text_of(messages).splitlines() == [
-            "tool: Sunday",
-            "So?",
-            'assistant: weather({"city": "Bern"}) time({"city": "Bern"})',
-            "tool: 19 degrees",
+            "tool: Sunday", "So?", 'assistant: weather({"city": "Bern"}) time({"city": "Bern"})', "tool: 19 degrees",
             "tool: 13:00",
-        ]
+        ]  # fmt: skip
         assert (question_of(messages), question_of([result("1")]), question_of("a")) == ("So?", "", "a")
         changed = change_question(messages, str.upper)
         assert question_of(changed) == "SO?"
