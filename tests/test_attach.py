@@ -8,7 +8,6 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, pipeline
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
-from h2o_stream.loading.transformers_model import LoadedModel
 from tests.families import each_family
 from tests.fixtures import ids, make_llama, thinned
 from tests.in_turn import in_turn
@@ -185,24 +184,6 @@ class TestBatches:
     def test_a_mask_without_tokens_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny), pytest.raises(ConfigError, match="hides every token"):
             tiny(ids(3), attention_mask=torch.zeros(1, 3))
-
-    @pytest.mark.exhaustive
-    @torch.no_grad()
-    def test_eight_prompts_on_the_real_model(self, embedded: LoadedModel) -> None:
-        prompts = [
-            "Paris", "Once upon a time there was", "The three primary colours are red,",
-            "Question: what do bees make? Answer:",
-            "In 1969 the first man on the Moon said that it was one small step for a man, and", "def add(a, b):",
-            "A list of fruit: apples, pears, plums, cherries, grapes, melons, figs, dates, " * 3,
-            "The weather today is sunny, tomorrow it will rain, and the day after tomorrow nobody knows. " * 2,
-        ]  # fmt: skip
-        tokenizer, model = embedded.tokenizer, embedded.model
-        rows = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in prompts]
-        with attach(model, CacheConfig(window=16)):
-            together = model.generate(**padded(rows), max_new_tokens=5, **GREEDY)
-            for number, row in enumerate(rows):
-                said = model.generate(**alone(row), max_new_tokens=5, **GREEDY)[0, row.shape[1] :]
-                assert together[number, -5:].equal(said)
 
 
 class TestPipeline:

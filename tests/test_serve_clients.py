@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from h2o_stream.config import ModelConfig
 from h2o_stream.models.loaded import short_name
 from h2o_stream.models.templates import FALLBACK_TEMPLATE
 from h2o_stream.native import library
@@ -184,12 +185,12 @@ class TestServer:
 
 
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
-def test_strict(tmp_path: Path) -> None:
-    running = Running(tmp_path, strict=True)
+def test_strict(tiny_folder: Path, tmp_path: Path) -> None:
+    running = Running(tmp_path, ModelConfig(str(tiny_folder), dtype="float32"), strict=True)
     try:
         assert running.ask("Hello.", model="gpt-4")[1]["error"]["code"] == "model_not_found"
         status, answer = running.ask("Hello.", no_such_field=1)
         assert (status, answer["error"]["param"]) == (400, "no_such_field")
-        assert running.ask("Hello.", model="smollm2-135m")[0] == 200
+        assert running.ask("Hello.", model=running.service.name)[0] == 200
     finally:
         running.close()
