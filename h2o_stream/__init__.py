@@ -8,9 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from h2o_stream.base.startup import let_idle_threads_sleep
 from h2o_stream.config import CacheConfig, RecallConfig, SamplingConfig
 from h2o_stream.errors import ConfigError, H2OStreamError, ModelNotFoundError, UnsupportedModelError
-from h2o_stream.startup import let_idle_threads_sleep
 
 if TYPE_CHECKING:
     from h2o_stream.attachment.attach import attach
@@ -50,7 +50,7 @@ let_idle_threads_sleep()
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module("h2o_stream.resources").version_of("h2o-stream")
+        return import_module("h2o_stream.base.resources").version_of("h2o-stream")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

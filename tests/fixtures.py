@@ -16,13 +16,13 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
+from h2o_stream.base.resources import wheel_file
 from h2o_stream.config import ModelConfig
 from h2o_stream.engine.served import serve
 from h2o_stream.loading.loading import load_model
 from h2o_stream.loading.transformers_model import LoadedModel, load, load_tokenizer
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.recall.terms import TermWeights
-from h2o_stream.resources import wheel_file
 from tests.gguf_files import write_model
 from tests.kept_tokenizers import keep_tokenizers
 from tests.preloaded import fork_other_pythons

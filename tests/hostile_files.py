@@ -38,12 +38,13 @@ def changed(rng: random.Random, number: float, others: Sequence[float]) -> float
 
 @dataclass(frozen=True)
 class Gguf:
-    """The parts of a GGUF file: values by key, tensors, and what they hold."""
+    """The parts of a GGUF file: values by key, tensors, and what they hold; bytes at some places of the header."""
 
     values: Mapping[str, Any]
     raw: Mapping[str, bytes]
     tensors: tuple[GgufTensor, ...]
     data: Mapping[str, bytes]
+    damage: tuple[tuple[float, bytes], ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> "Gguf":
@@ -58,8 +59,8 @@ class Gguf:
 
     def mutated(self, rng: random.Random) -> "Gguf":
         """With one change."""
-        kind = rng.choices((self._other_value, self._without, self._exchanged, self._other_tensor, self._other_data),
-                           (60, 5, 5, 20, 10))[0]  # fmt: skip
+        kind = rng.choices((self._other_value, self._without, self._exchanged, self._other_tensor, self._other_data,
+                            self._damaged), (50, 5, 5, 20, 10, 10))[0]  # fmt: skip
         return kind(rng)
 
     def _own(self, rng: random.Random) -> str:
@@ -141,6 +142,9 @@ class Gguf:
                 data[start : start + 4] = struct.pack("<f", rng.choice(values))
         return replace(self, data={**self.data, tensor.name: bytes(data)})
 
+    def _damaged(self, rng: random.Random) -> "Gguf":
+        return replace(self, damage=(*self.damage, (rng.random() ** 2, _other_bytes(rng))))
+
     def write(self, path: Path) -> None:
         infos, parts, offset = [], [], 0
         for tensor in self.tensors:
@@ -150,6 +154,9 @@ class Gguf:
             parts.append(data + bytes(-len(data) % 32))
             offset += len(parts[-1])
         head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(infos), len(self.raw)), *self.raw.values(), *infos])
+        for place, put in self.damage:
+            at = int(place * len(head))
+            head = head[:at] + put + head[at + len(put) :]
         path.write_bytes(b"".join([head, bytes(-len(head) % 32), *parts, bytes(64)]))
 
 
@@ -217,12 +224,16 @@ class Folder:
             file.write_bytes(content)
 
 
+def _other_bytes(rng: random.Random) -> bytes:
+    return rng.choice((rng.randbytes(rng.choice((1, 4, 8))), struct.pack("<q", rng.choice((*NUMBERS, -1)))))
+
+
 def _changed_bytes(rng: random.Random, content: bytes) -> bytes:
     """With other bytes at some place, more often near the begin, or cut off."""
     data, length = bytearray(content), max(1, len(content))
     for _ in range(rng.choice((1, 1, 4))):
         at = rng.randrange(min(length, 200) if rng.random() < 0.5 else length)
-        put = rng.choice((rng.randbytes(rng.choice((1, 4, 8))), struct.pack("<q", rng.choice((*NUMBERS, -1)))))
+        put = _other_bytes(rng)
         data[at : at + rng.choice((0, len(put), len(put)))] = put
     return bytes(data[: rng.randrange(length)] if rng.random() < 0.1 else data)
 

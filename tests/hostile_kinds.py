@@ -110,13 +110,9 @@ def _open_model(path: Path, seed: Seed) -> None:
         else:
             source = loading.open_source(config, path, _ignore)
             tokenizer = source.tokenizer()[0]
-            with patch.object(sources, "file_digest", _no_digest):  # it takes as long as the rest
+            with patch.object(sources, "shipped_digest", lambda *_: "any"):  # it takes as long as the rest
                 model = source.model(source.describe(_ignore), ())
     _step(model, tokenizer("the an th")["input_ids"])
-
-
-def _no_digest(*_: Any) -> str:
-    return ""
 
 
 def _open_with_torch(path: Path, seed: Seed) -> None:

@@ -5,8 +5,9 @@ that have exactly the sizes that abi.h says. Under the address sanitizer, which 
 import ctypes
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,9 @@ from tests.hostile_files import changed
 _MAX_BYTES, _MAX_LAYERS = 2**25, 16
 """Of an array that is made, and of all layers; what needs more is not computed."""
 
+_NUMBERS = {"free": 0, "seen": 0, "recent": 2, "span": 8}
+"""Of slots."""
+
 TOKENS, STEPS = 5, 4
 
 
@@ -38,55 +42,40 @@ class Structs:
         """With another number."""
         if rng.random() < 0.1:
             names = [name for name, kind in abi.AttentionLayer._fields_ if kind is not ctypes.c_void_p]
-            name = rng.choice(names[names.index("policy") : names.index("memory_distance")])
+            name = rng.choice([*names[names.index("policy") : names.index("memory_distance")], *_NUMBERS])
             return replace(self, cache=(*self.cache, (name, changed(rng, rng.choice((0, 1, 2, 4, 16)), ()))))
         number = rng.randrange(-1, len(self.layers))
         kind, data = (abi.Model, self.model) if number < 0 else (abi.Layer, self.layers[number])
-        struct = kind.from_buffer_copy(data)
-        leaves = [(owner, name) for owner, name, leaf in _leaves(struct) if leaf is not ctypes.c_void_p]
-        owner, name = rng.choice(leaves)
-        sizes = [value for owner, name in leaves if type(value := _get(owner, name)) is int and value > 1]
-        new = changed(rng, _get(owner, name), sizes)
-        _set(owner, name, _number(new, type(_get(owner, name))))
+        changing = bytearray(data)
+        numbers = [part for part in _parts(kind, changing) if isinstance(part, ctypes.c_int64 | ctypes.c_double)]
+        chosen = rng.choice(numbers)
+        sizes = [part.value for part in numbers if isinstance(part, ctypes.c_int64) and part.value > 1]
+        chosen.value = _number(changed(rng, chosen.value, sizes), type(chosen))
         if number < 0:
-            return replace(self, model=bytes(struct))
-        return replace(self, layers=(*self.layers[:number], bytes(struct), *self.layers[number + 1 :]))
+            return replace(self, model=bytes(changing))
+        return replace(self, layers=(*self.layers[:number], bytes(changing), *self.layers[number + 1 :]))
 
     def write(self, path: Path) -> None:
         pass
 
 
-def _number(value: float, kind: type) -> float:
+def _number(value: float, kind: Any) -> Any:
     """What is nearest to it of a C number."""
-    if kind is float:
+    if kind is ctypes.c_double:
         return float(max(-1e308, min(value, 1e308)))
     return int(max(-(2**63), min(value, 2**63 - 1))) if value == value else 0
 
 
-def _leaves(struct: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Every number and pointer in a structure: where it is, its name or place there, and its type."""
-    for name, kind in struct._fields_:
-        if issubclass(kind, ctypes.Structure):
-            yield from _leaves(getattr(struct, name))
-        elif issubclass(kind, ctypes.Array):
-            for place, item in enumerate(getattr(struct, name)):
-                if isinstance(item, ctypes.Structure):
-                    yield from _leaves(item)
-                else:
-                    yield getattr(struct, name), place, kind._type_
-        elif kind in (ctypes.c_void_p, ctypes.c_int64, ctypes.c_double):
-            yield struct, name, kind
-
-
-def _get(owner: Any, name: Any) -> Any:
-    return owner[name] if isinstance(name, int) else getattr(owner, name)
-
-
-def _set(owner: Any, name: Any, value: Any) -> None:
-    if isinstance(name, int):
-        owner[name] = value
-    else:
-        setattr(owner, name, value)
+def _parts(kind: Any, data: Any, offset: int = 0) -> Iterator[Any]:
+    """Every structure, number and pointer in a structure, which share its memory."""
+    if issubclass(kind, ctypes.Array):
+        for number in range(kind._length_):
+            yield from _parts(kind._type_, data, offset + number * ctypes.sizeof(kind._type_))
+        return
+    yield kind.from_buffer(data, offset)
+    if issubclass(kind, ctypes.Structure):
+        for name, each in kind._fields_:
+            yield from _parts(each, data, offset + getattr(kind, name).offset)
 
 
 class _TooLargeError(Exception):
@@ -101,10 +90,10 @@ class _Arrays:
 
     def new(self, dtype: str, *shape: int, value: float = 0) -> int:
         """The address of a new array of numbers."""
-        sizes = [max(x, 0) for x in shape]  # what has others is refused
-        if math.prod(sizes) * numpy.dtype(dtype).itemsize > _MAX_BYTES:
+        count = math.prod(max(size, 0) for size in shape)  # what has negative ones is refused
+        if count * numpy.dtype(dtype).itemsize > _MAX_BYTES:
             raise _TooLargeError
-        self._kept.append(numpy.full(sizes, value, dtype))
+        self._kept.append(numpy.full(count, value, dtype))
         return int(self._kept[-1].ctypes.data)
 
     def order(self, size: int) -> int:
@@ -121,15 +110,14 @@ class _Arrays:
 
     def matrices(self, struct: Any) -> None:
         """The weights of all matrices in a structure."""
-        for owner, name, _ in list(_leaves(struct)):
-            if isinstance(owner, abi.Matrix) and name == "weights" and owner.weights:
-                rows, columns, kind = owner.rows, owner.columns, owner.kind
-                if kind not in list(MatrixKind) or (kind not in DENSE and not columns_fit(MatrixKind(kind), columns)):
-                    continue  # what is not read is not looked at
-                dense = DENSE.get(MatrixKind(kind))
-                size = rows * columns * (4 if dense == "float32" else 2)
-                owner.weights = self.new("uint8", size if dense else packed_bytes(MatrixKind(kind), rows, columns))
-                self.fill(owner, bias=rows)
+        for matrix in _parts(type(struct), struct):
+            if not isinstance(matrix, abi.Matrix) or not matrix.weights or matrix.kind not in list(MatrixKind):
+                continue
+            rows, columns, kind = matrix.rows, matrix.columns, MatrixKind(matrix.kind)
+            if kind in DENSE or columns_fit(kind, columns):  # what is not read is not looked at
+                size = rows * columns * (4 if DENSE.get(kind) == "float32" else 2)
+                matrix.weights = self.new("uint8", size if kind in DENSE else packed_bytes(kind, rows, columns))
+                self.fill(matrix, bias=rows)
 
 
 def _fill_layer(new: _Arrays, model: Any, layer: Any) -> None:
@@ -149,15 +137,14 @@ def _fill_layer(new: _Arrays, model: Any, layer: Any) -> None:
     new.fill(shape, sink_logits=shape.query_heads)
     new.fill(layer, frequencies=layer.absolute_rotary_dims // 2)
     new.fill(experts, choice_bias=experts.router.rows, factors=experts.router.rows)
-    new.fill(
-        mixer.convolution, weight=mixer.convolution.channels * mixer.convolution.kernel, bias=mixer.convolution.channels
-    )
+    channels = mixer.convolution.channels
+    new.fill(mixer.convolution, weight=channels * mixer.convolution.kernel, bias=channels)
     new.fill(mixer, rate=mixer.heads, decay_bias=mixer.heads, skip=mixer.heads)
     n = model.versions
     new.fill(layer.altup, router=n * hidden, prediction=n**3, correction=n**2, embedding_scale=hidden)
 
 
-def _slots(new: _Arrays, attention: Any, slots: int) -> dict[str, int]:
+def _slots(new: _Arrays, attention: Any, slots: int, numbers: Mapping[str, int]) -> dict[str, int]:
     """Empty slots of all heads of a layer."""
     heads, bits, number = attention.kv_heads, attention.kv_bits, "uint16" if attention.in_bfloat16 else "float32"
     exact = slots if bits == 16 else attention.exact_sinks + attention.residual
@@ -168,16 +155,14 @@ def _slots(new: _Arrays, attention: Any, slots: int) -> dict[str, int]:
     fields = {f"{name}s": new.new(number, heads, exact, size) for name, size in sizes.items()}
     if bits < 16:
         fields |= {f"{name}_codes": new.new("uint8", heads, coded, size * bits // 8) for name, size in sizes.items()}
-        fields |= {
-            "key_range": new.new("float32", heads, 2, sizes["key"]),
-            "value_grid": new.new("uint16", heads, coded, 2),
-        }
-    order = new.order(heads)
+        fields["key_range"] = new.new("float32", heads, 2, sizes["key"])
+        fields["value_grid"] = new.new("uint16", heads, coded, 2)
     return fields | {
         "scores": new.new("float32", heads, slots, value=-numpy.inf), "long_term": new.new("float32", heads, slots),
         "index": new.new("int32", heads, slots, value=-1), "rank": new.new("int16", heads, slots, value=slots),
-        "free": new.new("int64", heads, value=exact if bits < 16 else 0), "seen": new.new("int64", 1), "heads": order,
-        "head_count": heads, "slot_count": slots, "recent": 2, "span": 8,
+        "free": new.new("int64", heads, value=numbers["free"] + (exact if bits < 16 else 0)),
+        "seen": new.new("int64", 1, value=numbers["seen"]), "recent": numbers["recent"], "span": numbers["span"],
+        "heads": new.order(heads), "head_count": heads, "slot_count": slots,
     }  # fmt: skip
 
 
@@ -186,13 +171,9 @@ def compute(path: Path, seed: Structs) -> None:
     native = library.loaded()
     assert native
     new, model = _Arrays(), abi.Model.from_buffer_copy(seed.model)
-    if not 0 < model.layer_count <= _MAX_LAYERS:
-        model.layer_count, count = min(model.layer_count, 0), 1
-    else:
-        count = model.layer_count
-    layers = (abi.Layer * count).from_buffer_copy(
-        b"".join(seed.layers[number % len(seed.layers)] for number in range(count))
-    )
+    count = model.layer_count if 0 < model.layer_count <= _MAX_LAYERS else 1
+    model.layer_count = min(model.layer_count, count)  # there are no more
+    layers = (abi.Layer * count).from_buffer_copy(b"".join(islice(cycle(seed.layers), count)))
     model.layers = ctypes.cast(layers, ctypes.POINTER(abi.Layer))
     try:
         for layer in layers:
@@ -225,11 +206,14 @@ def _run(native: Any, new: _Arrays, model: Any, layers: Any, cache: tuple[tuple[
         attention.policy, attention.position_mode, attention.kv_bits = first % 4, first % 3, 16
         attention.rope_rows, attention.rotary_dims = 9, layer.absolute_rotary_dims // 2 * 2
         attention.exact_sinks, attention.residual = 2, 4
+        numbers = dict(_NUMBERS)
         for name, value in cache:
-            kind = dict(abi.AttentionLayer._fields_)[name]
-            setattr(attention, name, _number(value, float if kind is ctypes.c_double else int))
+            if name in numbers:
+                numbers[name] = _number(value, ctypes.c_int64) // 2
+            else:
+                setattr(attention, name, _number(value, dict(abi.AttentionLayer._fields_)[name]))
         attention.rope = new.new("float32", attention.rope_rows, attention.rotary_dims, value=0.5)
-        count.append(_slots(new, attention, slots))
+        count.append(_slots(new, attention, slots, numbers))
         first += 1
     for layer in layers:
         mixer = layer.mixer

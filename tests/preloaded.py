@@ -65,12 +65,9 @@ class Preloaded(subprocess.Popen[Any]):
             descriptors = [default if stream == -1 else stream for default, stream in enumerate(streams)]
             socket.send_fds(server(), [b"."], [*descriptors, theirs.fileno()])
         request = {
-            "arguments": arguments,
-            "cwd": os.fspath(cwd or Path.cwd()),
-            "env": dict(os.environ if env is None else env),
-            "terminal": self._terminal,
-            "closed": list(self._closed),
-        }
+            "arguments": arguments, "cwd": os.fspath(cwd or Path.cwd()),
+            "env": dict(os.environ if env is None else env), "terminal": self._terminal, "closed": list(self._closed),
+        }  # fmt: skip
         reply.sendall(json.dumps(request).encode() + b"\n")
         self._reply = reply.makefile("rb")
         self._socket = reply

@@ -7,9 +7,9 @@ import torch
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment import retrieval_heads
+from h2o_stream.base.processes import Processes
 from h2o_stream.config import ModelConfig
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.processes import Processes
 
 processes = Processes()
 loaded = load(ModelConfig(sys.argv[1], dtype="float32", device="cpu", tensor_parallel=processes.count > 1))

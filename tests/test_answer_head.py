@@ -20,7 +20,7 @@ from h2o_stream.recall.answer_head import AnswerHead, Floats, Text, find_head
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Passage
 from h2o_stream.runtime import first_layers
-from h2o_stream.runtime.known import read_answer_head
+from h2o_stream.runtime.measured import read_answer_head
 from tests.fixtures import make_llama
 
 needs_library = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from h2o_stream.base.memory import disk_bytes
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import CacheConfig, Settings
-from h2o_stream.memory import disk_bytes
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.session.turn import Timings, Turn
 from h2o_stream.ui.start import LoadedConversation

@@ -33,7 +33,7 @@ def compared(place: tuple[Path, Path], *options: str) -> list[dict[str, Any]]:
 
 def test_steps_in_float32_are_nearly_exact(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is not installed is left out."""
-    monkeypatch.setattr("h2o_stream.resources.find_spec", lambda name: None)
+    monkeypatch.setattr("h2o_stream.base.resources.find_spec", lambda name: None)
     (record,) = compared(place, "--dtype", "float32")
     assert (record["engine"], record["dtype"], record["tokens"]) == ("h2o-stream", "float32", 40)
     assert record["kl"] < 1e-6

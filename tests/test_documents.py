@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from docx import Document
 
+from h2o_stream.base.texts import piped_lines, piped_text, read_text
 from h2o_stream.errors import DataError
-from h2o_stream.texts import piped_lines, piped_text, read_text
 from h2o_stream.ui.files import find_files, read_all
 
 

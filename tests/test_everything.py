@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from h2o_lab.throughput.options import Shape
+from h2o_stream.base.processes import Processes
 from h2o_stream.compare import nll
 from h2o_stream.compare.catalog import COMPARISONS, NllOptions
 from h2o_stream.compare.comparison import Job, JobProgress
@@ -19,7 +20,6 @@ from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out, writ
 from h2o_stream.compare.options import InAll
 from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError
-from h2o_stream.processes import Processes
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.ui.comparison import _Bars, _Total, run_comparison
 from h2o_stream.ui.terminal import Terminal
@@ -102,10 +102,7 @@ def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monk
     again = invoke("h2o-compare", *arguments)
     assert left_out_of(again.stdout) == [], "it is tried again"
     assert read_left_out(tmp_path / "out") == []
-    assert (
-        len([record for record in records(again.stdout) if record["type"] == "nll"])
-        == len(FEW["nll"]["policies"]) * 2 - 1
-    )
+    assert len([record for record in records(again.stdout) if record["type"] == "nll"]) == len(POLICIES) * 2 - 1
 
 
 @pytest.mark.exhaustive

@@ -11,10 +11,10 @@ import gguf
 import numpy
 import pytest
 
+from h2o_stream.base.texts import piped_lines, piped_text, read_text
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.texts import piped_lines, piped_text, read_text
 from tests.commands import invoke
 
 TEXT = "Grüße aus Köln.\nZwei Zeilen, 日本."

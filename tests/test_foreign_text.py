@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 import h2o_stream
+from h2o_stream.base.progress import Progress
 from h2o_stream.cli import chat, run
 from h2o_stream.models import other_tools as stores
 from h2o_stream.models.other_tools import StoredModel
-from h2o_stream.progress import Progress
 from h2o_stream.recall.passage import Candidate, Passage, Recalled
 from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.report import RunReport

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from h2o_stream import UnsupportedModelError
+from h2o_stream.base.progress import ignore
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.loading.loading import load_model
 from h2o_stream.models import gguf_export
@@ -20,7 +21,6 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.gguf_pretokenizer import _REGEXES
 from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
-from h2o_stream.progress import ignore
 from tests.fixtures import make_llama
 from tests.gguf_files import finish, write_model
 from tests.in_turn import in_turn

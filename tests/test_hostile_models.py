@@ -13,7 +13,9 @@ import pytest
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.loading.transformers_model import load
+from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
+from h2o_stream.native.stepper import open_step
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
 from h2o_stream.session.state_files import StateFiles
@@ -158,6 +160,20 @@ def test_the_table_of_rotations_is_as_long_as_the_stream(smollm3: Gguf, tmp_path
         served.forward([token])
     rows = [layer.attention.rope_rows for layer in served.stepper.model.layers if layer.attention.rope]
     assert 80 <= max(rows) <= 256
+
+
+def test_native_code_names_what_does_not_fit(smollm3: Gguf, tmp_path: Path) -> None:
+    smollm3.write(tmp_path / "model.gguf")
+    source = ModelFile("model", tmp_path / "model.gguf", "float32")
+    served = source.model(source.describe(print)).serve(CacheConfig("recent", window=16, chunk=8))
+    served.forward([3, 4])
+    served.stepper.model.layers[1].attention.kv_heads = 3
+    with pytest.raises(H2OStreamError, match="numbers of the cache do not fit"):
+        served.forward([5])
+    native = library.loaded()
+    assert native
+    with pytest.raises(H2OStreamError, match="an attention does not fit the rest of the model"):
+        open_step(native, served.stepper.model)
 
 
 def test_experts_of_a_router_without_numbers(tmp_path: Path) -> None:

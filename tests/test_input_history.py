@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-from h2o_stream import resources
+from h2o_stream.base import resources
 from h2o_stream.ui import message_prompt as module
 from h2o_stream.ui.message_prompt import LimitedHistory, input_history
 

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, ConfigError, attach
+from h2o_stream.base.progress import Progress
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.loading import saved_model
@@ -26,7 +27,6 @@ from h2o_stream.models.quantize import FORMAT, PackedConfig
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
-from h2o_stream.progress import Progress
 from tests.family_models import written as write_gguf
 from tests.fixtures import make_llama, saved
 from tests.tolerance import relative_error

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, Engine, SamplingConfig, attach
+from h2o_stream.base.logs import MAX_MARKS, Log, NumberLog
 from h2o_stream.cache import shared_state
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import DataError
-from h2o_stream.logs import MAX_MARKS, Log, NumberLog
 from h2o_stream.serve.store import Store
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.conversation import Conversation

@@ -5,7 +5,7 @@ import sys
 import psutil
 import pytest
 
-from h2o_stream.memory import limit_kernel_caches, trim_heap
+from h2o_stream.base.memory import limit_kernel_caches, trim_heap
 
 LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
@@ -38,7 +38,7 @@ def test_the_peak_is_one_that_nobody_looked_at() -> None:
     """In a new process, whose parent's size must not matter."""
     code = """
 import psutil
-from h2o_stream.memory import peak_bytes
+from h2o_stream.base.memory import peak_bytes
 from h2o_stream.session.report import RunReport
 report, before = RunReport(), psutil.Process().memory_info().rss
 held = bytearray(b"x") * 300_000_000

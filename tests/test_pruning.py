@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_stream import measurements
+from h2o_stream.cache import measurements
 from h2o_stream.models import gguf_export
 from h2o_stream.models import packed_cache as packed_models
 from h2o_stream.models.gguf import GgufFile

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_stream import resources
+from h2o_stream.base import resources
 from h2o_stream.errors import DataError
 from h2o_stream.session import questions
 from h2o_stream.session.questions import load_questions, read_questions

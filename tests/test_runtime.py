@@ -26,7 +26,7 @@ from h2o_stream.native import library
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import sources
-from h2o_stream.runtime.known import read_windows, shipped_digest
+from h2o_stream.runtime.measured import read_windows, shipped_digest
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.rotations import rope_frequencies
 from h2o_stream.runtime.sources import ModelFile

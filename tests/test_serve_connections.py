@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_stream import startup
+from h2o_stream.base import startup
 from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
@@ -106,7 +106,7 @@ def test_a_log_that_cannot_be_opened_again_stops_nobody(tmp_path: Path) -> None:
     """As after uvicorn had closed it, when there was no descriptor left."""
     code = (
         "import logging, os, resource, sys\n"
-        "from h2o_stream import startup\n"
+        "from h2o_stream.base import startup\n"
         f"startup.log_file = lambda: __import__('pathlib').Path({str(tmp_path / 'x.log')!r})\n"
         "startup._start_log()\n"
         "logging.root.handlers[-1].close()\n"

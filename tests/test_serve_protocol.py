@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
+from h2o_stream.base.registry import Registry
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import POLICIES, CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.native import library
-from h2o_stream.registry import Registry
 from h2o_stream.serve.logprobs import TokenTexts
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.replies import Done, Piece, Seen, Started
@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = HERMES
     changed.add_tokens(["<tool_call>", "</tool_call>"])
-    model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
+    model = saved(make_llama(vocab=len(changed), context=1600), changed, tmp_path_factory.mktemp("model"))
     running = Running(
         tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
     )
@@ -57,11 +57,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 
 SCHEMA = {
-    "type": "object",
-    "properties": {"é": {"enum": ["日本", "\n"]}},
-    "required": ["é"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"é": {"enum": ["日本", "\n"]}}, "required": ["é"], "additionalProperties": False,
+}  # fmt: skip
 RESPONSE_TOOL = {"type": "function", **STRICT["function"]}  # type: ignore[dict-item]
 TEXTS = st.sampled_from(
     ["Hi.", "日本語 é 😀", "<|im_end|>", "x<|im_end|", ">", "", " ", "\n\n", "\ud800", "a" * 300, "\0"]
@@ -162,7 +159,7 @@ def check_logprobs(whole: Any, events: list[Any], drawn: bool) -> None:
             continue
         parts = [x["logprobs"] for each in events for x in each["choices"] if x["index"] == choice["index"]]
         if "content" in logprobs:
-            said = b"".join(bytes(each["bytes"]) for each in logprobs["content"])
+            said = b"".join(bytes(each["bytes"] or ()) for each in logprobs["content"])
             assert (choice["message"]["content"] or "") in said.decode("utf-8", "replace")
             streamed = [each for part in parts if part for each in part["content"]]
             assert drawn or len(streamed) == len(logprobs["content"])
@@ -419,10 +416,10 @@ def test_the_items_of_events_are_those_of_the_response(pieces: Any, finish: str,
 def test_bytes_of_tokens_that_are_no_characters() -> None:
     """Of vocabularies that have pieces with bytes beside them; those of bytes only are tried above."""
     pieces = ["▁a", "<0xE2>", "é", "<s>"]
-    added = {3: SimpleNamespace(content="<s>")}
+    added = {3: SimpleNamespace(content="<s>", special=True)}
     backend = SimpleNamespace(
         decoder="Sequence", id_to_token=pieces.__getitem__, get_added_tokens_decoder=lambda: added
     )
     texts = TokenTexts(SimpleNamespace(backend_tokenizer=backend))
-    assert [texts.bytes_of(number) for number in range(4)] == [b" a", b"\xe2", "é".encode(), b"<s>"]
-    assert texts.text_of(1) == r"\xe2"
+    assert [texts.bytes_of(number) for number in range(4)] == [b" a", b"\xe2", "é".encode(), None]
+    assert [texts.text_of(number) for number in (1, 3)] == [r"\xe2", "<s>"]

@@ -84,7 +84,7 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("existing", [False, True])
 def test_names_can_be_listed_by_the_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
     data = tmp_path / "data"
-    monkeypatch.setattr("h2o_stream.resources.data_folder", lambda: data)
+    monkeypatch.setattr("h2o_stream.base.resources.data_folder", lambda: data)
     monkeypatch.setattr("h2o_stream.session.folders.data_folder", lambda: data)
     before = os.umask(0o022)
     try:

@@ -183,7 +183,7 @@ class TestIsMadeOnce:
 
     def test_in_another_process(self, forwards: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         monkeypatch.setattr(verification, "LONG_S", 0.0)
-        monkeypatch.setattr("h2o_stream.measurements.cache_folder", lambda: tmp_path)
+        monkeypatch.setattr("h2o_stream.cache.measurements.cache_folder", lambda: tmp_path)
         for known in (False, True):
             monkeypatch.setattr(verification, "_known", set())
             forwards.clear()

@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from h2o_stream.attachment import graph_steps, native_steps
 from h2o_stream.attachment.attention_interface import attention_names, using_h2o_attention
-from h2o_stream.attachment.forward import AttachedForward, Stepper, replaced_forward
+from h2o_stream.attachment.forward import AttachedForward, Steps, replaced_forward
 from h2o_stream.attachment.model_facts import input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.retrieval_heads import give_retrieval_heads_more
 from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.attachment.support import check_supported, layer_specs, with_default_positions
 from h2o_stream.attachment.verification import Verification, verify_logits
+from h2o_stream.base.progress import ProgressCallback, ignore
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import FILE_DIGEST, model_digest
@@ -31,7 +32,6 @@ from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.native import kernels, library
 from h2o_stream.native.memory import NativeCodes
-from h2o_stream.progress import ProgressCallback, ignore
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def _verified(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, l
 
 def _steps(
     model: PreTrainedModel, cache: H2OCache | FullCache, verification: Verification | None, engine: EngineChoice
-) -> Stepper | None:
+) -> Steps | None:
     """Set native kernels for the layers, if there are any, and return native steps of the whole model, or None."""
     if verification is None or not isinstance(cache, H2OCache):
         cache.engine_note = "eager: policy full keeps transformers' own cache"

@@ -40,7 +40,7 @@ _BY_COLUMN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "c
 """Keywords that follow the columns of a forward."""
 
 
-class Stepper(Protocol):
+class Steps(Protocol):
     """Runs the whole model for one token of each row.
 
     Attributes:
@@ -75,7 +75,7 @@ class AttachedForward:
         self,
         model: PreTrainedModel,
         cache: H2OCache | FullCache,
-        stepper: Stepper | None,
+        stepper: Steps | None,
         attention: list[tuple[Any, str]],
     ) -> None:
         # transformers and others inspect the signature: they see that of the original forward.
@@ -244,7 +244,7 @@ class AttachedForward:
         as_dict = kwargs.get("return_dict")
         return output if (self._config.return_dict if as_dict is None else as_dict) else output.to_tuple()
 
-    def _is_for(self, stepper: Stepper, kwargs: dict[str, Any]) -> bool:
+    def _is_for(self, stepper: Steps, kwargs: dict[str, Any]) -> bool:
         """Whether only logits are wanted, of tokens without padding that the stepper takes."""
         ids = kwargs.get("input_ids")
         if self.cache.padding is not None:

@@ -43,7 +43,7 @@ class CudaRecording:
 
 
 class GraphSteps:
-    """Runs single tokens by replaying a captured step; see `Stepper`.
+    """Runs single tokens by replaying a captured step; see `Steps`.
 
     Args:
         forward: the model's own, which calls our attention.

@@ -6,8 +6,8 @@ import mmap
 import os
 import tempfile
 
+from h2o_stream.base.resources import cache_folder
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.resources import cache_folder
 
 
 def mapped_memory(size: int) -> mmap.mmap:

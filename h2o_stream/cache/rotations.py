@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.memory import anonymous_memory
+from h2o_stream.base.memory import anonymous_memory
 
 
 class Rotations:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.resources import cache_folder
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.resources import cache_folder
 
 Segment = NDArray[numpy.uint8]
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.config import (
     AUTO_MEMORY_SHARE,
@@ -20,7 +21,6 @@ from h2o_stream.config import (
     CacheConfig,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.memory import format_bytes, free_bytes
 
 _SMALLEST = max(EXACT_SINKS.values()) + max(RESIDUAL.values()) + MIN_EVICTABLE
 """Slots of the smallest window that is tried."""

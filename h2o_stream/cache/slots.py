@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.memory import anonymous_memory
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.mapped_memory import mapped_memory
 from h2o_stream.cache.state import Array, dtype_of, require_array
 from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.memory import anonymous_memory
 
 STORED = ("keys", "values")
 ENCODED = ("key_codes", "value_codes", "value_grid")

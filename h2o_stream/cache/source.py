@@ -9,8 +9,8 @@ from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from h2o_stream.base.registry import resolve
 from h2o_stream.config import CachePlan
-from h2o_stream.registry import resolve
 
 VERSIONED = {"h2o_stream", "torch", "transformers", "peft", "accelerate", "deepspeed"}
 """Packages whose source the version identifies; others add themselves."""

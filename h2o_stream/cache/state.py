@@ -14,9 +14,9 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.logs import NumberLog
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
-from h2o_stream.json_text import parse_json
-from h2o_stream.logs import NumberLog
 
 Array = NDArray[Any]
 State = dict[str, Array]

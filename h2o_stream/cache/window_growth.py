@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.cache.protection import merged
 from h2o_stream.config import DEFAULT_CHUNK, MIN_EVICTABLE, POLICIES, RESIDUAL, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, OutOfMemoryError
-from h2o_stream.memory import format_bytes, free_bytes
 
 _FULL_BITS = 16
 """Bits of a number in keys and values that are not quantized, at least."""

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from h2o_stream.base.options import Option
+from h2o_stream.base.resources import write_text
 from h2o_stream.cli import run
 from h2o_stream.cli.options import OUTPUT, OutputOptions, group_of
-from h2o_stream.options import Option
-from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import JsonlWriter, jsonl_text
 from h2o_stream.session.requests import FormName, build_requests, read_articles
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from h2o_stream.base.options import Option, text_or_file
+from h2o_stream.base.texts import piped_text
 from h2o_stream.cli import listings, run
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, list_prompts, settings_group
 from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, Settings
 from h2o_stream.errors import ConfigError, DataError, file_errors
-from h2o_stream.options import Option, text_or_file
-from h2o_stream.texts import piped_text
 
 if TYPE_CHECKING:
     from h2o_stream.session.jsonl import JsonlWriter

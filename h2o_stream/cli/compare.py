@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from h2o_stream.base.options import Option
+from h2o_stream.base.processes import Processes
+from h2o_stream.base.registry import is_ours
+from h2o_stream.base.resources import require_matplotlib
+from h2o_stream.base.startup import importing
 from h2o_stream.cli import answers, run
 from h2o_stream.cli.groups import typer_option
 from h2o_stream.cli.options import OUTPUT, VERSION, OutputOptions, group_of
@@ -18,11 +23,6 @@ from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.compare.everything import AllOptions
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.options import Option
-from h2o_stream.processes import Processes
-from h2o_stream.registry import is_ours
-from h2o_stream.resources import require_matplotlib
-from h2o_stream.startup import importing
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 import typer
 from typer.models import ArgumentInfo
 
-from h2o_stream.options import Option
+from h2o_stream.base.options import Option
 
 T = TypeVar("T")
 

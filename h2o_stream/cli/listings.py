@@ -65,11 +65,11 @@ def remove(name: str | None) -> None:
 def list_models(enabled: bool) -> None:
     """``--models``."""
     if enabled:
-        from h2o_stream.memory import format_bytes
+        from h2o_stream.base.memory import format_bytes
+        from h2o_stream.base.resources import cache_folder
         from h2o_stream.models.other_tools import StoredModel, stored_models
         from h2o_stream.models.packed_cache import cached_bytes, cached_folders, embedded_models
         from h2o_stream.models.recommended import recommended
-        from h2o_stream.resources import cache_folder
         from h2o_stream.ui.tables import models_table
 
         with run.reporting("h2o-chat", debug=False):
@@ -95,7 +95,7 @@ def kept_names() -> list[str]:
 def forget(name: str | None) -> None:
     """``--forget MODEL``."""
     if name is not None:
-        from h2o_stream.memory import format_bytes
+        from h2o_stream.base.memory import format_bytes
         from h2o_stream.models.packed_cache import forget
         from h2o_stream.ui.terminal import Terminal
 

@@ -96,8 +96,8 @@ class H2OModel(llm.Model):
         return self._open
 
     def _load(self, config: ModelConfig, cache: CacheConfig) -> Any:
+        from h2o_stream.base.progress import ignore
         from h2o_stream.loading.loading import load_model
-        from h2o_stream.progress import ignore
 
         key = (config, cache)
         if self._loaded is None or self._loaded[0] != key:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
+from h2o_stream.base.options import Option, json_object, parse_bytes, text_or_file
+from h2o_stream.base.resources import named_prompts, replace_surrogates
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.config import (
     DEFAULT_CHUNK,
@@ -30,8 +32,6 @@ from h2o_stream.config import (
     Settings,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, json_object, parse_bytes, text_or_file
-from h2o_stream.resources import named_prompts, replace_surrogates
 
 T = TypeVar("T")
 

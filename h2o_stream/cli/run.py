@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 from typer.core import TyperCommand
 
+from h2o_stream.base.memory import limit_kernel_caches
+from h2o_stream.base.processes import Processes
+from h2o_stream.base.resources import NoHomeError, config_file
+from h2o_stream.base.startup import LOADER, importing, quieten_libraries
+from h2o_stream.base.stdio import discard_output, handle_termination, prepare_stdio
 from h2o_stream.cli.conversion import convert_plainly
 from h2o_stream.cli.seeds import hint, with_dashes
 from h2o_stream.errors import ConfigError, H2OStreamError, install_command
-from h2o_stream.memory import limit_kernel_caches
-from h2o_stream.processes import Processes
-from h2o_stream.resources import NoHomeError, config_file
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.startup import LOADER, importing, quieten_libraries
-from h2o_stream.stdio import discard_output, handle_termination, prepare_stdio
 
 if TYPE_CHECKING:
     from h2o_stream.cli.groups import Group

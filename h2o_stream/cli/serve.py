@@ -7,11 +7,11 @@ import logging
 import sys
 from typing import Any
 
+from h2o_stream.base.options import Option, parse_bytes
 from h2o_stream.cli import run
 from h2o_stream.cli.groups import Group
 from h2o_stream.cli.options import CACHE, MODEL, OUTPUT, OutputOptions
 from h2o_stream.config import CHAT_RECALL, CacheConfig, ModelConfig, RecallMode, ServeConfig
-from h2o_stream.options import Option, parse_bytes
 
 app = run.app("H2O")
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from h2o_stream.base.options import Option, text_or_file
 from h2o_stream.cli import run
 from h2o_stream.cli.options import OUTPUT, OutputOptions, group_of, list_prompts, settings_group
 from h2o_stream.config import POLICIES, RecallConfig, Settings
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.options import Option, text_or_file
 from h2o_stream.session.questions import Question, QuestionSet, Replay, load_questions
 
 app = run.app("H2O")

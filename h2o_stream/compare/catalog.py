@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from h2o_stream.base.options import Option, listed_if_any, numbers, numbers_if_any, paths, some_of
+from h2o_stream.base.registry import Registry
+from h2o_stream.base.resources import project_file, python_manual, require_package, write_text
 from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
@@ -21,9 +24,6 @@ from h2o_stream.compare.options import (
 from h2o_stream.compare.summarize.rouge import require_rouge
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, listed_if_any, numbers, numbers_if_any, paths, some_of
-from h2o_stream.registry import Registry
-from h2o_stream.resources import project_file, python_manual, require_package, write_text
 from h2o_stream.session.requests import read_requests
 
 PEERS = {

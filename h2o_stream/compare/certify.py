@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from h2o_stream.base.progress import ignore
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.progress import ignore
 
 
 @dataclass(frozen=True)

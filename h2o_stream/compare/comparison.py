@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from h2o_stream.base.memory import format_bytes
+from h2o_stream.base.processes import Processes
 from h2o_stream.cache.source import policy_source
 from h2o_stream.compare.folder import Folder, JobResult, digest_of_key, identity
 from h2o_stream.compare.models import Models, digest_of_model, plan_for
@@ -15,8 +17,6 @@ from h2o_stream.compare.pause import Pause
 from h2o_stream.config import AtContext, CacheConfig, EngineChoice, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
-from h2o_stream.memory import format_bytes
-from h2o_stream.processes import Processes
 from h2o_stream.runtime.model import RuntimeModel
 
 Notify = Callable[[str], None]

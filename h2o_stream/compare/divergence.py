@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from h2o_stream.base.progress import ignore
+from h2o_stream.base.resources import version_of
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.compare.catalog import PEERS, DivergenceOptions, require_peer
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
@@ -25,8 +27,6 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.engine.served import serve
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.progress import ignore
-from h2o_stream.resources import version_of
 
 Step = Callable[[int], NDArray[numpy.float32]]
 """From a token to the logits [V] after it."""

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from h2o_stream.base.options import Option
+from h2o_stream.base.resources import write_text
+from h2o_stream.base.texts import read_text
 from h2o_stream.compare.catalog import COMPARISONS, manual_file
 from h2o_stream.compare.options import ComparisonOptions, sets_window
 from h2o_stream.config import POLICIES, EngineChoice, ModelConfig
 from h2o_stream.errors import DataError
-from h2o_stream.options import Option
-from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import jsonl_text, read_objects
-from h2o_stream.texts import read_text
 
 
 @dataclass(frozen=True, kw_only=True)

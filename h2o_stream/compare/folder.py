@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from h2o_stream.base.resources import version_of, write_atomically
 from h2o_stream.cache.source import policy_source
 from h2o_stream.compare.models import digest_of_model, dtype_of, plan_for
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.native import library
 from h2o_stream.native.threads import num_threads
-from h2o_stream.resources import version_of, write_atomically
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.session.run_record import RECORDS, RUN, hardware, read_run_record
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from h2o_stream.base.progress import ignore
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, CachePlan, EngineChoice, ModelConfig
 from h2o_stream.engine.served import StreamCache
@@ -14,7 +15,6 @@ from h2o_stream.loading.loading import load_without_torch, serves
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.progress import ignore
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, plan_of, why_not_served
 
 _ENDLESS = 1 << 30

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.progress import ignore
+from h2o_stream.base.texts import read_text
 from h2o_stream.compare.catalog import NllOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of
 from h2o_stream.compare.folder import JobResult
@@ -22,8 +24,6 @@ from h2o_stream.compare.models import cache_bytes, context_of
 from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.engine.served import serve
 from h2o_stream.errors import DataError
-from h2o_stream.progress import ignore
-from h2o_stream.texts import read_text
 
 STEP = 256
 """Approximate tokens per forward. What the cache does depends on its chunk only."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
+from h2o_stream.base.options import Option, listed, numbers, sizes, some_of
+from h2o_stream.base.registry import Registry, resolve
+from h2o_stream.base.resources import require_matplotlib, require_package
+from h2o_stream.base.texts import read_text
 from h2o_stream.config import DEFAULT_WINDOW, MEMORY_SUFFIX, POLICIES, CacheConfig, ModelConfig, RecallMode
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, listed, numbers, sizes, some_of
-from h2o_stream.registry import Registry, resolve
-from h2o_stream.resources import require_matplotlib, require_package
-from h2o_stream.texts import read_text
 
 
 def _policies(text: str, flag: str) -> tuple[str, ...]:

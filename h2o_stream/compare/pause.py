@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-from h2o_stream.stdio import TERMINATION_SIGNALS
+from h2o_stream.base.stdio import TERMINATION_SIGNALS
 
 
 class Pause:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from h2o_stream.base.registry import Registry
 from h2o_stream.errors import ConfigError
-from h2o_stream.registry import Registry
 
 Positions = Literal["gap", "rolling", "absolute"]
 Budgets = Literal["measured", "equal"]

@@ -13,11 +13,11 @@ from torch.nn.functional import cross_entropy
 
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, weight_count
+from h2o_stream.base.progress import ProgressCallback
 from h2o_stream.cache.arrays import to_arrays, to_tensors
 from h2o_stream.config import PREFILL_STEP_MAX, CacheConfig, EngineChoice, prefill_step
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.tensor_stepper import TensorStepper
-from h2o_stream.progress import ProgressCallback
 from h2o_stream.runtime.first_layers import FirstLayers, first_layers
 
 

@@ -14,6 +14,9 @@ from typing import Any, Never, Self
 
 import numpy
 
+from h2o_stream.base.logs import NumberLog
+from h2o_stream.base.memory import trim_heap
+from h2o_stream.base.progress import ProgressCallback, ignore
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import Array, State, checksummed, load_log, log_state, require_array, verify_checksums
 from h2o_stream.config import (
@@ -29,10 +32,7 @@ from h2o_stream.engine.sampling import Sampler, Scores, check_rng_state
 from h2o_stream.engine.served import StreamCache, serve
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
-from h2o_stream.logs import NumberLog
-from h2o_stream.memory import trim_heap
 from h2o_stream.models.turn_tokens import end_tokens
-from h2o_stream.progress import ProgressCallback, ignore
 
 TORN_MESSAGE = "the last step was cut off halfway; reset the conversation to continue"
 

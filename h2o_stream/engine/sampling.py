@@ -19,6 +19,7 @@ import numpy as np
 from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
 
+from h2o_stream.base.processes import broadcast
 from h2o_stream.config import (
     BENCH,
     DEFAULT_DRY_MULTIPLIER,
@@ -29,7 +30,6 @@ from h2o_stream.config import (
     SamplingConfig,
 )
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.processes import broadcast
 
 Scores = NDArray[np.float32]
 TokenIds = NDArray[np.int64]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.progress import ProgressCallback
 from h2o_stream.config import CacheConfig, EngineChoice
-from h2o_stream.progress import ProgressCallback
 from h2o_stream.runtime.model import RuntimeModel
 
 if TYPE_CHECKING:

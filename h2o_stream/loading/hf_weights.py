@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from h2o_stream.base.memory import format_bytes, free_bytes
+from h2o_stream.base.progress import ignore
 from h2o_stream.errors import OutOfMemoryError, UnsupportedModelError
-from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.fitting import MAX_SHARE
 from h2o_stream.models.gguf_header import GgufTensor
 from h2o_stream.models.packed_experts import split_experts
@@ -23,7 +24,6 @@ from h2o_stream.models.quantize import packable
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.packing import GGUF_KINDS, ROWS, columns_fit, pack, tiles_shape
-from h2o_stream.progress import ignore
 from h2o_stream.runtime.gguf_parameters import NOT_WEIGHTS
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.merged import WHOLES, merged

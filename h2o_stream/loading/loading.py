@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from h2o_stream.base.progress import ProgressCallback
+from h2o_stream.base.startup import gc_paused
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.models.file_identity import file_digest
@@ -20,10 +22,8 @@ from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.modelfile import with_modelfile
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.progress import ProgressCallback
 from h2o_stream.runtime.model import RuntimeModel, measures_heads, why_not_served
 from h2o_stream.runtime.sources import Checkpoint, ModelFile, Source
-from h2o_stream.startup import gc_paused
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128")
 """Devices for which torch may compute elsewhere than on the CPU."""

@@ -11,9 +11,9 @@ import numpy
 import torch
 from transformers.utils.logging import set_tqdm_hook
 
+from h2o_stream.base.progress import Progress, ProgressCallback
 from h2o_stream.models.packed_cache import MIN_BYTES
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.packed_file import Entry, write_packed
 
 

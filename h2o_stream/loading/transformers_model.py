@@ -26,6 +26,9 @@ from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar
 
 from h2o_stream.attachment.support import check_supported, with_default_positions
+from h2o_stream.base.memory import free_bytes, trim_heap
+from h2o_stream.base.progress import ProgressCallback, ignore
+from h2o_stream.base.startup import gc_paused
 from h2o_stream.cache.identity import FILE_DIGEST
 from h2o_stream.cache.rope import ABSOLUTE_TAKEN
 from h2o_stream.config import CacheConfig, ModelConfig
@@ -41,7 +44,6 @@ from h2o_stream.errors import (
 from h2o_stream.loading.hf_config import config_by_transformers, described, hf_config
 from h2o_stream.loading.hf_weights import HfWeights
 from h2o_stream.loading.saved_model import report_progress, save_packed
-from h2o_stream.memory import free_bytes, trim_heap
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.fitting import Precision, choose_precision, dtype_name
@@ -65,9 +67,7 @@ from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import with_template
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.startup import gc_paused
 
 
 def load(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from h2o_stream.json_text import parse_json
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.models.gguf import GgufFile, gguf_parts
 from h2o_stream.models.other_tools import is_gguf
 

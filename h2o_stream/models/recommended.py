@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h2o_stream.memory import format_bytes, free_bytes
+from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.native.threads import bandwidth
 
 _FILES = {

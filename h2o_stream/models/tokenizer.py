@@ -13,8 +13,8 @@ from typing import Any, Literal, Self
 
 from tokenizers import AddedToken, Tokenizer
 
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
-from h2o_stream.json_text import parse_json
 from h2o_stream.models.rendering import render
 
 _LOWEST_PRIORITY = 19

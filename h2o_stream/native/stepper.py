@@ -42,7 +42,7 @@ _DENSE = set(DENSE)
 """Weights whose products with many vectors are faster in torch."""
 
 
-class Unchanged(Protocol):
+class Guard(Protocol):
     """Says whether what was described still holds."""
 
     def __bool__(self) -> bool:
@@ -99,7 +99,7 @@ class Stepper:
         self,
         native: CDLL,
         model: NativeModel,
-        unchanged: Unchanged,
+        unchanged: Guard,
         cache: SlotCache,
         dense_prompts: bool = False,
     ) -> None:

@@ -17,7 +17,7 @@ from h2o_stream.native.stepper import Stepper
 
 
 class TensorStepper:
-    """A stepper that takes and gives tensors, around one of arrays; see `h2o_stream.attachment.forward.Stepper`."""
+    """A stepper that takes and gives tensors, around one of arrays; see `h2o_stream.attachment.forward.Steps`."""
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
@@ -33,7 +33,7 @@ class TensorStepper:
         self._stepper.dtype, self._stepper.takes_prompts = "float32", True
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """See `h2o_stream.attachment.forward.Stepper`."""
+        """See `h2o_stream.attachment.forward.Steps`."""
         tokens = kwargs["input_ids"]
         if tokens.shape[1] == 1 and self.cache.tokens.lengths:
             logits = self.run(tokens)

@@ -11,7 +11,7 @@ from h2o_stream.recall.answer_head import AnswerHead, Place, Reader, find_head, 
 from h2o_stream.recall.decision import states
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Passage
-from h2o_stream.runtime.known import read_answer_head, save_answer_head
+from h2o_stream.runtime.measured import read_answer_head, save_answer_head
 
 _READ_AT_ONCE = 32
 """Passages that are read after a turn or before a decision: 1 s, if there are so many (embedded model)."""

@@ -15,10 +15,10 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import UNSPACED
-from h2o_stream.resources import replace_surrogates
 
 PASSAGES = "SELECT turn, role, text, start, stop FROM passages"
 """A query for the fields of `Passage`."""

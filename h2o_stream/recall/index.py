@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import numpy
 
-from h2o_stream.progress import ignore
+from h2o_stream.base.progress import ignore
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.recall import database
 from h2o_stream.recall.database import PASSAGES
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import UNSPACED
 from h2o_stream.recall.terms import Floats
-from h2o_stream.resources import replace_surrogates
 
 T = TypeVar("T")
 

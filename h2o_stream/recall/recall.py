@@ -10,10 +10,10 @@ from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 
+from h2o_stream.base.progress import ignore
 from h2o_stream.cache.holders import retrieval_holders
 from h2o_stream.config import RecallConfig, RecallMode
 from h2o_stream.engine.engine import Engine
-from h2o_stream.progress import ignore
 from h2o_stream.recall.answer_head import Place
 from h2o_stream.recall.answers import Answers
 from h2o_stream.recall.decision import HELD, decide

@@ -10,11 +10,11 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.progress import Progress, ProgressCallback
 from h2o_stream.models.pages import HugePages
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Matrix
 from h2o_stream.native.packing import columns_fit, pack, packed_bytes, tiles_shape
-from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.packed_file import Entry
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import SAFETENSORS_DTYPES, CheckpointWeights

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.progress import Progress, ProgressCallback
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import GgufTensor
 from h2o_stream.models.pages import HugePages
@@ -17,7 +18,6 @@ from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.matrix import check_count
 from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
-from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.file_numbers import as_needed, row_orders
 from h2o_stream.runtime.merged import PARTS, WHOLES, dequantized, merged

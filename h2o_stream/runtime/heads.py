@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.progress import Progress, ProgressCallback
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.layer_rules import LayerRules
 from h2o_stream.cache.retrieval import num_rows, repeated_tokens, retrieval_windows
@@ -19,12 +20,11 @@ from h2o_stream.native import library
 from h2o_stream.native.description import Description
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.stepper import Stepper
-from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.runtime.rotations import Floats
 
 
 class NeverChanges:
-    """Nobody else has the weights of a model of the runtime; see `native.stepper.Unchanged`."""
+    """Nobody else has the weights of a model of the runtime; see `native.stepper.Guard`."""
 
     def __bool__(self) -> bool:
         return True

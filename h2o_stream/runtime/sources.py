@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from h2o_stream.base.memory import format_bytes, free_bytes
+from h2o_stream.base.progress import ProgressCallback, ignore
+from h2o_stream.cache.measurements import LONG_S
 from h2o_stream.errors import ModelNotFoundError, OutOfMemoryError
-from h2o_stream.measurements import LONG_S
-from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, WeightSizes, choose_precision
@@ -23,7 +24,6 @@ from h2o_stream.models.templates import with_template
 from h2o_stream.models.tokenizer import FileTokenizer, read_object
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.matrix import require
-from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.runtime.checkpoint_packing import KINDS, PackedCheckpoint, packed_size
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
@@ -33,7 +33,7 @@ from h2o_stream.runtime.gguf_entries import gguf_entries
 from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import measured_windows
-from h2o_stream.runtime.known import Windows, read_windows, save_windows, shipped_digest
+from h2o_stream.runtime.measured import Windows, read_windows, save_windows, shipped_digest
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.packed_file import packed_difference, write_packed
 from h2o_stream.runtime.parameters import Parameters

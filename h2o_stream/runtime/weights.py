@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.json_text import parse_json
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.models.packed_cache import WEIGHTS_FILE
 from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind

@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import Literal
 from weakref import proxy
 
+from h2o_stream.base.logs import Log
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
-from h2o_stream.logs import Log
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.recall.terms import TermWeights
 from h2o_stream.serve.errors import ApiError, no_response

@@ -33,10 +33,10 @@ class TokenTexts:
         self._byte_level = "ByteLevel" in repr(self._backend.decoder)
         self.described = lru_cache(maxsize=_KEPT)(self._described)
 
-    def bytes_of(self, token: int) -> bytes:
-        """What a token stands for in a text."""
-        if token in self._added:
-            return str(self._added[token].content).encode()
+    def bytes_of(self, token: int) -> bytes | None:
+        """What a token stands for in a text; None for a control token, which is not shown."""
+        if added := self._added.get(token):
+            return None if added.special else str(added.content).encode()
         piece = self._backend.id_to_token(token) or ""
         if self._byte_level:
             return bytes(_BYTES[letter] for letter in piece if letter in _BYTES)
@@ -46,11 +46,13 @@ class TokenTexts:
 
     def _described(self, token: int) -> dict[str, Any]:
         """Both, in the form of chat completions."""
-        return {"token": self.text_of(token), "bytes": list(self.bytes_of(token))}
+        shown = self.bytes_of(token)
+        return {"token": self.text_of(token), "bytes": None if shown is None else list(shown)}
 
     def text_of(self, token: int) -> str:
-        """The same, with an escape for each byte that is no character by itself."""
-        return self.bytes_of(token).decode("utf-8", "backslashreplace")
+        """The same, with an escape for each byte that is no character by itself; the name of a control token."""
+        shown = self.bytes_of(token)
+        return str(self._added[token].content) if shown is None else shown.decode("utf-8", "backslashreplace")
 
 
 def chat_logprobs(texts: TokenTexts, logprobs: Iterable[Logprob]) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class TextLogprobs:
         offsets = list[int]()
         for each in logprobs:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._texts.bytes_of(each.token)))
+            self._offset += len(self._decoder.decode(self._texts.bytes_of(each.token) or b""))
         text_of = self._texts.text_of
         return {
             "tokens": [text_of(x.token) for x in logprobs],

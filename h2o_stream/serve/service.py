@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
+from h2o_stream.base.progress import ignore
+from h2o_stream.base.resources import private_data_folder
 from h2o_stream.config import EFFORT_VARIABLE, CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.loading.loading import load_model
 from h2o_stream.models.loaded import LoadedModel, short_name
 from h2o_stream.models.turn_tokens import end_tokens
-from h2o_stream.progress import ignore
-from h2o_stream.resources import private_data_folder
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.serve.access import Access
 from h2o_stream.serve.aside import aside

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.logs import Log
+from h2o_stream.base.resources import PRIVATE, write_atomically
 from h2o_stream.cache.state import Array, State
 from h2o_stream.errors import DataError, file_errors
-from h2o_stream.json_text import parse_json
-from h2o_stream.logs import Log
-from h2o_stream.resources import PRIVATE, write_atomically
 from h2o_stream.session.sessions import TRANSCRIPT, Session
 from h2o_stream.session.transcript import Entry, Header, last_turn
 

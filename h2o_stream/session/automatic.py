@@ -14,9 +14,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from h2o_stream.base.resources import private_data_folder
 from h2o_stream.config import AUTOMATIC_BYTES
 from h2o_stream.errors import DataError
-from h2o_stream.resources import private_data_folder
 from h2o_stream.session.folders import AUTOMATIC, SESSIONS, sessions_folder
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.state_files import LOG_FILE

@@ -15,9 +15,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.engine.text import overlap, shared_length
 from h2o_stream.models.rendering import apply_template
-from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.messages import Tool, encodable_json
 from h2o_stream.session.other_calls import Call, calls_in, certain_size, read_calls
 

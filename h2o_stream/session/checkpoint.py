@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from h2o_stream.base.logs import Log
 from h2o_stream.cache.state import State, logs_of
 from h2o_stream.engine.sampling import RngState
-from h2o_stream.logs import Log
 from h2o_stream.session.conversation_state import ConversationState
 from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.transcript import Entry

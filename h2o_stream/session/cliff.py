@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from h2o_stream.base.resources import python_manual
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import ConfigError
-from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 
 _BEFORE = 128

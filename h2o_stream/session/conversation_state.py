@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from h2o_stream.base.logs import NumberLog
 from h2o_stream.cache.state import (
     Array,
     State,
@@ -17,7 +18,6 @@ from h2o_stream.cache.state import (
     verify_checksums,
 )
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.logs import NumberLog
 from h2o_stream.session.jsonl import check_type
 from h2o_stream.session.template import ChatTemplate
 

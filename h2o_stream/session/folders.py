@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.resources import PRIVATE, data_folder, write_atomically
 from h2o_stream.errors import ConfigError, DataError, file_errors
-from h2o_stream.json_text import parse_json
-from h2o_stream.resources import PRIVATE, data_folder, write_atomically
 from h2o_stream.session.transcript import Transcript
 
 AUTOMATIC = "automatic"

@@ -10,11 +10,11 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from h2o_stream.base.logs import Log
 from h2o_stream.cache.state import State
 from h2o_stream.engine.engine import TORN_MESSAGE
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import DataError, H2OStreamError
-from h2o_stream.logs import Log
 from h2o_stream.session.conversation import Conversation, ReplyEvents
 from h2o_stream.session.messages import encodable
 from h2o_stream.session.sessions import MAX_STATES, Session

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Self, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import DataError, file_errors
-from h2o_stream.resources import replace_surrogates
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import DataError
-from h2o_stream.resources import replace_surrogates
 
 Message = Mapping[str, Any]
 """``role`` is ``user``, ``system``, ``assistant`` or ``tool``, ``content`` is text. An assistant's message may have

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from h2o_stream.resources import replace_surrogates
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.session.messages import encodable_json, read_arguments
 
 _NAMES = ("name", "function", "tool", "tool_name", "function_name")

@@ -11,9 +11,9 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from h2o_stream.base.resources import project_file, wheel_file
 from h2o_stream.config import BENCH, BENCH_TEMPERATURES, SamplingConfig
 from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
-from h2o_stream.resources import project_file, wheel_file
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.messages import Tool, UserTurn, parse_messages, parse_tools
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import psutil
 
+from h2o_stream.base.memory import disk_bytes
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.memory import disk_bytes
 from h2o_stream.recall.passage import Candidate
 from h2o_stream.recall.passages import is_statement
 from h2o_stream.session.thinking import Markers, ThinkingSplitter

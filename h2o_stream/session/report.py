@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from h2o_stream.base.memory import peak_bytes
 from h2o_stream.engine.events import PrefillProgress, Token
-from h2o_stream.memory import peak_bytes
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.turn import Timings, Turn
 

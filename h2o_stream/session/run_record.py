@@ -6,9 +6,9 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.resources import version_of
 from h2o_stream.errors import DataError
-from h2o_stream.json_text import parse_json
-from h2o_stream.resources import version_of
 
 RUN, RECORDS = "run.json", "records.jsonl"
 """The files of a comparison's folder that hold its run record and all its results."""

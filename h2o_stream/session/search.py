@@ -14,10 +14,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import DataError
 from h2o_stream.recall.database import ERRORS, delete, spaced
 from h2o_stream.recall.passages import UNSPACED
-from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.folders import sessions_folder
 from h2o_stream.session.transcript import Transcript
 

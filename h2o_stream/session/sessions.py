@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from h2o_stream.base.resources import private_data_folder
 from h2o_stream.cache.state import Array, State
 from h2o_stream.config import AUTOMATIC_BYTES
 from h2o_stream.errors import DataError
-from h2o_stream.resources import private_data_folder
 from h2o_stream.session.folders import AUTOMATIC, SESSIONS, open_elsewhere, session_folder, unknown_session
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, is_turn, turn_record

@@ -17,11 +17,11 @@ from typing import Any
 import numpy
 from safetensors import SafetensorError, safe_open
 
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.resources import PRIVATE, atomic_file, write_atomically
 from h2o_stream.cache.state import MARKS, Array, State, logs_of
 from h2o_stream.cache.token_memory import MEMORY_FILE, sealed_segments
 from h2o_stream.errors import DataError
-from h2o_stream.json_text import parse_json
-from h2o_stream.resources import PRIVATE, atomic_file, write_atomically
 from h2o_stream.session.jsonl import check_type
 from h2o_stream.session.mapped_file import map_file
 from h2o_stream.session.state_format import decode_state, write_state

@@ -14,11 +14,11 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
+from h2o_stream.base.logs import Log
 from h2o_stream.cache.state import State
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.engine.sampling import RngState
 from h2o_stream.errors import DataError, H2OStreamError, means_out_of_memory
-from h2o_stream.logs import Log
 from h2o_stream.session.checkpoint import Checkpoint
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.sessions import Session

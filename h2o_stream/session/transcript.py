@@ -16,10 +16,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.logs import Log
+from h2o_stream.base.resources import PRIVATE, write_atomically
 from h2o_stream.errors import ConfigError, DataError, file_errors
-from h2o_stream.json_text import parse_json
-from h2o_stream.logs import Log
-from h2o_stream.resources import PRIVATE, write_atomically
 from h2o_stream.session.jsonl import build, check_type
 
 Kind = Literal["said", "told", "pinned"]

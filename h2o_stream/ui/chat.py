@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from rich.text import Text
 
+from h2o_stream.base.texts import piped_lines
 from h2o_stream.config import DEFAULT_MODEL, ChatConfig, Settings
 from h2o_stream.engine.events import Finish, PrefillProgress
 from h2o_stream.errors import H2OStreamError
@@ -23,7 +24,6 @@ from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.memory import memory_of, report_memory
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Turn
-from h2o_stream.texts import piped_lines
 from h2o_stream.ui.chat_context import ChatContext, header
 from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.documents import read_ahead

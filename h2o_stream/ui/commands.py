@@ -8,11 +8,11 @@ from typing import cast, get_args
 
 from rich.table import Table
 
+from h2o_stream.base.memory import format_bytes
+from h2o_stream.base.resources import named_prompts
 from h2o_stream.config import RecallMode, ThinkMode
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.memory import format_bytes
 from h2o_stream.recall.passage import Candidate
-from h2o_stream.resources import named_prompts
 from h2o_stream.session.memory import report_memory
 from h2o_stream.session.retention import retention
 from h2o_stream.session.transactions import NoStateError

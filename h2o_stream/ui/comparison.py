@@ -14,6 +14,9 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from h2o_stream.base.memory import release_memory
+from h2o_stream.base.processes import Processes
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.compare.cluster import run_on_cluster
 from h2o_stream.compare.comparison import (
     Comparison,
@@ -31,9 +34,6 @@ from h2o_stream.compare.everything import AllOptions, LeftOut, lines_of, write_l
 from h2o_stream.compare.folder import Folder, JobResult
 from h2o_stream.compare.pause import Pause
 from h2o_stream.errors import H2OStreamError, file_errors
-from h2o_stream.memory import release_memory
-from h2o_stream.processes import Processes
-from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
 from h2o_stream.ui.format import format_duration

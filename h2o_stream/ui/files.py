@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from h2o_stream.base.resources import is_file, user_path
+from h2o_stream.base.texts import read_text
 from h2o_stream.errors import DataError
-from h2o_stream.resources import is_file, user_path
-from h2o_stream.texts import read_text
 
 _MAX_FILES = 500
 """A folder of more is probably not the one that was meant."""

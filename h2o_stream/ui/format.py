@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import BENCH
-from h2o_stream.memory import format_bytes
 from h2o_stream.session.turn import Turn
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from h2o_stream.stdio import handle_termination
+from h2o_stream.base.stdio import handle_termination
 
 DOUBLE_PRESS_S = 2.0
 """A second Ctrl-C within this time interrupts immediately."""

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from h2o_stream.progress import Progress, ProgressCallback
+from h2o_stream.base.progress import Progress, ProgressCallback
 from h2o_stream.ui.format import format_duration, format_share
 from h2o_stream.ui.terminal import Terminal, one_line
 

@@ -20,11 +20,11 @@ from prompt_toolkit.formatted_text import FormattedText
 from rich.control import Control
 from rich.segment import ControlType
 
+from h2o_stream.base.progress import Progress, ProgressCallback
+from h2o_stream.base.startup import LOADER, importing
 from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.models.find import find_before_imports
-from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.startup import LOADER, importing
 from h2o_stream.ui.loading import LoadingLine
 from h2o_stream.ui.message_prompt import MessagePrompt, input_history
 from h2o_stream.ui.terminal import Terminal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from h2o_stream.memory import format_bytes
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.session.memory import MemoryReport
 
 _MAX_TURNS = 3

@@ -20,7 +20,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 
-from h2o_stream.resources import PRIVATE, private_data_folder, replace_surrogates, write_atomically
+from h2o_stream.base.resources import PRIVATE, private_data_folder, replace_surrogates, write_atomically
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.interrupts import DOUBLE_PRESS_S
 

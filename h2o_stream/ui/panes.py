@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.engine.events import Finish, PrefillProgress, Token
-from h2o_stream.memory import format_bytes
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.messages import UserTurn

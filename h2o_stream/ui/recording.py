@@ -15,9 +15,9 @@ from typing import Any, TextIO, cast
 
 from rich.console import RenderableType
 
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.resources import write_text
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.json_text import parse_json
-from h2o_stream.resources import write_text
 from h2o_stream.ui.terminal import SafeConsole, Terminal, printable
 
 _STYLE = r"(?:[0-9]|[349][0-7]|10[0-7]|[34]8;[25](?:;[0-9]{1,3})+)"

@@ -14,11 +14,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h2o_stream import __version__
+from h2o_stream.base.memory import format_bytes
+from h2o_stream.base.resources import require_matplotlib, write_text
 from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out
 from h2o_stream.errors import DataError, file_errors
-from h2o_stream.memory import format_bytes
-from h2o_stream.resources import require_matplotlib, write_text
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.run_record import RECORDS, RUN, read_run_record
 from h2o_stream.ui.pages import Chart, Heatmap, Page, page_of

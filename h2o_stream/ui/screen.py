@@ -9,9 +9,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.panel import Panel
 from rich.text import Text
 
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.config import ThinkMode
 from h2o_stream.engine.events import PrefillProgress, Token
-from h2o_stream.memory import format_bytes
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn

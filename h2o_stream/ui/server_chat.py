@@ -13,10 +13,11 @@ from prompt_toolkit.formatted_text import FormattedText
 from rich.table import Table
 from rich.text import Text
 
+from h2o_stream.base.logs import Log
+from h2o_stream.base.resources import named_prompts, user_path
+from h2o_stream.base.texts import piped_lines
 from h2o_stream.config import ChatConfig, SamplingConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
-from h2o_stream.logs import Log
-from h2o_stream.resources import named_prompts, user_path
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.messages import encodable
@@ -24,7 +25,6 @@ from h2o_stream.session.run_record import run_record
 from h2o_stream.session.server import Server
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Entry, Header, export
-from h2o_stream.texts import piped_lines
 from h2o_stream.ui.command_list import ALIASES, COMMANDS, is_command, unknown_command
 from h2o_stream.ui.files import find_files, read_all
 from h2o_stream.ui.message_prompt import MessagePrompt, input_history

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from h2o_stream.resources import user_path
+from h2o_stream.base.resources import user_path
 from h2o_stream.session.folders import read_settings, remove_session, write_settings
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import export

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.config import AUTOMATIC_BYTES
 from h2o_stream.errors import DataError
-from h2o_stream.memory import format_bytes
 from h2o_stream.session.automatic import automatic_folders
 from h2o_stream.session.folders import saved_sessions
 from h2o_stream.session.search import MARKS, Match, search

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from h2o_stream.base.memory import format_bytes
+from h2o_stream.base.progress import ProgressCallback
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
 from h2o_stream.loading.loading import load_model
-from h2o_stream.memory import format_bytes
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.progress import ProgressCallback
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record

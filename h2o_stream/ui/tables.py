@@ -14,10 +14,10 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from h2o_stream.base.memory import format_bytes, peak_bytes
+from h2o_stream.base.resources import write_text
 from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer, require_rouge, score_file
 from h2o_stream.errors import ConfigError
-from h2o_stream.memory import format_bytes, peak_bytes
-from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.ui.format import format_speed, shade
 from h2o_stream.ui.pages import Page, TableData

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from h2o_stream.memory import format_bytes
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.session.report import Timeline
 
 BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from h2o_lab.book.questions import BookQuestion, parts_of, read_questions
-from h2o_stream.resources import python_manual
+from h2o_stream.base.resources import python_manual
 from tests.commands import invoke, records
 from tests.fixtures import written
 

@@ -24,10 +24,10 @@ from h2o_lab.ruler.items import (
     make_item,
 )
 from h2o_lab.ruler.rates import rates
+from h2o_stream.base.resources import python_manual
 from h2o_stream.config import CacheConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from tests.commands import invoke, records
 from tests.fixtures import saved

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from h2o_stream import CacheConfig, attach
+from h2o_stream.base.resources import python_manual
 from h2o_stream.compare.nll import read_tokens
 from h2o_stream.config import DEFAULT_MODEL, ModelConfig
 from h2o_stream.loading.transformers_model import load, load_tokenizer
 from h2o_stream.models.find import gguf_file
-from h2o_stream.resources import python_manual
 
 TYPES = {
     **{name: f"MOSTLY_{name}" for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K")},

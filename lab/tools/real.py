@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy
 
+from h2o_stream.base.progress import ignore
+from h2o_stream.base.resources import python_manual
 from h2o_stream.config import CacheConfig, ModelConfig
-from h2o_stream.progress import ignore
-from h2o_stream.resources import python_manual
 from h2o_stream.runtime.sources import ModelFile
 from lab.tools import real_model
 from tests import llama

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from h2o_stream.base.registry import resolve
 from h2o_stream.cache.protection import Protection
 from h2o_stream.cache.rope import RopeLookup
 from h2o_stream.config import POLICIES, CachePlan
 from h2o_stream.errors import ConfigError
-from h2o_stream.registry import resolve
 
 
 @dataclass(frozen=True)

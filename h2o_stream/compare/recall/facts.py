@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from h2o_stream.base.resources import project_file
 from h2o_stream.errors import ConfigError
-from h2o_stream.resources import project_file
 from h2o_stream.session.jsonl import read_objects
 
 Kind = Literal["same", "other", "contradicted", "never"]

@@ -9,6 +9,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from h2o_stream.base.resources import version_of
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, window_of
 from h2o_stream.compare.folder import JobResult, machine
@@ -19,7 +20,6 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
 from h2o_stream.loading.transformers_model import load_tokenizer
 from h2o_stream.native.threads import bandwidth
-from h2o_stream.resources import version_of
 
 ROUNDS = 5
 """Times that every engine decodes at a history; the median counts."""

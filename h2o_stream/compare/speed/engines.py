@@ -10,14 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from h2o_stream.base.memory import trim_heap
+from h2o_stream.base.progress import ignore
 from h2o_stream.compare.catalog import PEERS
 from h2o_stream.compare.models import Models, cache_bytes, context_of, dtype_of
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.engine.served import serve
-from h2o_stream.memory import trim_heap
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.find import find, local_path
-from h2o_stream.progress import ignore
 from h2o_stream.runtime.model import RuntimeModel
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from h2o_stream.base.resources import write_text
 from h2o_stream.compare.catalog import SummarizeOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
@@ -19,7 +20,6 @@ from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer
 from h2o_stream.config import POLICIES, CacheConfig
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import jsonl_text
 from h2o_stream.session.requests import read_requests
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from h2o_stream.base.resources import require_package
 from h2o_stream.errors import DataError
-from h2o_stream.resources import require_package
 from h2o_stream.session.jsonl import read_objects
 
 ROUGE = ("rouge1", "rouge2", "rougeL")

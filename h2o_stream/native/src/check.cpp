@@ -208,32 +208,29 @@ void check_model(const Model& model) {
 
 void check_slots(const AttentionLayer& layer, const Slots* slots, int64_t groups) {
   const int64_t bits = layer.kv_bits;
-  require(fits(layer) && within(layer.position_mode, kGap, kAbsolute) &&
-              (layer.long_term == 0 || are_sizes({layer.long_term_distance})) &&
-              (layer.position_mode == kAbsolute || layer.rope) && (!layer.chunked || are_sizes({layer.sliding_window})),
-          "a layer's cache");
-  require(!layer.rope || (are_sizes({layer.rope_rows}) && within(layer.rotary_dims, 0, layer.head_size)), "its RoPE");
-  require(bits == 16 || ((bits == 8 || bits == 6 || bits == 4 || bits == 2) && within(layer.exact_sinks, 0, kMax) &&
-                         are_sizes({layer.residual}) && layer.head_size * bits % 8 == 0 &&
-                         layer.value_size * bits % 8 == 0),
-          "its quantization");
-  require((!layer.memory_candidates && !layer.memory_matches) ||
-              (are_sizes({layer.memory_candidates, layer.memory_question_candidates, layer.memory_prompt_period,
-                          layer.memory_chapter}) &&
-               within(layer.memory_matches, 0, kMax) &&
-               (!layer.rope || within(layer.memory_distance, 0, layer.rope_rows - 1))),
-          "its memory");
-  const int64_t exact = bits < 16 ? layer.exact_sinks + layer.residual : 0;
-  for (const Slots* group = slots; group < slots + groups; ++group) {
-    require(within(group->slot_count, exact + 1, INT32_MAX / 4) && within(group->head_count, 1, layer.kv_heads) &&
-                group->span >= 0,
-            "the number of slots");
-    require(within(*group->seen, 0, INT32_MAX / 2), "the number of tokens");
-    for (int64_t i = 0; i < group->head_count; ++i) {
-      require(within(group->heads[i], 0, layer.kv_heads - 1) && within(group->free[i], exact, group->slot_count - 1),
-              "a slot");
+  require(within(layer.exact_sinks, 0, kMax) && within(layer.residual, bits != 16, kMax), "a cache");
+  const int64_t exact = bits == 16 ? 0 : layer.exact_sinks + layer.residual;
+  const auto fits_layer = [&](const Slots& group) {
+    bool all = within(group.slot_count, exact + 1, INT32_MAX / 4) && within(group.head_count, 1, layer.kv_heads) &&
+               group.span >= 0 && within(group.evictions, 0, group.slot_count) && within(*group.seen, 0, INT32_MAX / 2);
+    for (int64_t i = 0; all && i < group.head_count; ++i) {
+      all = within(group.heads[i], 0, layer.kv_heads - 1) && within(group.free[i], exact, group.slot_count - 1);
     }
-  }
+    return all;
+  };
+  require(fits(layer) && within(layer.long_term_distance, layer.long_term != 0, INT32_MAX / 2) &&
+              within(layer.sliding_window, layer.chunked != 0, INT64_MAX) &&
+              within(layer.position_mode, layer.rope ? kGap : kAbsolute, kAbsolute) &&
+              (!layer.rope || (within(layer.rope_rows, 1, INT32_MAX) && within(layer.rotary_dims, 0, layer.head_size) &&
+                               within(layer.memory_distance, 0, layer.rope_rows - 1))) &&
+              (bits == 16 || bits == 8 || bits == 6 || bits == 4 || bits == 2) &&
+              (bits == 16 || (layer.head_size * bits % 8 == 0 && layer.value_size * bits % 8 == 0)) &&
+              ((!layer.memory_candidates && !layer.memory_matches) ||
+               (are_sizes({layer.memory_candidates, layer.memory_question_candidates, layer.memory_prompt_period,
+                           layer.memory_chapter}) &&
+                within(layer.memory_matches, 0, kMax))) &&
+              std::all_of(slots, slots + groups, fits_layer),
+          "a cache");
 }
 
 void check_streams(const Model& model, const Stream* streams, int64_t count) {

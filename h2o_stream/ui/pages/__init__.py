@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from h2o_stream.base.registry import resolve
 from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.config import RECALL_NAMES
-from h2o_stream.registry import resolve
 
 Record = Mapping[str, Any]
 

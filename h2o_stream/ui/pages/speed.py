@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from h2o_stream.memory import format_bytes
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, decoding, weights
 
 _HEADER = ("engine", "weights", "history", "prefill", "decode", "of floor", "cache", "process")

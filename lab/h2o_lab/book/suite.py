@@ -14,6 +14,7 @@ import numpy
 
 from h2o_lab.book.questions import BookQuestion, Part, parts_of, read_questions
 from h2o_lab.harness.options import TasksOptions
+from h2o_stream.base.resources import python_manual
 from h2o_stream.compare.asking import GREEDY, prefilled, read, say, widest
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
@@ -22,7 +23,6 @@ from h2o_stream.compare.nll import ratio_interval
 from h2o_stream.config import CacheConfig, RecallMode
 from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from h2o_stream.base.resources import require_package
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.resources import require_package
 
 
 def main() -> None:

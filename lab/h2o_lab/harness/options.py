@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from h2o_lab.harness.command import require_harness
 from h2o_lab.ruler.items import TASKS
 from h2o_lab.ruler.options import RulerOptions
+from h2o_stream.base.options import Option, listed_if_any, numbers_if_any
+from h2o_stream.base.registry import resolve
 from h2o_stream.compare.options import Policies, Ray, configs_of
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, listed_if_any, numbers_if_any
-from h2o_stream.registry import resolve
 
 HARNESS_TASKS = ("h2o_facts", "h2o_topics", "h2o_causes")
 """Small tasks of our own in the harness's format."""

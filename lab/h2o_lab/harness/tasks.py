@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from h2o_lab.harness.options import TasksOptions
+from h2o_stream.base.resources import version_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.models import dtype_of
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.resources import version_of
 from h2o_stream.runtime.model import RuntimeModel
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from h2o_stream.base.options import Option, numbers_if_any
 from h2o_stream.compare.options import ComparisonOptions, Policies, Window, configs_of
 from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, numbers_if_any
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from h2o_lab.ruler.items import SINGLE, TASKS
+from h2o_stream.base.options import Option, numbers_if_any, some_of
 from h2o_stream.compare.options import MODES, ComparisonOptions
 from h2o_stream.config import RecallMode
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, numbers_if_any, some_of
 
 Form = Literal["one-turn", "multi-turn"]
 """Whether a question comes with its context, or one after another in a conversation."""

@@ -14,16 +14,16 @@ from h2o_lab.ruler.answers import Answer, ask_at_once, ask_in_turns, ask_without
 from h2o_lab.ruler.items import Haystack, Item, make_item
 from h2o_lab.ruler.options import Form, RulerOptions
 from h2o_lab.ruler.rates import rates
+from h2o_stream.base.resources import python_manual
+from h2o_stream.base.texts import read_text
 from h2o_stream.compare.asking import GREEDY
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.models import context_of, dtype_of
 from h2o_stream.config import CacheConfig, RecallMode
 from h2o_stream.errors import ConfigError
-from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text
-from h2o_stream.texts import read_text
 
 QUESTIONS: dict[Form, int] = {"one-turn": 1, "multi-turn": 4}
 """Questions about a context."""

@@ -20,6 +20,9 @@ from torch.nn.functional import cross_entropy
 from h2o_lab.soak.options import SoakOptions
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import input_device
+from h2o_stream.base.memory import trim_heap
+from h2o_stream.base.resources import cache_folder, write_atomically
+from h2o_stream.base.texts import read_text
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.compare.catalog import manual_file
@@ -28,10 +31,7 @@ from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError, file_errors
-from h2o_stream.memory import trim_heap
 from h2o_stream.models.fitting import dtype_name
-from h2o_stream.resources import cache_folder, write_atomically
-from h2o_stream.texts import read_text
 
 TINY = "tiny"
 """Name of a random Llama with two layers, for streams of millions of tokens."""

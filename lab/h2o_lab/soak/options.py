@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from h2o_stream.base.options import Option
 from h2o_stream.compare.options import ComparisonOptions, Window, configs_of
 from h2o_stream.config import DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option
 
 
 @dataclass(frozen=True, kw_only=True)

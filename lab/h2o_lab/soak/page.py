@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.memory import format_bytes
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData
 
 _HEADER = ("tokens seen", "read", "replies", "nll", "largest score", "cache", "process")

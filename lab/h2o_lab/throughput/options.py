@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from h2o_stream.base.options import Option, listed, parse_bytes
 from h2o_stream.compare.options import ComparisonOptions, InAll, Policies, configs_of
 from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, listed, parse_bytes
 
 
 @dataclass(frozen=True)

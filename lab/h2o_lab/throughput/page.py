@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.memory import format_bytes
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, a_few, best_named, listing, or_dash
 
 _HEADER = ("shape", "policy", "window", "batch", "cache", "tokens/s", "seconds", "of full")

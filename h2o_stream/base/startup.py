@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 
-from h2o_stream.resources import PRIVATE, NoHomeError, log_file, make_private_folder
+from h2o_stream.base.resources import PRIVATE, NoHomeError, log_file, make_private_folder
 
 LOADER, LOG = "h2o-loader", "h2o-log"
 """Names of the thread that imports and loads, and of the handler of the log file."""

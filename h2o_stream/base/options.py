@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.resources import is_file, named_prompts, replace_surrogates
+from h2o_stream.base.texts import read_text
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import is_file, named_prompts, replace_surrogates
-from h2o_stream.texts import read_text
 
 
 class Option:

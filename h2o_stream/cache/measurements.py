@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from h2o_stream.json_text import parse_json
-from h2o_stream.resources import cache_folder, remove_oldest
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.resources import cache_folder, remove_oldest
 
 LONG_S = 0.5
 """Seconds that a measurement must take to be worth saving."""

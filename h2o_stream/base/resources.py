@@ -21,7 +21,7 @@ PRIVATE = 0o600
 
 def project_file(name: str) -> Path:
     """A file of the project, from an installed wheel or a checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     packaged = package / name
     return packaged if packaged.exists() else package.parent / name
 

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.resources import version_of
+from h2o_stream.cache.measurements import read_measurement, save_measurement
 from h2o_stream.cache.windows import HeadWindow
-from h2o_stream.measurements import read_measurement, save_measurement
 from h2o_stream.models.file_identity import content_identity, model_identity
 from h2o_stream.native import library
-from h2o_stream.resources import version_of
 
 Windows = Sequence[tuple[HeadWindow, ...]]
 """KV heads grouped by window size, for each layer."""
@@ -24,7 +24,7 @@ Windows = Sequence[tuple[HeadWindow, ...]]
 _HEADS, _ANSWERS = "heads", "answers"
 """Kinds of what is kept."""
 
-_SHIPPED = Path(__file__).with_name("known.json")
+_SHIPPED = Path(__file__).with_name("measured.json")
 
 
 def shipped_digest(path: Path, variant: str) -> str:
@@ -49,7 +49,7 @@ def save_windows(path: Path, variant: str, windows: Windows) -> None:
 def read_answer_head(digest: str) -> Any:
     """The values of a model's answer head that is saved or ships, nothing if it has none; None if that is not known."""
     saved = read_measurement(_ANSWERS, _answer_key(digest))
-    shipped = (known["answer_head"] for known in _all_shipped().values() if known["digest"] == digest)
+    shipped = (one["answer_head"] for one in _all_shipped().values() if one["digest"] == digest)
     return next(shipped, None) if saved is None else saved
 
 

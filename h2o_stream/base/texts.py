@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from h2o_stream.documents import DOCUMENT_STARTS, document_text
+from h2o_stream.base.documents import DOCUMENT_STARTS, document_text
 from h2o_stream.errors import DataError, file_errors
 
 _MAX_DAMAGED, _MAX_DAMAGED_SHARE = 8, 0.25

@@ -1,0 +1,1 @@
+"""What every room uses, and what uses none of them: files and folders, memory, processes, texts, progress."""
