@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from h2o_stream import CacheConfig
 from h2o_stream.native import library, stepper
+from tests.families import FAMILIES
+from tests.family_models import MODELS
 from tests.fixtures import thinned
 from tests.interpreter import error, nudged
-from tests.more_families import MORE
+from tests.more_families import MORE, OTHERS
 from tests.test_native_prompt import streamed
 from tests.test_native_step import EXACT, tokens_of
 from tests.tolerance import relative_error
@@ -25,11 +28,19 @@ def model_of(name: str) -> Any:
     return nudged(MORE[name]())
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("name", MORE)
+DESCRIBED: dict[str, Callable[[], Any]] = {
+    **{family.name: family.make for family in FAMILIES if family.native},
+    **{f"{name}, file": model.make for name, model in MODELS.items()},
+    **OTHERS,
+    **MORE,
+}
+
+
+@pytest.mark.every(6)
+@pytest.mark.parametrize("name", DESCRIBED)
 def test_descriptions(name: str) -> None:
     """The description computes what the model does."""
-    assert error(model_of(name)) < 2e-5
+    assert error(nudged(DESCRIBED[name]())) < 2e-5
 
 
 @pytest.mark.every(2)
