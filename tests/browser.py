@@ -37,12 +37,8 @@ class Page:
         assert CHROMIUM is not None
         (read, self._commands), (self._answers, write) = os.pipe(), os.pipe()
         arguments = [
-            "--headless=new",
-            "--no-sandbox",
-            "--remote-debugging-pipe",
-            "--disable-gpu",
-            f"--window-size={size}",
-        ]
+            "--headless=new", "--no-sandbox", "--remote-debugging-pipe", "--disable-gpu", f"--window-size={size}",
+        ]  # fmt: skip
         self._process = subprocess.Popen(
             [
                 sys.executable,

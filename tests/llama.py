@@ -50,15 +50,9 @@ def logits(path: Path, tokens: Sequence[int]) -> NDArray[numpy.float32]:
         import llama_cpp
 
         llama = llama_cpp.Llama(
-            str(path),
-            logits_all=True,
-            verbose=False,
-            n_ctx=max(CONTEXT, len(tokens)),
-            n_threads=1,
-            n_threads_batch=1,
-            type_k=0,
-            type_v=0,
-        )
+            str(path), logits_all=True, verbose=False, n_ctx=max(CONTEXT, len(tokens)), n_threads=1,
+            n_threads_batch=1, type_k=0, type_v=0,
+        )  # fmt: skip
         llama.eval(tokens)
         scores: NDArray[numpy.float32] = llama.scores[: len(tokens)].copy()
         llama.close()

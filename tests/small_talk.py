@@ -21,12 +21,9 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.WordLevel({word: id for id, word in enumerate((*_SPECIAL, *WORDS))}, "<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
         additional_special_tokens=["<system>", "<user>", "<bot>"],
-    )
+    )  # fmt: skip
     tokenizer.chat_template = _TEMPLATE
     return tokenizer
 

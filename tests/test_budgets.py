@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_stream import CacheConfig, H2OStreamError, attach, measurements
+from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.attachment import retrieval_heads
+from h2o_stream.cache import measurements
 from h2o_stream.cache.arrays import to_tensor
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.state import encode_json

@@ -131,13 +131,10 @@ class TestCommands:
         done = piped(tiny_folder, lines)
         said = re.findall(r"\*\*You\*\*\n\n(.*?)\n\n\*\*Model", out.read_text(), re.DOTALL)
         assert [text.replace("\n\n", "|") for text in said] == [
-            "my notes.txt:|This is my notes.txt.",
-            "my notes.txt:|This is my notes.txt.|What is it?",
-            "my:|This is my.|notes.txt?",
-            "my notes.txt:|This is my notes.txt.|Why?",
-            "my:|This is my.|note",
+            "my notes.txt:|This is my notes.txt.", "my notes.txt:|This is my notes.txt.|What is it?",
+            "my:|This is my.|notes.txt?", "my notes.txt:|This is my notes.txt.|Why?", "my:|This is my.|note",
             "it's.txt:|This is it's.txt.|or it's not",
-        ]
+        ]  # fmt: skip
         for words in (
             "/file no such file: No such file",
             "/file no: No such file",
@@ -161,19 +158,6 @@ class TestCommands:
 
 
 class TestSessions:
-    def test_it_continues_as_if_never_left(self, tiny_folder: Path, tmp_path: Path) -> None:
-        talk = [f"question {number} " + "word " * 20 for number in range(6)]
-        options = ("--window", 64, "--temp", 1, "--seed", 4)
-        whole = piped(tiny_folder, talk, *options).stdout.splitlines()
-        first = piped(tiny_folder, talk[:3], *options, "--session", "talk")
-        assert "session talk started" in first.stderr
-        rest = piped(tiny_folder, talk[3:], *options, "--session", "talk")
-        assert "session talk resumed after turn 3: question 2" in rest.stderr
-        assert first.stdout.splitlines() + rest.stdout.splitlines() == whole
-        file = tmp_path / "talk.md"
-        assert invoke("h2o-chat", "--session", "talk", "--export", file).exit_code == 0
-        assert file.read_text().count("**You**") == 6
-
     def test_another_policy(self, tiny_folder: Path) -> None:
         piped(tiny_folder, ["one", "two"], "--session", "talk")
         refused = piped(tiny_folder, ["three"], "--session", "talk", "--policy", "sink")

@@ -4,14 +4,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from h2o_stream.ui.terminal import PrefillStatus, printable
-from tests.commands import APPS, invoke, records
+from tests.commands import invoke, records
 from tests.preloaded import Preloaded
 from tests.preloaded import run as run_command
 
@@ -23,27 +22,6 @@ TURN_FIELDS = {
 
 
 class TestUsage:
-    @pytest.mark.every(2)
-    @pytest.mark.parametrize("command", list(APPS))
-    def test_help_and_version_import_no_torch(self, command: str) -> None:
-        code = (
-            "import sys\n"
-            f"from h2o_stream.cli.{command.removeprefix('h2o-')} import main\n"
-            "for option in sys.argv[1:]:\n"
-            f"    sys.argv = [{command!r}, option]\n"
-            "    try:\n        main()\n"
-            "    except SystemExit as left:\n        assert not left.code\n"
-            "    print('END')\n"
-            "    heavy = ('torch', 'transformers', 'numpy', 'sqlite3')\n"
-            "    print([m for m in heavy if m in sys.modules], file=sys.stderr)\n"
-        )
-        options = ("--help", "-h") + (("--version",) if command != "h2o-compare" else ())
-        done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, check=True)
-        assert done.stderr.splitlines() == ["[]"] * len(options)
-        shown = done.stdout.split("END\n")[:-1]
-        assert len(shown) == len(options)
-        assert all("h2o" in text or "Usage" in text for text in shown)
-
     @pytest.mark.parametrize(("typed", "offered"), [
         ("--pol", ["--policy"]), ("--policy s", ["sink", "snapkv"]), ("--quantize i", ["int8", "int4"]),
         ("--system sto", ["storyteller"]), ("--session mon", ["monday"]),
@@ -65,11 +43,6 @@ class TestUsage:
         done = run_command("h2o-chat", env=os.environ | asked)
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == offered
-
-    def test_tracebacks_only_with_debug(self, tmp_path: Path) -> None:
-        wrong = ["-m", tmp_path / "nothing", "-p", "x", "-q"]
-        assert "Traceback" not in invoke("h2o-chat", *wrong).stderr
-        assert "Traceback" in invoke("h2o-chat", *wrong, "--debug").stderr
 
 
 class TestChat:
@@ -140,10 +113,6 @@ class TestChat:
         done = invoke("h2o-chat", *talk, typed="word " * 2000)
         assert re.search(r"reading 1,024 of 2,0\d\d tokens, \d+ s left", done.stderr)
         assert "reading" not in invoke("h2o-chat", *talk, "-q", typed="word " * 2000).stderr
-
-    def test_the_same_seed_gives_the_same_text(self, tiny_folder: Path) -> None:
-        talk = ["-m", tiny_folder, "--seed", "5", "-n", "12", "-p", "hello", "-q"]
-        assert invoke("h2o-chat", *talk).stdout == invoke("h2o-chat", *talk).stdout
 
 
 class TestStream:
@@ -247,15 +216,6 @@ class TestStream:
         done = invoke("h2o-stream", "-m", tiny_folder, "--questions", questions, "--jsonl", "/dev/full", "-q")
         assert done.exit_code == 1
         assert "--jsonl /dev/full: No space left" in done.stderr
-
-
-@pytest.mark.parametrize(("text", "shown"), [
-    ("plain\n\ttext", "plain\n\ttext"), ("\x1b[2J\x1b]0;title\x07gone", "[2J]0;titlegone"),
-    ("bell\x07 back\x08 null\x00 cr\r", "bell back null cr"), ("\x9b31mcsi \x7f", "31mcsi "),
-    ("[bold]not markup[/bold] :smile:", "[bold]not markup[/bold] :smile:"), ("é 日本 👍", "é 日本 👍"),
-])  # fmt: skip
-def test_control_characters_never_reach_the_terminal(text: str, shown: str) -> None:
-    assert printable(text) == shown
 
 
 class TestValuesInAnyCase:

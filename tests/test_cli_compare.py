@@ -72,21 +72,9 @@ class TestCompare:
     def test_a_damaged_part_is_measured_again(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
         base = [
-            "nll",
-            "-m",
-            tiny_folder,
-            "--text",
-            text,
-            "--policies",
-            "sink",
-            "--windows",
-            "16",
-            "--tokens",
-            "60",
-            "--out",
-            out,
-            "-q",
-        ]
+            "nll", "-m", tiny_folder, "--text", text, "--policies", "sink", "--windows", "16", "--tokens", "60",
+            "--out", out, "-q",
+        ]  # fmt: skip
         assert invoke("h2o-compare", *base).exit_code == 0
         (part,) = (out / "parts").iterdir()
         part.write_bytes(b"nonsense")

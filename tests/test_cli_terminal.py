@@ -59,22 +59,6 @@ class TestTerminal:
         assert "1 interrupted" in terminal.text
         assert records((tmp_path / "run.jsonl").read_text())[-1]["finish"]["interrupted"] == 1
 
-    def test_a_chat(self, tiny_folder: Path, tmp_path: Path) -> None:
-        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "2000", "--window", "64", home=tmp_path) as terminal:
-            terminal.until(lambda t: "\n> " in t.text)
-            terminal.send("tell me all\r")
-            terminal.until(lambda t: re.search(r"evicted [1-9]", t.text) is not None)
-            terminal.send("\x03")
-            terminal.until(lambda t: "interrupted" in t.text and t.screen.display[t.screen.cursor.y].startswith(">"))
-            assert "kept 64 of 64" in terminal.text
-            terminal.send("/stats\r")
-            terminal.until(lambda t: "sinks" in t.text)
-            terminal.send("half a line\x03")
-            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
-            terminal.send("\x04")
-            assert terminal.exit_code() == 0
-        assert "tell me all" in (tmp_path / "h2o-stream" / "history").read_text()
-
     def test_no_color_on_request(self, tiny_folder: Path, questions: Path) -> None:
         base = ["-m", str(tiny_folder), "--questions", str(questions), "--turns", "1", "-n", "20", "--color", "off"]
         with Pty("h2o-stream", *base) as terminal:

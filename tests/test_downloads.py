@@ -80,34 +80,30 @@ def test_an_unreachable_hub_is_one_quick_error(hub: None, monkeypatch: pytest.Mo
     assert capfd.readouterr().err == ""
 
 
-def _chat_without_torch(port: int, home: Path) -> None:
-    """Chat with a model that is not on this machine, with a Hub that cannot be reached."""
+def test_a_hub_that_says_nothing_is_asked_once(hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch is imported. Regression: huggingface_hub asked it again for its statistics, which took another three
+    seconds.
+    """
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
     code = (
         "import sys; sys.argv = ['h2o-chat', '-p', 'hi', '-m', 'org/name']\n"
         "from h2o_stream.cli.chat import main\n"
         "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
     )
-    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(home)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[1:] == [done.stderr.splitlines()[-1]], "one line after that of loading"
-    assert "cannot be reached" in done.stderr
-
-
-def test_a_hub_that_says_nothing_is_asked_once(hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: huggingface_hub asked it again for its statistics, which took another three seconds."""
-    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        _chat_without_torch(silent.getsockname()[1], tmp_path)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[1:] == [done.stderr.splitlines()[-1]], "one line after that of loading"
+        assert "cannot be reached" in done.stderr
         silent.setblocking(False)
         silent.accept()[0].close()
         with pytest.raises(BlockingIOError):
             silent.accept()
 
 
-def test_an_unreachable_hub_is_noticed_before_torch_is_imported(hub: None, tmp_path: Path, monkeypatch: Any) -> None:
-    """Regression: the line came after imports of several seconds."""
-    _chat_without_torch(_closed_port(), tmp_path)
+def test_an_unreachable_hub_is_noticed_before_imports(hub: None, tmp_path: Path, monkeypatch: Any) -> None:
     _point_hub_at(_closed_port(), monkeypatch)
     for name in ("smollm2-135m", str(tmp_path), "./nothing", "org/name:file.gguf", "a/b/c"):
         find_before_imports(name, False)

@@ -258,7 +258,7 @@ class TestInATerminal:
         return Pty("python", "-c", HELD.format(module=module, file=go), *arguments, started=True)
 
     def test_a_question_before_the_model(self, tiny_folder: Path, go: Path) -> None:
-        with self.held(go, "-m", str(tiny_folder), "-n", "4") as pty:
+        with self.held(go, "-m", str(tiny_folder), "-n", "4", "--temp", "0") as pty:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
             pty.send("hello\r")
             pty.until(lambda p: "your message waits" in p.screen.display[-1])
@@ -273,13 +273,3 @@ class TestInATerminal:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
             pty.send("\x03")
             assert pty.exit_code() == 130
-
-    def test_no_such_model(self, go: Path) -> None:
-        with self.held(go, "-m", "./nowhere") as pty:
-            pty.until(lambda p: "Loading" in p.screen.display[-1])
-            pty.send("my question")
-            pty.until(lambda p: "> my question" in p.text)
-            go.touch()
-            assert pty.exit_code() == 1
-            assert "Not sent: my question" in pty.text
-            assert "h2o-chat: ./nowhere does not exist" in pty.text

@@ -102,10 +102,7 @@ def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monk
     again = invoke("h2o-compare", *arguments)
     assert left_out_of(again.stdout) == [], "it is tried again"
     assert read_left_out(tmp_path / "out") == []
-    assert (
-        len([record for record in records(again.stdout) if record["type"] == "nll"])
-        == len(FEW["nll"]["policies"]) * 2 - 1
-    )
+    assert len([record for record in records(again.stdout) if record["type"] == "nll"]) == len(POLICIES) * 2 - 1
 
 
 @pytest.mark.exhaustive
@@ -169,12 +166,12 @@ def test_a_tokenizer_without_a_chat_template(
     assert [record["type"] for record in records(done.stdout)].count("recall") == 4
 
 
-def test_an_interruption_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_says_how_to_resume(arguments: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("h2o_stream.ui.comparison.run_job", interrupt)
-    done = invoke("h2o-compare", "all", "--quick", "--out", tmp_path)
+    done = invoke("h2o-compare", *arguments)
     assert done.exit_code == 130
     assert "the same command goes on from there" in done.stderr
 

@@ -129,14 +129,10 @@ def test_many_experts_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(numpy.array_equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"inner_size": 48}, "gate of 6 experts"),
-        ({"stride": 64}, "gate of 6 experts"),
-        ({"down": packed(MatrixKind.INT8, 6 * 32, 32, 0)}, "down of 6 experts"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"inner_size": 48}, "gate of 6 experts"), ({"stride": 64}, "gate of 6 experts"),
+    ({"down": packed(MatrixKind.INT8, 6 * 32, 32, 0)}, "down of 6 experts"),
+])  # fmt: skip
 def test_sizes_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
     experts = described("softmax", MatrixKind.INT8, 32, 64).layers[0].mlp
     with pytest.raises(DescriptionError, match=reason):

@@ -32,11 +32,8 @@ def test_every_allocation_may_fail(every: int, model: str, rule: str, what: str,
     source = TESTS / "failing_allocations.cpp"
     subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", source, "-o", preloaded, "-ldl"], check=True)
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.run_failing_allocations", model, rule, what, str(every)],
-        cwd=TESTS.parent,
-        env=os.environ | {"LD_PRELOAD": str(preloaded), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "tests.run_failing_allocations", model, rule, what, str(every)], cwd=TESTS.parent,
+        env=os.environ | {"LD_PRELOAD": str(preloaded), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=240,
-    )
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -90,11 +90,6 @@ def check_replays(model: Any, config: CacheConfig, ids: Tensor) -> None:
     assert Recording.replays > ids.shape[1] - 60
 
 
-@pytest.mark.exhaustive
-def test_many_tokens_are_those_of_eager_steps(recorded: type[Recording]) -> None:
-    check_replays(make_llama(groups=2), CacheConfig(window=24), tokens(110))
-
-
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("policy", "positions"), thinned(
     product(["h2o", "h2o-paper", "tova", "sink", "recent", "random"], ["gap", "absolute"]),

@@ -8,26 +8,17 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import h2o_stream
+from tests.fixtures import written
+from tests.test_streams import LINES
 
 ROOT = Path(h2o_stream.__file__).parent
 LAYERS = (
-    "base",
-    "config",
-    "cache",
-    "native",
-    "attachment",
-    "models",
-    "runtime",
-    "loading",
-    "engine",
-    "recall",
-    "session",
-    "serve",
-    "compare",
-    "ui",
-    "cli",
-)
+    "base", "config", "cache", "native", "attachment", "models", "runtime", "loading", "engine", "recall", "session",
+    "serve", "compare", "ui", "cli",
+)  # fmt: skip
 """A layer imports only layers before it, except for a `__main__`, which is a command."""
 
 MODULES = {
@@ -95,18 +86,37 @@ def test_without_torch() -> None:
     assert done.stdout.splitlines() == [*modules]
 
 
+HELP = ("h2o-chat --help", "h2o-chat --version", "h2o-stream -h", "h2o-compare --help", "h2o-compare nll --help")
+QUICK = ("h2o-chat --models", "h2o-chat --sessions", "h2o-chat --window 0", "h2o-stream --replay {} --pace 1000")
+COMMANDS = """
+import sys
+from importlib import import_module
+for line in sys.argv[1:]:
+    sys.argv = line.split()
+    try:
+        import_module("h2o_stream.cli." + sys.argv[0].removeprefix("h2o-")).main()
+    except SystemExit:
+        pass
+    print("IMPORTED", *sorted({"torch", "transformers", "numpy", "sqlite3"} & sys.modules.keys()))
+"""
+"""Commands one after another, and what of some slow packages was imported until then."""
+
+
+def test_commands_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does help import numpy."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    lines = [*HELP, *QUICK[:-1], QUICK[-1].format(written(tmp_path / "run.cast", LINES))]
+    done = subprocess.run([sys.executable, "-c", COMMANDS, *lines], capture_output=True, text=True, check=True)
+    imported = [line for line in done.stdout.splitlines() if line.startswith("IMPORTED")]
+    assert (len(imported), imported[: len(HELP)]) == (len(lines), ["IMPORTED"] * len(HELP))
+    assert not [line for line in imported if "torch" in line or "transformers" in line]
+    assert [word for word in ("Usage", "h2o_stream ", "smollm2-135m", "Grüße") if word not in done.stdout] == []
+
+
 _SLOW = {
-    "torch",
-    "transformers",
-    "huggingface_hub",
-    "pydantic",
-    "prompt_toolkit",
-    "asyncio",
-    "gguf",
-    "rich.markdown",
-    "h2o_stream.ui.commands",
-    "h2o_stream.ui.tables",
-}
+    "torch", "transformers", "huggingface_hub", "pydantic", "prompt_toolkit", "asyncio", "gguf", "rich.markdown",
+    "h2o_stream.ui.commands", "h2o_stream.ui.tables",
+}  # fmt: skip
 """What one reply needs nothing of; each takes a tenth of its time or more, or brings in what does."""
 
 

@@ -35,13 +35,10 @@ def results(text: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if name != "tok_s"} for record in records(text)[1:]]
 
 
-@pytest.mark.parametrize(
-    ("place", "function", "options"),
-    [
-        (ServedRuntime, "losses", ["nll", "--policies", "sink,h2o", "--tokens", "700", "--windows", "32"]),
-        (asking, "say", ["recall", "--policies", "sink", "--facts", "1", "--distances", "8", "--windows", "64"]),
-    ],
-)
+@pytest.mark.parametrize(("place", "function", "options"), [
+    (ServedRuntime, "losses", ["nll", "--policies", "sink,h2o", "--tokens", "700", "--windows", "32"]),
+    (asking, "say", ["recall", "--policies", "sink", "--facts", "1", "--distances", "8", "--windows", "64"]),
+])  # fmt: skip
 def test_the_same_command_goes_on(
     place: Any,
     function: str,

@@ -76,13 +76,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedT
 class TestLayers:
     def test_system_and_parameters(self, make: Any) -> None:
         values = {
-            "temperature": 0.1,
-            "repeat_penalty": 1.3,
-            "top_p": 7,
-            "stop": ["!", "?"],
-            "num_ctx": 9,
-            "mirostat": 2,
-        }
+            "temperature": 0.1, "repeat_penalty": 1.3, "top_p": 7, "stop": ["!", "?"], "num_ctx": 9, "mirostat": 2,
+        }  # fmt: skip
         loaded, (note,) = make(system="You are Mario.\n", params=json.dumps(values), license="MIT", messages="[]")
         assert loaded.system == "You are Mario."
         assert loaded.sampling == {"temperature": 0.1, "repetition_penalty": 1.3}

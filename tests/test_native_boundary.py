@@ -77,20 +77,11 @@ def assert_as_close_as(dtype: torch.dtype, ours: Tensor, wanted: Tensor) -> None
 
 
 class TestPointer:
-    @pytest.mark.parametrize(
-        "wrong",
-        [
-            torch.zeros(4, dtype=torch.int32),
-            torch.zeros(4, dtype=torch.float64),
-            torch.zeros(4, device="meta"),
-            torch.zeros(3),
-            torch.zeros(8)[::2],
-            torch.zeros(2, 2).T[:, :1].expand(2, 2),
-            torch.zeros(4).to_sparse(),
-            torch.view_as_complex(torch.ones(4, 2)).conj().imag,
-            torch.zeros(4).as_subclass(type("Other", (Tensor,), {})),
-        ],
-    )
+    @pytest.mark.parametrize("wrong", [
+        torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.float64), torch.zeros(4, device="meta"),
+        torch.zeros(3), torch.zeros(8)[::2], torch.zeros(2, 2).T[:, :1].expand(2, 2), torch.zeros(4).to_sparse(),
+        torch.view_as_complex(torch.ones(4, 2)).conj().imag, torch.zeros(4).as_subclass(type("Other", (Tensor,), {})),
+    ])  # fmt: skip
     def test_other_tensors_are_refused(self, wrong: Tensor) -> None:
         with pytest.raises(H2OStreamError, match=r"native code takes 4 numbers of float32"):
             pointer(wrong, "float32", 4)
@@ -101,17 +92,11 @@ class TestPointer:
         assert pointer(tensor[:, :2], "float32", 4, strided=True) == tensor.data_ptr()
         assert pointer(None, "float32", 8) == 0
 
-    @pytest.mark.parametrize(
-        "wrong",
-        [
-            numpy.zeros(4),
-            numpy.zeros(4, ">f4"),
-            numpy.zeros(3, numpy.float32),
-            numpy.zeros(8, numpy.float32)[::2],
-            numpy.broadcast_to(numpy.float32(0), (4,)),
-            numpy.zeros(4, numpy.float32).view(type("Other", (numpy.ndarray,), {})),
-        ],
-    )
+    @pytest.mark.parametrize("wrong", [
+        numpy.zeros(4), numpy.zeros(4, ">f4"), numpy.zeros(3, numpy.float32), numpy.zeros(8, numpy.float32)[::2],
+        numpy.broadcast_to(numpy.float32(0), (4,)),
+        numpy.zeros(4, numpy.float32).view(type("Other", (numpy.ndarray,), {})),
+    ])  # fmt: skip
     def test_other_arrays_are_refused(self, wrong: Any) -> None:
         with pytest.raises(H2OStreamError, match=r"native code takes 4 numbers of float32"):
             pointer(wrong, "float32", 4)
@@ -340,15 +325,11 @@ class TestThreads:
             first.start()
             assert inside.wait(60)
             attempts: list[Callable[[], Any]] = [
-                lambda: tiny(ids(1), past_key_values=cache),
-                lambda: tiny(ids(3), use_cache=False),
-                lambda: tiny.generate(ids(3), max_new_tokens=2),
-                cache.reset,
-                cache.state_dict,
-                lambda: cache.load_state_dict({}),
-                lambda: cache.reorder_cache(torch.tensor([0])),
+                lambda: tiny(ids(1), past_key_values=cache), lambda: tiny(ids(3), use_cache=False),
+                lambda: tiny.generate(ids(3), max_new_tokens=2), cache.reset, cache.state_dict,
+                lambda: cache.load_state_dict({}), lambda: cache.reorder_cache(torch.tensor([0])),
                 lambda: cache.pin(0, 1),
-            ]
+            ]  # fmt: skip
             for attempt in attempts:
                 with pytest.raises(H2OStreamError, match="another thread is using this attached model") as error:
                     attempt()

@@ -158,14 +158,6 @@ def test_gelu_far_from_zero(inner: int) -> None:
     assert_same(model, CacheConfig(window=32), tokens_of(1, PROMPT + 40))
 
 
-def test_greedy_tokens_past_the_window() -> None:
-    model, found = make_llama(), []
-    for engine in ("auto", "eager"):
-        with torch.no_grad(), attach(model, CacheConfig(window=32), engine=engine):
-            found.append(model.generate(tokens_of(1, 40), max_new_tokens=90, min_new_tokens=90, do_sample=False))
-    assert found[0].equal(found[1])
-
-
 def test_windows_by_head_that_grow_and_shrink() -> None:
     batches = [tokens_of(rows, PROMPT + 90) for rows in (1, 3)]
     assert_same(make_llama(), CacheConfig(window=32, budgets="measured"), *batches)

@@ -24,7 +24,6 @@ from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.precision import device_map_kwargs
-from tests.commands import invoke
 from tests.fixtures import make_llama, saved, with_exhaustive
 
 IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
@@ -150,14 +149,6 @@ class TestOptions:
     def test_an_unknown_device_of_the_cache(self) -> None:
         with pytest.raises(ConfigError, match="--cache-device takes one of auto, cpu, disk"):
             CacheConfig(device="nvme")  # type: ignore[arg-type]
-
-    @pytest.mark.exhaustive
-    def test_in_the_shell(self, tiny_folder: Path) -> None:
-        base = ["-m", tiny_folder, "-p", "hello", "-n", "4", "--temp", "0", "-q", "--dtype", "float32"]
-        inside = invoke("h2o-chat", *base)
-        outside = invoke("h2o-chat", *base, "--device-map", "auto", "--max-memory", "cpu=1MB", "--cache-device", "cpu")
-        assert outside.exit_code == 0, outside.stderr
-        assert outside.stdout == inside.stdout
 
 
 def test_weights_on_disk_are_part_of_what_a_model_is(tiny_folder: Path, tmp_path: Path) -> None:

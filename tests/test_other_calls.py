@@ -92,21 +92,13 @@ class TestCalls:
 
 
 NO_CALLS = [
-    '{"name": "Bob", "arguments": {}}',
-    '{"name": "Bob", "age": 3}',
-    '{"name": "weather", "age": 3}',
-    '{"names": ["weather"]}',
-    '[{"name": "weather", "arguments": {}}, {"name": "other", "arguments": {}}]',
-    '{"plan": {"name": "weather", "arguments": {}}}',
-    '```json\n{"city": "Bern"}\n```',
-    "```python\nprint({'name': 'weather'})\n```",
-    "```\nweather\n```",
-    "a < b, [1, 2] and {x} in <b>bold</b> or `code`; weather",
-    '{"name": "weather", "arguments": {"city": "Ber',
-    "[[[[[[[[",
-    "{" * 3000,
-    '{"name": "weather", "arguments": [1]}',
-]
+    '{"name": "Bob", "arguments": {}}', '{"name": "Bob", "age": 3}', '{"name": "weather", "age": 3}',
+    '{"names": ["weather"]}', '[{"name": "weather", "arguments": {}}, {"name": "other", "arguments": {}}]',
+    '{"plan": {"name": "weather", "arguments": {}}}', '```json\n{"city": "Bern"}\n```',
+    "```python\nprint({'name': 'weather'})\n```", "```\nweather\n```",
+    "a < b, [1, 2] and {x} in <b>bold</b> or `code`; weather", '{"name": "weather", "arguments": {"city": "Ber',
+    "[[[[[[[[", "{" * 3000, '{"name": "weather", "arguments": [1]}',
+]  # fmt: skip
 
 
 class TestText:

@@ -150,18 +150,11 @@ def iq4_xs_block(reader: Reader, groups: int) -> Floats:
 
 
 BLOCKS = {
-    MatrixKind.INT5: int5_block,
-    MatrixKind.Q5_K: q5_k_block,
-    MatrixKind.Q2_K: q2_k_block,
-    MatrixKind.Q3_K: q3_k_block,
-    MatrixKind.IQ4_NL: iq4_nl_block,
-    MatrixKind.IQ4_XS: iq4_xs_block,
-    MatrixKind.MXFP4: mxfp4_block,
-    MatrixKind.INT8: int8_block,
-    MatrixKind.INT4: int4_block,
-    MatrixKind.Q4_K: q4_k_block,
-    MatrixKind.Q6_K: q6_k_block,
-}
+    MatrixKind.INT5: int5_block, MatrixKind.Q5_K: q5_k_block, MatrixKind.Q2_K: q2_k_block,
+    MatrixKind.Q3_K: q3_k_block, MatrixKind.IQ4_NL: iq4_nl_block, MatrixKind.IQ4_XS: iq4_xs_block,
+    MatrixKind.MXFP4: mxfp4_block, MatrixKind.INT8: int8_block, MatrixKind.INT4: int4_block,
+    MatrixKind.Q4_K: q4_k_block, MatrixKind.Q6_K: q6_k_block,
+}  # fmt: skip
 
 
 def numbers(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Floats:

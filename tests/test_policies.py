@@ -101,14 +101,10 @@ def test_budgets_of_every_policy() -> None:
         for plan in [CacheConfig(name, 100).plan()]
     }
     assert budgets == {
-        "h2o": (4, 48, 48, "gap"),
-        "h2o-paper": (0, 50, 50, "rolling"),
-        "tova": (0, 99, 1, "rolling"),
-        "random": (4, 48, 48, "rolling"),
-        "sink": (4, 0, 96, "rolling"),
-        "recent": (0, 0, 100, "rolling"),
+        "h2o": (4, 48, 48, "gap"), "h2o-paper": (0, 50, 50, "rolling"), "tova": (0, 99, 1, "rolling"),
+        "random": (4, 48, 48, "rolling"), "sink": (4, 0, 96, "rolling"), "recent": (0, 0, 100, "rolling"),
         **dict.fromkeys((*PRIORITIES, "nexus"), (4, 48, 48, "gap")),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "words"), [

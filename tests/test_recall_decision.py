@@ -169,19 +169,6 @@ def test_newest_of_contradicting_facts_is_first(chat: Chat) -> None:
     assert chat.recalled("Where did my best friend Tomasz move?")[0].startswith("Tomasz moved again")
 
 
-def test_repeated_statement_is_outdated(chat: Chat) -> None:
-    chat.say("The rent of our apartment is 1,240 dollars.")
-    chat.say("The rent of our apartment is 1,310 dollars.")
-    candidates = chat.ask("What is the rent of our apartment?")
-    assert [(item.verdict, "1,310" in item.excerpt) for item in candidates] == [("recalled", True), ("outdated", False)]
-
-
-def test_newer_passage_that_only_touches_the_topic_does_not_win(chat: Chat) -> None:
-    chat.say("The code of the garden gate is 4821.")
-    chat.say("I opened the gate for the postman today.")
-    assert "4821" in chat.recalled("What is the code of the garden gate?")[0]
-
-
 def test_what_is_held_is_not_read_again(chat: Chat) -> None:
     chat.say("My boss is called Margarethe Lindqvist.")
     asked: list[tuple[int, int]] = []

@@ -32,12 +32,9 @@ PLAIN = (
     f"5.1. Motivation¶\n{WORDS}\n5.2. New packages\n{WORDS}\n5.2.1. Names\n{WORDS} Names end.\n5.3. Changes\n{WORDS}"
 )
 TURNS: list[SaidTurn] = [
-    (1, NOVEL, "Thank you."),
-    (2, f"manual.md:\n\n{MANUAL}", "Thank you."),
-    (3, PLAIN, "Thank you."),
-    (4, "Chapter 2?", "Chapter 9: Fish\n\n" + WORDS),
-    (5, "Chapter IV. War\n\n" + WORDS + "A new one.", ""),
-]
+    (1, NOVEL, "Thank you."), (2, f"manual.md:\n\n{MANUAL}", "Thank you."), (3, PLAIN, "Thank you."),
+    (4, "Chapter 2?", "Chapter 9: Fish\n\n" + WORDS), (5, "Chapter IV. War\n\n" + WORDS + "A new one.", ""),
+]  # fmt: skip
 
 
 def found(message: str, turns: list[SaidTurn] = TURNS) -> tuple[int, str, str] | None:
@@ -67,20 +64,12 @@ def test_what_is_named(message: str, turn: int, begins: str, ends: str) -> None:
     assert whole.text.rstrip(". ").endswith(ends.strip(". "))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "Who rows the boat?",
-        "Write chapter 2 of a novel.",
-        "Translate 'good morning' into French.",
-        "Summarize the plot of Hamlet.",
-        "What is the part I wrote about?",
-        "I read chapter 2 yesterday. What should I cook?",
-        "Explain the first part of your answer",
-        "Summarize this text: " + WORDS,
-        "",
-    ],
-)
+@pytest.mark.parametrize("message", [
+    "Who rows the boat?", "Write chapter 2 of a novel.", "Translate 'good morning' into French.",
+    "Summarize the plot of Hamlet.", "What is the part I wrote about?",
+    "I read chapter 2 yesterday. What should I cook?", "Explain the first part of your answer",
+    "Summarize this text: " + WORDS, "",
+])  # fmt: skip
 def test_what_is_not(message: str) -> None:
     whole = find_whole(message, lambda: TURNS[1:4])
     assert whole is None or whole.name in message

@@ -43,13 +43,9 @@ def cut(text: str, size: int) -> list[str]:
 def test_blocks(size: int) -> None:
     blocks = cut(TEXT, size)
     assert [block.split("\n")[0] for block in blocks] == [
-        "# A title",
-        "A paragraph with **bold words** and `code` that is long enough to be wrapped",
-        "- one",
-        "1. first",
-        "```python",
-        "And the end.",
-    ]
+        "# A title", "A paragraph with **bold words** and `code` that is long enough to be wrapped", "- one",
+        "1. first", "```python", "And the end.",
+    ]  # fmt: skip
     assert blocks[4].endswith('    print("hello")\n```\n')
 
 

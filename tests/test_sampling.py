@@ -39,16 +39,12 @@ from tests.in_turn import in_turn
 EXTREMES = {
     "temperature": (0, 1e-300, 1e-40, 5e-324, 1e-20, 1.0, 1e6, 1e300, -1e-300, 10**400, float("nan"), float("inf")),
     "top_p": (5e-324, 1e-40, 0.5, 1, 1 - 1e-16, 0, 10**400, float("nan")),
-    "top_k": (0, 1, 5, 2**31 - 1, 2**31, 2**63, 10**400, -1),
-    "min_p": (0, 5e-324, 1.0, 10**400, float("nan")),
+    "top_k": (0, 1, 5, 2**31 - 1, 2**31, 2**63, 10**400, -1), "min_p": (0, 5e-324, 1.0, 10**400, float("nan")),
     "repetition_penalty": (1e-300, 1e-6, 1e6, 1e40, 10**400, float("nan"), 0),
-    "dry_multiplier": (0, 1e6, 1e300, 10**400, float("nan")),
-    "dry_allowed_length": (0, 1, 2**31 - 1, 2**63, 10**400),
-    "frequency_penalty": (-2, 2, 10**400, float("nan")),
-    "repeat_last_n": (-1, 0, 2**31 - 1, 2**64, 10**400),
-    "seed": (0, 2**63 - 1, 2**63, -1, 10**400),
-    "max_tokens": (1, 2**31 - 1, 2**31, 10**400),
-}
+    "dry_multiplier": (0, 1e6, 1e300, 10**400, float("nan")), "dry_allowed_length": (0, 1, 2**31 - 1, 2**63, 10**400),
+    "frequency_penalty": (-2, 2, 10**400, float("nan")), "repeat_last_n": (-1, 0, 2**31 - 1, 2**64, 10**400),
+    "seed": (0, 2**63 - 1, 2**63, -1, 10**400), "max_tokens": (1, 2**31 - 1, 2**31, 10**400),
+}  # fmt: skip
 """Numbers at the edges of settings, and beyond them."""
 
 
@@ -279,14 +275,10 @@ class TestSequences:
 class TestFocus:
     """A reply to what was just read follows it: our own temperature is lower, everybody else's stays."""
 
-    @pytest.mark.parametrize(
-        ("config", "recommended", "temperature"),
-        [
-            (SamplingConfig(), None, FOCUSED_TEMPERATURE),
-            (SamplingConfig(temperature=0.7), None, 0.7),
-            (SamplingConfig(), Recommended, 0.6),
-        ],
-    )
+    @pytest.mark.parametrize(("config", "recommended", "temperature"), [
+        (SamplingConfig(), None, FOCUSED_TEMPERATURE), (SamplingConfig(temperature=0.7), None, 0.7),
+        (SamplingConfig(), Recommended, 0.6),
+    ])  # fmt: skip
     def test_temperature(self, config: SamplingConfig, recommended: Any, temperature: float) -> None:
         logits = scores_of(3.0, 2.9)
         sampler = Sampler(config, recommended)
@@ -360,7 +352,7 @@ def test_equal_scores_and_forbidden_tokens() -> None:
 def test_draws_are_distributed_as_in_transformers(settings: dict[str, Any]) -> None:
     """By a chi-squared test with one degree of freedom for each token that can be sampled."""
     config = {"temperature": 1.0, "top_p": 1.0, "seed": 0, **settings}
-    sampler, count, tokens = Sampler(SamplingConfig(**config), None), 10_000, [3, 5, 5, 8]
+    sampler, count, tokens = Sampler(SamplingConfig(**config), None), 4_000, [3, 5, 5, 8]
     scores = torch.randn(50, generator=torch.Generator().manual_seed(2))
     warpers = LogitsProcessorList()
     if penalty := settings.get("repetition_penalty"):

@@ -48,17 +48,13 @@ class TestMessages:
         assert (dialogue.system, dialogue.user) == ("0\n\n1", "5")
         assert [(exchange.user, exchange.reply.text) for exchange in dialogue.past] == [("2\n\n3", "4")]
 
-    @pytest.mark.parametrize(
-        ("messages", "place"),
-        [
-            ([], "messages"),
-            ([{"role": "robot", "content": "x"}], "messages[0].role"),
-            ([{"role": "assistant", "content": "x"}], "messages"),
-            ([{"role": "user", "content": "x"}, {"role": "assistant", "content": 3}], "messages[1].content"),
-            ([{"role": "user", "content": " "}], "messages[0].content"),
-            ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
-        ],
-    )
+    @pytest.mark.parametrize(("messages", "place"), [
+        ([], "messages"), ([{"role": "robot", "content": "x"}], "messages[0].role"),
+        ([{"role": "assistant", "content": "x"}], "messages"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": 3}], "messages[1].content"),
+        ([{"role": "user", "content": " "}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+    ])  # fmt: skip
     def test_wrong(self, messages: Any, place: str) -> None:
         with pytest.raises(ApiError) as refused:
             parse_dialogue(messages)

@@ -48,7 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = HERMES
     changed.add_tokens(["<tool_call>", "</tool_call>"])
-    model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
+    model = saved(make_llama(vocab=len(changed), context=1600), changed, tmp_path_factory.mktemp("model"))
     running = Running(
         tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
     )
@@ -57,11 +57,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 
 SCHEMA = {
-    "type": "object",
-    "properties": {"é": {"enum": ["日本", "\n"]}},
-    "required": ["é"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"é": {"enum": ["日本", "\n"]}}, "required": ["é"], "additionalProperties": False,
+}  # fmt: skip
 RESPONSE_TOOL = {"type": "function", **STRICT["function"]}  # type: ignore[dict-item]
 TEXTS = st.sampled_from(
     ["Hi.", "日本語 é 😀", "<|im_end|>", "x<|im_end|", ">", "", " ", "\n\n", "\ud800", "a" * 300, "\0"]

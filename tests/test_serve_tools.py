@@ -299,12 +299,8 @@ class TestServer:
         asked = {"role": "user", "content": "Is it warm there?"}
         result = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "18 degrees"}
         messages = [
-            asked,
-            CALLING,
-            result,
-            {"role": "assistant", "content": "Yes."},
-            {"role": "user", "content": "Sure?"},
-        ]
+            asked, CALLING, result, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"},
+        ]  # fmt: skip
         read = client.chat.completions.create(messages=messages, **ASKED | {"max_tokens": 4})
         assert (read.h2o["origin"], read.h2o["turns_read"]) == ("read", 2)
         again = client.chat.completions.create(messages=messages[:3], **ASKED | {"max_tokens": 4})

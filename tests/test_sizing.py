@@ -119,12 +119,9 @@ class TestByTheModel:
     ) -> None:
         monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda: free)
         config = sized(
-            CacheConfig(auto_window=1),
-            context,
-            lambda config: config.window * 25_000,
-            lambda: int(step_bytes),
+            CacheConfig(auto_window=1), context, lambda config: config.window * 25_000, lambda: int(step_bytes),
             [None, HeadShape(2 * queries, 2, 64, 64)],
-        )
+        )  # fmt: skip
         assert (config.window, config.auto_window) == (window, 1)
 
     def test_many_streams_share_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,12 @@
 """Conversations that are saved and resumed: the next reply is the same as without the break."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.session.turn import Turn
-from tests.fixtures import with_exhaustive
 from tests.states import equal_states
 
 TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on."]
@@ -22,30 +19,6 @@ def engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: s
 
 def said(conversation: Conversation, text: str) -> str:
     return next(event.text for event in conversation.say(text) if isinstance(event, Turn))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", with_exhaustive(["h2o"], ["full", "h2o-paper", "random", "sink"]))
-def test_a_resumed_conversation_continues_as_if_never_left(talker: Talker, tokenizer: Any, policy: str) -> None:
-    model = talker()
-    with engine(model, tokenizer, policy) as one:
-        talk = Conversation(one, "Be brief.")
-        first = [said(talk, text) for text in TALK[:2]]
-        state = talk.state_dict()
-        rest = [said(talk, text) for text in TALK[2:]]
-        kept = one.cache.kept(1)
-        talk.load_state_dict(state)
-        assert [said(talk, text) for text in TALK[2:]] == rest
-        assert first != rest
-    with engine(model, tokenizer, policy) as other:
-        again = Conversation(other, "Something else.")
-        said(again, "Hello.")
-        again.load_state_dict(state)
-        assert (again.metadata.turns, again.system) == (2, "Be brief.")
-        assert [said(again, text) for text in TALK[2:]] == rest
-        assert torch.equal(other.cache.kept(1), kept)
-        assert again.turn_spans == talk.turn_spans
-        assert again.turn_spans[-1].stop == len(other.tokens) == other.counts.seen
 
 
 def test_a_state_that_does_not_fit_changes_nothing(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -80,27 +53,6 @@ def test_another_system_prompt(talker: Talker, tokenizer: PreTrainedTokenizerBas
         start = tokenizer.decode(list(one.tokens[: one.counts.pinned + one.counts.sinks]))
         assert "Be kind." in start
         assert "Be brief." not in tokenizer.decode(list(one.tokens))
-
-
-@pytest.mark.exhaustive
-def test_what_is_pinned_stays(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
-    with engine(talker(), tokenizer) as one:
-        talk = Conversation(one, "Be brief.")
-        said(talk, TALK[0])
-        list(talk.pin("The code is 4711."))
-        for text in TALK * 2:
-            said(talk, text)
-        kept = one.cache.kept(0)[0, 0].tolist()
-        text = tokenizer.decode([one.tokens[index] for index in kept])
-        assert "The code is 4711." in text
-        seen = one.counts.seen
-        with pytest.raises(ConfigError, match="pinned tokens"):
-            list(talk.pin("word " * 8000))
-        assert (one.counts.seen, talk.pins) == (seen, ["The code is 4711."])
-        talk.reset()
-        assert talk.pins == []
-        said(talk, TALK[0])
-        assert "4711" not in tokenizer.decode(list(one.tokens))
 
 
 def test_a_past_turn_can_be_fed(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:

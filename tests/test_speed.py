@@ -67,6 +67,7 @@ class Forks:
 def test_a_race_in_the_shell(tiny_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines, two policies and two precisions on a tiny model; full caches stop at its context of 400 tokens."""
     monkeypatch.setattr("h2o_stream.compare.speed.worker.get_context", lambda _: Forks)
+    monkeypatch.setattr("h2o_stream.compare.speed.comparison.bandwidth", lambda threads: bandwidth(threads, 2**22, 2))
     options = [
         *("--model", tiny_folder, "--text", text, "--histories", "600,64", "--policies", "full,h2o", "--windows", 32),
         *("--peers", "transformers", "--dtype", "float32", "--quantize", "none", "--device", "cpu"),
@@ -78,11 +79,8 @@ def test_a_race_in_the_shell(tiny_folder: Path, text: Path, tmp_path: Path, monk
     figures = [record for record in records if record["type"] == "speed"]
     combinations = [(figure["engine"], figure["policy"], figure["window"], figure["history"]) for figure in figures]
     assert combinations == [
-        (OURS, "full", None, 64),
-        (OURS, "h2o", 32, 64),
-        (TRANSFORMERS, "full", None, 64),
-        (OURS, "h2o", 32, 600),
-    ]
+        (OURS, "full", None, 64), (OURS, "h2o", 32, 64), (TRANSFORMERS, "full", None, 64), (OURS, "h2o", 32, 600),
+    ]  # fmt: skip
     for figure in figures:
         assert figure["dtype"] == "float32"
         assert figure["quantize"] == "none"
@@ -166,10 +164,6 @@ def test_weights_that_a_step_reads() -> None:
     assert weight_bytes(model) == once
     model.lm_head.weight = embedding
     assert once - embedding.nbytes <= weight_bytes(model) - embedding.nbytes < once
-
-
-def test_bandwidth_is_that_of_a_memory() -> None:
-    assert 1e8 < bandwidth() < 1e13
 
 
 class TestWorkers:

@@ -1,8 +1,6 @@
 """Models on this machine: other tools' stores, our own, and how to delete ours."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -229,17 +227,6 @@ class TestCommand:
         assert done.exit_code == 0
         assert "removed" in done.stderr
         assert cached_folders() == []
-
-    @pytest.mark.exhaustive
-    def test_no_torch(self, home: Path) -> None:
-        code = (
-            "import sys; sys.argv = ['h2o-chat', '--models']\n"
-            "from h2o_stream.cli.chat import main\n"
-            "try:\n    main()\nfinally:\n    assert not {'torch', 'transformers'} & set(sys.modules)\n"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "embedded" in done.stdout
 
 
 def test_names_of_strangers_stay_in_their_line(home: Path) -> None:

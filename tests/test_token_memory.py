@@ -100,16 +100,10 @@ def test_it_is_filled_while_nothing_searches_it() -> None:
     assert [torch.equal(*pair) for pair in zip(*logits.values(), strict=True)] == [True, True, True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"policy": "full"}, "full evicts nothing"),
-        ({"positions": "absolute"}, "not rotated yet"),
-        ({"device": "cpu"}, "--cache-device cpu"),
-        ({"memory": 0}, "--memory takes"),
-        ({"chunk": 0}, "--chunk"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"policy": "full"}, "full evicts nothing"), ({"positions": "absolute"}, "not rotated yet"),
+    ({"device": "cpu"}, "--cache-device cpu"), ({"memory": 0}, "--memory takes"), ({"chunk": 0}, "--chunk"),
+])  # fmt: skip
 def test_refusals(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         CacheConfig(**{"memory": "auto", **changes})
@@ -342,33 +336,6 @@ def test_a_state_that_has_no_room_on_disk_is_refused_in_one_line(monkeypatch: py
         cache.load_state_dict(state)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("engine", with_exhaustive(["eager"], ["auto"]))
-def test_codes_find_what_a_query_asks_for(engine: EngineChoice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a few of the tokens as candidates, logits are nearer to those of an exact search; so are a prompt's.
-
-    Whoever has filled the memory.
-    """
-    model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1608)
-    made, _ = remembering()
-    found: dict[int, list[torch.Tensor]] = {2048: [], 200: [], 1: []}
-    with torch.no_grad(), attach(model, made, engine=engine) as cache:
-        fed(model, cache, tokens[:1600])
-        state = cache.state_dict()
-    with torch.no_grad(), attach(model, made) as cache:
-        for candidates, logits in found.items():
-            for name in CANDIDATES:
-                monkeypatch.setattr(config, name, candidates)
-            for token in tokens[1600:]:
-                cache.load_state_dict(state)
-                logits.append(fed(model, cache, [token]))
-            cache.load_state_dict(state)
-            logits.append(fed(model, cache, tokens[1600:1608]))
-    exact, by_codes, nothing = (torch.stack(logits) for logits in found.values())
-    assert 0 < (by_codes - exact)[:-1].norm() < 0.75 * (nothing - exact)[:-1].norm()
-    assert (by_codes - exact)[-1].norm() < 0.75 * (nothing - exact)[-1].norm()
-
-
 def test_a_question_is_compared_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last chunk of a prompt has candidates of its own; steps after it have theirs."""
     model, tokens = make_llama(size=64, groups=3), tokens_of(7, 1620)
@@ -385,24 +352,6 @@ def test_a_question_is_compared_with_more(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(logits[1, 2048][0], logits[2048, 2048][0])
     assert not torch.equal(logits[1, 2048][0], logits[1, 1][0])
     assert not torch.equal(logits[1, 2048][1], logits[2048, 2048][1])
-
-
-@pytest.mark.exhaustive
-def test_threads_share_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found does not depend on their number."""
-    monkeypatch.setattr(config, "MEMORY_CANDIDATES", 40)
-    model, tokens = make_llama(size=64, groups=3), tokens_of(9, 1700)
-    made, _ = remembering()
-    threads, logits = torch.get_num_threads(), []
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            with torch.no_grad(), attach(model, made) as cache:
-                fed(model, cache, tokens[:1670])
-                logits.append(fed(model, cache, tokens[1670:], alone=True))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(*logits)
 
 
 def test_codes_are_learned_from_steps_and_copied_keys() -> None:

@@ -1,8 +1,6 @@
 """Tokenizers read without transformers: they encode, decode and render as those of transformers do."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -176,27 +174,6 @@ class TestEmbedded:
                 )
 
         assert said(ours) == said(theirs)
-
-    def test_neither_torch_nor_transformers_is_imported(self, embedded_file: Path) -> None:
-        code = """if True:
-            import sys
-            from pathlib import Path
-            from h2o_stream.models.file_tokenizers import file_tokenizer
-            from h2o_stream.models.generation_config import read_generation_config
-            from h2o_stream.models.gguf import GgufFile
-            from h2o_stream.models.file_identity import model_identity
-            from h2o_stream.models.templates import with_template
-
-            file = GgufFile(Path(sys.argv[1]))
-            tokenizer, stops = with_template(file_tokenizer(file, print))
-            model_identity(file)
-            prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
-            print(tokenizer.decode(tokenizer(prompt)["input_ids"]).endswith("Hi<|im_end|>\\n"), stops)
-            print(read_generation_config(file).eos_token_id, sys.modules.keys() & {"torch", "transformers"})
-        """
-        command = [sys.executable, "-c", code, str(embedded_file)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        assert done.stdout.splitlines() == ["True ()", "[2] set()"]
 
 
 class TestGguf:

@@ -153,14 +153,6 @@ class TestTemplate:
         tokens = ChatTemplate(tokenizer, None, ()).next_turn([result("18")], False).tokens
         assert tokenizer.decode(tokens) == f"{END}\n<|im_start|>tool\n18{END}\n<|im_start|>assistant\n"
 
-    @pytest.mark.every(2)
-    @pytest.mark.parametrize("failing", ["{{ 1 + messages[0].content }}", "{{ raise_exception('no tools') }}"])
-    def test_a_template_that_fails(self, hermes: PreTrainedTokenizerBase, failing: str) -> None:
-        changed = copy.deepcopy(hermes)
-        changed.chat_template = failing
-        with pytest.raises(UnsupportedModelError, match="the chat template fails: "):
-            ChatTemplate(changed, None, ()).first_turn([user("a")])
-
     def test_a_conversation_begins_with_the_user(self, hermes: PreTrainedTokenizerBase) -> None:
         with pytest.raises(DataError, match="the first message has the role tool; a conversation begins with user"):
             ChatTemplate(hermes, None, ()).first_turn([result("1")])
@@ -215,12 +207,9 @@ class TestMessages:
     def test_what_is_shown_and_searched_for(self) -> None:
         messages = parse_messages(TURNS[3])
         assert text_of(messages).splitlines() == [
-            "tool: Sunday",
-            "So?",
-            'assistant: weather({"city": "Bern"}) time({"city": "Bern"})',
-            "tool: 19 degrees",
+            "tool: Sunday", "So?", 'assistant: weather({"city": "Bern"}) time({"city": "Bern"})', "tool: 19 degrees",
             "tool: 13:00",
-        ]
+        ]  # fmt: skip
         assert (question_of(messages), question_of([result("1")]), question_of("a")) == ("So?", "", "a")
         changed = change_question(messages, str.upper)
         assert question_of(changed) == "SO?"
