@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, pipeline
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from tests.families import each_family
@@ -47,13 +47,6 @@ class TestGenerate:
             out = tiny.generate(longer, past_key_values=cache, max_new_tokens=3, do_sample=False, eos_token_id=None)
             assert cache.seen_tokens == out.shape[1] - 1 == 37
             assert cache.kept(0).shape[-1] == 16
-
-    def test_beams_and_sampling(self, tiny: LlamaForCausalLM) -> None:
-        how = {"max_new_tokens": 12, "attention_mask": torch.ones(1, 10), "eos_token_id": None}
-        beams = tiny.generate(ids(10), num_beams=3, do_sample=False, **how)
-        with attach(tiny, CacheConfig(window=64)):
-            assert tiny.generate(ids(10), num_beams=3, do_sample=False, **how).equal(beams)
-            assert tiny.generate(ids(10), do_sample=True, **how).shape == (1, 22)
 
     def test_reordered_rows_carry_their_whole_state(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=12)) as cache:
@@ -184,20 +177,6 @@ class TestBatches:
     def test_a_mask_without_tokens_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny), pytest.raises(ConfigError, match="hides every token"):
             tiny(ids(3), attention_mask=torch.zeros(1, 3))
-
-
-class TestPipeline:
-    def test_text_generation(self, tiny_folder: Any) -> None:
-        talk = pipeline("text-generation", model=str(tiny_folder), device="cpu")
-        how = {"max_new_tokens": 30, "do_sample": False, "return_full_text": False}
-        talk.tokenizer.pad_token_id, talk.tokenizer.padding_side = 0, "left"
-        prompts = ["The sky", "One, two, three, four, five, six and seven", "Bees"]
-        with attach(talk.model, CacheConfig(window=16)) as cache:
-            together = talk(prompts, batch_size=3, **how)
-            assert cache.kept().shape[0] == 3
-            assert cache.kept().shape[-1] == 16
-            for prompt, said in zip(prompts, together, strict=True):
-                assert talk(prompt, **how)[0]["generated_text"] == said[0]["generated_text"]
 
 
 class TestMemory:

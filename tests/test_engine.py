@@ -15,7 +15,6 @@ from h2o_stream.config import PREFILL_STEP
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
-from h2o_stream.loading.transformers_model import LoadedModel
 from tests.preloaded import run as run_forked
 
 GREEDY = SamplingConfig(temperature=0, max_tokens=12)
@@ -118,14 +117,6 @@ class TestEnds:
         rest, _ = run(engine.decode())
         assert [*begun, *rest][:12] == plain, "it continues exactly where it stopped"
 
-    def test_closed_by_the_caller(self, engine: Engine) -> None:
-        list(engine.prefill(range(100, 140)))
-        replies = engine.decode()
-        list(islice(replies, 5))
-        replies.close()
-        assert engine.cache.seen_tokens == 45
-        assert len(run(engine.decode())[0]) == 12
-
     def test_interrupted_during_prefill(self, engine: Engine) -> None:
         engine.prefill_step = PREFILL_STEP
         progress = engine.prefill(range(100, 800))
@@ -221,14 +212,3 @@ class TestText:
                 break
         assert out + stream.flush() == shown
         assert stream.stopped == (shown != text)
-
-    def test_a_stop_string_ends_the_reply(self, served_embedded: LoadedModel) -> None:
-        prompt = served_embedded.tokenizer("Count: one, two, three, four,")["input_ids"]
-        sampling = SamplingConfig(temperature=0, max_tokens=30, stop=("seven",))
-        with Engine(served_embedded.model, served_embedded.tokenizer, CacheConfig(window=64), sampling) as engine:
-            list(engine.prefill(prompt))
-            events = list(engine.decode())
-        assert events[-1].reason == "stop"
-        text = "".join(event.text for event in events)
-        assert "six" in text
-        assert "seven" not in text

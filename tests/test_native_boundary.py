@@ -207,11 +207,6 @@ class TestSettings:
             expected = [model(part, past_key_values=cache).logits for part in tokens.split([8, *[1] * 16], 1)]
         assert error_of(torch.cat([x.float() for x in found], 1), torch.cat(expected, 1)) < 3 * BFLOAT16
 
-    def test_generate_under_autocast(self, model: PreTrainedModel) -> None:
-        with attach(model, CacheConfig(window=16)), torch.autocast("cpu", torch.bfloat16):
-            made = model.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=20, eos_token_id=None)
-        assert made.shape == (1, 30)
-
     def test_inference_mode_and_gradients(self, tiny: LlamaForCausalLM) -> None:
         expected, _ = stream(tiny, "eager")
         for mode in (torch.inference_mode, torch.enable_grad, torch.no_grad):

@@ -188,10 +188,6 @@ class TestInAChat:
         assert len(re.findall(r"^ +1 +\d\.\d\d +\d+% +recalled +you .*cellar.* The cellar", done.stderr, re.M)) == 2
         assert f"turn 1 was read again: {FACT}" in done.stderr
 
-    def test_what_was_read_again_is_underlined(self, tiny_folder: Path) -> None:
-        done = piped(tiny_folder, [FACT, TALK * 3, QUESTION, "/why"], "--window", 160, "-n", 1)
-        assert "underlined: read again by recall" in done.stderr
-
     def test_a_damaged_index_is_rebuilt_with_a_notice(self, tiny_folder: Path, tmp_path: Path) -> None:
         options = ("--window", 64, "--session", "talk")
         piped(tiny_folder, [FACT, TALK], *options)

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pyte
 import pytest
 
-from h2o_stream.ui.panes import Panes, _shortened
+from h2o_stream.ui.panes import _shortened
 from h2o_stream.ui.recording import _read, _Recorder
 from h2o_stream.ui.stream import _run
 from tests.commands import invoke, piped, records, texts
@@ -204,13 +204,6 @@ class TestSideBySide:
         fit = {40: side.loaded.title, 31: "a-model · h2o · window 256", 13: "a-model · h2o", 9: "h2o"}
         for width, shown in fit.items():
             assert _shortened(side, width) == shown
-
-    @pytest.mark.parametrize(("texts", "place"), [(("ab", "ac"), "1 character"), (("abc", "abd"), "2 characters")])
-    def test_characters_are_counted_in_english(self, texts: tuple[str, str], place: str) -> None:
-        sides = [Mock(text=text, turn=None) for text in texts]
-        terminal = Mock(live=False)
-        Panes(sides, terminal).end_turn()
-        terminal.note.assert_called_once_with(f"the replies differ after {place}", style="dim")
 
     @pytest.mark.exhaustive
     def test_three(self, tiny_folder: Path, questions: Path) -> None:

@@ -176,20 +176,6 @@ class TestConversation:
             turn = self.last(conversation.say("Hi"))
             assert turn.counts.seen == seen + turn.timings.prompt_tokens + turn.timings.new_tokens
 
-    def test_reset(self, talker: Any, tokenizer: Any) -> None:
-        engine, conversation = self.talk(talker(), tokenizer)
-        with engine:
-            first = self.last(conversation.say(TALK[0]))
-            conversation.reset()
-            again = self.last(conversation.say(TALK[0]))
-        assert (again.text, again.counts) == (first.text, first.counts)
-
-    @pytest.mark.parametrize("text", ["\x00", "lone \ud800 surrogate", "\x1b[31mred", " ", "𝔘" * 50])
-    def test_odd_words(self, talker: Any, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-        sampling = SamplingConfig(temperature=0, max_tokens=3)
-        with Engine(talker(), tokenizer, CacheConfig(window=64), sampling) as engine:
-            assert self.last(Conversation(engine).say(text)).timings.new_tokens == 3
-
     @staticmethod
     def last(events: Any) -> Turn:
         *_, turn = events

@@ -53,19 +53,3 @@ def test_another_system_prompt(talker: Talker, tokenizer: PreTrainedTokenizerBas
         start = tokenizer.decode(list(one.tokens[: one.counts.pinned + one.counts.sinks]))
         assert "Be kind." in start
         assert "Be brief." not in tokenizer.decode(list(one.tokens))
-
-
-def test_a_past_turn_can_be_fed(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Formatted by the template, and the next turn continues after it."""
-    with engine(talker(), tokenizer) as one:
-        talk = Conversation(one, "Be brief.")
-        list(talk.feed_turn("What is two and two?", "Four."))
-        said(talk, "Thanks.")
-        turns = [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "What is two and two?"},
-            {"role": "assistant", "content": "Four."},
-            {"role": "user", "content": "Thanks."},
-        ]
-        written = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        assert tokenizer.decode(list(one.tokens)).startswith(written)

@@ -62,16 +62,6 @@ class TestClosedStreams:
         assert (done.returncode, done.stderr) == (code, "")
         assert done.stdout.startswith("h2o_stream ") == (code == 0)
 
-    @pytest.mark.every(2)
-    @pytest.mark.parametrize(("closed", "code"), [("<&-", 0), (">&-", 1), ("2>&-", 0)])
-    def test_help_and_replays(self, recording: Path, closed: str, code: int) -> None:
-        for arguments in (["--help"], ["--replay", recording]):
-            done = started_or_forked("h2o-stream", *arguments, closed=closed)
-            assert done.returncode == code
-            assert "Traceback" not in done.stderr
-            assert "unexpected" not in done.stderr
-            assert bool(done.stdout) == (code == 0)
-
     @pytest.mark.parametrize(("closed", "code"), [(">&-", 1), ("<&- 2>&-", 0)])
     def test_replies(self, tiny_folder: Path, tmp_path: Path, closed: str, code: int) -> None:
         """A reply that cannot be written is an error: the exit code says so, as with a closed pipe."""

@@ -101,7 +101,7 @@ class TestInterrupted:
         list(history.say("w3 w4"))
         before = whole(history)
         while not done:
-            line += 11
+            line += 17
             try:
                 with interrupted(line, ("session",)):
                     getattr(history, how)(f"copy{line}")
