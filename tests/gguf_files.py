@@ -210,7 +210,7 @@ def stored(
     if name.endswith(("sinks", "layer_scalar", "correct_output_scale")):
         yield f"{names.get_name(name)}.weight", values
         return
-    if arch in HYBRIDS and (tensors := recurrent(arch, name, values, config)):
+    if tensors := recurrent(arch, name, values, config):
         yield from ((f"blk.{name.split('.')[2]}.{inner}", part) for inner, part in tensors.items())
         return
     if name.endswith("kv_b_proj.weight"):
@@ -277,9 +277,6 @@ def queries_to_gates(values: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     return {"attn_qkv.weight": np.concatenate((query, key, value)), "attn_gate.weight": gate}
 
 
-HYBRIDS = (
-    "granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next",
-)  # fmt: skip
 WITH_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 RECURRENT = {
     "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "conv1d.weight": "ssm_conv1d.weight",

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tests.causal_models import make
-from tests.families import EXPERTS, GROUPED, LATENT, PER_HEAD, SLIDING, rope, tiny
+from tests.families import EXPERTS, GROUPED, LATENT, PARTIAL, PER_HEAD, SIZES, SLIDING, rope, tiny
 
 IN_GROUPS = {"num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2,
     "n_routed_experts": 8, "num_local_experts": 8, "num_experts": 8}  # fmt: skip
@@ -22,6 +22,30 @@ def settled(entry: str) -> Callable[[], PreTrainedModel]:
     """An entry of transformers' map."""
     return lambda: make(entry)
 
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "Flint": tiny("Flint", **GROUPED, sliding_window=16, layer_types=SLIDING),
+    "GLM, YaRN": tiny("Glm", **GROUPED, **rope("yarn", factor=4.0, original_max_position_embeddings=32,
+        partial_rotary_factor=0.5)),
+    "HyperCLOVA X": tiny("HyperCLOVAX", **GROUPED, use_post_norm=True),
+    "HyperCLOVA X, two norms": tiny("HyperCLOVAX", **GROUPED, use_post_norm=False),
+    "Jais 2": tiny("Jais2", **GROUPED),
+    "LFM2, all attention": tiny("Lfm2", **GROUPED, layer_types=["full_attention"] * 2),
+    "Llama, dynamic": tiny("Llama", **GROUPED, **rope("dynamic", factor=2.0)),
+    "Llama, gelu": tiny("Llama", **GROUPED, hidden_act="gelu_new"),
+    "GPT-NeoX, one after the other": tiny("GPTNeoX", **SIZES, **PARTIAL, use_parallel_residual=False),
+    "OLMo": tiny("Olmo", **GROUPED),
+    "OPT, without biases": tiny("OPT", **{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 32, "enable_bias": False,
+        "init_std": 0.4}),
+    "Persimmon": tiny("Persimmon", **SIZES, **PARTIAL),
+    "Phi, output bias": tiny("Phi", **SIZES, **PARTIAL),
+    "Phi, normed queries": tiny("Phi", **SIZES, **PARTIAL, qk_layernorm=True),
+    "SmolLM3, rotary only": tiny("SmolLM3", **GROUPED, no_rope_layers=[1, 1]),
+    "StableLM, biases": tiny("StableLm", **PER_HEAD, **PARTIAL, use_qkv_bias=True),
+    "StableLM, parallel": tiny("StableLm", **PER_HEAD, **PARTIAL, use_parallel_residual=True),
+    "VaultGemma": tiny("VaultGemma", **GROUPED),
+}  # fmt: skip
+"""Families and settings that files do not have."""
 
 MORE: dict[str, Callable[[], Any]] = {
     "AFMoE": tiny("Afmoe", **{**GROUPED, **EXPERTS}, num_dense_layers=1, sliding_window=10, layer_types=SLIDING,

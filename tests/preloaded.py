@@ -36,8 +36,9 @@ _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRAN
 _IMPORTS = (
     "h2o_stream.cli.chat", "h2o_stream.cli.compare", "h2o_stream.cli.stream", "h2o_stream.ui.chat",
     "h2o_stream.ui.loading_chat", "h2o_stream.ui.stream", "h2o_stream.native.tensor_stepper",
-    "h2o_stream.cache.policies.accumulated", "typer._adapters", "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "h2o_stream.cache.policies.accumulated", "rich.markdown", "prompt_toolkit.input.vt100", "typer._adapters",
+    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
 )  # fmt: skip
 
 
@@ -194,6 +195,7 @@ def _warm_up() -> None:
     """Import what commands import, and load a model and a tokenizer to fill the caches."""
     for name in _IMPORTS:
         import_module(name)
+    import typer.main
     from tqdm import tqdm
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -204,6 +206,9 @@ def _warm_up() -> None:
     from tests.kept_tokenizers import keep_tokenizers
 
     keep_tokenizers()
+    typer.main.get_command = cache(typer.main.get_command)  # reading the signatures takes up to 40 ms
+    for command in ("chat", "compare", "stream"):
+        typer.main.get_command(sys.modules[f"h2o_stream.cli.{command}"].app)
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0  # progress bars would start a thread
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     with TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from tests.fixtures import with_exhaustive
 from tests.more_families import MORE
-from tests.test_more_families import model_of
+from tests.test_native_families import model_of
 from tests.test_native_prompt import streamed
 from tests.test_native_step import EXACT, tokens_of
 from tests.tolerance import relative_error

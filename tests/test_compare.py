@@ -16,11 +16,13 @@ from h2o_stream.compare.nll import paired_difference, stream_nll
 from h2o_stream.compare.recall.comparison import rates_by_distance
 from h2o_stream.compare.recall.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
 from h2o_stream.compare.recall.facts import never_said, question_after_update, questions_about, read_facts, tells
-from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig
+from h2o_stream.config import POLICIES, CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.loading.transformers_model import LoadedModel
+from h2o_stream.loading.loading import load_model
+from h2o_stream.loading.transformers_model import LoadedModel, load
 from h2o_stream.session.conversation import Conversation
+from tests.family_models import TEXT, written
 from tests.states import equal_states
 
 
@@ -215,13 +217,12 @@ class TestRates:
 
 
 @pytest.mark.parametrize("config", [CacheConfig(window=16, chunk=8, budgets="equal"), CacheConfig("full")])
-def test_losses_without_torch_are_those_of_torch(
-    served_embedded: LoadedModel, embedded: LoadedModel, config: CacheConfig
-) -> None:
-    tokens = embedded.tokenizer("The capital of France is Paris, and that of Italy is Rome. " * 3)["input_ids"][:41]
+def test_losses_without_torch_are_those_of_torch(tmp_path: Path, config: CacheConfig) -> None:
+    source = ModelConfig(str(written(tmp_path, "Llama")), dtype="float32")
+    models = load_model(source, CacheConfig(), "auto", print, print).model, load(source).model
     native, eager = (
-        list(stream_nll(model, chosen, tokens, engine="eager"))[-1]
-        for model, chosen in ((served_embedded.model, endless(config)), (embedded.model, config))
+        list(stream_nll(model, chosen, TEXT[:60], engine="eager"))[-1]
+        for model, chosen in zip(models, (endless(config), config), strict=True)
     )
     assert (native.figures["steps"][:6], eager.figures["steps"][:6]) == ("native", "eager:")
     assert native.values.mean() == pytest.approx(eager.values.mean(), abs=1e-3)

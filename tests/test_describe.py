@@ -19,80 +19,21 @@ from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.modules import matrix_of, norm_of
 from h2o_stream.native.native_model import NativeModel
 from tests.families import (
-    EXPERTS,
     FAMILIES,
     GROUPED,
     LONGROPE,
-    PARTIAL,
-    PER_HEAD,
-    SIZES,
-    SLIDING,
     YARN,
-    Family,
-    rope,
     tiny,
 )
+from tests.family_models import MODELS
 from tests.fixtures import with_exhaustive
 from tests.in_turn import in_turn
 from tests.interpreter import TOKENS, error, interpret, nudged, numbers
+from tests.more_families import OTHERS
 from tests.packed_tiles import KINDS, random_tiles
 from tests.packed_tiles import numbers as packed_numbers
 
-GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
-
-OTHERS: dict[str, Callable[[], Any]] = {
-    "Arcee": tiny("Arcee", **GROUPED),
-    "Flint": tiny("Flint", **GROUPED, sliding_window=16, layer_types=SLIDING),
-    "Gemma": tiny("Gemma", **GROUPED),
-    "GLM 4": tiny("Glm4", **GROUPED, **PARTIAL),
-    "GLM, YaRN": tiny("Glm", **GROUPED, **rope("yarn", factor=4.0, original_max_position_embeddings=32,
-        partial_rotary_factor=0.5)),
-    "Granite": tiny("Granite", **GROUPED, **GRANITE),
-    "Granite MoE": tiny("GraniteMoe", **GROUPED, **GRANITE, **EXPERTS),
-    "HunYuan": tiny("HunYuanDenseV1", **GROUPED),
-    "HyperCLOVA X": tiny("HyperCLOVAX", **GROUPED, use_post_norm=True),
-    "HyperCLOVA X, two norms": tiny("HyperCLOVAX", **GROUPED, use_post_norm=False),
-    "Jais 2": tiny("Jais2", **GROUPED),
-    "LFM2": tiny("Lfm2", **GROUPED, layer_types=["full_attention"] * 2),
-    "Llama, biases": tiny("Llama", **GROUPED, attention_bias=True, mlp_bias=True),
-    "Llama, yarn": tiny("Llama", **GROUPED, **YARN),
-    "Llama, dynamic": tiny("Llama", **GROUPED, **rope("dynamic", factor=2.0)),
-    "Llama, tied": tiny("Llama", **GROUPED, tie_word_embeddings=True),
-    "Llama, gelu": tiny("Llama", **GROUPED, hidden_act="gelu_new"),
-    "GPT-NeoX, one after the other": tiny("GPTNeoX", **SIZES, **PARTIAL, use_parallel_residual=False),
-    "Mixtral": tiny("Mixtral", **GROUPED, **EXPERTS),
-    "Ministral 3": tiny("Ministral3", **GROUPED),
-    "OLMo": tiny("Olmo", **GROUPED),
-    "OLMo 2": tiny("Olmo2", **GROUPED),
-    "OLMo 3": tiny("Olmo3", **GROUPED, sliding_window=16, layer_types=SLIDING),
-    "OPT, without biases": tiny("OPT", **{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 32, "enable_bias": False,
-        "init_std": 0.4}),
-    "Persimmon": tiny("Persimmon", **SIZES, **PARTIAL),
-    "Phi, output bias": tiny("Phi", **SIZES, **PARTIAL),
-    "Phi, normed queries": tiny("Phi", **SIZES, **PARTIAL, qk_layernorm=True),
-    "Qwen 3 MoE, normalized": tiny("Qwen3Moe", **GROUPED, **EXPERTS, norm_topk_prob=True),
-    "Seed-OSS": tiny("SeedOss", **GROUPED),
-    "SmolLM3, rotary only": tiny("SmolLM3", **GROUPED, no_rope_layers=[1, 1]),
-    "StableLM": tiny("StableLm", **PER_HEAD, **PARTIAL, use_qkv_bias=True),
-    "StableLM, parallel": tiny("StableLm", **PER_HEAD, **PARTIAL, use_parallel_residual=True),
-    "StarCoder 2": tiny("Starcoder2", **GROUPED),
-    "VaultGemma": tiny("VaultGemma", **GROUPED),
-}  # fmt: skip
-
-
 NATIVE = [family for family in FAMILIES if family.native]
-
-
-@pytest.mark.every(5)
-@pytest.mark.parametrize("family", NATIVE, ids=lambda family: family.name)
-def test_families(family: Family) -> None:
-    assert error(nudged(family.make())) < 2e-5
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("name", OTHERS)
-def test_others(name: str) -> None:
-    assert error(nudged(OTHERS[name]())) < 2e-5
 
 
 @pytest.mark.parametrize("third", with_exhaustive([0], [1, 2]))
@@ -184,7 +125,7 @@ class TestMemory:
         assert mlp.up.weights.data_ptr() == fused[32:].data_ptr()
 
     def test_tied(self) -> None:
-        description = describe(OTHERS["Llama, tied"]())
+        description = describe(MODELS["Llama, tied"].make())
         assert description.output.weights.data_ptr() == description.embedding.weights.data_ptr()
 
     def test_struct(self) -> None:

@@ -166,12 +166,12 @@ def test_a_tokenizer_without_a_chat_template(
     assert [record["type"] for record in records(done.stdout)].count("recall") == 4
 
 
-def test_an_interruption_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_says_how_to_resume(arguments: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("h2o_stream.ui.comparison.run_job", interrupt)
-    done = invoke("h2o-compare", "all", "--quick", "--out", tmp_path)
+    done = invoke("h2o-compare", *arguments)
     assert done.exit_code == 130
     assert "the same command goes on from there" in done.stderr
 

@@ -44,7 +44,11 @@ def loaded(file: Path, **cache: Any) -> Any:
 
 class TestHeads:
     @pytest.mark.parametrize(
-        "name", with_exhaustive(["Qwen 3 MoE", "Gemma 3", "Phi 3"], ["Llama", "Qwen 3", "Gemma 2", "Starcoder 2"])
+        "name",
+        with_exhaustive(
+            ["Qwen 3 MoE", "Gemma 3", "Gemma 4"],
+            ["Llama", "Qwen 3", "Gemma 2", "Gemma 4, keys as values", "Phi 3", "Starcoder 2"],
+        ),
     )
     def test_attention_is_that_of_the_model(self, name: str, tmp_path: Path) -> None:
         path = written(tmp_path, name)

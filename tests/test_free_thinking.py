@@ -169,9 +169,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, letters: PreTrainedTokenize
     talking = thinking_tokenizer(letters, SWITCHED, special=True)
     model = saved(make_llama(vocab=len(talking), context=800), talking, tmp_path_factory.mktemp("model"))
     cache = CacheConfig(window=300)
-    running = Running(tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), cache)
-    yield running
-    running.close()
+    with Running(tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), cache) as running:
+        yield running
 
 
 SHAPE = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}

@@ -132,7 +132,7 @@ def test_a_turn_of_the_server(tiny_folder: Path, tmp_path: Path, monkeypatch: py
         patch.setattr(threading, "_profile_hook", count)
         server = Running(tmp_path, ModelConfig(model=str(tiny_folder), dtype="float32"))
     costs = []
-    try:
+    with server:
         for turns in LENGTHS:
             said = None
 
@@ -162,8 +162,6 @@ def test_a_turn_of_the_server(tiny_folder: Path, tmp_path: Path, monkeypatch: py
             before, moved = calls[0], cost(lambda: say("And the light?"))
             costs.append([calls[0] - before, *moved[1:]])
             assert len(kept.session.transcript.entries) == turns + 3
-    finally:
-        server.close()
     assert (numpy.array(costs[1]) <= 1.1 * numpy.array(costs[0]) + [50, 500, 500, 5000]).all(), costs
 
 

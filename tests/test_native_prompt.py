@@ -17,22 +17,15 @@ from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.native import library, stepper
 from h2o_stream.native.abi import MatrixKind
-from tests.families import FAMILIES, config_of
 from tests.fixtures import make_llama, thinned, with_exhaustive
 from tests.in_turn import in_turn
 from tests.packed_tiles import KINDS
-from tests.test_native_step import EXACT, exact, tokens_of
+from tests.test_native_step import EXACT, tokens_of
 from tests.test_native_step import NATIVE as NATIVE_POLICIES
 from tests.test_packed import packed_model
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
-
-NATIVE = [
-    pytest.param(family, id=family.name, marks=() if number % 3 == 1 else pytest.mark.exhaustive)
-    for number, family in enumerate(family for family in FAMILIES if family.native)
-]
-"""Every third in `make test`; others are sampled by test_families, and all are described in test_describe."""
 
 
 @pytest.fixture
@@ -89,26 +82,6 @@ def assert_same(
     theirs, wanted = streamed(model, config, tokens, "eager", **how)
     assert relative_error(ours, theirs) < largest
     assert kept == wanted
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("family", NATIVE)
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "positions"])
-@pytest.mark.usefixtures("dense_too")
-def test_every_family(family: Any, others: bool, rows: int, taken: list[tuple[int, int]]) -> None:
-    """With the default positions or with all others."""
-    model, tokens = family.make(), tokens_of(rows, 60)
-    for positions in family.positions[1:] if others else family.positions[:1]:
-        if positions == "absolute" and "LongRoPE" in family.name:
-            continue  # its frequencies depend on the text's length, so it runs eagerly
-        config = config_of(family, "h2o", 8, positions)
-        parts = (17, *[1] * 5)
-        ours, kept = streamed(model, config, tokens, "auto", parts=parts)
-        assert taken[-2:] == [(rows, 17), (rows, 38)]
-        theirs, wanted = streamed(model, config, tokens, "eager", parts=parts)
-        assert relative_error(ours, theirs) < exact(family)
-        assert kept == wanted
 
 
 @pytest.mark.usefixtures("dense_too")

@@ -2,7 +2,6 @@
 
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,13 +9,9 @@ from torch import nn
 
 from h2o_stream import attach
 from h2o_stream.config import CacheConfig, ModelConfig
-from h2o_stream.engine.engine import Engine
-from h2o_stream.loading.loading import load_model
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.packed_experts import SplitExperts, is_plain, split_experts
 from h2o_stream.native import library
-from h2o_stream.runtime import sources
-from h2o_stream.runtime.model import RuntimeModel
 from tests.families import EXPERTS, GROUPED, tiny
 from tests.family_models import TEXT, written
 from tests.fixtures import thinned
@@ -76,24 +71,3 @@ def test_steps_and_prompts_are_native(name: str, rows: int, tmp_path: Path) -> N
     parts = [20, *[1] * 20]
     ours, theirs = (streamed(model, config, tokens, engine, parts=parts)[0] for engine in ("auto", "eager"))
     assert relative_error(ours, theirs) < 5e-3  # activations are rounded to 14 bits
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("name", [*NAMES, "Qwen 3"])
-def test_later_starts_map_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also without torch."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sources, "MIN_GGUF_BYTES", 0)
-    path = written(tmp_path, name)
-    config, cache = ModelConfig(str(path), dtype="float32"), CacheConfig(window=40, chunk=16)
-    logits: list[Any] = []
-    for _ in range(2):  # the first writes the folder
-        loaded = load(config)
-        with Engine(loaded.model, loaded.tokenizer, cache) as engine:
-            logits.append(engine.served.forward(TEXT[:60]))
-    found = load_model(config, cache, "auto", print, print)
-    assert isinstance(found.model, RuntimeModel)
-    with Engine(found.model, found.tokenizer, cache) as engine:
-        logits.append(engine.served.forward(TEXT[:60]))
-    assert (logits[0] == logits[1]).all()
-    torch.testing.assert_close(torch.from_numpy(logits[2]), torch.as_tensor(logits[0]), rtol=0, atol=2e-3)

@@ -44,9 +44,8 @@ NEVER_DONE = """async (url, { signal }) => new Response(new ReadableStream({ sta
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("served"), max_reply=12, api_key="secret")
-    yield running
-    running.close()
+    with Running(tmp_path_factory.mktemp("served"), max_reply=12, api_key="secret") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -30,16 +30,20 @@ from tests.families import FAMILIES, GROUPED, tiny
 from tests.family_models import GGUF, MODELS, RECURRENT
 from tests.family_models import written as family_file
 from tests.fixtures import refusal
+from tests.more_families import OTHERS
 from tests.real_statistics import with_real_statistics
-from tests.test_describe import OTHERS
 
 DTYPES = (torch.float32, torch.bfloat16)
-MADE: dict[str, Callable[[], Any]] = {family.name: family.make for family in FAMILIES if family.native} | OTHERS
+MADE: dict[str, Callable[[], Any]] = {
+    **{f"{name}, file": MODELS[name].make for name in MODELS if name not in RECURRENT and name != "Gemma 3n"},
+    **{family.name: family.make for family in FAMILIES if family.native},
+    **OTHERS,
+}
 FILES = [name for name in GGUF if MODELS[name].checkpoint or name in RECURRENT]
-ABSOLUTE = ("OPT", "OPT, without biases", "HunYuan")
+ABSOLUTE = ("OPT", "OPT, without biases", "HunYuan, file", "HunYuan MoE, file")
 """Models without RoPE, or which norm queries and keys after it: their weights of a pair differ, so no rotation can be
 taken back."""
-REFUSED = ("StableLM", "StableLM, parallel")
+REFUSED = ("StableLM, file", "StableLM, biases", "StableLM, parallel", "Nemotron, file")
 """Whose attention passes no keywords on, whatever their statistics; their files are served without torch."""
 SOME = ("Qwen 2", "Gemma 3", "Qwen 3 MoE", "Granite 4")
 """Families of the default suite; `make test-all` takes all, with more seeds."""

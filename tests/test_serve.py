@@ -31,9 +31,8 @@ pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no co
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, long_folder: Path) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("served"), ModelConfig(str(long_folder), dtype="float32"))
-    yield running
-    running.close()
+    with Running(tmp_path_factory.mktemp("served"), ModelConfig(str(long_folder), dtype="float32")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -296,8 +295,7 @@ class TestLimits:
 
     def test_sleep_keys_sizes_and_metrics(self, tmp_path: Path, long_folder: Path) -> None:
         model = ModelConfig(str(long_folder), dtype="float32")
-        running = Running(tmp_path, model, awake=2, running=2, waiting=0, api_key="secret", max_body=2000)
-        try:
+        with Running(tmp_path, model, awake=2, running=2, waiting=0, api_key="secret", max_body=2000) as running:
 
             def ask(body: Any, key: str = "secret") -> tuple[int, Any]:
                 return post(running.url, "/v1/chat/completions", body, key)
@@ -329,8 +327,6 @@ class TestLimits:
             assert found["h2o_running_replies"] == found["h2o_waiting_replies"] == 0
             assert 0 < found["h2o_cache_bytes"] < 10**6 < found["process_resident_memory_bytes"]
             assert found["h2o_disk_bytes"] < found["h2o_disk_limit_bytes"]
-        finally:
-            running.close()
 
     def test_others_do_not_wait_while_a_long_conversation_wakes_up(
         self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -343,8 +339,7 @@ class TestLimits:
 
         monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
         monkeypatch.setattr(Conversations, "wake", wait)
-        running = Running(tmp_path, model, awake=2, running=2)
-        try:
+        with Running(tmp_path, model, awake=2, running=2) as running:
             first = reply(running.say("Number 0."))
             for number in range(1, 4):
                 running.ask(f"Number {number}.")
@@ -355,8 +350,6 @@ class TestLimits:
                 read.set()
                 origins = [future.result()[1]["h2o"]["origin"] for future in asked]
             assert sorted(origins) == ["branched", "continued"]
-        finally:
-            running.close()
 
     def test_a_client_that_leaves_stops_the_reply(self, server: Running) -> None:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))

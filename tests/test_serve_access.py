@@ -150,9 +150,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iter
     folder = tmp_path_factory.mktemp("served")
     (folder / "keys").write_text("two\nschl\xfcssel\n", "utf-8")
     model, origins = ModelConfig(str(tiny_folder), dtype="float32"), ("https://chat.example.org",)
-    running = Running(folder, model, api_key="one", api_key_file=folder / "keys", allow_origin=origins)
-    yield running
-    running.close()
+    with Running(folder, model, api_key="one", api_key_file=folder / "keys", allow_origin=origins) as running:
+        yield running
 
 
 def get(server: Running, path: str, method: str = "GET", **headers: str) -> tuple[int, Any, str]:

@@ -101,9 +101,8 @@ def test_names_of_models(typed: str, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("served"))
-    yield running
-    running.close()
+    with Running(tmp_path_factory.mktemp("served")) as running:
+        yield running
 
 
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -186,11 +185,8 @@ class TestServer:
 
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 def test_strict(tiny_folder: Path, tmp_path: Path) -> None:
-    running = Running(tmp_path, ModelConfig(str(tiny_folder), dtype="float32"), strict=True)
-    try:
+    with Running(tmp_path, ModelConfig(str(tiny_folder), dtype="float32"), strict=True) as running:
         assert running.ask("Hello.", model="gpt-4")[1]["error"]["code"] == "model_not_found"
         status, answer = running.ask("Hello.", no_such_field=1)
         assert (status, answer["error"]["param"]) == (400, "no_such_field")
         assert running.ask("Hello.", model=running.service.name)[0] == 200
-    finally:
-        running.close()

@@ -91,11 +91,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = HERMES
     model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
-    running = Running(
+    with Running(
         tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
-    )
-    yield running
-    running.close()
+    ) as running:
+        yield running
 
 
 def ask(server: Running, endpoint: str, name: str = "", value: Any = None) -> tuple[int, str]:

@@ -37,12 +37,13 @@ OWNERS = st.sampled_from([0, 1])
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, long_folder: Path) -> Iterator[Running]:
     model, folder = ModelConfig(str(long_folder), dtype="float32"), tmp_path_factory.mktemp("served")
-    running = Running(folder, model, CacheConfig(window=64), awake=3, running=3)
-    running.service.access.owner = lambda headers: headers["authorization"]  # any key is one
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        Running(folder, model, CacheConfig(window=64), awake=3, running=3) as running,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        running.service.access.owner = lambda headers: headers["authorization"]  # any key is one
         patch.setattr("h2o_stream.serve.conversations._MANY", 2)  # longer ones are woken up in another thread
         yield running
-    running.close()
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
     changed.chat_template = HERMES
     changed.add_tokens(["<tool_call>", "</tool_call>"])
     model = saved(make_llama(vocab=len(changed), context=1600), changed, tmp_path_factory.mktemp("model"))
-    running = Running(
+    with Running(
         tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
-    )
-    yield running
-    running.close()
+    ) as running:
+        yield running
 
 
 SCHEMA = {

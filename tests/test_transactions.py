@@ -76,7 +76,7 @@ class TestInterrupted:
         """Including the state of the random generator."""
         line, done = 0, False
         while not done:
-            line += 23
+            line += 37
             history = make()
             history.open(f"talk{line}")
             list(history.say("w3"))

@@ -24,8 +24,8 @@ class RopeParameters:
     Attributes:
         frequencies: [rotary_dims / 2] float32, angles per position.
         scale: factor on rotated queries and keys.
-        fixed: whether nothing else depends on positions, see `native.description.Rope`.
-        max_distance: up to which this is so, 0 for any.
+        fixed: whether rotations depend on the position alone, not on the length of the text.
+        max_distance: distance up to which this is so, 0 for any.
 
     Raises:
         DescriptionError: they are no numbers.
