@@ -149,6 +149,8 @@ class _ModelReader(ResidualReader):
         if head is None:
             raise DescriptionError(f"{type(self._model).__name__} has no output layer")
         rows = embedding_of(embedding, "the embedding")
+        if rows.columns != self._hidden:
+            raise DescriptionError(f"the embedding has {rows.columns} columns, layers {self._hidden}")
         self._mark_read(*embedding.modules(), *head.modules())
         return embedding, rows, head
 
