@@ -17,7 +17,9 @@ from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.stepper import open_step
 from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.runtime.parameters import tensor_name
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
+from h2o_stream.session.conversation_state import ConversationState, load_conversation_state
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.state_format import write_state
 from tests.hostile import attempt, cases_of, search_all
@@ -60,11 +62,16 @@ def test_all_kinds(tmp_path: Path) -> None:
     assert [*search_all(cases_of([*KINDS]), range(3000), Counter())] == []
 
 
+PANIC = (  # of the tokenizers library: a prefix that is longer than a piece
+    b'{"version": "1.0", "model": {"type": "BPE", "continuing_subword_prefix": "####", '
+    b'"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}}'
+)
 DEEP = b"[" * 9999 + b"]" * 9999
 DAMAGED = [
     ("checkpoint", "Llama 3", "config.json", DEEP, "nested too deeply"),
     ("packed", "Llama 3", "config.json", b'{"quantization_config": 3}', "are damaged"),
     ("packed", "Llama 3", "config.json", b'{"quantization_config": {"modules": {"lm_head": []}}}', "their formats are"),
+    ("tokenizer", "BPE", "tokenizer.json", PANIC, "out of range"),
     ("tokenizer", "BPE", "generation_config.json", b"[3]", "no JSON object"),
     ("tokenizer", "BPE", "generation_config.json", b'{"eos_token_id": [[]]}', "eos_token_id"),
 ]
@@ -85,7 +92,8 @@ def test_states_that_name_no_files(tmp_path: Path) -> None:
     """Of logs and segments; they are ignored where others are deleted."""
     files, state, path = StateFiles(tmp_path), {"n": np.array(1)}, tmp_path / "state-00000001.safetensors"
     (tmp_path / "x.log").write_bytes(bytes(8))
-    for metadata in ({"logs": "3"}, {"logs": '{"a": 3}'}, {"segments": "[]"}, {"logs": '{"a": ["x.log", 9]}'}):
+    logs = ("3", '{"a": 3}', '{"a": ["x.log", 9]}', '{"a": [["x.log"], 9]}')
+    for metadata in (*({"logs": text} for text in logs), {"segments": "[]"}):
         with path.open("wb") as file:
             write_state(file, state, {"line": '{"turn": 3}', **metadata})
         with pytest.raises(DataError, match="damaged"):
@@ -174,6 +182,18 @@ def test_native_code_names_what_does_not_fit(smollm3: Gguf, tmp_path: Path) -> N
     assert native
     with pytest.raises(H2OStreamError, match="an attention does not fit the rest of the model"):
         open_step(native, served.stepper.model)
+
+
+def test_a_conversation_of_too_many_turns() -> None:
+    template: Any = None
+    state = ConversationState(None, template, turns=2**31 - 1).state_dict()
+    with pytest.raises(H2OStreamError, match="damaged"):
+        load_conversation_state(state, lambda system: template)
+
+
+def test_any_name_of_a_tensor() -> None:
+    assert tensor_name("blk.12.a\nb.weight") == (12, "a\nb", "weight")
+    assert tensor_name(long := f"blk.{'1' * 5000}.a") == (None, long, "")
 
 
 def test_experts_of_a_router_without_numbers(tmp_path: Path) -> None:

@@ -104,7 +104,9 @@ class FileTokenizer:
             if isinstance(extra, Mapping):
                 named, extra = named | {name: _content(value) for name, value in extra.items()}, []
             return cls(backend, named, _read_templates(folder, config), list(map(_content, extra)))
-        except Exception as error:  # the tokenizers library raises nothing narrower
+        except BaseException as error:  # the tokenizers library raises nothing narrower, and panics are no `Exception`
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ModelNotFoundError(f"the tokenizer in {folder} cannot be read: {reason}") from error
 

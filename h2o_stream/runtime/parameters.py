@@ -263,6 +263,6 @@ _KEYS_AND_VALUES = ("attn_k", "attn_v", "attn_k_norm")
 
 def tensor_name(full: str) -> tuple[int | None, str, str]:
     """The layer of a tensor of a GGUF file, its name in it, and what it is of that: ``weight``, ``bias`` or nothing."""
-    parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)(?:\.(weight|bias))?", full)
+    parts = re.fullmatch(r"(?s)(?:blk\.([0-9]{1,9})\.)?(.*?)(?:\.(weight|bias))?", full)
     assert parts is not None
     return None if parts[1] is None else int(parts[1]), parts[2], parts[3] or ""

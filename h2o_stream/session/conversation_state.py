@@ -121,6 +121,7 @@ def load_conversation_state(
             thoughts = NumberLog([number for span in values.get("thoughts", ()) for number in span])
         else:
             starts, thoughts = load_log(state, _STARTS), load_log(state, _THOUGHTS)
-    except (KeyError, TypeError, ValueError) as error:
+        NumberLog([2 * turns])  # a number that `starts` can hold, with many to come
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise H2OStreamError("the state of the conversation is damaged") from error
     return ConversationState(system, make_template(system), turns, starts, pins, thoughts=thoughts)

@@ -141,7 +141,11 @@ class StateFiles:
             segments, logs = (parse_json(metadata.get(name, "{}")).items() for name in (_SEGMENTS, _LOGS))
             return (
                 {name: file for name, file in segments if file.startswith(MEMORY_FILE) and "/" not in file},
-                {name: (file, check_type(length, int)) for name, (file, length) in logs if "/" not in file},
+                {
+                    name: (check_type(file, str), check_type(length, int))
+                    for name, (file, length) in logs
+                    if "/" not in file
+                },
             )
         except (AttributeError, TypeError) as error:
             raise ValueError("it names no files") from error

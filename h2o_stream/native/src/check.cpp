@@ -91,6 +91,9 @@ bool attention_fits(const Model& model, const Layer& layer, int64_t width) {
          (layer.gate_kind == kNoGate ||
           ((layer.gate_size == 1 || layer.gate_size == shape.value_size) &&
            inside(layer.gate_offset, layer.gate_stride, shape.query_heads, layer.gate_size, width))) &&
+         (!layer.norms_all_heads ||
+          (inside(layer.query_offset, 0, 1, shape.query_heads * shape.head_size, width) &&
+           inside(layer.key_offset, 0, 1, shape.kv_heads * shape.head_size, width))) &&
          within(layer.rope_scaled_dims, 0, shape.head_size) &&
          within(layer.absolute_rotary_dims, 0, shape.head_size) && attends(source) &&
          source.kv_source == layer.kv_source && lent.kv_heads == shape.kv_heads &&
