@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken
 
 from h2o_stream.models.rendering import apply_template
+from h2o_stream.models.tokenizer import encode
 
 BEGINNINGS = (
     "<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|begin_of_sentence|>", "<BOS_TOKEN>", "[BOS]", "<|bos|>",
@@ -89,11 +90,7 @@ def _in_pieces(tokenizer: Any, texts: Iterable[str]) -> set[str]:
     """Those entries of the vocabulary among these texts that a tokenizer reads as several."""
     backend = tokenizer.backend_tokenizer
     ids = {text: backend.token_to_id(text) for text in texts}
-    return {
-        text
-        for text, number in ids.items()
-        if number is not None and backend.encode(text, add_special_tokens=False).ids != [number]
-    }
+    return {text for text, number in ids.items() if number is not None and encode(backend, text) != [number]}
 
 
 def _add(tokenizer: Any, texts: Collection[str], special: bool) -> None:
@@ -135,7 +132,7 @@ def turn_end(tokenizer: Any) -> int | None:
     It may be the one that begins the next message, where no other is between them.
     """
     added = _added(tokenizer)
-    tokens = tokenizer.backend_tokenizer.encode(_after_reply(tokenizer), add_special_tokens=False).ids
+    tokens = encode(tokenizer.backend_tokenizer, _after_reply(tokenizer))
     return next((token for token in tokens if token in added and added[token].content.strip()), None)
 
 
