@@ -193,6 +193,7 @@ def test_a_conversation_of_too_many_turns() -> None:
 
 def test_any_name_of_a_tensor() -> None:
     assert tensor_name("blk.12.a\nb.weight") == (12, "a\nb", "weight")
+    assert str(DescriptionError("a\nb is 2")) == "a b is 2"
     assert tensor_name(long := f"blk.{'1' * 5000}.a") == (None, long, "")
 
 

@@ -101,7 +101,7 @@ class GgufFile:
             reason = " ".join(str(error).split())  # names in the file may have line breaks
             raise _damaged(path, reason) from None
         except UnknownTypeError as error:
-            raise UnsupportedModelError(f"{path} cannot be served: {error}") from None
+            raise UnsupportedModelError(f"{path} cannot be served: {' '.join(str(error).split())}") from None
         except OSError as error:
             raise ModelNotFoundError(f"{path} cannot be read: {error.strerror or error}") from error
         part = len(self._maps)

@@ -13,6 +13,9 @@ from h2o_stream.native.pointers import Array, numbers_in, pointer
 class DescriptionError(Exception):
     """The model cannot be described; the message gives the reason in one line."""
 
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())  # names in files may have line breaks
+
 
 def require(fits: bool, what: str) -> None:
     """Raises DescriptionError with what does not fit, unless it fits.
