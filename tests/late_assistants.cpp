@@ -49,11 +49,11 @@ int main(int, char** arguments) {
       dlsym(library, "h2o_step"));
 
   weights = static_cast<float*>(mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  const std::vector<float> embedding(kHidden, 1);
+  const std::vector<float> embedding(kRows * kHidden, 1);
   const Layer layer{};  // does nothing
   Model model{};
   model.layers = &layer, model.layer_count = 1, model.hidden_size = kHidden, model.vocab_size = kRows;
-  model.embedding = {embedding.data(), nullptr, 1, kHidden, kFloat32, 1}, model.embedding_scale = 1;
+  model.embedding = {embedding.data(), nullptr, kRows, kHidden, kFloat32, 1}, model.embedding_scale = 1;
   model.output = {weights, nullptr, kRows, kHidden, kFloat32, 1}, model.logit_scale = 1;
   std::vector<float> logits(kRows);
   int64_t seen = 0;
@@ -64,6 +64,7 @@ int main(int, char** arguments) {
   calls = true;
   std::signal(SIGSEGV, handle);
   void* opened = open(&model);
+  if (!opened) return std::puts("the model is refused"), 2;
   share(opened, kAssisted);
   for (int64_t steps = 0; !is_late; ++steps) {  // until an assistant has begun
     if (steps == 100) return std::puts("nobody assists"), 3;

@@ -230,7 +230,7 @@ def files_of(path: str) -> list[Path]:
 
 def is_path(word: str) -> bool:
     """Whether a word is a source file, or in a folder of the repository; `parts/` of an output folder is not."""
-    if word in ("llama.cpp", "ik_llama.cpp"):
+    if word in ("llama.cpp", "ik_llama.cpp") or word.startswith("build/"):  # which is made
         return False
     return word.endswith((".py", ".cpp", ".h")) or any((folder / word.split("/")[0]).is_dir() for folder in FOLDERS)
 
