@@ -30,8 +30,13 @@ from typing import Any, Self
 
 from h2o_stream.models import gguf_export
 
-_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-"""The server's environment: as before any test changes it, with the variables that commands set before imports."""
+_ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}  # fmt: skip
+"""The server's environment: as before any test changes it, with the variables that commands set before imports, and
+without threads, which no fork would have.
+"""
 
 _IMPORTS = (
     "h2o_stream.cli.chat", "h2o_stream.cli.compare", "h2o_stream.cli.stream", "h2o_stream.ui.chat",
