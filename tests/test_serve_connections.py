@@ -1,5 +1,6 @@
 """More connections than there is room for, logs, and the end of a server."""
 
+import asyncio
 import json
 import logging
 import resource
@@ -14,12 +15,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
 
 from h2o_stream.base import startup
 from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
-from h2o_stream.serve.connections import max_connections, raise_file_limit
+from h2o_stream.serve import connections
+from h2o_stream.serve.connections import max_connections, raise_file_limit, uvicorn_config
 from tests.serve_kill import Server
 from tests.serve_load import post
 
@@ -133,3 +136,21 @@ def test_a_signal_ends_everything_soon(small: Server) -> None:
         small.process.send_signal(signal.SIGTERM)
         small.process.wait(10)
         assert time.monotonic() - began < 2.5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says how many connections may wait")
+def test_many_connections_may_wait() -> None:
+    """Beyond them, a client would try again after a second."""
+
+    async def waiting() -> int:
+        config = uvicorn_config(Starlette(), ServeConfig(port=0))
+        config.load()
+        server = connections.Server(config)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup()
+        (listening,) = server.servers[0].sockets
+        state = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+        server.servers[0].close()
+        return int.from_bytes(state[28:32], sys.byteorder)
+
+    assert asyncio.run(waiting()) >= 1024

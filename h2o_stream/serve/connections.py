@@ -28,8 +28,10 @@ _SHUTDOWN_S, _EXIT_S = 1, 1.5
 was finished is on disk.
 """
 
-_BACKLOG = 64
-"""Connections that are accepted at once, before the first of them is looked at."""
+_BACKLOG, _QUEUE = 64, 4096
+"""Connections that are accepted at once, before the first of them is looked at; and that wait for it in the system,
+which makes a client try again after a second if there are more.
+"""
 
 _SESSION_FILES, _OTHER_FILES, _MAX_FILES = 5, 64, 2**16
 """Descriptors of a conversation in memory with its grammar, those of everything else, and how many are asked for."""
@@ -42,6 +44,13 @@ _MAX_MS = 2**31 - 1
 
 class Server(uvicorn.Server):
     """Ends soon after a signal, whatever its threads do."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        for listening in (each for server in self.servers for each in server.sockets):
+            with socket.socket(fileno=os.dup(listening.fileno())) as same:
+                same.listen(_QUEUE)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Shut down, and end the process if that takes too long."""
