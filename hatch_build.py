@@ -23,22 +23,15 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ.pop("PIP_BUILD_TRACKER", None)  # with it, hatchling leaves metadata to the wheel
 try:
     from hatchling.build import *  # noqa: F403
     from hatchling.build import prepare_metadata_for_build_wheel as _prepare_metadata
-except ImportError:  # not a build: this file is run
-    pass
-
-if TYPE_CHECKING:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-else:
-    try:
-        from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-    except ImportError:
-        BuildHookInterface = object
+except ImportError:  # not a build: this file is run
+    BuildHookInterface = object
 
 ROOT = Path(__file__).parent
 

@@ -58,7 +58,7 @@ def reader(embeddings: torch.nn.Module) -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer(served_embedded: LoadedModel) -> Any:
-    """With the whole vocabulary: its order says what words weigh."""
+    """Uses the whole vocabulary: word weights depend on its order."""
     return served_embedded.tokenizer
 
 

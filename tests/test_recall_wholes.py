@@ -115,7 +115,7 @@ def test_transcripts_are_not_read_for_other_messages() -> None:
 
 
 class Counted(Sequence[SaidTurn]):
-    """Turns that are counted as they are looked at."""
+    """Counts how many turns are read."""
 
     def __init__(self, turns: Sequence[SaidTurn]) -> None:
         self.turns, self.seen = turns, 0

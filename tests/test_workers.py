@@ -1,4 +1,4 @@
-"""The processes that run tests: a crash, a failure and a warning in them are told."""
+"""Forked test workers report crashes, failures and warnings."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def test_it(number, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_what_is_told(tmp_path: Path) -> None:
+def test_what_is_reported(tmp_path: Path) -> None:
     for name in ("test_one.py", "test_other.py"):
         (tmp_path / name).write_text(TESTS)
     command = ["-m", "pytest", "-p", "tests.workers", "--workers", "2", "-p", "no:cacheprovider", "-c", os.devnull]

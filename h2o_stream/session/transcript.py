@@ -20,6 +20,7 @@ from h2o_stream.base.json_text import parse_json
 from h2o_stream.base.logs import Log
 from h2o_stream.base.resources import PRIVATE, write_atomically
 from h2o_stream.errors import ConfigError, DataError, file_errors
+from h2o_stream.recall.passage import SaidTurn
 from h2o_stream.session.jsonl import build, check_type
 
 Kind = Literal["said", "told", "pinned"]
@@ -47,8 +48,8 @@ class Entry:
     thinking: str = ""
 
 
-class SaidTurns(Sequence[tuple[int, str, str]]):
-    """The turns of entries as recall takes them, which costs nothing but for those that are looked at."""
+class SaidTurns(Sequence[SaidTurn]):
+    """A view of transcript entries as recall's turns; it converts an entry only when it is read."""
 
     def __init__(self, entries: Sequence[Entry], later: Sequence[Entry] = ()) -> None:
         self._entries, self._later = entries, later
