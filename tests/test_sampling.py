@@ -26,6 +26,7 @@ from h2o_stream.engine.sampling import (
     SAID_LENGTH,
     Sampler,
     check_rng_state,
+    largest,
     nucleus,
     penalized,
     repeating,
@@ -394,3 +395,11 @@ class TestStateOfTheGenerator:
     def test_no_other_one_is_accepted(self, state: Any) -> None:
         with pytest.raises(H2OStreamError, match="random generator"):
             check_rng_state(state)
+
+
+@given(st.integers(1, 5000), st.integers(1, 40), st.integers(0, 2**32))
+def test_the_largest_scores(size: int, count: int, seed: int) -> None:
+    """Many equal ones, and impossible ones, too."""
+    scores = np.random.default_rng(seed).integers(-99, 99, size).astype(np.float32)
+    scores[scores < -90] = -np.inf
+    assert largest(scores, count) == np.sort(scores)[-min(count, size)]

@@ -48,6 +48,9 @@ _MIN_TEMPERATURE = 1e-20
 _MIN_SCORE = float(np.finfo(np.float32).min)
 """All scores but -inf are at least this."""
 
+_BLOCKS = 1024
+"""Blocks of scores whose peaks bound the largest scores: partitioning all of them takes longer than all else."""
+
 BANNED = -1e30
 """The score of a token that must not be sampled, unless a grammar leaves no other: below any logit, and finite."""
 
@@ -225,14 +228,14 @@ class Sampler:
                 scores = scores / np.float32(max(temperature, _MIN_TEMPERATURE))
         ids = None
         if self._top_k or self._top_p == 1:
-            ids = _at_least(scores, _largest(scores, self._top_k) if self._top_k else _MIN_SCORE)
+            ids = at_least(scores, largest(scores, self._top_k) if self._top_k else _MIN_SCORE)
             scores = scores[ids]
         if self._top_p < 1:
             kept = nucleus(scores, self._top_p)
             scores, ids = scores[kept], kept if ids is None else ids[kept]
         assert ids is not None
         if self._min_p:
-            kept = _at_least(_relative(scores), self._min_p)
+            kept = at_least(_relative(scores), self._min_p)
             scores, ids = scores[kept], ids[kept]
         return ids, scores
 
@@ -317,7 +320,7 @@ def nucleus(scores: Scores, top_p: float) -> TokenIds:
     probs = _relative(scores)
     probs /= probs.sum()
     for cutoff in _NUCLEUS_CUTOFFS:
-        ids = _at_least(probs, cutoff)
+        ids = at_least(probs, cutoff)
         order = ids[(-scores[ids]).argsort(kind="stable")]
         mass = probs[order].cumsum(dtype=np.float64)
         if len(mass) and mass[-1] >= top_p:
@@ -331,12 +334,15 @@ def _relative(scores: Scores) -> Scores:
     return ratios
 
 
-def _largest(scores: Scores, count: int) -> float:
-    """The smallest of the `count` largest scores."""
-    count = min(count, len(scores))
+def largest(scores: Scores, count: int) -> float:
+    """The smallest of the `count` largest scores. All of them are partitioned only if they are few: that is slow."""
+    count, width = min(count, len(scores)), max(len(scores) // _BLOCKS, 1)
+    peaks = np.maximum.reduceat(scores, np.arange(0, len(scores), width))
+    if count < len(peaks):
+        scores = scores[scores >= np.partition(peaks, -count)[-count]]
     return float(np.partition(scores, -count)[-count])
 
 
-def _at_least(scores: Scores, threshold: float) -> TokenIds:
+def at_least(scores: Scores, threshold: float) -> TokenIds:
     """Indices of the scores [n] that are at least the threshold, in ascending order."""
     return (scores >= threshold).nonzero()[0]

@@ -8,11 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy
-from numpy.typing import NDArray
 
 from h2o_stream.config import CacheConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
-from h2o_stream.engine.sampling import Sampler, Scores
+from h2o_stream.engine.sampling import Sampler, Scores, TokenIds, at_least, largest
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native.batch import rules
@@ -71,15 +70,12 @@ def _logprob(logits: Scores, token: int, count: int) -> Logprob:
     return Logprob(token, max(float(logits[token]) - total, _LEAST), likely)
 
 
-def _likeliest(logits: Scores, count: int) -> NDArray[numpy.int64]:
-    """The tokens with the largest logits, best first. Sorting all of them would take longer than sampling."""
+def _likeliest(logits: Scores, count: int) -> TokenIds:
+    """The tokens with the largest logits, best first."""
     if not count:
         return numpy.empty(0, numpy.int64)
-    width = max(len(logits) // 1024, 1)
-    peaks = numpy.maximum.reduceat(logits, numpy.arange(0, len(logits), width))
-    best: NDArray[numpy.int64] = (logits >= numpy.partition(peaks, -count)[-count]).nonzero()[0]
-    best = best[(-logits[best]).argsort(kind="stable")]
-    return best[:count]
+    best = at_least(logits, largest(logits, count))
+    return best[(-logits[best]).argsort(kind="stable")][:count]
 
 
 class Pace:
