@@ -6,8 +6,9 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -347,9 +348,21 @@ class TestLimits:
                 asked = [executor.submit(running.ask, "Number 0.", first, "And?") for _ in range(2)]
                 assert running.ask("Meanwhile.")[0] == 200
                 assert not any(future.done() for future in asked)
+                with closing(http.client.HTTPConnection(running.url.removeprefix("http://"))) as leaving:
+                    said = [{"role": "user", "content": "Number 0."}, {"role": "assistant", "content": first}]
+                    body = {"messages": [*said, {"role": "user", "content": "And?"}]}
+                    leaving.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+                    self._wait_until(lambda: running.service.worker.lengths[1] == 3)
+                self._wait_until(lambda: running.service.worker.lengths[1] == 2)
                 read.set()
                 origins = [future.result()[1]["h2o"]["origin"] for future in asked]
             assert sorted(origins) == ["branched", "continued"]
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def test_a_client_that_leaves_stops_the_reply(self, server: Running) -> None:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))

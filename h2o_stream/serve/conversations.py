@@ -31,7 +31,7 @@ from h2o_stream.session.transcript import Entry, Header, SaidTurns
 _log = logging.getLogger(__name__)
 
 _MANY = 500
-"""Turns from which waking a conversation up takes long: so many are read in some milliseconds."""
+"""Conversations with more turns are woken in another thread: parsing this many lines takes a few milliseconds."""
 
 Origin = Literal["new", "continued", "branched", "read"]
 

@@ -108,7 +108,7 @@ class Worker:
     @property
     def lengths(self) -> tuple[int, int]:
         """How many replies are being made or saved, and how many wait."""
-        return len(self._jobs) + self._endings.saving, len(self._asked)
+        return len(self._jobs) + self._endings.saving, len(self._asked) + sum(map(len, [*self._waking.values()]))
 
     def call(self, action: Callable[[], object]) -> None:
         """Do something in the thread."""
@@ -255,25 +255,27 @@ class Worker:
 
     def _stop(self) -> None:
         self._stopped = True
-        for ask in self._asked:
-            ask.try_send(Failed(ApiError(503, "the server is stopping")))
-        self._asked.clear()
+        for waiting in (self._asked, *self._waking.values()):
+            for ask in waiting:
+                ask.try_send(Failed(ApiError(503, "the server is stopping")))
+            waiting.clear()
         for job in list(self._jobs):
             self._endings.interrupt(job)
 
     def _wakes(self, ask: Ask) -> bool:
-        """Whether a long conversation is woken up first, in another thread."""
+        """Whether the request waits for a long conversation to be woken in another thread."""
         conversations = self._conversations
         kept = None if ask.raw else conversations.sleeping(ask.hashes, ask.after, ask.options.owner)
         if kept is None or ask in self._woken:
             return False
-        if waiting := self._waking.get(kept.id):
-            waiting.append(ask)
+        if kept.id in self._waking:
+            self._waking[kept.id].append(ask)
             return True
 
         def go_on() -> None:
             conversations.busy.discard(kept.id)
-            asks = self._waking.pop(kept.id)
+            if not (asks := self._waking.pop(kept.id)):  # their clients have left
+                kept.close()
             self._woken.update(dict.fromkeys(asks, kept))
             self._asked.extendleft(reversed(asks))
 
@@ -328,8 +330,9 @@ class Worker:
                 self._endings.interrupt(job)
 
     def _cancel(self, ask: Ask) -> None:
-        if ask in self._asked:
-            self._asked.remove(ask)
+        for waiting in (self._asked, *self._waking.values()):
+            if ask in waiting:
+                waiting.remove(ask)
         for job in [job for job in self._jobs if job.ask is ask]:
             self._endings.interrupt(job)
 
