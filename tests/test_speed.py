@@ -30,7 +30,6 @@ from h2o_stream.compare.speed.engines import (
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.native.threads import bandwidth
 from tests.commands import invoke
 from tests.fixtures import make_llama
 from tests.preloaded import Preloaded
@@ -67,7 +66,6 @@ class Forks:
 def test_a_race_in_the_shell(tiny_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines, two policies and two precisions on a tiny model; full caches stop at its context of 400 tokens."""
     monkeypatch.setattr("h2o_stream.compare.speed.worker.get_context", lambda _: Forks)
-    monkeypatch.setattr("h2o_stream.compare.speed.comparison.bandwidth", lambda threads: bandwidth(threads, 2**22, 2))
     options = [
         *("--model", tiny_folder, "--text", text, "--histories", "600,64", "--policies", "full,h2o", "--windows", 32),
         *("--peers", "transformers", "--dtype", "float32", "--quantize", "none", "--device", "cpu"),
