@@ -173,7 +173,8 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
             if isinstance(exc, TimeoutError):
                 self._log()
             super().connection_lost(exc)
-            vars(self.transport).pop("_read_ready_cb", None)  # a reference to itself, which keeps it until GC runs
+            # its reference to itself, which would keep it until garbage is collected
+            getattr(self.transport, "__dict__", {}).pop("_read_ready_cb", None)
 
         def _make_room(self) -> bool:
             """Close the oldest connection that waits for its client. False if there is none."""
