@@ -79,7 +79,7 @@ class FusedSteps:
         if not (self._unchanged and self._are_tokens(tokens) and self._can_step(len(tokens))):
             return None
         with cache.writing():
-            logits = self._step(tokens).logits
+            logits: Tensor = self._step(tokens).logits
             cache.count_token()
         return logits
 
