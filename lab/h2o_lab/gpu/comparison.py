@@ -197,7 +197,7 @@ class Gpu(Comparison[GpuOptions]):
         model, window = self._made(), (prompt + new) // 5
         text = model.config.get_text_config()
         size = 4 * text.num_hidden_layers * text.num_key_value_heads * (text.hidden_size // text.num_attention_heads)
-        rows = max(1, min(BUDGET // (window * size), BUDGET // 4 // (prompt * text.hidden_size)))
+        rows: int = max(1, min(BUDGET // (window * size), BUDGET // 4 // (prompt * text.hidden_size)))
         ids, one = self._ids(rows, prompt), self._ids(rows, 1)
 
         def tokens_per_s(cache: Any) -> float:
