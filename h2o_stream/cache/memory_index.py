@@ -103,6 +103,10 @@ class MemoryIndex:
                 segment = first // self._layout.tokens
                 self._append(self._make(addresses[segment : segment + self._layout.segments], codebooks))
 
+    def missing(self, count: int) -> int:
+        """How many tokens more than `count` a chapter needs; many if none are made."""
+        return self._end + self._chapter_tokens - count if self._layout.segments else 2**62
+
     def _make(self, addresses: NDArray[numpy.int64], codebooks: NDArray[numpy.float32]) -> Segment:
         chapter = self._file.take()
         chapter.fill(0)

@@ -189,6 +189,12 @@ class StreamMemory:
         """Segments that are full for every head."""
         return self._min_count // self._layout.tokens
 
+    @property
+    def steps_ahead(self) -> int:
+        """How many tokens of each head can come before something is learned or indexed."""
+        learned = all(self.codebooks[head.codebook] for head in self._layout.heads)
+        return self.index.missing(self._min_count) if learned else 0
+
     def fork(self) -> StreamMemory:
         """A copy, which shares the segments that are full; raises OSError if there is no room on disk."""
         return self.of(self.arrays(), self.dropped)

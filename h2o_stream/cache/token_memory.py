@@ -129,6 +129,13 @@ class TokenMemory:
         if max(lengths) > self._room:
             self._room = min(row.make_room(*seen) for row, *seen in zip(self.rows, lengths, before, strict=True))
 
+    def steps_ahead(self, length: int) -> int:
+        """How many tokens of one stream of this length, each of which evicts one, can come before anything else changes
+        than what is appended.
+        """
+        row = self.rows[0] if self.rows else None
+        return min(self._room - length, row.steps_ahead) if row else 0
+
     def append(self, part: MemoryPart, row: int, head: int, records: Segment, queries: Queries) -> None:
         """Append tokens that a head, by its index in the group of `part`, has evicted, and their codes (see `Codes`).
 

@@ -147,8 +147,11 @@ class WaitingEngine(Engine):
         self.sampling, self.sampler = config, sampler
         return sampler
 
-    def forward(self, tokens: Sequence[int]) -> Iterator[Waits]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, tokens: Sequence[int], step: Callable[[], Scores] | None = None
+    ) -> Iterator[Waits]:
         """Wait until `begin_waiting` and `finish` were called. If they are not, nothing was fed."""
+        self.speculation.passes += 1
         self.waiting = tokens
         try:
             yield Waits()

@@ -301,7 +301,8 @@ void DecodeAttention::evict(const Row& row, const Slots& slots, int64_t local_he
   if (local_head == 0) *slots.seen = seen;
 }
 
-void DecodeAttention::collect_heads(const Worker& worker, std::vector<Place>& places) const {
+void DecodeAttention::collect_heads(const Worker& worker) {
+  std::vector<Place>& places = scratch_[worker.index].places;
   int64_t total = 0, first = 0;
   for_each_head([&](int64_t, const Slots& slots, int64_t) { total += slots.slot_count; });
   const Range range = worker.partition(total);

@@ -87,6 +87,17 @@ class HeadMemory {
 
   // Appends an evicted token; there must be room. `training` is scratch.
   void append(int32_t index, const float* key, const float* value, Training& training) const;
+  // Calls `visit(memory, bytes)` for all that a query and so many appended tokens change once there is a codebook.
+  template <class Visit>
+  void for_each_change(int64_t queries, int64_t appended, Visit visit) const {
+    visit(found_, queries * matches_ * int64_t(sizeof *found_));
+    for (int64_t place = *count_; place < *count_ + appended; ++place) {
+      visit(record(place), layout_.record_bytes());
+      uint8_t* code = const_cast<uint8_t*>(codes(place / kBlock)) + place % kBlock;
+      for (int64_t byte = 0; byte < code_bytes_; ++byte) visit(code + byte * kBlock, 1);
+    }
+    visit(count_, int64_t(sizeof *count_));
+  }
   // Writes the codes of the newest tokens, whose records are there.
   void add_codes(int64_t added, Training& training) const;
 
