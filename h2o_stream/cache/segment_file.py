@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-import os
 import tempfile
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.mapped_files import prefer_huge_pages, reserve_room
 from h2o_stream.base.resources import cache_folder
 from h2o_stream.errors import H2OStreamError
 
@@ -71,13 +70,11 @@ class SegmentFile:
         """The place of one more segment, for which the disk has room."""
         number, offset = divmod(self._used, _MAPPED)
         start = number * self._map_bytes + offset * self.segment_bytes
-        if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a crash at the first write
-            end = -(-(start + self.segment_bytes) // _HUGE_PAGE) * _HUGE_PAGE
-            os.posix_fallocate(self._file.fileno(), start, end - start)
+        reserve_room(self._file, start, -(-(start + self.segment_bytes) // _HUGE_PAGE) * _HUGE_PAGE)
         if number == len(self._maps):
             self._file.truncate((number + 1) * self._map_bytes)
             self._maps.append(mmap.mmap(self._file.fileno(), self._map_bytes, offset=number * self._map_bytes))
-            _prefer_huge_pages(self._maps[-1])
+            prefer_huge_pages(self._maps[-1])  # a search reads a few bytes in many places
         self._used += 1
         return self._used - 1
 
@@ -91,12 +88,6 @@ class SegmentFile:
     def is_sealed(self, segment: Any) -> bool:
         """Whether an array is a sealed segment of this file."""
         return id(segment) in self._digests
-
-
-def _prefer_huge_pages(mapped: mmap.mmap) -> None:
-    """A search reads a few bytes in many places: with small pages, looking up where they are takes as long."""
-    with suppress(OSError, AttributeError):  # not on this system
-        mapped.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _release(free: list[int], digests: dict[int, str], place: int, key: int) -> None:

@@ -72,6 +72,33 @@ class Scanner {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + q * kBlock + half), added[q]);
       }
     }
+#elif defined(H2O_NEON)
+    constexpr int64_t kParts = kBlock / 16;
+    uint8x16_t added[queries][kParts];
+    for (int64_t i = 0; i < bytes(); ++i) {
+      uint8x16_t low[kParts], high[kParts];
+      for (int64_t part = 0; part < kParts; ++part) {
+        const uint8x16_t both = vld1q_u8(codes + i * kBlock + 16 * part);
+        low[part] = vandq_u8(both, vdupq_n_u8(15)), high[part] = vshrq_n_u8(both, 4);
+      }
+      for (int64_t q = 0; q < queries; ++q) {
+        const uint8x16_t first = vld1q_u8(tables_[q].bytes[2 * i]), second = vld1q_u8(tables_[q].bytes[2 * i + 1]);
+        for (int64_t part = 0; part < kParts; ++part) {
+          const uint8x16_t sum = vaddq_u8(vqtbl1q_u8(first, low[part]), vqtbl1q_u8(second, high[part]));
+          added[q][part] = i ? vaddq_u8(added[q][part], sum) : sum;
+        }
+      }
+    }
+    for (int64_t q = 0; q < queries; ++q) {
+      const uint8x16_t limit = vdupq_n_u8(uint8_t(limits_[q])), bits = vreinterpretq_u8_u64(vdupq_n_u64(kBitOfLane));
+      uint8x16_t reach[kParts];
+      for (int64_t part = 0; part < kParts; ++part) {
+        vst1q_u8(sums + q * kBlock + 16 * part, added[q][part]);
+        reach[part] = vandq_u8(vcgeq_u8(added[q][part], limit), bits);
+      }
+      const uint8x16_t pairs = vpaddq_u8(vpaddq_u8(reach[0], reach[1]), vpaddq_u8(reach[2], reach[3]));
+      tokens[q] = vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(pairs, pairs)), 0);
+    }
 #else
     for (int64_t q = 0; q < queries; ++q) {
       uint8_t* added = sums + q * kBlock;
@@ -90,6 +117,8 @@ class Scanner {
   }
 
  private:
+  static constexpr uint64_t kBitOfLane = 0x8040201008040201;
+
   int64_t bytes() const { return kBytes ? kBytes : bytes_; }
 
   const Table* tables_;

@@ -14,6 +14,9 @@ inline uint32_t passing(const float* from, float threshold) {
   return _mm512_cmp_ps_mask(_mm512_loadu_ps(from), _mm512_set1_ps(threshold), _CMP_GT_OQ);
 #elif defined(H2O_AVX2)
   return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(from), _mm256_set1_ps(threshold), _CMP_GT_OQ)));
+#elif defined(H2O_NEON)
+  const uint32x4_t lanes = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(vcgtq_f32(vld1q_f32(from), vdupq_n_f32(threshold)), lanes));
 #else
   uint32_t lanes = 0;
   for (int64_t i = 0; i < simd::kWidth; ++i) lanes |= uint32_t(from[i] > threshold) << i;
