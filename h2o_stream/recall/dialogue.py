@@ -16,7 +16,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.recall.passage import Passage
-from h2o_stream.recall.passages import sentences
+from h2o_stream.recall.passages import sentence_texts
 from h2o_stream.recall.terms import Floats, TermWeights, first_person, is_question, second_person, words
 
 AROUND = 2
@@ -204,7 +204,7 @@ def _about(
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> tuple[_Sentence, ...]:
     """The sentences of a text. Questions about a dialogue meet the same passages again and again."""
-    return tuple(_sentence(text[part.start : part.stop]) for part in sentences(text))
+    return tuple(map(_sentence, sentence_texts(text)))
 
 
 def _sentence(text: str) -> _Sentence:
