@@ -95,7 +95,7 @@ def find(
 ) -> tuple[list[Statement], float] | None:
     """What may answer a question, best first, and the evidence that it does: from 1 on it is enough.
 
-    None if it names nobody who speaks in these passages, or nothing else.
+    None if it names nobody who speaks in these passages, or nothing else, or if there is one speaker: "Note: ...".
 
     Args:
         asked: the terms of the question and their weights.
@@ -104,9 +104,9 @@ def find(
         terms: tells which words mean nearly the same.
     """
     speakers = _speakers(said)
-    people = set(speakers.values()).intersection(asked)
-    sought = [word for word in asked if word not in people]
-    if not (people and sought):
+    everybody = set(speakers.values())
+    people, sought = everybody.intersection(asked), [word for word in asked if word not in everybody]
+    if not (people and sought) or len(everybody) < 2:
         return None
     passages, is_person = _about(people, said, speakers)
     weights = rarity(sought) * numpy.array([_ANY + asked[word] for word in sought], numpy.float32)
