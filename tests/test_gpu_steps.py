@@ -42,6 +42,13 @@ def test_families(name: str) -> None:
     check(model, CacheConfig(window=24, chunk=16), 1)
 
 
+@pytest.mark.parametrize("name", ["Qwen 3 MoE", "Qwen 2 MoE", "GLM-4 MoE"])
+def test_experts(name: str) -> None:
+    """Steps are fused, prompts the model's own."""
+    model = next(family for family in FAMILIES if family.name == name).make()
+    check(model, CacheConfig(window=24, chunk=16), 1)
+
+
 def test_fused_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a recording that refuses to read on the host."""
     monkeypatch.setattr(graphs, "why_not", lambda cache, device: "")
