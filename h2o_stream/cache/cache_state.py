@@ -30,7 +30,7 @@ from h2o_stream.cache.state import (
 )
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.cache.windows import HeadWindow
-from h2o_stream.config import DEFAULT_WINDOW
+from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 _KEYS = {"long_term_scores": "lasting"}
@@ -71,14 +71,16 @@ def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
         H2OStreamError: the state does not fit, or is damaged. The copy is left half changed.
     """
     columns, prompt = whole_numbers(state, "progress", 2)
-    budgets = decode_json(state, "budgets")
+    budgets, saved = decode_json(state, "budgets"), decode_json(state, FINGERPRINT)
     try:
+        if cache.config.auto_window:
+            cache.config = _chosen_before(cache.config, saved["policy"])
         cache.first_prompt, cache.plan = prompt, cache.growth(prompt).plan(int(budgets.get("window", 0)))
-    except (AttributeError, ConfigError, TypeError, ValueError) as error:
+    except (AttributeError, ConfigError, KeyError, TypeError, ValueError) as error:
         raise H2OStreamError(f"the state does not fit: its budgets are {budgets}") from error
-    fingerprint, saved = _fingerprint(cache, state), decode_json(state, FINGERPRINT).get("model")
-    if saved != fingerprint["model"] and isinstance(saved, str) and cache.is_called(saved):
-        fingerprint["model"] = saved
+    fingerprint, called = _fingerprint(cache, state), saved.get("model")
+    if called != fingerprint["model"] and isinstance(called, str) and cache.is_called(called):
+        fingerprint["model"] = called
     check_fingerprint(state, fingerprint)
     verify_checksums(state)
     _load_windows(cache, budgets, prompt)
@@ -105,6 +107,12 @@ def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
     for number, group in enumerate(cache.head_groups):
         check_slots(group, f"slots {number}")
     cache.assign_windows()
+
+
+def _chosen_before(config: CacheConfig, policy: Mapping[str, Any]) -> CacheConfig:
+    """A config whose window chooses itself, with what it chose in the stream of a saved plan."""
+    window = int(policy["window"]) - int(policy.get("grown by", 0))
+    return replace(config, window=window, kv_bits=policy["kv_bits"])
 
 
 def _ranges(state: Mapping[str, Array], name: str) -> tuple[range, ...]:
