@@ -83,6 +83,12 @@ class TestGguf:
         other = changed(original, key(eos, T.UINT32, 2), key(eos, T.UINT32, 1))
         assert [exported(path, monkeypatch)[0].eos_token_id for path in (original, other)] == [2, 1]
 
+    def test_what_states_know_it_by(self, embedded_file: Path) -> None:
+        """The whole digest is an exhaustive test of `test_runtime`."""
+        config = hf_config(file := GgufFile(embedded_file), parameters_of_gguf(file)).to_dict()
+        assert config["_model_name_or_path"] == "Smollm2 135M 8k Lc100K Mix1 Ep2"
+        assert config["unk_token_id"] == 0
+
     def test_a_changed_weight_in_the_middle_of_a_tensor(self, original: Path, monkeypatch: Any, tmp_path: Path) -> None:
         tensor = GgufFile(original).tensors["blk.1.ffn_up.weight"]
         content = bytearray(original.read_bytes())

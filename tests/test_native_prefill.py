@@ -14,6 +14,7 @@ from torch import Tensor
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Candidates
 from h2o_stream.cache.protection import Protection
@@ -94,9 +95,10 @@ def padding(counts: Sequence[int]) -> Padding | None:
 
 
 class Eager:
-    """Runs the case with `HeadGroup`s in float32."""
+    """Runs the case with `HeadGroup`s in float32, or through other kernels in the case's dtype."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, kernels: Kernels | None = None) -> None:
+        self.kernels = kernels
         groups = case.heads or (tuple(range(case.kv_heads)),)
         self.case, self.layers = case, []
         for heads in groups:
@@ -107,13 +109,14 @@ class Eager:
             self.layers.append((layer, torch.tensor(heads)))
 
     def attend(self, call: int) -> Tensor:
-        query, key, value = (x.float() for x in self.case.inputs[call])
+        query, key, value = (x if self.kernels else x.float() for x in self.case.inputs[call])
         grouped = query.unflatten(1, (key.shape[1], -1))
-        output = torch.empty(query.shape[0], query.shape[2], *grouped.shape[1:3], query.shape[-1])
+        output = query.new_empty(query.shape[0], query.shape[2], *grouped.shape[1:3], query.shape[-1])
         transform = LogitTransform(self.case.size**-0.5, self.case.softcap)
         for layer, heads in self.layers:
             counts = padding(self.case.prompts[call])
-            mixed = attend(layer, grouped[:, heads].flatten(1, 2), key[:, heads], value[:, heads], transform, counts)
+            of_heads = grouped[:, heads].flatten(1, 2), key[:, heads], value[:, heads]
+            mixed = attend(layer, *of_heads, transform, counts, self.kernels)
             output[:, :, heads] = mixed.unflatten(2, (len(heads), -1))
         return output.flatten(2, 3)
 

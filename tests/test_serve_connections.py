@@ -1,6 +1,7 @@
 """More connections than there is room for, logs, and the end of a server."""
 
 import asyncio
+import gc
 import json
 import logging
 import resource
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -138,19 +140,75 @@ def test_a_signal_ends_everything_soon(small: Server) -> None:
         assert time.monotonic() - began < 2.5
 
 
+async def listening() -> connections.Server:
+    """A server that accepts connections in this event loop."""
+    config = uvicorn_config(Starlette(), ServeConfig(port=0))
+    config.load()
+    server = connections.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()
+    return server
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says how many connections may wait")
 def test_many_connections_may_wait() -> None:
     """Beyond them, a client would try again after a second."""
 
     async def waiting() -> int:
-        config = uvicorn_config(Starlette(), ServeConfig(port=0))
-        config.load()
-        server = connections.Server(config)
-        server.lifespan = config.lifespan_class(config)
-        await server.startup()
-        (listening,) = server.servers[0].sockets
-        state = listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+        server = await listening()
+        (accepting,) = server.servers[0].sockets
+        state = accepting.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
         server.servers[0].close()
         return int.from_bytes(state[28:32], sys.byteorder)
 
     assert asyncio.run(waiting()) >= 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps silent connections from the server")
+def test_a_client_that_says_nothing_costs_nothing() -> None:
+    """A thousand idle connections a second would take half of a processor."""
+
+    async def seen() -> tuple[int, int]:
+        server = await listening()
+        silent, speaking = [await asyncio.open_connection(*address(server)) for _ in range(2)]
+        speaking[1].write(b"G")
+        while not server.server_state.connections:
+            await asyncio.sleep(0.01)
+        counts = len(server.server_state.connections), server.servers[0]._active_count
+        for _, writer in (silent, speaking):
+            writer.close()
+        server.servers[0].close()
+        return counts
+
+    assert asyncio.run(seen()) == (1, 1)
+
+
+def address(server: connections.Server) -> tuple[str, int]:
+    """Where it listens."""
+    host, port = server.servers[0].sockets[0].getsockname()
+    return host, port
+
+
+def test_a_closed_connection_is_no_garbage() -> None:
+    """Its collection would stop all threads, for tenths of a second after some thousand connections."""
+
+    async def left() -> int:
+        server = await listening()
+        _, writer = await asyncio.open_connection(*address(server))
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        while not (made := [weakref.ref(each) for each in server.server_state.connections]):
+            await asyncio.sleep(0.01)
+        transport = weakref.ref(made[0]().transport)
+        gc.collect()
+        gc.disable()
+        try:
+            writer.close()
+            while server.server_state.connections:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            return sum(each() is not None for each in (*made, transport))
+        finally:
+            gc.enable()
+            server.servers[0].close()
+
+    assert asyncio.run(left()) == 0

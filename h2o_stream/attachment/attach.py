@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from transformers import PreTrainedModel
 
-from h2o_stream.attachment import graph_steps, native_steps
+from h2o_stream.attachment import gpu_steps, native_steps
 from h2o_stream.attachment.attention_interface import attention_names, using_h2o_attention
 from h2o_stream.attachment.forward import AttachedForward, Steps, replaced_forward
 from h2o_stream.attachment.model_facts import input_device, learned_positions, max_distance_of
@@ -147,12 +147,11 @@ def _steps(
     if engine == "eager":
         cache.engine_note = "eager: --engine eager"
         return None
+    if gpu_steps.serves(model):
+        return gpu_steps.make_stepper(model, cache, verification)
     cache.kernels = kernels.make_kernels()
     stepper = native_steps.make_stepper(model, cache, verification)
     if isinstance(stepper, str):
-        if not graph_steps.why_not(cache, input_device(model)):
-            cache.engine_note = "eager, captured as a CUDA graph"
-            return graph_steps.GraphSteps(model.forward, cache)
         cache.engine_note = f"eager: {stepper}"
         return None
     cache.engine_note = f"native, {library.name()}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from typing import Any
 
+from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.attachment.verification import Verification
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.layer import LayerSpec
@@ -51,6 +52,8 @@ def _stepper(native: CDLL, model: NativeModel, unchanged: ModelGuard, cache: H2O
 
 def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, ModelGuard] | str:
     """The description as structures, and what watches that it holds; or the reason why steps stay eager."""
+    if (device := input_device(model)).type != "cpu":
+        return f"the model is on {device}"
     if cache.storage_device is not None or (getattr(model, "tp_size", None) or 1) > 1:
         return "the cache is in host memory or on disk, or the model is shared by several processes"
     try:

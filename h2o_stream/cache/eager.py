@@ -27,6 +27,10 @@ class EagerKernels:
         """Always."""
         return True
 
+    def at_once(self, group: HeadGroup, new: int) -> int:
+        """A chunk."""
+        return group.plan.chunk or new
+
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
         """Attend with the query of one token, update the scores and evict."""
         slot = group.store.next_slot(group.seen, group.free)

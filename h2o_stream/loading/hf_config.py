@@ -58,10 +58,17 @@ def hf_config(file: GgufFile, parameters: Parameters) -> PretrainedConfig:
     known = {name: value for name, value in values.items() if name in names} | {**row.config(file, parameters)}
     if values["head_dim"] * parameters.query_heads != parameters.hidden_size:
         known.setdefault("head_dim", values["head_dim"])  # also of a class without a field for it
-    config = kind(**known)
+    config = kind(**known, **_identity(file))
     if getattr(config, "rope_parameters", None):
         set_rope(config, file, parameters)
     return config
+
+
+def _identity(file: GgufFile) -> dict[str, Any]:
+    """What computes nothing, and is in the names of models that states have had since the first version."""
+    numbers = file.metadata
+    known = {"_model_name_or_path": "general.name", "unk_token_id": "tokenizer.ggml.unknown_token_id"}
+    return {name: numbers[key] for name, key in known.items() if key in numbers}
 
 
 def _values(file: GgufFile, parameters: Parameters) -> dict[str, Any]:

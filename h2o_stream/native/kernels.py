@@ -43,6 +43,10 @@ class NativeKernels:
             return False
         return not why_not(group) and query.dtype == group.dtype and query.device == group.device
 
+    def at_once(self, group: HeadGroup, new: int) -> int:
+        """A chunk."""
+        return group.plan.chunk or new
+
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
         """Attend with the query of one token, update the scores and evict."""
         bound = self._bind(group, chunk, 0)

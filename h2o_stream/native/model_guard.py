@@ -34,15 +34,15 @@ class ModelGuard:
     forward are ignored, because they run around every step.
 
     Args:
-        native: the library, which compares bytes.
+        native: the library, which compares bytes; None for a model on a GPU.
         model: watched as it is now.
         description: says which weights a step reads in place; the others are compared as copies.
 
     Raises:
-        DescriptionError: a tensor that the description may have copied is not contiguous on the CPU.
+        DescriptionError: a tensor that the description may have copied is not contiguous.
     """
 
-    def __init__(self, native: CDLL, model: nn.Module, description: Description) -> None:
+    def __init__(self, native: CDLL | None, model: nn.Module, description: Description) -> None:
         self._native = native
         modules = [module for _, module in text_modules(model)]
         children = modules[1:]
@@ -63,6 +63,9 @@ class ModelGuard:
         self._checked_at: int | None = RemovableHandle.next_id
         read_in_place = set(_addresses(description))
         copied = [tensor for tensor in self._tensors if tensor.data_ptr() not in read_in_place]
+        self._written = [tensor for tensor in copied if native is None and not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._written]
+        copied = copied if native else []
         self._copies = [raw_tensor(tensor, "the model").clone() for tensor in copied]
         self._compared = numpy.zeros(len(copied), dtype=BYTES)
         for row, tensor, copy in zip(self._compared, copied, self._copies, strict=True):
@@ -82,7 +85,8 @@ class ModelGuard:
         return (
             all(map(is_, chain.from_iterable(self._containers), self._members))
             and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
-            and self._native.h2o_equal(self._compared.ctypes.data, len(self._compared)) == 1
+            and [tensor._version for tensor in self._written] == self._versions
+            and (self._native is None or self._native.h2o_equal(self._compared.ctypes.data, len(self._compared)) == 1)
             and not any(map(contains, self._module_dicts, repeat("forward")))
             and [*map(_training, self._dropout_modules)] == self._training_modes
         )

@@ -38,7 +38,7 @@ _HARMLESS_HOOKS = "transformers.utils.output_capturing"
 
 
 def check_module(name: str, module: Any) -> None:
-    """Check that calling a module runs its class's forward, on the CPU and deterministically.
+    """Check that calling a module runs its class's forward, on weights that are there, and deterministically.
 
     Raises:
         DescriptionError: it is hooked, patched, offloaded, from an unknown package, or applies dropout.
@@ -53,8 +53,8 @@ def check_module(name: str, module: Any) -> None:
     package = type(module).forward.__module__.partition(".")[0]
     if package not in ("torch", "transformers", "h2o_stream"):
         raise DescriptionError(f"{name} is a {kind}, whose forward is from {package}")
-    if any(tensor.device.type != "cpu" for tensor in module.parameters(recurse=False)):
-        raise DescriptionError(f"{name} has weights that are not on the CPU")
+    if any(tensor.is_meta for tensor in module.parameters(recurse=False)):
+        raise DescriptionError(f"{name} has weights that are not there")
     if module.training and uses_dropout(module):
         raise DescriptionError(f"{name} uses dropout in training mode; call model.eval()")
 
@@ -122,12 +122,12 @@ def raw_tensor(tensor: Tensor, name: str) -> Tensor:
     """The tensor without its gradient, sharing memory.
 
     Raises:
-        DescriptionError: it is of a tensor subclass, not on the CPU or not contiguous.
+        DescriptionError: it is of a tensor subclass, or not contiguous.
     """
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         raise DescriptionError(f"{name} has weights in a {type(tensor).__name__}")
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise DescriptionError(f"{name} has weights that are not contiguous on the CPU")
+    if tensor.is_meta or not tensor.is_contiguous():
+        raise DescriptionError(f"{name} has weights that are not contiguous")
     return tensor.detach()
 
 
@@ -143,12 +143,13 @@ def norm_of(module: Any, size: int, name: str) -> Norm:
         DescriptionError: it is neither a layer norm nor an RMS norm of this size.
     """
     weight, bias = as_float32(getattr(module, "weight", None), name), as_float32(getattr(module, "bias", None), name)
-    one = torch.ones(size, dtype=torch.float32, device="cpu")
+    device = "cpu" if weight is None else weight.device
+    one = torch.ones(size, dtype=torch.float32, device=device)
     if any(tensor is not None and tensor.shape != one.shape for tensor in (weight, bias)):
         raise DescriptionError(f"{name} is a {type(module).__name__} that does not normalize {size} elements")
     attributes = (getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
     epsilons = [float(value) for value in attributes if value is not None][:1] or _EPSILONS
-    values = (torch.arange(size, dtype=torch.float64, device="cpu") * 1.7).cos() + 0.3
+    values = (torch.arange(size, dtype=torch.float64, device=device) * 1.7).cos() + 0.3
     x = torch.stack((values, values * 1e-3))
     factors = (one,) if weight is None else (weight, 1 + weight)
     candidates = [

@@ -45,18 +45,19 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name
         prefix, kind, layer_args = f"{layer_type}_", kind[layer_type], (layer_type,)
     # "original" frequencies stay the same while a long text is processed
     angles = getattr(rotary, f"{prefix}original_inv_freq", getattr(rotary, f"{prefix}inv_freq", None))
-    if angles is None or angles.device.type != "cpu":
-        raise DescriptionError(f"{type(rotary).__name__} has no angles per position on the CPU")
+    if angles is None or angles.is_meta:
+        raise DescriptionError(f"{type(rotary).__name__} has no angles per position")
     scale = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
-    frequencies = angles.detach().float().contiguous()
+    frequencies = angles.detach().float().cpu().contiguous()
     rotary_dims, applied = 2 * len(frequencies), tail or size
     if getattr(attention, "rotary_ndims", rotary_dims) != rotary_dims:
         raise DescriptionError(f"{name} rotates {attention.rotary_ndims} elements, its table has {rotary_dims}")
     if rotary_dims > applied or (tail and rotary_dims != tail):
         raise DescriptionError(f"{name} rotates {rotary_dims} of {applied} elements")
-    positions = torch.tensor([_TEST_POSITIONS], device="cpu")
-    computed = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
-    table = torch.outer(positions[0].float(), frequencies)
+    positions = torch.tensor([_TEST_POSITIONS], device=angles.device)
+    computed = rotary(torch.zeros(1, dtype=torch.float32, device=angles.device), positions, *layer_args)
+    computed = computed.cpu() if isinstance(computed, Tensor) else tuple(part.cpu() for part in computed)
+    table = torch.outer(positions[0].float().cpu(), frequencies)
     rotations = torch.cat((table.cos(), table.sin()), -1) * scale
     order = _rotated_order(attention, computed, rotations, applied)
     if order is None:

@@ -23,7 +23,10 @@ from h2o_stream.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_SHUTDOWN_S, _EXIT_S = 1, 1.5
+_SILENT_S = 10
+"""How long the system keeps connections that send nothing, before the server sees them."""
+
+_SHUTDOWN_S, _EXIT_S = 1, 1.2
 """Seconds that open connections have when the server stops, and after which the process ends whatever it does: what
 was finished is on disk.
 """
@@ -51,6 +54,8 @@ class Server(uvicorn.Server):
         for listening in (each for server in self.servers for each in server.sockets):
             with socket.socket(fileno=os.dup(listening.fileno())) as same:
                 same.listen(_QUEUE)
+                if hasattr(socket, "TCP_DEFER_ACCEPT"):  # a connection that sends nothing never reaches the server
+                    same.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Shut down, and end the process if that takes too long."""
@@ -168,6 +173,8 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
             if isinstance(exc, TimeoutError):
                 self._log()
             super().connection_lost(exc)
+            # its reference to itself, which would keep it until garbage is collected
+            getattr(self.transport, "__dict__", {}).pop("_read_ready_cb", None)
 
         def _make_room(self) -> bool:
             """Close the oldest connection that waits for its client. False if there is none."""

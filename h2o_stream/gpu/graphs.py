@@ -46,9 +46,10 @@ class GraphSteps:
     """Runs single tokens by replaying a captured step; see `Steps`.
 
     Args:
-        forward: the model's own, which calls our attention.
+        forward: the model's own, which calls our attention, or one that computes the same.
         cache: its slots are written by the captured step.
         record: captures a call, by default as a CUDA graph.
+        otherwise: takes the place of `forward` in a step that cannot be captured with it.
     """
 
     takes_prompts = False
@@ -58,8 +59,9 @@ class GraphSteps:
         forward: Callable[..., Any],
         cache: H2OCache,
         record: Callable[[Callable[[], Tensor]], Recording] = CudaRecording,
+        otherwise: Callable[..., Any] | None = None,
     ) -> None:
-        self._forward, self._cache, self._record = forward, cache, record
+        self._forward, self._cache, self._record, self._otherwise = forward, cache, record, otherwise
         self._recording: Recording | None = None
         self._revision, self._warm, self._watched, self._failed = -1, 0, False, False
         self._inputs: dict[str, Tensor] = {}
@@ -93,11 +95,34 @@ class GraphSteps:
         try:
             self._recording = self._record(lambda: self._forward(**self._inputs, **fixed).logits)
         except RuntimeError as error:
+            if self._otherwise is not None:
+                self._forward, self._otherwise = self._otherwise, None
+                return self._capture(kwargs)
             self._failed = True
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             self._cache.engine_note = f"eager: a step cannot be captured ({reason})"
             warnings.warn(f"steps run eagerly, one cannot be captured: {reason}", stacklevel=2)
         return not self._failed
+
+
+def with_batched_experts(model: Any) -> Callable[..., Any] | None:
+    """The forward of a mixture of experts, whose products are of batches; None for other models.
+
+    Grouped ones of float32 read the size of each group on the host.
+    """
+    forward = model.forward
+    if not (hasattr(model, "set_experts_implementation") and model._can_set_experts_implementation()):
+        return None
+
+    def batched(**kwargs: Any) -> Any:
+        before = model.get_experts_implementation()
+        model.set_experts_implementation("batched_mm")
+        try:
+            return forward(**kwargs)
+        finally:
+            model.set_experts_implementation(before)
+
+    return batched
 
 
 def why_not(cache: H2OCache, device: torch.device) -> str:
@@ -110,8 +135,6 @@ def why_not(cache: H2OCache, device: torch.device) -> str:
         return "with --memory, what is evicted goes to the host"
     if cache.plan.kv_bits < 16:
         return "with --kv-bits, the host reads whether keys must be stored again"
-    if cache.recurrent_layers:
-        return "some layers are recurrent, which may read numbers on the host"
     if any(group.policy.head_state(1, 1, 1) for group in cache.head_groups):
         return "the policy keeps a state of each head"
     return ""

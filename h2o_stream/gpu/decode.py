@@ -1,0 +1,285 @@
+"""Attention, scores and eviction for one token of each row: one launch for a head group.
+
+Nothing asks the host anything, so that a step can be a CUDA graph. With PDL (programmatic dependent launch) the kernel
+starts while the one before it ends, and loads slots before it waits.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from h2o_stream.gpu.rules import NONE, TOVA, capped, distance_of, oldest_seen, worth_of
+
+
+@triton.jit
+def _dims(start, count, size: tl.constexpr):
+    """`size` dimensions of a head from `start` on, and which of them are among `count`."""
+    dims = tl.arange(0, size)
+    return start + dims, dims < count
+
+
+@triton.jit
+def _scaled(x, dims, ok, weight, rms):
+    """Vectors [n, dims] over their root mean square [n], times weights."""
+    return x * rms[:, None] * tl.load(weight + dims, mask=ok, other=0.0)[None, :]
+
+
+@triton.jit
+def _heads(at, stride, numbers, real, norm, eps, factor, D, R, HP: tl.constexpr, TP: tl.constexpr,
+           ROTATE: tl.constexpr, TAIL: tl.constexpr, kind: tl.constexpr):  # fmt: skip
+    """Heads [n] of a token: both rotary halves and the rest, after their norm; what is not there is the rest again."""
+    low, low_ok = _dims(0, R // 2, HP)
+    high, _ = _dims(R // 2, R // 2, HP)
+    rest, rest_ok = _dims(R, D - R, TP)
+    base = at + numbers[:, None] * stride
+    squares = tl.zeros([numbers.shape[0]], tl.float32)
+    if ROTATE:
+        first = tl.load(base + low[None, :], mask=real[:, None] & low_ok[None, :], other=0.0).to(tl.float32)
+        second = tl.load(base + high[None, :], mask=real[:, None] & low_ok[None, :], other=0.0).to(tl.float32)
+        squares += tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    if TAIL:
+        third = tl.load(base + rest[None, :], mask=real[:, None] & rest_ok[None, :], other=0.0).to(tl.float32)
+        squares += tl.sum(third * third, 1)
+    if norm is not None:
+        rms = 1.0 / tl.sqrt(squares / D + eps)
+        if ROTATE:
+            first = _scaled(first, low, low_ok, norm, rms)
+            second = _scaled(second, high, low_ok, norm, rms)
+        if TAIL:
+            third = _scaled(third, rest, rest_ok, norm, rms)
+    if ROTATE:
+        first, second = (first * factor).to(kind), (second * factor).to(kind)
+    if TAIL:
+        third = third.to(kind)
+    if not ROTATE:
+        first, second = third, third
+    if not TAIL:
+        third = first
+    return first, second, third
+
+
+@triton.jit
+def decode_kernel(
+    query, key, value, out, heads, keys, values, scores, longs, index, rank, free, seen, table, pins, transient,
+    sink_logits, query_norm, key_norm, logits, parts, peaks, arrived,
+    query_row, query_head, key_row, key_head, value_row, value_head, out_row, out_head,
+    slots, table_rows, pin_count, transient_count, recent, sinks, span, scale, softcap, decay, long_decay, long_weight,
+    far, seed, layer, sliding, query_eps, key_eps, factor,
+    H: tl.constexpr, G: tl.constexpr, G2: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    R: tl.constexpr, HP: tl.constexpr, TP: tl.constexpr, VP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
+    NP: tl.constexpr, P: tl.constexpr, POLICY: tl.constexpr, POSITIONS: tl.constexpr, LONG: tl.constexpr,
+    SOFTCAP: tl.constexpr, SLIDING: tl.constexpr, EMPTY_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row and KV head, split): BS of the slots beside the free one, which count as places.
+
+    The last one of a head to finish merges what the NS splits found, updates the scores, enters the token and frees the
+    slot of what is worth least. The last head of a row to finish counts the token.
+
+    Slots are as in `cache.slots`: keys [B, H, S, D], values [B, H, S, DV], the rest [B, H, S], free [B, H], seen [B].
+    The group's heads are `heads` [H] of the token's, or all. The table [N, R] has cosines and sines by distance;
+    without rotations R is 0. HP, TP and VP are at least half of R, the rest of a head, and DV; GP and G2 at least G.
+    Memory: logits [B, H, G, S], parts [B, H, G, NS, DV], peaks [B, H, G, NS, 2] float32; arrived [B H + B] int32, zero
+    between launches.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    ROTATE: tl.constexpr = R > 0
+    TAIL: tl.constexpr = D > R
+    pid, split = tl.program_id(0), tl.program_id(1)
+    row, head = pid // H, pid % H
+    source = head
+    if heads is not None:
+        source = tl.load(heads + head).to(tl.int32)
+    kind: tl.constexpr = keys.dtype.element_ty
+    before = tl.load(seen + row)
+    hole = tl.load(free + pid).to(tl.int32)
+    low, low_ok = _dims(0, R // 2, HP)
+    rest, rest_ok = _dims(R, D - R, TP)
+    dims, dims_ok = _dims(0, DV, VP)
+
+    # Slots do not depend on the kernel before this one: load and rotate them while it ends.
+    place = split * BS + tl.arange(0, BS)
+    slot = place + (place >= hole).to(tl.int32)
+    at = pid * slots + slot
+    index_of = tl.load(index + at, mask=slot < slots, other=-1)
+    rank_of = tl.load(rank + at, mask=slot < slots, other=0).to(tl.int32) + 1
+    held = index_of >= 0
+    where = at.to(tl.int64)[:, None] * D
+    if ROTATE:
+        ok = held[:, None] & low_ok[None, :]
+        distance = distance_of(index_of, rank_of, before, pins, pin_count, span, table_rows, POSITIONS)
+        turn = table + distance[:, None].to(tl.int64) * R + low[None, :]
+        cos = tl.load(turn, mask=ok, other=0.0).to(tl.float32)
+        sin = tl.load(turn + R // 2, mask=ok, other=0.0).to(tl.float32)
+        first = tl.load(keys + where + low[None, :], mask=ok, other=0.0).to(tl.float32)
+        second = tl.load(keys + where + R // 2 + low[None, :], mask=ok, other=0.0).to(tl.float32)
+        key1, key2 = (first * cos + second * sin).to(kind), (second * cos - first * sin).to(kind)
+    if TAIL:
+        key3 = tl.load(keys + where + rest[None, :], mask=held[:, None] & rest_ok[None, :], other=0.0)
+    found_values = tl.load(
+        values + at.to(tl.int64)[:, None] * DV + dims[None, :], mask=held[:, None] & dims_ok[None, :], other=0.0
+    )
+    if PDL:
+        gdc_wait()
+
+    group = tl.arange(0, GP)
+    real = group < G
+    q1, q2, q3 = _heads(query + row.to(tl.int64) * query_row, query_head, source * G + group, real, query_norm,
+                        query_eps, factor, D, R, HP, TP, ROTATE, TAIL, kind)  # fmt: skip
+    logit = tl.zeros([GP, BS], tl.float32)
+    if ROTATE:
+        logit = tl.dot(q1, tl.trans(key1), logit, input_precision=PRECISION)
+        logit = tl.dot(q2, tl.trans(key2), logit, input_precision=PRECISION)
+    if TAIL:
+        logit = tl.dot(q3, tl.trans(key3), logit, input_precision=PRECISION)
+    visible = held
+    if SLIDING:
+        visible &= index_of >= oldest_seen(before, sliding, SLIDING)
+    logit = tl.where(visible[None, :], capped(logit * scale, softcap, SOFTCAP), NONE)
+    peak = tl.max(logit, 1)
+    p = tl.where(visible[None, :], tl.exp(logit - peak[:, None]), 0.0)
+    part = (pid * G + group) * NS + split
+    tl.store(peaks + part * 2, peak, mask=real)
+    tl.store(peaks + part * 2 + 1, tl.sum(p, 1), mask=real)
+    to = logits + ((pid * G + group) * slots)[:, None] + slot[None, :]
+    tl.store(to, logit, mask=real[:, None] & (slot < slots)[None, :])
+    found = tl.dot(p.to(kind), found_values, input_precision=PRECISION)
+    tl.store(parts + part[:, None] * DV + dims[None, :], found, mask=real[:, None] & dims_ok[None, :])
+
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + pid, 1, sem="acq_rel") == NS - 1:
+        tl.debug_barrier()
+        # The new token's own logit, and the sum of what the splits found.
+        member, one = tl.arange(0, G2), tl.arange(0, 1)
+        exists = member < G
+        m1, m2, m3 = _heads(query + row.to(tl.int64) * query_row, query_head, source * G + member, exists, query_norm,
+                            query_eps, factor, D, R, HP, TP, ROTATE, TAIL, kind)  # fmt: skip
+        n1, n2, n3 = _heads(key + row.to(tl.int64) * key_row, key_head, source + one, one == 0, key_norm, key_eps,
+                            factor, D, R, HP, TP, ROTATE, TAIL, kind)  # fmt: skip
+        new_value = tl.load(value + row.to(tl.int64) * value_row + source * value_head + dims, mask=dims_ok, other=0.0)
+        new_value = new_value.to(kind)
+        new_logit = tl.zeros([G2], tl.float32)
+        if ROTATE:
+            new_logit += tl.sum(m1.to(tl.float32) * n1.to(tl.float32) + m2.to(tl.float32) * n2.to(tl.float32), 1)
+        if TAIL:
+            new_logit += tl.sum(m3.to(tl.float32) * n3.to(tl.float32), 1)
+        new_logit = capped(new_logit * scale, softcap, SOFTCAP)
+        top = new_logit
+        if sink_logits is not None:
+            sink = tl.load(sink_logits + source * G + member, mask=exists, other=NONE).to(tl.float32)
+            top = tl.maximum(top, sink)
+        new_p = tl.exp(new_logit - top)
+        total = new_p
+        if sink_logits is not None:
+            total += tl.exp(sink - top)
+        output = new_p[:, None] * new_value.to(tl.float32)[None, :]
+        for first_part in range(0, NS, NP):
+            number = first_part + tl.arange(0, NP)
+            part_of = (pid * G + member)[:, None] * NS + number[None, :]
+            there = exists[:, None] & (number < NS)[None, :]
+            peak_of = tl.load(peaks + part_of * 2, mask=there, other=NONE, cache_modifier=".cg")
+            sums = tl.load(peaks + part_of * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+            at_parts = parts + part_of[:, :, None] * DV + dims[None, None, :]
+            parts_ok = there[:, :, None] & dims_ok[None, None, :]
+            found_of = tl.load(at_parts, mask=parts_ok, other=0.0, cache_modifier=".cg")
+            higher = tl.maximum(top, tl.max(peak_of, 1))
+            weight, before_weight = tl.exp(peak_of - higher[:, None]), tl.exp(top - higher)
+            total = total * before_weight + tl.sum(sums * weight, 1)
+            output = output * before_weight[:, None] + tl.sum(found_of * weight[:, :, None], 1)
+            top = higher
+        new_p = tl.exp(new_logit - top)
+        into = out + row.to(tl.int64) * out_row + (source * G + member)[:, None] * out_head + dims[None, :]
+        tl.store(into, (output / total[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & dims_ok[None, :])
+        own = tl.sum(tl.where(exists, new_p / total, 0.0), 0)
+        if POLICY >= 2:
+            own = own * 0.0
+
+        # Scores, and the place of what is worth least.
+        least, victim, left = float("inf"), 0, 0
+        if hole == 0:
+            victim = 1
+        start = 0
+        while start < slots - 1:
+            places = start + tl.arange(0, P)
+            slot_of = places + (places >= hole).to(tl.int32)
+            inside = slot_of < slots
+            spot = pid * slots + slot_of
+            index_at = tl.load(index + spot, mask=inside, other=-1)
+            rank_at = tl.load(rank + spot, mask=inside, other=0).to(tl.int32) + 1
+            score = tl.load(scores + spot, mask=inside, other=0.0)
+            long = tl.zeros([P], tl.float32)
+            if LONG:
+                long = tl.load(longs + spot, mask=inside, other=0.0)
+            if POLICY < 2:
+                at_logits = logits + ((pid * G + member) * slots)[:, None] + slot_of[None, :]
+                logits_ok = exists[:, None] & inside[None, :]
+                logit_of = tl.load(at_logits, mask=logits_ok, other=NONE, cache_modifier=".cg")
+                paid = tl.where(logit_of > NONE, tl.exp(logit_of - top[:, None]) / total[:, None], 0.0)
+                received = tl.sum(tl.where(exists[:, None], paid, 0.0), 0)
+                if POLICY == TOVA:
+                    score = tl.where(index_at >= 0, received, score)
+                else:
+                    score = score * decay + received
+                if LONG:
+                    squares = tl.sum(tl.where(exists[:, None], paid * paid, 0.0), 0)
+                    long = long * long_decay + tl.where(index_at < before - far, squares, 0.0)
+                    tl.store(longs + spot, long, mask=inside)
+                tl.store(scores + spot, score, mask=inside)
+            worth = worth_of(score, long, index_at, rank_at, before + 1, head, pins, pin_count, transient,
+                             transient_count, recent, sinks, long_weight, seed, layer, POLICY, LONG)  # fmt: skip
+            if EMPTY_FIRST:
+                worth = tl.where(index_at < 0, float("-inf"), worth)
+            else:
+                worth = tl.where(index_at < 0, float("inf"), worth)
+            worth = tl.where(inside, worth, float("inf"))
+            low_worth = tl.min(worth, 0)
+            if low_worth < least:
+                best = start + tl.argmin(worth, 0)
+                victim = best + (best >= hole).to(tl.int32)
+                least = low_worth
+            start += P
+        zero = tl.zeros([1], tl.int32)
+        new_worth = worth_of(own + zero.to(tl.float32), 0.0, before.to(tl.int32) + zero, zero, before + 1, head, pins,
+                             pin_count, transient, transient_count, recent, sinks, long_weight, seed, layer, POLICY,
+                             LONG)  # fmt: skip
+        stays = tl.min(new_worth, 0) >= least
+        if stays:
+            left = tl.load(rank + pid * slots + victim).to(tl.int32) + 1
+        else:
+            victim = hole
+        tl.debug_barrier()
+        start = 0
+        while start < slots - 1:
+            places = start + tl.arange(0, P)
+            slot_of = places + (places >= hole).to(tl.int32)
+            spot = pid * slots + slot_of
+            rank_at = tl.load(rank + spot, mask=slot_of < slots, other=0).to(tl.int32) + 1
+            rank_at = tl.where(slot_of == victim, slots, rank_at - (rank_at > left).to(tl.int32))
+            tl.store(rank + spot, rank_at.to(rank.dtype.element_ty), mask=slot_of < slots)
+            start += P
+
+        # The token goes into the slot that was free, and the least worthy one's is free.
+        into_slot = (pid * slots + hole).to(tl.int64)
+        if ROTATE:
+            entry = keys + into_slot * D + low[None, :]
+            tl.store(entry, n1, mask=low_ok[None, :])
+            tl.store(entry + R // 2, n2, mask=low_ok[None, :])
+        if TAIL:
+            tl.store(keys + into_slot * D + rest[None, :], n3, mask=rest_ok[None, :])
+        tl.store(values + into_slot * DV + dims, new_value, mask=dims_ok)
+        tl.store(index + into_slot, before.to(tl.int32))
+        tl.store(rank + into_slot, (0 * hole).to(rank.dtype.element_ty))
+        tl.store(scores + into_slot, own)
+        if LONG:
+            tl.store(longs + into_slot, own * 0.0)
+        tl.debug_barrier()
+        tl.store(index + pid * slots + victim, -1)
+        tl.store(rank + pid * slots + victim, slots.to(rank.dtype.element_ty))
+        tl.store(scores + pid * slots + victim, float("-inf"))
+        tl.store(free + pid, victim.to(tl.int64))
+        tl.store(arrived + pid, 0)
+        counts = arrived + tl.num_programs(0) + row
+        if tl.atomic_add(counts, 1, sem="acq_rel") == H - 1:
+            tl.store(seen + row, before + 1)
+            tl.store(counts, 0)

@@ -1,0 +1,330 @@
+"""The `Kernels` of head groups on a GPU: fills in what the Triton kernels need to know of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+from torch import Tensor
+
+from h2o_stream.cache.attend import attend
+from h2o_stream.cache.attention import LogitTransform, QueryChunk
+from h2o_stream.cache.eager import EagerKernels
+from h2o_stream.cache.group_rules import HeadShape
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.windows import Schedule
+from h2o_stream.config import LONG_TERM_DECAY, LONG_TERM_DISTANCE
+from h2o_stream.gpu import available
+from h2o_stream.gpu.decode import decode_kernel
+from h2o_stream.gpu.prompt import prompt_kernel
+from h2o_stream.native.abi import PositionMode
+from h2o_stream.native.slots import POLICIES
+
+_EAGER = EagerKernels()
+
+MAX_CHUNK = 64
+"""Tokens between two evictions of a prompt: scores decay by powers of up to so many, see `policies.accumulated`."""
+
+_MAX_SIZE = 256
+"""Numbers of a head that fit into registers."""
+
+_POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
+
+_SMALL_WINDOW, _SHARING_WINDOW = 512, 1024
+"""Slots up to which a program of a step takes 64 of them, and from which on those of a prompt rotate for each other."""
+
+
+class Norms(NamedTuple):
+    """What becomes of the new token's queries and keys before they are rotated.
+
+    Attributes:
+        query: [D] float32 weights of an RMS norm of each head, or None.
+        factor: on what is rotated.
+    """
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    query_epsilon: float = 0.0
+    key_epsilon: float = 0.0
+    factor: float = 1.0
+
+
+_PLAIN = Norms()
+
+
+class NewTokens(NamedTuple):
+    """Q new tokens of a layer and where their outputs go: [B, H, Q, D], each number beside the next.
+
+    Attributes:
+        heads: [n] int64, the KV heads of the head group; None for all of these.
+        out: [B, Hq, Q, Dv].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    heads: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What a head group is to the kernels, for one revision of the cache: arguments by name."""
+
+    tensors: dict[str, Any]
+    numbers: dict[str, Any]
+    constants: dict[str, Any]
+
+
+class GpuKernels:
+    """Supports built-in policies with keys and values in the model's dtype; the rest is eager.
+
+    Args:
+        device: where the layers are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._overlaps, on_gpu = device, available.overlaps(device), device.type == "cuda"
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+        self._rules: WeakKeyDictionary[HeadGroup, tuple[Any, _Rules]] = WeakKeyDictionary()
+        self._spaces: dict[Any, Tensor] = {}
+
+    def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
+        """Whether the kernels can compute this group."""
+        return not why_not(group) and query.dtype == group.dtype and query.device == group.device
+
+    def at_once(self, group: HeadGroup, new: int) -> int:
+        """A whole prompt, as long as the number of slots stays the same."""
+        return new if walks(group) else group.plan.chunk or new
+
+    def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
+        """See `Kernels.decode`."""
+        if not self.can_step(group, chunk.lengths):
+            return _EAGER.decode(group, chunk)
+        tokens = _new_tokens(chunk)
+        self.step(group, tokens, chunk.transform, chunk.lengths)
+        return tokens.out.transpose(1, 2)
+
+    def prefill(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
+        """See `Kernels.prefill`."""
+        if not walks(group):
+            return _EAGER.prefill(group, chunk)
+        tokens = _new_tokens(chunk)
+        self.prompt(group, tokens, chunk.transform, chunk.count.flatten() if chunk.ragged else None)
+        group.seen += chunk.count
+        group.filled = group.store.slots
+        return tokens.out.transpose(1, 2)
+
+    def rehearse(self, group: HeadGroup, shape: HeadShape, dtype: torch.dtype) -> None:
+        """Take a prompt and a token into slots like those of a group, so that kernels that do not fit fail early."""
+        heads = shape.kv_heads if group.heads is None else len(group.heads)
+        rules = {"layer": group.layer, "sliding": group.sliding, "chunked": group.chunked, "table": group.table}
+        trial = HeadGroup(group.plan, self._device, **rules)
+        trial.schedule = Schedule.equal(group.schedule.window)
+        for count in (MAX_CHUNK + 1, 1):
+            sizes = [(heads * shape.query_heads // shape.kv_heads, shape.key_size), (heads, shape.key_size)]
+            new = [torch.zeros(1, n, count, size, dtype=dtype, device=self._device) for n, size in sizes]
+            value = new[1].new_zeros(1, heads, count, shape.value_size)
+            trial.tokens.expect((count,), count)
+            attend(trial, *new, value, LogitTransform(1.0), kernels=self)
+            trial.tokens.advance()
+
+    @staticmethod
+    def can_step(group: HeadGroup, lengths: tuple[int, ...]) -> bool:
+        """Whether the next token of every row evicts the same number of tokens, at most one."""
+        return len(evictions := _evictions(group, lengths)) == 1 and max(evictions) <= 1
+
+    def step(
+        self,
+        group: HeadGroup,
+        new: NewTokens,
+        transform: LogitTransform,
+        lengths: tuple[int, ...],
+        norms: Norms = _PLAIN,
+    ) -> None:
+        """Take one token of each row, [B, H, 1, D], see `decode_kernel`; it is counted in the group's `seen`."""
+        rules, empty_first = self._rules_of(group, new, transform), True
+        if not group.schedule.fixed:
+            empty_first = _evictions(group, lengths) == {0}
+        heads, places = rules.constants["H"], group.store.slots - 1
+        size = 64 if places <= _SMALL_WINDOW else 128
+        splits, rows = triton.cdiv(places, size), len(new.out)
+        groups, members = rules.constants["G"], triton.next_power_of_2(rules.constants["G"])
+        space = self._space
+        overlaps = self._overlaps and torch.cuda.is_current_stream_capturing()
+        decode_kernel[rows * heads, splits](
+            new.query, new.key, new.value, new.out, new.heads,
+            **rules.tensors, sink_logits=transform.sinks, query_norm=norms.query, key_norm=norms.key,
+            logits=space("logits", rows * heads * groups * group.store.slots, group.device),
+            parts=space("parts", rows * heads * groups * splits * new.value.shape[-1], group.device),
+            peaks=space("peaks", rows * heads * groups * splits * 2, group.device),
+            arrived=space("arrived", rows * heads + rows, group.device, torch.int32),
+            **_strides(new, 0, 1), **rules.numbers, query_eps=norms.query_epsilon, key_eps=norms.key_epsilon,
+            factor=norms.factor, **rules.constants, G2=members, GP=max(members, 16), BS=size, NS=splits,
+            NP=min(triton.next_power_of_2(splits), 32),
+            P=min(triton.next_power_of_2(places), max(8192 // members, 1024)), EMPTY_FIRST=empty_first,
+            PDL=overlaps, num_warps=4 if size == 64 else 8, **({"launch_pdl": True} if overlaps else {}),
+        )  # fmt: skip
+
+    def prompt(
+        self,
+        group: HeadGroup,
+        new: NewTokens,
+        transform: LogitTransform,
+        counts: Tensor | None = None,
+        offset: int = 0,
+        factor: float = 1.0,
+        lanes: int = 1,
+        lane: int = 0,
+    ) -> None:
+        """Take Q tokens of each row, or `counts` [B], chunk after chunk, see `prompt_kernel`. Counts none.
+
+        Args:
+            group: head group whose slots are written.
+            new: the tokens.
+            transform: what the model does with query times key.
+            counts: [B] int64.
+            offset: tokens of the same prompt before these.
+            factor: on what is rotated.
+            lanes: how many prompts may run at the same time,
+            lane: and which of them this is.
+        """
+        rules = self._rules_of(group, new, transform)
+        rows, tokens, device = len(new.out), new.query.shape[2], group.device
+        heads, groups = rows * rules.constants["H"], rules.constants["G"]
+        places = max(triton.next_power_of_2(group.store.slots - 1), 16)
+        split = 0 < heads * groups * lanes <= self._processors
+        share = split and places >= _SHARING_WINDOW
+        programs, step = heads * groups if split else heads, min(group.plan.chunk, MAX_CHUNK)
+        chunk, head = max(triton.next_power_of_2(step), 16), _numbers_of_head(rules.constants)
+
+        def space(name: str, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return self._space(f"{name} {lane}", size, device, dtype)
+
+        arrived = space("met", heads, torch.int32)
+        if split:
+            arrived.zero_()
+        piece = min(places, 128 if share else 256, 65536 // (triton.next_power_of_2(head) * group.dtype.itemsize))
+        prompt_kernel[heads, groups if split else 1](
+            new.query, new.key, new.value, new.out, new.heads, counts, **rules.tensors, sink_logits=transform.sinks,
+            turned=space("turned", (heads if share else programs) * (places + chunk) * head, group.dtype),
+            asked=space("asked", programs * chunk * head, group.dtype),
+            shared=space("shared", heads * 2 * groups * (2 * places + chunk)),
+            floats=space("floats", programs * (3 * places + 2 * chunk)),
+            whole=space("whole", programs * (2 * places + 3 * chunk), torch.int32), arrived=arrived,
+            **_strides(new, 0, 2, 1), tokens=tokens, offset=offset, step=step, **rules.numbers, factor=factor,
+            **rules.constants, C=chunk, WP=places, WC=triton.next_power_of_2(places + chunk), P=piece, SPLIT=split,
+            SHARE=share, num_warps=8, num_stages=2 if share else 1,
+        )  # fmt: skip
+
+    def _space(self, name: str, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory that all layers use one after another, zero at first."""
+        key = name, device, dtype
+        if key not in self._spaces or self._spaces[key].numel() < size:
+            self._spaces[key] = torch.zeros(size, dtype=dtype, device=device)
+        return self._spaces[key]
+
+    def _rules_of(self, group: HeadGroup, new: NewTokens, transform: LogitTransform) -> _Rules:
+        """The arguments of the group, made anew when something has changed."""
+        kv_heads = group.index.shape[1]
+        key = group.revision.number, transform[:2], new.query.shape[1]
+        known = self._rules.get(group)
+        if known and known[0] == key:
+            return known[1]
+        plan, protection, size = group.plan, group.protection, group.store.keys.shape[-1]
+        value_size = group.store.values.shape[-1]
+        table = None
+        if group.table is not None:
+            dtype = torch.float32 if group.dtype == torch.float32 else torch.float16
+            rows = group.max_distance(group.store.slots + MAX_CHUNK)
+            table = group.table.upto(rows, group.device, dtype).contiguous()
+        tensors = {
+            "keys": group.store.keys, "values": group.store.values, "scores": group.scores,
+            "longs": group.long_term_scores if group.policy.long_term else None, "index": group.index,
+            "rank": group.rank, "free": group.free, "seen": group.seen, "table": table,
+            "pins": _bounds(protection.pins, group.device), "transient": _bounds(protection.transient, group.device),
+        }  # fmt: skip
+        numbers = {
+            "slots": group.store.slots, "table_rows": 0 if table is None else len(table),
+            "pin_count": len(protection.pins), "transient_count": len(protection.transient),
+            "recent": int(protection.recent), "sinks": int(protection.sinks), "span": int(group.span),
+            "scale": float(transform.scaling), "softcap": float(transform.softcap or 0.0), "decay": float(plan.decay),
+            "long_decay": LONG_TERM_DECAY, "long_weight": float(plan.long_term), "far": LONG_TERM_DISTANCE,
+            "seed": plan.seed * 0x9E3779B9 % 2**32, "layer": int(group.layer), "sliding": group.sliding or 0,
+        }  # fmt: skip
+        rotated = 0 if table is None else table.shape[1]
+        positions = _POSITIONS["absolute" if table is None else plan.positions]
+        heads = kv_heads if new.heads is None else new.key.shape[1]
+        constants = {
+            "H": kv_heads, "G": new.query.shape[1] // heads, "D": size, "DV": value_size, "R": rotated,
+            "HP": _padded(rotated // 2), "TP": _padded(size - rotated), "VP": _padded(value_size),
+            "POLICY": int(POLICIES[group.rule]), "POSITIONS": int(positions), "LONG": bool(group.policy.long_term),
+            "SOFTCAP": bool(transform.softcap), "SLIDING": (2 if group.chunked else 1) if group.sliding else 0,
+            "PRECISION": "ieee" if group.dtype == torch.float32 else "tf32",
+        }  # fmt: skip
+        rules = _Rules(tensors, numbers, constants)
+        self._rules[group] = key, rules
+        return rules
+
+
+def why_not(group: HeadGroup) -> str:
+    """Why the kernels cannot attend and evict as this group does, or nothing."""
+    if group.rule not in POLICIES:
+        return f"policy {group.rule.rpartition(':')[2]} is written in Python"
+    if group.plan.kv_bits < 16:
+        return "keys and values are in few bits"
+    if group.memory is not None:
+        return "with --memory, what is evicted goes to the host"
+    shape = group.shape
+    if shape is not None and max(shape.key_size, shape.value_size) > _MAX_SIZE:
+        return f"heads are larger than {_MAX_SIZE}"
+    return ""
+
+
+def walks(group: HeadGroup) -> bool:
+    """Whether the number of slots stays the same, whatever comes, and all but one of them are for tokens."""
+    schedule, lengths = group.schedule, group.tokens.lengths
+    if not 0 < group.plan.chunk <= MAX_CHUNK:
+        return False
+    settled = bool(lengths) and min(lengths) >= schedule.settled
+    same = (schedule.fixed and not schedule.stages) or settled
+    return same and (not group.is_initialized or group.store.slots == schedule.window + 1)
+
+
+def _evictions(group: HeadGroup, lengths: tuple[int, ...]) -> set[int]:
+    """How many tokens the next one evicts, in the rows."""
+    return {group.schedule.num_evictions(length) for length in lengths}
+
+
+def _new_tokens(chunk: QueryChunk) -> NewTokens:
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (chunk.query, chunk.key, chunk.value))
+    out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[-1])
+    return NewTokens(query, key, value, out.transpose(1, 2))
+
+
+def _strides(new: NewTokens, *dims: int) -> dict[str, int]:
+    """Numbers between rows, tokens and heads."""
+    names = {0: "row", 1: "head", 2: "token"}
+    tensors = {"query": new.query, "key": new.key, "value": new.value, "out": new.out}
+    return {f"{name}_{names[dim]}": x.stride(dim) for name, x in tensors.items() for dim in dims}
+
+
+def _bounds(ranges: tuple[range, ...], device: torch.device) -> Tensor | None:
+    """[n, 2] int64, where each range starts and stops; None without any."""
+    if not ranges:
+        return None
+    return torch.tensor([(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64, device=device)
+
+
+def _numbers_of_head(constants: dict[str, Any]) -> int:
+    """Numbers of a head in the memory of `prompt_kernel`: both rotary halves and the rest, padded."""
+    rotary, size, half, rest = (constants[name] for name in ("R", "D", "HP", "TP"))
+    return (2 * half if rotary else 0) + (rest if size > rotary else 0)
+
+
+def _padded(size: int) -> int:
+    """A power of two of at least 16 that holds so many numbers."""
+    return max(int(triton.next_power_of_2(size)), 16)

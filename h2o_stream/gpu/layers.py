@@ -1,0 +1,219 @@
+"""Runs the layers of a described model by a few kernels each: five, for one row of a Llama.
+
+Products of several rows are the library's; of one row they are `gemv_kernel`, which takes norms, gates and residuals
+with it. Weights stay where the model has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_stream.gpu import available
+from h2o_stream.gpu.products import gate_kernel, gemv_kernel, norm_kernel
+from h2o_stream.native.abi import Activation, MatrixKind, NormKind
+from h2o_stream.native.attention import Attention
+from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
+from h2o_stream.native.matrix import NO_NORM
+
+Attend: TypeAlias = Callable[[int, Attention, Tensor], Tensor]
+"""Takes the number of a layer, its attention, and [rows, n] of queries, keys and values; returns [rows, Hq Dv]."""
+
+_DENSE = {MatrixKind.FLOAT32, MatrixKind.BFLOAT16}
+
+_GATE_COLUMNS = 1024
+"""Of a program of `gate_kernel`."""
+
+
+def why_not(description: Description) -> str:
+    """Why the kernels do not compute this model, or nothing."""
+    whole = (description.learned_positions, description.layer_embeddings, description.versions)
+    if any(part is not None for part in whole) or description.embedding_norm.kind:
+        return "its embeddings are special"
+    if any(matrix.kind not in _DENSE for matrix in [description.embedding, *description.matrices]):
+        return "its weights are packed or in columns"
+    return next(filter(None, map(_why_not_layer, description.layers)), "")
+
+
+def _why_not_layer(layer: Layer) -> str:
+    attention, mlp = layer.attention, layer.mlp
+    if layer.mixer or attention is None:
+        return "some layers are recurrent"
+    if not isinstance(mlp, Mlp):
+        return "it has experts"
+    special = layer.own_embedding or layer.altup or layer.laurel or layer.output_scale != 1
+    if special or mlp.inner_norm.kind or mlp.gate_deviations is not None or mlp.activation > Activation.RELU_SQUARED:
+        return "its layers are special"
+    if mlp.gate and (mlp.gate.scale != 1 or mlp.up.scale != 1):
+        return "its MLP is scaled inside"
+    norms = attention.query_norm, attention.key_norm
+    if attention.norms_all_heads or attention.norms_after_rope or any(x.bias is not None for x in norms):
+        return "its queries and keys are normed in another way"
+    if any(norm.kind == NormKind.LAYER for norm in norms) or bool(norms[0].kind) != bool(norms[1].kind):
+        return "its queries and keys are normed in another way"
+    moved = attention.columns or attention.elements is not None or attention.key_tail or attention.latent
+    if moved or attention.source is not None or (attention.rope and attention.rope.order is not None):
+        return "queries and keys are in another order"
+    after = attention.gate or attention.temperature or attention.clip or attention.value_scale != 1
+    if after or attention.value_norm.kind or attention.output_norm.kind:
+        return "its attention is special"
+    return ""
+
+
+class Residual:
+    """The residual stream [rows, hidden] of one pass, and what has still to be added to it.
+
+    Args:
+        x: written in place.
+        scale: factor on what is added.
+    """
+
+    def __init__(self, x: Tensor, scale: float) -> None:
+        self.x, self.scale = x, scale
+        self._added: Tensor | None = None
+        self._after = NO_NORM
+
+    @property
+    def one_row(self) -> bool:
+        """Whether products are with a vector."""
+        return len(self.x) == 1
+
+    def normed(self, norm: Norm) -> tuple[Tensor, Norm]:
+        """The stream under a norm, and that norm if the product has to apply it."""
+        if self.one_row and self._added is None and (not norm.kind or _in_products(norm)):
+            return self.x, norm
+        out = self._fold(norm)
+        return (self.x if out is None else out), NO_NORM
+
+    def add(self, matrix: Matrix, x: Tensor, after: Norm) -> None:
+        """Add a product [rows, *] with a matrix, under a norm."""
+        if self._added is not None:
+            self._fold(NO_NORM)
+        if self.one_row and not after.kind:
+            self.x = gemv([matrix], x, added=self.x, add_scale=self.scale)
+        else:
+            self._added, self._after = multiply([matrix], x), after
+
+    def folded(self) -> Tensor:
+        """The stream, with everything added."""
+        self._fold(NO_NORM)
+        return self.x
+
+    def _fold(self, norm: Norm) -> Tensor | None:
+        """Add what is to be added, in place; the stream under a norm, if it is one."""
+        out = torch.empty_like(self.x) if norm.kind else None
+        if out is not None or self._added is not None:
+            rows, size = self.x.shape
+            norm_kernel[(rows,)](
+                self.x, self._added, self._after.weight, self._after.bias, norm.weight, norm.bias, out,
+                self._after.epsilon, norm.epsilon, self.scale, K=size, AFTER_LAYER=self._after.kind == NormKind.LAYER,
+                BEFORE_LAYER=norm.kind == NormKind.LAYER, BK=triton.next_power_of_2(size), num_warps=8,
+                **overlapping(self.x),
+            )  # fmt: skip
+        self._added, self._after = None, NO_NORM
+        return out
+
+
+def run(description: Description, x: Tensor, attend: Attend) -> Residual:
+    """Take embeddings [rows, hidden] through all layers."""
+    stream = Residual(x, description.residual_scale)
+    for number, layer in enumerate(description.layers):
+        attention, mlp = layer.attention, layer.mlp
+        assert attention is not None
+        assert isinstance(mlp, Mlp)
+        projected = multiply(attention.qkv, *stream.normed(layer.before_attention))
+        before = stream.normed(layer.before_mlp) if layer.parallel else None
+        stream.add(attention.out, attend(number, attention, projected), layer.after_attention)
+        inputs, norm = before or stream.normed(layer.before_mlp)
+        stream.add(mlp.down, _inner(mlp, inputs, norm), layer.after_mlp)
+    return stream
+
+
+def logits_of(description: Description, stream: Residual, rows: Tensor | None = None) -> Tensor:
+    """[n, V] float32 of some rows [n] int64 of the stream, or of all."""
+    if rows is not None:
+        stream = Residual(stream.folded()[rows], 1.0)
+    logits = multiply([description.output], *stream.normed(description.norm), dtype=torch.float32)
+    if description.logit_scale != 1:
+        logits = logits * description.logit_scale
+    if cap := description.logit_softcap:
+        logits = (logits / cap).tanh_() * cap
+    return logits
+
+
+def _inner(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
+    """[rows, inner], what the last matrix of an MLP is multiplied with."""
+    activation = int(mlp.activation)
+    if len(x) == 1:
+        matrices = [mlp.gate, mlp.up] if mlp.gate else [mlp.up]
+        return gemv(matrices, x, norm, gated=mlp.gate is not None, activation=activation)
+    gate, up = (multiply([matrix], x) if matrix else None for matrix in (mlp.gate, mlp.up))
+    if gate is None:
+        gate, up = up, None
+    assert gate is not None
+    rows, size = gate.shape
+    gate_kernel[rows, triton.cdiv(size, _GATE_COLUMNS)](
+        gate, up, gate, size, ACTIVATION=activation, BN=_GATE_COLUMNS, **overlapping(x)
+    )
+    return gate
+
+
+def multiply(matrices: Sequence[Matrix], x: Tensor, norm: Norm = NO_NORM, dtype: torch.dtype | None = None) -> Tensor:
+    """[rows, *] products of x [rows, K] with matrices below each other; with the norm, for one row."""
+    if len(x) == 1 and len(matrices) <= 3 and len({(m.weights.dtype, m.scale, m.bias is None) for m in matrices}) == 1:
+        return gemv(matrices, x, norm, dtype=dtype)
+    assert not norm.kind
+    products = []
+    for matrix in matrices:
+        bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
+        product = functional.linear(x, matrix.weights.to(x.dtype), bias)
+        products.append(product if matrix.scale == 1 else product * matrix.scale)
+    return (products[0] if len(products) == 1 else torch.cat(products, 1)).to(dtype or x.dtype)
+
+
+def gemv(
+    matrices: Sequence[Matrix],
+    x: Tensor,
+    norm: Norm = NO_NORM,
+    added: Tensor | None = None,
+    add_scale: float = 1.0,
+    gated: bool = False,
+    activation: int = -1,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[1, N] for one row; see `gemv_kernel`."""
+    rows, columns = [matrix.rows for matrix in matrices], matrices[0].columns
+    count = rows[0] if gated else sum(rows)
+    lines, most, warps = (4, 2048, 8) if added is None and not gated else (2, 4096 if columns <= 4096 else 2048, 4)
+    while any(size % lines for size in rows):
+        lines //= 2
+    out = torch.empty(1, count, dtype=dtype or x.dtype, device=x.device)
+    weights, biases = ([getattr(m, name) for m in matrices] + [None] * (3 - len(rows)) for name in ("weights", "bias"))
+    gemv_kernel[(count // lines,)](
+        x, *weights, *biases, norm.weight, added, out, rows[0], rows[1] if len(rows) > 1 else 0, norm.epsilon,
+        matrices[0].scale, add_scale, K=columns, GATED=gated, ACTIVATION=activation, BN=lines,
+        BK=_columns_at_once(columns, most), num_warps=warps, **overlapping(x),
+    )  # fmt: skip
+    return out
+
+
+def _in_products(norm: Norm) -> bool:
+    """Whether `gemv_kernel` can apply a norm."""
+    return norm.kind == NormKind.RMS and norm.bias is None
+
+
+def _columns_at_once(columns: int, most: int) -> int:
+    """The power of two, 256 to `most`, whose multiple above `columns` is the least; the largest of several."""
+    sizes = [size for size in (256, 512, 1024, 2048, 4096) if size <= most]
+    return min(reversed(sizes), key=lambda size: triton.cdiv(columns, size) * size)
+
+
+def overlapping(x: Tensor) -> dict[str, Any]:
+    """Arguments of a kernel that may start while the one before it ends; only within a graph, see `decode_kernel`."""
+    overlaps = x.is_cuda and torch.cuda.is_current_stream_capturing() and available.overlaps(x.device)
+    return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}

@@ -1,0 +1,171 @@
+"""Products, norms and activations of steps and prompts.
+
+A step of one row multiplies each matrix by a vector and is bound by the weights that it reads: norm, bias, gate and
+residual are done by the same kernel, which with PDL loads its first weights before the kernel before it has ended.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+SILU = tl.constexpr(0)
+GELU_TANH = tl.constexpr(1)
+GELU_ERF = tl.constexpr(2)
+RELU = tl.constexpr(3)
+RELU_SQUARED = tl.constexpr(4)
+"""Numbers of `native.abi.Activation`."""
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """The activation of an MLP."""
+    if KIND == SILU:
+        y = x * tl.sigmoid(x)
+    elif KIND == GELU_TANH:
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == GELU_ERF:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = tl.maximum(x, 0.0)
+        if KIND == RELU_SQUARED:
+            y = y * y
+    return y
+
+
+@triton.jit
+def gemv_kernel(
+    x, weight, second, third, bias, second_bias, third_bias, norm, added, out, rows, second_rows, eps, scale, add_scale,
+    K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Out = scale * (weight @ x + bias) for a vector x [K]; program: BN lines.
+
+    Up to three matrices [*, K] below each other, of `rows`, `second_rows` and more lines, multiples of BN. With GATED
+    `weight` are gates instead: out = activation(weight @ x) * (second @ x). ACTIVATION -1 is none. x is under an RMS
+    norm with weights `norm` [K] if there are any; to the result, times `add_scale`, `added` is added.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    first = tl.program_id(0) * BN
+    lines = first + tl.arange(0, BN)
+    cols = tl.arange(0, BK)
+    line = lines
+    matrix, biases = weight, bias
+    if second is not None and not GATED:
+        beyond = first >= rows
+        matrix = tl.where(beyond, second, matrix)
+        line = tl.where(beyond, lines - rows, line)
+        if bias is not None:
+            biases = tl.where(beyond, second_bias, biases)
+        if third is not None:
+            beyond = first >= rows + second_rows
+            matrix = tl.where(beyond, third, matrix)
+            line = tl.where(beyond, lines - rows - second_rows, line)
+            if bias is not None:
+                biases = tl.where(beyond, third_bias, biases)
+    offset = line.to(tl.int64)[:, None] * K + cols[None, :]
+    if K % BK == 0:
+        w = tl.load(matrix + offset)
+        if GATED:
+            w2 = tl.load(second + offset)
+    else:
+        w = tl.load(matrix + offset, mask=(cols < K)[None, :], other=0.0)
+        if GATED:
+            w2 = tl.load(second + offset, mask=(cols < K)[None, :], other=0.0)
+    acc = tl.zeros([BN, BK], tl.float32)
+    if GATED:
+        acc2 = tl.zeros([BN, BK], tl.float32)
+    squares = tl.zeros([BK], tl.float32)
+    if PDL:
+        gdc_wait()
+    for k in tl.static_range(0, K, BK):
+        v = tl.load(x + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
+        if k + BK < K:  # the next block is loaded before this one is multiplied
+            if K % BK == 0:
+                next_w = tl.load(matrix + offset + (k + BK))
+                if GATED:
+                    next_w2 = tl.load(second + offset + (k + BK))
+            else:
+                ok = (k + BK + cols < K)[None, :]
+                next_w = tl.load(matrix + offset + (k + BK), mask=ok, other=0.0)
+                if GATED:
+                    next_w2 = tl.load(second + offset + (k + BK), mask=ok, other=0.0)
+        if norm is not None:
+            squares += v * v
+            v *= tl.load(norm + k + cols, mask=k + cols < K, other=0.0)
+        acc += w.to(tl.float32) * v[None, :]
+        if GATED:
+            acc2 += w2.to(tl.float32) * v[None, :]
+        if k + BK < K:
+            w = next_w
+            if GATED:
+                w2 = next_w2
+    factor = 1.0
+    if norm is not None:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    y = tl.sum(acc, 1) * factor
+    if bias is not None:
+        y += tl.load(biases + line)
+    if ACTIVATION >= 0:
+        y = activated(y, ACTIVATION)
+    if GATED:
+        up = tl.sum(acc2, 1) * factor
+        if second_bias is not None:
+            up += tl.load(second_bias + line)
+        y *= up
+    y *= scale
+    if added is not None:
+        y = y * add_scale + tl.load(added + lines).to(tl.float32)
+    tl.store(out + lines, y.to(out.dtype.element_ty))
+
+
+@triton.jit
+def normed(v, ok, weight, bias, cols, eps, K, LAYER: tl.constexpr):
+    """A vector [K] under a norm, by columns `cols` that are `ok`."""
+    if LAYER:
+        v = tl.where(ok, v - tl.sum(v, 0) / K, 0.0)
+    v = v * (1.0 / tl.sqrt(tl.sum(v * v, 0) / K + eps)) * tl.load(weight + cols, mask=ok, other=0.0)
+    if bias is not None:
+        v += tl.load(bias + cols, mask=ok, other=0.0)
+    return v
+
+
+@triton.jit
+def norm_kernel(
+    x, added, after, after_bias, before, before_bias, out, after_eps, before_eps, add_scale, K: tl.constexpr,
+    AFTER_LAYER: tl.constexpr, BEFORE_LAYER: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add `added`, under the norm `after` if there is one, to x [rows, K] in place; `out` is the sum under `before`.
+
+    Nothing is added without `added`, and nothing else is given without `before`.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * K
+    cols = tl.arange(0, BK)
+    ok = cols < K
+    v = tl.load(x + at + cols, mask=ok, other=0.0).to(tl.float32)
+    if added is not None:
+        y = tl.load(added + at + cols, mask=ok, other=0.0).to(tl.float32)
+        if after is not None:
+            y = normed(y, ok, after, after_bias, cols, after_eps, K, AFTER_LAYER)
+        v += y * add_scale
+        tl.store(x + at + cols, v.to(x.dtype.element_ty), mask=ok)
+    if before is not None:
+        v = normed(v, ok, before, before_bias, cols, before_eps, K, BEFORE_LAYER)
+        tl.store(out + at + cols, v.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def gate_kernel(gate, up, out, N, ACTIVATION: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+    """Out [rows, N] = activation(gate) * up, or activation(gate) without `up`."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * N
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    y = activated(tl.load(gate + at + cols, mask=cols < N, other=0.0).to(tl.float32), ACTIVATION)
+    if up is not None:
+        y *= tl.load(up + at + cols, mask=cols < N, other=0.0).to(tl.float32)
+    tl.store(out + at + cols, y.to(out.dtype.element_ty), mask=cols < N)

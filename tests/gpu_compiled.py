@@ -1,0 +1,65 @@
+"""Compiles every launch of the kernels for GPUs, without one: ``python -m tests.gpu_compiled CASE...``.
+
+The host code runs on tensors of the CPU; a launch compiles the kernel instead, for each of the compute capabilities.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that a program can have, by compute capability."""
+
+OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
+NAMES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
+    torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8",
+}  # fmt: skip
+compiled: dict[Any, int] = {}
+
+
+def kind_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + NAMES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def compile_launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    assert values.keys() == set(kernel.arg_names), set(kernel.arg_names) ^ values.keys()
+    constants = {p.name for p in kernel.params if p.is_constexpr or values[p.name] is None}
+    signature = {name: "constexpr" if name in constants else kind_of(values[name]) for name in kernel.arg_names}
+    key = kernel.__name__, str(signature), str({name: values[name] for name in constants}), str(options)
+    if key in compiled:
+        return
+    aligned = {
+        (number,): [["tt.divisibility", 16]] for number, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or (signature[name] in ("i32", "i64") and values[name] % 16 == 0)
+    }  # fmt: skip
+    source = ASTSource(kernel, signature, {name: values[name] for name in constants}, aligned)
+    for capability in SHARED:
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert made.asm["cubin"]
+        shared = made.metadata.shared
+        assert shared <= SHARED[capability], (kernel.__name__, capability, shared)
+    compiled[key] = len(compiled)
+    print(f"{kernel.__name__}: {made.metadata.shared} bytes of shared memory", flush=True)
+
+
+def main(cases: dict[str, Callable[[], None]], names: list[str]) -> None:
+    JITFunction.run = compile_launch
+    for name in names:
+        cases[name]()
+
+
+if __name__ == "__main__":
+    from tests.gpu_cases import CASES
+
+    main(CASES, sys.argv[1:] or [*CASES])

@@ -1,0 +1,34 @@
+"""What the kernels for GPUs compute, and that they compile: in processes of their own, where Triton is installed.
+
+Triton decides when it is imported whether it interprets kernels or compiles them.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from h2o_stream.gpu import available
+
+pytest.importorskip("triton")
+
+
+def run(*arguments: str, **variables: str) -> None:
+    done = subprocess.run([sys.executable, *arguments], env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("chosen", [
+    pytest.param("h2o or rows or bfloat16", id="some"),
+    pytest.param("", id="all", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_interpreted(chosen: str) -> None:
+    files = ("tests/test_gpu_kernels.py", "tests/test_gpu_steps.py")
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *(("-k", chosen) if chosen else ()),
+        **{available.INTERPRET: "1"})  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["h2o", pytest.param("", id="all", marks=pytest.mark.exhaustive)])
+def test_compiled(case: str) -> None:
+    run("-m", "tests.gpu_compiled", *filter(None, [case]))

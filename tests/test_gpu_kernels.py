@@ -1,0 +1,78 @@
+"""The kernels for GPUs under Triton's interpreter, against the eager cache. `tests/test_gpu.py` runs them."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from h2o_stream.gpu import available
+from tests.test_native_prefill import CASES, Case, Eager, plan
+
+pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
+
+STEPS = ((1,),) * 5
+MORE = {
+    "steps, nothing evicted": Case(plan(), prompts=((3,), *STEPS)),
+    "from the first token": Case(plan(), prompts=STEPS),
+    "rows that step": Case(plan("tova"), batch=3, query_heads=6, prompts=((40, 13, 2), *((1, 1, 1),) * 5)),
+    "a window of 200": Case(plan(window=200, heavy=100, recent=98, chunk=64), query_heads=6, prompts=((330,), *STEPS)),
+    "sinks of two": Case(plan(window=17, heavy=9), softcap=3.0, prompts=((25,), *STEPS)),
+}
+EAGER_ONLY = {"all at once", "sliding, all at once", "long prompt"}
+
+
+@pytest.fixture(autouse=True)
+def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter holds bfloat16 numbers in uint16 and multiplies those."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    multiply = InterpreterBuilder.create_dot
+
+    def in_float32(x: Any) -> Any:
+        wide = x.data.dtype == np.uint16
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), x.dtype) if wide else x
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(self, in_float32(a), in_float32(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def kernels() -> Any:
+    from h2o_stream.gpu.kernels import GpuKernels
+
+    return GpuKernels(torch.device("cpu"))
+
+
+def cases() -> dict[str, Case]:
+    served = {name: case for name, case in CASES.items() if case.plan.kv_bits == 16 and name not in EAGER_ONLY}
+    return {name: replace(case, prompts=(*case.prompts, *(((1,) * case.batch,) * 4)), inputs=[])
+            for name, case in served.items()} | MORE  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases())
+def test_as_the_eager_layer(name: str) -> None:
+    compare(cases()[name])
+
+
+def compare(case: Case) -> None:
+    eager, ours = Eager(case), Eager(case, kernels())
+    exact = case.dtype == torch.float32
+    for call, counts in enumerate(case.prompts):
+        wanted, got = eager.attend(call), ours.attend(call).float()
+        there = torch.arange(got.shape[1]) < torch.tensor(counts)[:, None]
+        error, size = (got - wanted)[there], wanted[there].square().mean().sqrt()
+        assert error.abs().max() <= (2e-5 if exact else 2e-2) * size, call
+        for want, have in zip(eager.held(), ours.held(), strict=True):
+            for name in want:
+                exactly = name in ("index", "rank", "keys", "values")
+                torch.testing.assert_close(have[name].float(), want[name].float(), rtol=0 if exactly else 3e-5,
+                                           atol=0 if exactly else 3e-5)  # fmt: skip
+        for (layer, _), (theirs, _) in zip(ours.layers, eager.layers, strict=True):
+            assert (layer.index.gather(2, layer.free) == -1).all()
+            assert (layer.scores[layer.index < 0] == -torch.inf).all()
+            assert (layer.rank[layer.index < 0] >= layer.schedule.held(max(layer.tokens.lengths))).all()
+            assert layer.seen.equal(theirs.seen)

@@ -1,0 +1,45 @@
+"""Fused layers under Triton's interpreter, against the model's own. `tests/test_gpu.py` runs them."""
+
+import os
+from typing import Any
+
+import pytest
+
+from h2o_stream import CacheConfig, attach
+from h2o_stream.gpu import available
+from tests.families import FAMILIES
+from tests.fixtures import ids as tokens
+from tests.fixtures import make_llama
+from tests.tolerance import relative_error
+
+pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
+
+FUSED = ["Llama 3", "Qwen 2, YaRN", "Qwen 3", "Gemma 2", "Gemma 3", "GPT-NeoX", "Mistral, sliding", "SmolLM3"]
+
+
+def streams(model: Any, config: CacheConfig, engine: Any, rows: int, note: str = "") -> tuple[Any, ...]:
+    with attach(model, config, engine=engine) as cache:
+        assert cache.engine_note.startswith(note), cache.engine_note
+        ids = tokens(46, rows)
+        parts = (ids[:, :37], *ids[:, 37:].split(1, 1), tokens(9, rows))
+        logits = [model(part, past_key_values=cache).logits for part in parts]
+        return logits, [cache.kept(layer).tolist() for layer in range(len(cache.layers))]
+
+
+def check(model: Any, config: CacheConfig, rows: int, note: str = "fused") -> None:
+    ours, theirs = streams(model, config, "auto", rows, note), streams(model, config, "eager", rows)
+    for a, b in zip(ours[0], theirs[0], strict=True):
+        assert relative_error(a, b) < 1e-4
+    assert ours[1] == theirs[1]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_families(name: str) -> None:
+    model = next(family for family in FAMILIES if family.name == name).make()
+    check(model, CacheConfig(window=24, chunk=16), 1)
+
+
+def test_rows_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h2o_stream.gpu.steps.BLOCK", 64)
+    model = make_llama(groups=2)
+    check(model, CacheConfig(window=24, chunk=8), 2)
