@@ -60,8 +60,7 @@ def state_of(cache: WindowRules, recurrent: Mapping[str, Array] = MappingProxyTy
     budgets = {"groups": windows, "windows": list(assigned.sizes), **(grown if cache.grown else {})}
     state["budgets"] = encode_json(budgets)
     state[FINGERPRINT] = encode_json(_fingerprint(cache, state))
-    memory, sealed = cache.memory.state() if cache.memory else ({}, {})
-    return checksummed(state | memory) | sealed
+    return checksummed(state)
 
 
 def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
@@ -81,6 +80,8 @@ def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
     fingerprint, called = _fingerprint(cache, state), saved.get("model")
     if called != fingerprint["model"] and isinstance(called, str) and cache.is_called(called):
         fingerprint["model"] = called
+    if saved["policy"].get("memory"):  # which versions before 0.3 could have; the stream goes on without it
+        fingerprint["policy"]["memory"] = True
     check_fingerprint(state, fingerprint)
     verify_checksums(state)
     _load_windows(cache, budgets, prompt)
@@ -99,8 +100,6 @@ def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
         group.queries_per_key = queries_per_key[number]
         group.load(arrays)
         group.filled = min(filled[number], group.num_slots)
-    if cache.memory is not None:
-        cache.memory.load(state, cache.tokens.lengths)
     cache.windows.pins, cache.windows.transient = (_ranges(state, name) for name in _RANGES)
     if not 0 < cache.seen_tokens <= columns:
         raise H2OStreamError(f"the state is damaged: it has seen {cache.seen_tokens} tokens in {columns} columns")
@@ -166,6 +165,5 @@ def _fingerprint(cache: WindowRules, state: Mapping[str, Array]) -> dict[str, An
     keys = next((name for name in state if name.startswith(begin) and name.endswith(".keys")), f"{begin}keys")
     fingerprint = {"dtype": dtype_of(require_array(state, keys)), "model": cache.model_digest()}
     policy = asdict(cache.plan)
-    policy |= {"memory": True} if policy.pop("memory") else {}  # of any size
     policy |= {"grown by": cache.grown} if cache.grown else {}
     return fingerprint | {"policy": policy, "policy's source": policy_source(cache.plan)}
