@@ -1,12 +1,23 @@
 """Launches of realistic sizes, which are compiled and not run."""
 
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.protection import Protection
 from h2o_stream.config import CacheConfig
+from h2o_stream.gpu import layers as gpu_layers
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens
+from h2o_stream.gpu.packed import block_matrix
+from h2o_stream.native.attention import Attention
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import Description, Layer, Matrix, Mlp
+from h2o_stream.native.gguf_types import BLOCKS, TensorType
 from tests.test_native_prefill import Table
 
 KERNELS = GpuKernels(torch.device("cpu"))
@@ -32,7 +43,43 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
         (KERNELS.step(group, new, transform, (5000,)) if count == 1 else KERNELS.prompt(group, new, transform))
 
 
+def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
+    """A model of two layers; attention is left out."""
+    config = LlamaConfig(vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2,
+                         num_attention_heads=8, num_key_value_heads=2, **settings)  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device="cpu").eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    description = describe(model)
+    if quantized:
+        description = in_blocks(description, TensorType[quantized])
+    assert not gpu_layers.why_not(description)
+    x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
+    stream = gpu_layers.run(description, x, lambda number, attention, projected: torch.zeros_like(x))
+    gpu_layers.logits_of(description, stream)
+
+
+def in_blocks(part: Any, kind: TensorType) -> Any:
+    """A description with its matrices in blocks."""
+    if isinstance(part, Matrix):
+        count, size = BLOCKS[kind]
+        blocks = torch.zeros(part.rows, part.columns // count * size, dtype=torch.uint8)
+        return block_matrix(blocks, part.bias, part.columns, kind)
+    if isinstance(part, list | tuple):
+        return type(part)(in_blocks(each, kind) for each in part)
+    if isinstance(part, Description | Layer | Attention | Mlp):
+        return replace(part, **{field.name: in_blocks(getattr(part, field.name), kind) for field in fields(part)})
+    return part
+
+
 CASES = {
+    "layers": layers,
+    "layers of 3 rows": lambda: layers(3, attention_bias=True, mlp_bias=True),
+    "layers with biases": lambda: layers(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+    **{kind: partial(layers, quantized=kind) for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
     "h2o": attention,
     "float32": lambda: attention(dtype=torch.float32),
     "float16, window 4096, split": lambda: attention(dtype=torch.float16, window=4096, split=True),

@@ -20,11 +20,11 @@ def run(*arguments: str, **variables: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", [
-    pytest.param("h2o or rows or bfloat16", id="some"),
+    pytest.param("[h2o] or [rows] or bfloat16 or Q4_K or stay", id="some"),
     pytest.param("", id="all", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_interpreted(chosen: str) -> None:
-    files = ("tests/test_gpu_kernels.py", "tests/test_gpu_steps.py")
+    files = ("tests/test_gpu_kernels.py", "tests/test_gpu_steps.py", "tests/test_gpu_packed.py")
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *(("-k", chosen) if chosen else ()),
         **{available.INTERPRET: "1"})  # fmt: skip
 

@@ -294,6 +294,26 @@ class TestLimits:
     def test_a_long_paste_is_read(self, server: Running) -> None:
         assert server.say("word " * 200)["h2o"]["seen_tokens"] > 200
 
+    def test_a_size_is_refused_before_the_body_comes(self, server: Running) -> None:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=5)
+        connection.putrequest("POST", "/v1/chat/completions")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", str(10**12))
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
+
+    def test_long_requests_do_not_fill_the_memory(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Clients that send 4 MB each, by hundreds, had gigabytes."""
+        long, short = ([{"role": "user", "content": "a" * size}] for size in (20_000, 10))
+        monkeypatch.setattr(server.service, "body_bytes", 16 * server.service.config.max_body)
+        status, answer = post(server.url, "/v1/chat/completions", {"messages": long, "max_tokens": 1})
+        assert (status, answer["error"]["code"]) == (503, "busy")
+        assert post(server.url, "/v1/chat/completions", {"messages": short, "max_tokens": 1})[0] == 200
+        monkeypatch.undo()
+        assert post(server.url, "/v1/chat/completions", {"messages": long, "max_tokens": 1})[0] == 200
+        assert server.service.body_bytes == 0
+
     def test_sleep_keys_sizes_and_metrics(self, tmp_path: Path, long_folder: Path) -> None:
         model = ModelConfig(str(long_folder), dtype="float32")
         with Running(tmp_path, model, awake=2, running=2, waiting=0, api_key="secret", max_body=2000) as running:

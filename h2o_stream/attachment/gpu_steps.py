@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from h2o_stream.attachment.forward import Steps
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.attachment.verification import Verification
 from h2o_stream.base.resources import version_of
+from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.gpu import available, graphs
 from h2o_stream.native.describe import describe
@@ -67,8 +68,8 @@ def _set_kernels(model: Any, cache: H2OCache, verification: Verification) -> str
 
     def why_not_right() -> str:
         for spec, layer in zip(cache.specs, cache.layers, strict=True):
-            for group in layer.head_groups:
-                made.rehearse(group, spec.shape, model.dtype)
+            for group in layer.head_groups if spec.shape else ():
+                made.rehearse(group, cast(HeadShape, spec.shape), model.dtype)
         return verification.why_not(made)
 
     reason = _trial(verification, f"kernels of {_triton()} {cache.plan}", why_not_right)

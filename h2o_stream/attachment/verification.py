@@ -15,7 +15,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -38,7 +38,6 @@ from h2o_stream.cache.rounding import PRECISE, in_dtype, rounded_embedding
 from h2o_stream.cache.tolerance import EXACT, ROUNDED, ROUNDINGS, Rounding, error_of, last_error, rounding_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
-from h2o_stream.native.tensor_stepper import TensorStepper
 
 PROMPT, STEPS, CHUNK = 24, 3, 16
 """Tokens of a prompt longer than a chunk, tokens that follow one by one, and tokens per chunk."""
@@ -55,6 +54,24 @@ _GROSS = ROUNDED._replace(tolerance=ROUNDED.limit)
 
 Make = Callable[[CacheConfig], Callable[[list[int]], NDArray[numpy.float32]]]
 """Gives the forward of a stream through a cache."""
+
+
+class TrialSteps(Protocol):
+    """Steps that are compared with the model; see `native.tensor_stepper`."""
+
+    @property
+    def why_not(self) -> str:
+        """Why they do not run, or nothing."""
+
+    def use_float32(self) -> None:
+        """Compute in float32."""
+
+    def run(self, tokens: Tensor) -> Tensor | None:
+        """[B, 1] to [B, 1, V]; None if they do not run."""
+
+    def run_prompt(self, tokens: Tensor) -> Tensor | None:
+        """[B, Q] to [B, Q, V]; None if they take no prompts."""
+
 
 _CANNOT = (UnsupportedModelError, MemoryError, RuntimeError)
 """What a model raises that cannot compute in float32, or not in this memory."""
@@ -135,7 +152,7 @@ class Verification:
         return ""
 
     def why_not(
-        self, kernels: Kernels | None = None, make_steps: Callable[[H2OCache], TensorStepper] | None = None
+        self, kernels: Kernels | None = None, make_steps: Callable[[H2OCache], TrialSteps] | None = None
     ) -> str:
         """Why logits through the cache differ from the model's own, or nothing.
 
@@ -158,7 +175,7 @@ class Verification:
             return self._verdict(ours, lambda: self._in_float32(kernels, make_steps), native=kernels is not None)
 
     def _in_float32(
-        self, kernels: Kernels | None, make_steps: Callable[[H2OCache], TensorStepper] | None
+        self, kernels: Kernels | None, make_steps: Callable[[H2OCache], TrialSteps] | None
     ) -> Tensor | None:
         """[1, n, V] through the cache, computed in float32; None if native steps cannot run."""
         cache = as_class_for(self._model, self._new_cache(PRECISE))
@@ -289,7 +306,7 @@ class Verification:
             raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
         return logits
 
-    def _through(self, cache: H2OCache, steps: TensorStepper | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    def _through(self, cache: H2OCache, steps: TrialSteps | None, dtype: torch.dtype | None = None) -> Tensor | None:
         """[1, n, V] through the cache; None if native steps cannot run."""
         tokens, parts = self._tokens, []
         for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
@@ -302,7 +319,7 @@ class Verification:
         return torch.cat(parts, 1)
 
     def _fed(
-        self, cache: H2OCache, tokens: Tensor, steps: TensorStepper | None = None, dtype: torch.dtype | None = None
+        self, cache: H2OCache, tokens: Tensor, steps: TrialSteps | None = None, dtype: torch.dtype | None = None
     ) -> Tensor | None:
         """[1, n, V] of tokens [1, n] that continue a stream: by `steps`, which need not take prompts, or the model."""
         kwargs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}

@@ -57,7 +57,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
 
 def _unrounded(module: Any, inputs: Any, rows: Tensor) -> Tensor:
     """Scaled rows of an embedding as they are before they are rounded, if that is all that it does."""
-    if hasattr(module, "tiles"):
+    if hasattr(module, "dtype"):  # of a packed one
         precise = copy.copy(module)
         precise.dtype = PRECISE
         unrounded: Tensor = precise.forward(*inputs)

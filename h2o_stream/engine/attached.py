@@ -30,12 +30,13 @@ class AttachedModel:
         self._model, self._device = model, input_device(model)
         self.context, self.learned_positions = context_of(model.config), learned_positions(model.config)
         on_cpu = self._device.type == "cpu"
-        self.prefill_step = prefill_step(weight_count(model)) if on_cpu else PREFILL_STEP_MAX
         self.generation = model.generation_config
         self.dtype, self.device = str(model.dtype).removeprefix("torch."), str(self._device)
         self.vocabulary = model.config.get_text_config().vocab_size
         self._stack = ExitStack()
         self.cache = self._stack.enter_context(attach(model, config, engine=engine, progress=progress))
+        step = prefill_step(weight_count(model)) if on_cpu else PREFILL_STEP_MAX
+        self.prefill_step = getattr(model.forward.stepper, "prefill_step", step)
 
     @property
     def native_model(self) -> NativeModel | None:
@@ -67,9 +68,7 @@ class AttachedModel:
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
         """Embeddings of tokens [n], [n, hidden] float32."""
         embeddings = self._model.get_input_embeddings()
-        weight = getattr(embeddings, "weight", None)
-        device = weight.device if isinstance(weight, torch.Tensor) else "cpu"
-        rows: NDArray[numpy.float32] = embeddings(torch.from_numpy(ids).to(device)).float().cpu().numpy()
+        rows: NDArray[numpy.float32] = embeddings(torch.from_numpy(ids).to(self._device)).float().cpu().numpy()
         return rows
 
     def first_layers(self, count: int | None = None) -> FirstLayers | None:

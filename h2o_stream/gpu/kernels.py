@@ -121,15 +121,20 @@ class GpuKernels:
     def rehearse(self, group: HeadGroup, shape: HeadShape, dtype: torch.dtype) -> None:
         """Take a prompt and a token into slots like those of a group, so that kernels that do not fit fail early."""
         heads = shape.kv_heads if group.heads is None else len(group.heads)
-        rules = {"layer": group.layer, "sliding": group.sliding, "chunked": group.chunked, "table": group.table}
+        rules: dict[str, Any] = {
+            "layer": group.layer,
+            "sliding": group.sliding,
+            "chunked": group.chunked,
+            "table": group.table,
+        }
         trial = HeadGroup(group.plan, self._device, **rules)
         trial.schedule = Schedule.equal(group.schedule.window)
         for count in (MAX_CHUNK + 1, 1):
             sizes = [(heads * shape.query_heads // shape.kv_heads, shape.key_size), (heads, shape.key_size)]
-            new = [torch.zeros(1, n, count, size, dtype=dtype, device=self._device) for n, size in sizes]
-            value = new[1].new_zeros(1, heads, count, shape.value_size)
+            query, key = (torch.zeros(1, n, count, size, dtype=dtype, device=self._device) for n, size in sizes)
+            value = key.new_zeros(1, heads, count, shape.value_size)
             trial.tokens.expect((count,), count)
-            attend(trial, *new, value, LogitTransform(1.0), kernels=self)
+            attend(trial, query, key, value, LogitTransform(1.0), kernels=self)
             trial.tokens.advance()
 
     @staticmethod

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_stream.gpu import available
+from h2o_stream.gpu.packed import BlockMatrix, multiply_blocks, unpack
 from h2o_stream.gpu.products import gate_kernel, gemv_kernel, norm_kernel
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind
 from h2o_stream.native.attention import Attention
@@ -35,8 +36,9 @@ def why_not(description: Description) -> str:
     whole = (description.learned_positions, description.layer_embeddings, description.versions)
     if any(part is not None for part in whole) or description.embedding_norm.kind:
         return "its embeddings are special"
-    if any(matrix.kind not in _DENSE for matrix in [description.embedding, *description.matrices]):
-        return "its weights are packed or in columns"
+    matrices = [description.embedding, *description.matrices]
+    if any(matrix.kind not in _DENSE and not isinstance(matrix, BlockMatrix) for matrix in matrices):
+        return "its weights are packed for a CPU, or in columns"
     return next(filter(None, map(_why_not_layer, description.layers)), "")
 
 
@@ -163,15 +165,23 @@ def _inner(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
     return gate
 
 
+def rows_of(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [n, columns] of an embedding."""
+    if isinstance(matrix, BlockMatrix):
+        return matrix.rows_of(ids, dtype)
+    return functional.embedding(ids, matrix.weights).to(dtype)
+
+
 def multiply(matrices: Sequence[Matrix], x: Tensor, norm: Norm = NO_NORM, dtype: torch.dtype | None = None) -> Tensor:
     """[rows, *] products of x [rows, K] with matrices below each other; with the norm, for one row."""
-    if len(x) == 1 and len(matrices) <= 3 and len({(m.weights.dtype, m.scale, m.bias is None) for m in matrices}) == 1:
+    if len(x) == 1:
         return gemv(matrices, x, norm, dtype=dtype)
     assert not norm.kind
     products = []
     for matrix in matrices:
         bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
-        product = functional.linear(x, matrix.weights.to(x.dtype), bias)
+        weights = unpack(matrix, x.dtype) if isinstance(matrix, BlockMatrix) else matrix.weights.to(x.dtype)
+        product = functional.linear(x, weights, bias)
         products.append(product if matrix.scale == 1 else product * matrix.scale)
     return (products[0] if len(products) == 1 else torch.cat(products, 1)).to(dtype or x.dtype)
 
@@ -187,19 +197,47 @@ def gemv(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """[1, N] for one row; see `gemv_kernel`."""
+    rows = [matrix.rows for matrix in matrices]
+    out = torch.empty(1, rows[0] if gated else sum(rows), dtype=dtype or x.dtype, device=x.device)
+    rest = norm, added, add_scale, activation
+    if gated and _is_alike(matrices):
+        _product(matrices, x, out, True, *rest)
+    elif gated:  # of two kinds
+        gate, up = (gemv([matrix], x, norm) for matrix in matrices)
+        gate_kernel[1, triton.cdiv(rows[0], _GATE_COLUMNS)](
+            gate, up, out, rows[0], ACTIVATION=activation, BN=_GATE_COLUMNS, **overlapping(x)
+        )
+    elif len(matrices) <= 3 and _is_alike(matrices) and not isinstance(matrices[0], BlockMatrix):
+        _product(matrices, x, out, False, *rest)
+    else:
+        for matrix, part in zip(matrices, out.split(rows, 1), strict=True):
+            _product([matrix], x, part, False, *rest)
+    return out
+
+
+def _is_alike(matrices: Sequence[Matrix]) -> bool:
+    """Whether one kernel can read all of these."""
+    return len({(m.weights.dtype, m.scale, m.bias is None, getattr(m, "type", None)) for m in matrices}) == 1
+
+
+def _product(
+    matrices: Sequence[Matrix], x: Tensor, out: Tensor, gated: bool, norm: Norm, added: Tensor | None,
+    add_scale: float, activation: int,
+) -> None:  # fmt: skip
+    """Launch the kernel for matrices that are alike."""
+    if isinstance(matrices[0], BlockMatrix):
+        multiply_blocks(matrices, x, out, norm, added, add_scale, activation, overlapping(x))
+        return
     rows, columns = [matrix.rows for matrix in matrices], matrices[0].columns
-    count = rows[0] if gated else sum(rows)
     lines, most, warps = (4, 2048, 8) if added is None and not gated else (2, 4096 if columns <= 4096 else 2048, 4)
     while any(size % lines for size in rows):
         lines //= 2
-    out = torch.empty(1, count, dtype=dtype or x.dtype, device=x.device)
     weights, biases = ([getattr(m, name) for m in matrices] + [None] * (3 - len(rows)) for name in ("weights", "bias"))
-    gemv_kernel[(count // lines,)](
+    gemv_kernel[(out.shape[1] // lines,)](
         x, *weights, *biases, norm.weight, added, out, rows[0], rows[1] if len(rows) > 1 else 0, norm.epsilon,
         matrices[0].scale, add_scale, K=columns, GATED=gated, ACTIVATION=activation, BN=lines,
         BK=_columns_at_once(columns, most), num_warps=warps, **overlapping(x),
     )  # fmt: skip
-    return out
 
 
 def _in_products(norm: Norm) -> bool:

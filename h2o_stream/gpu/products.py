@@ -33,6 +33,17 @@ def activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def finish(y, lines, added, out, scale, add_scale, ACTIVATION: tl.constexpr):
+    """Store products: under an activation, if it is one, scaled, and added to what there is."""
+    if ACTIVATION >= 0:
+        y = activated(y, ACTIVATION)
+    y *= scale
+    if added is not None:
+        y = y * add_scale + tl.load(added + lines).to(tl.float32)
+    tl.store(out + lines, y.to(out.dtype.element_ty))
+
+
+@triton.jit
 def gemv_kernel(
     x, weight, second, third, bias, second_bias, third_bias, norm, added, out, rows, second_rows, eps, scale, add_scale,
     K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -106,17 +117,12 @@ def gemv_kernel(
     y = tl.sum(acc, 1) * factor
     if bias is not None:
         y += tl.load(biases + line)
-    if ACTIVATION >= 0:
-        y = activated(y, ACTIVATION)
     if GATED:
         up = tl.sum(acc2, 1) * factor
         if second_bias is not None:
             up += tl.load(second_bias + line)
-        y *= up
-    y *= scale
-    if added is not None:
-        y = y * add_scale + tl.load(added + lines).to(tl.float32)
-    tl.store(out + lines, y.to(out.dtype.element_ty))
+        y = activated(y, ACTIVATION) * up
+    finish(y, lines, added, out, scale, add_scale, -1 if GATED else ACTIVATION)
 
 
 @triton.jit

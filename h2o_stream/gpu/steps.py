@@ -17,7 +17,7 @@ from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.gpu.graphs import GraphSteps
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms, walks
-from h2o_stream.gpu.layers import logits_of, run
+from h2o_stream.gpu.layers import logits_of, rows_of, run
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
 from h2o_stream.native.model_guard import ModelGuard
@@ -39,9 +39,10 @@ class FusedSteps:
     Attributes:
         dtype: of activations, keys and values.
         why_not: nothing, see `Stepper`.
+        prefill_step: tokens of a prompt that are worth a forward.
     """
 
-    takes_prompts, why_not = True, ""
+    takes_prompts, why_not, prefill_step = True, "", BLOCK * LANES
 
     def __init__(
         self, description: Description, cache: H2OCache, kernels: Kernels, unchanged: ModelGuard, captured: bool
@@ -79,7 +80,7 @@ class FusedSteps:
         if not (self._unchanged and self._are_tokens(tokens) and self._can_step(len(tokens))):
             return None
         with cache.writing():
-            logits = self._step(tokens).logits
+            logits: Tensor = self._step(tokens).logits
             cache.count_token()
         return logits
 
@@ -124,8 +125,7 @@ class FusedSteps:
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """[B Q, hidden]"""
-        rows = functional.embedding(tokens.flatten(), self._description.embedding.weights)
-        rows = rows.to(self.dtype)
+        rows = rows_of(self._description.embedding, tokens.flatten(), self.dtype)
         scale = self._description.embedding_scale
         return rows if scale == 1 else rows * scale
 

@@ -23,6 +23,7 @@ from h2o_stream.models.packed_experts import split_experts
 from h2o_stream.models.quantize import packable
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
+from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.packing import GGUF_KINDS, ROWS, columns_fit, pack, tiles_shape
 from h2o_stream.runtime.gguf_parameters import NOT_WEIGHTS
 from h2o_stream.runtime.gguf_weights import GgufWeights
@@ -170,6 +171,17 @@ class HfWeights:
         names = ((tensor_name(tensor.name)[1], prod(tensor.shape[:-1])) for tensor in tensors)
         parts = [_borrowed(weights.matrix(part, layer, count, columns).weights) for part, count in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def blocks(self, name: str) -> tuple[NDArray[numpy.uint8], TensorType] | None:
+        """The blocks [rows, bytes] of a weight and their type, as in the file; None if it has to be made anew."""
+        tensors, shape = self._tensors.get(name, []), self._shapes.get(name, ())
+        if len(tensors) != 1 or len(shape) != 2 or tensors[0].type.name not in GGUF_KINDS:
+            return None
+        inner = tensor_name(tensors[0].name)[1]
+        if inner in WHOLES or self._is_reordered(inner):
+            return None
+        blocks, order = self._file.blocks(tensors[0]).reshape(shape[0], -1), self._reader.row_order(inner)
+        return blocks if order is None else blocks[order], tensors[0].type
 
     def packed(self, weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
         """All weights for `from_pretrained`: those of `kinds` as tiles, others in `dtype`.

@@ -41,6 +41,7 @@ from h2o_stream.errors import (
     UnsupportedModelError,
     means_out_of_memory,
 )
+from h2o_stream.gpu import available
 from h2o_stream.loading.hf_config import config_by_transformers, described, hf_config
 from h2o_stream.loading.hf_weights import HfWeights
 from h2o_stream.loading.saved_model import report_progress, save_packed
@@ -200,7 +201,14 @@ class _Loader:
         else:
             device_kwargs = device_map_kwargs(config, dtype.itemsize * skeleton.num_parameters())
         model = self._load_dense(dtype, skeleton, **device_kwargs)
-        return model if device_kwargs else model.to(self._device)
+        if device_kwargs:
+            return model
+        model = model.to(self._device)
+        if self._described is not None and config.quantize == "auto" and not available.why_not(self._device):
+            from h2o_stream.gpu.packed import keep_blocks
+
+            keep_blocks(model, HfWeights(self._described, skeleton, packs=False).blocks)
+        return model
 
     def _skeleton(self) -> Any:
         with torch.device("meta"), no_init_weights():

@@ -88,7 +88,7 @@ class _ModelReader(ResidualReader):
         norm = next((name for name in layouts.FINAL_NORMS if getattr(backbone, name, None) is not None), None)
         if norm is None:
             raise DescriptionError(f"{type(backbone).__name__} has no final norm")
-        dtype = embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype
+        dtype = embedding.dtype if hasattr(embedding, "dtype") else embedding.weight.dtype
         final = self._norm(backbone, norm, self._hidden, "the model")
         own, versions = self._layer_embeddings(backbone), self._versions(backbone)
         output = matrix_of(head, "the output layer")

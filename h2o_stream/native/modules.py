@@ -79,6 +79,8 @@ def matrix_of(module: Any, name: str) -> Matrix:
     if hasattr(module, "tiles"):
         tiles = raw_tensor(module.tiles, name)
         return Matrix(tiles, as_float32(module.bias, name), module.out_features, module.in_features, module.kind)
+    if hasattr(module, "blocks"):  # of a file, on a GPU
+        return module.matrix()  # type: ignore[no-any-return]
     linear = _linear_in(module)
     if linear is not None:
         return dense_matrix(linear.weight, linear.bias, name)
@@ -101,6 +103,8 @@ def embedding_of(module: Any, name: str) -> Matrix:
     """The weights of an embedding, without copying; see `matrix_of`."""
     if hasattr(module, "tiles"):
         return Matrix(raw_tensor(module.tiles, name), None, module.num_embeddings, module.embedding_dim, module.kind)
+    if hasattr(module, "blocks"):
+        return module.matrix()  # type: ignore[no-any-return]
     if isinstance(module, nn.Embedding):
         return dense_matrix(module.weight, None, name)
     raise DescriptionError(f"{name} is a {type(module).__name__} where an embedding is expected")

@@ -80,6 +80,10 @@ class GgufWeights:
         tensor = self._found(name, layer, kind)
         return None if tensor is None else self.numbers(tensor)
 
+    def row_order(self, name: str) -> NDArray[numpy.int64] | None:
+        """The rows of the file in the order in which they are needed, by a name in a layer; None for as they are."""
+        return self._orders.get(name)
+
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
         return self._found(name, layer, "weight") is not None
@@ -125,7 +129,7 @@ class GgufWeights:
             pack(merged(self.file, *parts), MatrixKind.INT8, out)
         else:
             rows, columns, kind = math.prod(tensor.shape[:-1]), tensor.shape[-1], packed_kind(tensor)
-            order = self._orders.get(name)
+            order = self.row_order(name)
             check_count(order, rows, f"the order of {tensor.name}'s rows")
             repack(self.file.blocks(tensor), tensor.type, kind, rows, columns, order, out)
         for part in parts:

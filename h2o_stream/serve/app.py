@@ -51,6 +51,9 @@ _PAGE_HEADERS = {
 _UNKNOWN = "h2o-unknown-fields"
 """Header of answers: fields of the request that are not in the table."""
 
+_BODIES = 16
+"""How many requests of the largest size are held at once. Short ones are never refused for the sake of long ones."""
+
 _SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health and /metrics"
 
 
@@ -119,6 +122,7 @@ async def _answer_post(
     request: Request,
 ) -> Response:
     names: Mapping[str, str] = {}
+    request.state.size = 0
     try:
         request.state.owner = service.access.owner(request.headers)
         ASKER.set(request.state.owner or (request.client.host if request.client else ""))
@@ -132,30 +136,42 @@ async def _answer_post(
         response = _refusal(renamed(error, names))
     except ClientDisconnect:
         response = Response(status_code=499)
+    finally:
+        service.body_bytes -= request.state.size
     service.metrics.answered(f"/v1/{endpoint}", response.status_code)
     return response
 
 
 async def _body(service: Service, request: Request) -> dict[str, Any]:
-    size, parts = 0, list[bytes]()
+    parts = list[bytes]()
+    _check_size(service, request, int(request.headers.get("content-length", 0)))
     try:
         async with asyncio.timeout(service.config.unread_s):
             async for part in request.stream():
-                size += len(part)
-                if size > service.config.max_body:
-                    raise ApiError(413, f"the request is larger than {service.config.max_body} bytes", code="too_large")
                 parts.append(part)
+                _check_size(service, request, len(part))
+                request.state.size += len(part)
+                service.body_bytes += len(part)
     except TimeoutError as error:
         raise ApiError(408, f"the request took longer than {service.config.unread_s:g} s to arrive") from error
     try:
         data = b"".join(parts)
-        request.state.size = size
+        size = request.state.size
         body = await aside(size, partial(parse_json, data, PatientDecoder if size >= LONG else None))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the request is not JSON: {str(error)[:100]}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the request is not a JSON object", code="invalid_json")
     return body
+
+
+def _check_size(service: Service, request: Request, new: int) -> None:
+    """Refuse a request that is too large, or a long one while others hold as much memory as bodies may."""
+    size, limit = request.state.size + new, service.config.max_body
+    if size > limit:
+        raise ApiError(413, f"the request is larger than {limit} bytes", code="too_large")
+    if size >= LONG and service.body_bytes + new > _BODIES * limit:
+        raise ApiError(503, "the server is reading other long requests", code="busy", retry_after_s=2)
 
 
 def _check_names(service: Service, model: Any, unknown: Sequence[str]) -> None:

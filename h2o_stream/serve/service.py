@@ -76,6 +76,7 @@ class Service:
 
     Attributes:
         started: seconds since 1970.
+        body_bytes: of the requests that arrive, wait or are answered at once.
 
     Raises:
         DataError: see `Store`.
@@ -95,7 +96,7 @@ class Service:
         self.worker = Worker(model, self.conversations, config.running, config.timeout_s, self.metrics)
         self._ends = end_tokens(model.model.generation, model.tokenizer)
         self.grammars = Grammars(model.tokenizer, self._ends, self.vocabulary)
-        self.active = 0
+        self.active = self.body_bytes = 0
 
     def start(self) -> None:
         """Begin to serve."""
