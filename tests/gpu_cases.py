@@ -40,7 +40,11 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
         q, k = query[:, :, :count], key[:, :, :count]
         out = torch.zeros(1, count, heads * groups, size, dtype=dtype).transpose(1, 2)
         new = NewTokens(q, k, k, out)
-        (KERNELS.step(group, new, transform, (5000,)) if count == 1 else KERNELS.prompt(group, new, transform))
+        (
+            KERNELS.step(group, new, transform, (5000,))
+            if count == 1
+            else KERNELS.prompt(group, new, transform, limits=settings.get("limits"))
+        )
 
 
 def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
@@ -85,6 +89,7 @@ CASES = {
     "float16, window 4096, split": lambda: attention(dtype=torch.float16, window=4096, split=True),
     "window 4096": lambda: attention(window=4096),
     "split": lambda: attention(split=True),
+    "limits": lambda: attention(size=64, rotary=64, limits=torch.zeros(1, 4, dtype=torch.int32)),
     "tova, 64 numbers": lambda: attention("tova", size=64, rotary=32, window=1000, groups=7),
     "random, everything": lambda: attention(
         "random", sliding=512, pins=(range(3),), transient=(range(9, 30),), softcap=30.0, sinks=torch.zeros(8)

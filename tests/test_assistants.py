@@ -79,7 +79,7 @@ def model(name: str) -> Description:
 def assisted(description: Description, sharing: Sharing = Sharing.ASSISTED) -> ServedRuntime:
     """Three threads share the work of its steps."""
     runtime = served(description, 3)
-    runtime.stepper._native.h2o_step_share(runtime.stepper._step, sharing)
+    runtime.stepper.native.h2o_step_share(runtime.stepper.handle, sharing)
     return runtime
 
 

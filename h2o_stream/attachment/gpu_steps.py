@@ -60,8 +60,10 @@ def _set_kernels(model: Any, cache: H2OCache, verification: Verification) -> str
         return reason
     if cache.storage_device is not None or len({x.device for x in model.parameters()}) > 1:
         return "keys and values, or weights, are on several devices"
-    from h2o_stream.gpu.kernels import GpuKernels, why_not
-
+    try:
+        from h2o_stream.gpu.kernels import GpuKernels, why_not
+    except ImportError as error:
+        return f"{_triton()} is another one than is needed: {error}"
     if reason := next(filter(None, map(why_not, cache.head_groups)), ""):
         return reason
     made = GpuKernels(device)

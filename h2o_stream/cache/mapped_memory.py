@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import os
 import tempfile
 
+from h2o_stream.base.mapped_files import reserve_room
 from h2o_stream.base.resources import cache_folder
 from h2o_stream.errors import H2OStreamError
 
@@ -20,9 +20,7 @@ def mapped_memory(size: int) -> mmap.mmap:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a crash at the first write
-                os.posix_fallocate(file.fileno(), 0, size)
-            file.truncate(size)
+            reserve_room(file, 0, size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise H2OStreamError(

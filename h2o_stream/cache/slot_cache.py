@@ -22,11 +22,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _exclusive(method: _Method) -> _Method:
-    """Run a method inside the `one_thread` of its cache."""
+    """Run a method inside the `one_thread` of its cache, which then has no guesses in its slots."""
 
     @functools.wraps(method)
     def in_one_thread(self: SlotCache, *args: Any, **kwargs: Any) -> Any:
         with self.one_thread:
+            self.take_back()
             return method(self, *args, **kwargs)
 
     return in_one_thread  # type: ignore[return-value]
@@ -44,11 +45,13 @@ class SlotCache(Tearable, WindowRules):
         one_thread: inside it the cache is changed.
         is_called: whether it may have another digest, in states that were saved via the other loader: without torch, or
             through transformers. May take long.
+        take_back: takes guesses out of the slots, see `native.lookahead`.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ...".
         evicts: whether it ever gives up tokens.
         stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
     """
 
+    take_back: Callable[[], object] = staticmethod(lambda: None)
     engine_note = ""
     stream_number = 0
     evicts = True
@@ -110,6 +113,13 @@ class SlotCache(Tearable, WindowRules):
         """Allocate slots for a token of each row, which a native step does not."""
         if not self._stage_ends.isdisjoint(self.tokens.lengths):
             self._fit([length + more for length in self.tokens.lengths for more in (0, 1)])
+
+    def steps_ahead(self, most: int) -> int:
+        """How many tokens, at most so many, native steps can take before slots change otherwise."""
+        if len(self.tokens.lengths) != 1:
+            return 0
+        length = self.tokens.lengths[0]
+        return min([most, *(end - length for end in self._stage_ends if end >= length)])
 
     def make_room_for_prompt(self, shapes: Sequence[HeadShape], dtype: str, lengths: Sequence[int], rows: int) -> None:
         """Allocate slots for a native prompt, which does not. `lengths`: of every row, now and after each chunk."""

@@ -227,6 +227,7 @@ def settings_group(default_recall: RecallMode) -> Group[Settings]:
         system_file=Option("Read it from a file, or from a named one in prompts/."),
         json_schema=Option("Every reply is JSON that this file's JSON schema describes."),
         recall=Option("Read evicted passages again when a message asks for them; wide: in other words, too."),
+        speculate=Option("Guess tokens from what was said before, where that is faster; replies are the same."),
         think=Option("Draw thinking as it comes, folded to a line, or not at all; off: not to think."),
         at_context=Option("Absolute positions past the model's context: continue, or stop there."),
         model=MODEL,

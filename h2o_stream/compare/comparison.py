@@ -109,7 +109,7 @@ class Comparison(ABC, Generic[Options]):
         """An engine that serves a policy; arguments as for `Engine`."""
         assert self.models is not None, "the model was loaded"
         model, config = self.model_for(config)
-        return Engine(model, self.tokenizer, config, sampling, at_context, engine=self.models.engine)
+        return Engine(model, self.tokenizer, config, sampling, at_context, engine=self.models.engine, speculate="off")
 
     def key(self, config: CacheConfig, **settings: Any) -> dict[str, Any]:
         """The key of a job: its settings, and what else its result depends on."""

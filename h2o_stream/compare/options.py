@@ -25,7 +25,12 @@ Window = Annotated[int, Option("Tokens kept per layer and KV head.")]
 MODES = some_of("recall", get_args(RecallMode))
 """A parser of modes of recall."""
 
-RecallModes = Annotated[Sequence[RecallMode], Option("off, auto or wide, or several with commas.", parse=MODES)]
+RecallModes = Annotated[
+    Sequence[RecallMode],
+    Option(
+        "off, auto or wide, or several with commas.", parse=some_of("recall", get_args(RecallMode), may_be_none=True)
+    ),
+]
 Ray = Annotated[str | None, Option("Run the jobs on a Ray cluster: auto, or its address as host:port (extra cluster).")]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
 

@@ -62,3 +62,14 @@ from h2o_stream.config.sampling import (
     model_sampling,
 )
 from h2o_stream.config.serve import ServeConfig
+from h2o_stream.config.speculation import (
+    MATCHED_TOKENS,
+    MAX_COST_FACTOR,
+    MIN_GAIN,
+    PASS_COSTS,
+    RIGHT_GUESSES,
+    SEARCHED_TOKENS,
+    SPECULATED_BYTES,
+    SPECULATED_SHARE,
+    SpeculateMode,
+)

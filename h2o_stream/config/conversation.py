@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from h2o_stream.config.cache import CacheConfig
 from h2o_stream.config.model import ModelConfig
 from h2o_stream.config.sampling import SamplingConfig
+from h2o_stream.config.speculation import SpeculateMode
 from h2o_stream.errors import ConfigError
 
 RecallMode = Literal["auto", "wide", "off"]
@@ -67,6 +68,7 @@ class Settings:
         at_context: whether a cache with absolute positions continues past the model's context or stops there.
         engine: ``auto`` runs the native step where it serves the model, ``eager`` runs transformers' forward.
         recall: whether evicted passages are read again.
+        speculate: ``auto`` guesses tokens from what was said before, where that is faster; ``off`` never does.
         think: how thinking is drawn: ``show`` all of it, ``fold`` it to a line, or ``hide`` it; ``off`` switches it off
             where the model's template can, and is ``fold`` elsewhere.
         tools: JSON schemas of tools that the chat template describes.
@@ -80,6 +82,7 @@ class Settings:
     at_context: AtContext = "continue"
     engine: EngineChoice = "auto"
     recall: RecallConfig = field(default_factory=RecallConfig)
+    speculate: SpeculateMode = "auto"
     think: ThinkMode = "fold"
     tools: tuple[Mapping[str, Any], ...] = ()
     json_schema: Mapping[str, Any] | None = None
@@ -87,6 +90,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.engine not in get_args(EngineChoice):
             raise ConfigError(f"engine is {self.engine!r}; --engine takes {', '.join(get_args(EngineChoice))}")
+        if self.speculate not in get_args(SpeculateMode):
+            raise ConfigError(f"speculate is {self.speculate!r}; --speculate takes auto or off")
         if self.think not in get_args(ThinkMode):
             raise ConfigError(f"think is {self.think!r}; --think takes {', '.join(get_args(ThinkMode))}")
 

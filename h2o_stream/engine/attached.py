@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -49,6 +49,10 @@ class AttachedModel:
         """Feed tokens to the stream."""
         logits: NDArray[numpy.float32] = self._logits(tokens, 1)[-1].cpu().numpy()
         return logits
+
+    def step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[NDArray[numpy.float32], int]:
+        """Feed a token to the stream, without guesses."""
+        return self.forward([token]), 1
 
     @torch.no_grad()
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> NDArray[numpy.float32]:

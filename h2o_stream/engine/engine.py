@@ -25,11 +25,13 @@ from h2o_stream.config import (
     CacheConfig,
     EngineChoice,
     SamplingConfig,
+    SpeculateMode,
 )
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.engine.grammar import Grammar
+from h2o_stream.engine.grammar import Grammar, Matcher
 from h2o_stream.engine.sampling import Sampler, Scores, check_rng_state
 from h2o_stream.engine.served import StreamCache, serve
+from h2o_stream.engine.speculation import Speculation
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.models.turn_tokens import end_tokens
@@ -47,6 +49,7 @@ class Engine:
         pinned_prefix: how many tokens at the start of the stream `pin` protects.
         prefill_step: prompt tokens per forward, see the function `prefill_step`.
         grammar: what replies must follow; None for any text.
+        speculation: the guesses of its replies.
 
     Args:
         model: a causal language model of transformers.
@@ -58,6 +61,7 @@ class Engine:
         engine: what runs a step, see `attach`.
         progress: receives the progress of preparations, see `attach`.
         sampling_defaults: our own defaults of this model, see `config.model_sampling`.
+        speculate: whether what the conversation has said before is guessed, see `Speculation`.
 
     Raises:
         UnsupportedModelError, ConfigError: see `attach`.
@@ -74,6 +78,7 @@ class Engine:
         engine: EngineChoice = "auto",
         progress: ProgressCallback = ignore,
         sampling_defaults: Mapping[str, float] = MappingProxyType({}),
+        speculate: SpeculateMode = "auto",
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._serve = partial(serve, model, cache, engine, progress)
@@ -88,6 +93,7 @@ class Engine:
         self.prefill_step = self.served.prefill_step
         self.tokens = NumberLog()
         self.end_tokens = end_tokens(self.served.generation, tokenizer)
+        self.speculation = Speculation(speculate)
         self._logits: Scores | None = None
         self._stream = self.cache.stream_number
 
@@ -261,9 +267,10 @@ class Engine:
         """
         text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
         matcher = self.grammar.matcher(thinking) if self.grammar else None
-        reply = list[int]()
+        reply, passes = list[int](), self.speculation.passes
+        most = self.sampling.max_tokens if max_tokens is None else max_tokens
         self.sampler.end_tokens = [*self.end_tokens]
-        while len(reply) < (self.sampling.max_tokens if max_tokens is None else max_tokens):
+        while len(reply) < most:
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
                 return
@@ -278,15 +285,17 @@ class Engine:
                 token = self.sampler.sample(self._logits, reply, matcher.masked if matcher else None)
                 if matcher:
                     matcher.accept(token)
-                yield from self.forward([token])
+                ended = token in self.end_tokens
+                wanted = 0 if ended else most - len(reply) - 1
+                yield from self.forward([token], partial(self._speculate, wanted, matcher))
             except OutOfMemoryError as error:
                 yield Finished("oom", text.flush(), str(error))
                 return
             reply.append(token)
-            ended = token in self.end_tokens
             piece = "" if ended else text.push(token)
             elapsed_s += time.perf_counter() - started
-            yield Token(token, piece, elapsed_s, len(self.tokens), self.cache.counts)
+            passed = self.speculation.passes - passes
+            yield Token(token, piece, elapsed_s, len(self.tokens), self.cache.counts, passes=passed)
             if ended or text.stopped:
                 yield Finished("stop", text.flush(), cut=text.stopped)
                 return
@@ -296,15 +305,16 @@ class Engine:
         if self.torn:
             raise H2OStreamError(TORN_MESSAGE)
 
-    def forward(self, tokens: Sequence[int]) -> Iterator[Never]:
-        """Take tokens through the model. Yields nothing; an engine that is stepped with others waits for it here.
+    def forward(self, tokens: Sequence[int], step: Callable[[], Scores] | None = None) -> Iterator[Never]:
+        """Take tokens through the model; a token of a reply by `step`. Yields nothing; an engine that is stepped with
+        others waits for it here.
 
         Raises:
             OutOfMemoryError: memory ran out.
         """
         self.begin(tokens)
         try:
-            self.finish(self.served.forward(tokens))
+            self.finish(step() if step else self.served.forward(tokens))
         except (MemoryError, RuntimeError) as error:
             if not means_out_of_memory(error):
                 raise
@@ -313,6 +323,13 @@ class Engine:
                 "with --policy h2o and a fixed --window, memory does not grow with the conversation"
             ) from error
         yield from ()
+
+    def _speculate(self, most: int, matcher: Matcher | None) -> Scores:
+        """Take the last token through the model, with at most so many guesses. Returns the logits after it."""
+        if (limit := self._max_tokens()) is not None:
+            most = min(most, max(limit - len(self.tokens), 0))
+        forced = matcher.forced if matcher else tuple
+        return self.speculation.step(self.served, self.tokens.array, most, forced)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Note tokens that are about to go through the model."""

@@ -32,6 +32,7 @@ class Token:
     Attributes:
         text: the text it completes; empty while a character is incomplete.
         thinking: the text of the model's thinking that it completes; None for a token that is no part of it.
+        passes: how many times tokens of the reply went through the model so far.
     """
 
     id: int
@@ -40,6 +41,7 @@ class Token:
     seen: int
     get_counts: Callable[[], CacheCounts] = field(repr=False, compare=False)
     thinking: str | None = None
+    passes: int = 0
 
     @property
     def counts(self) -> CacheCounts:

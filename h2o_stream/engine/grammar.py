@@ -100,6 +100,11 @@ class Matcher:
         """Append the sampled token."""
         self._matcher.consume_token(token)
 
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, most likely: text that the grammar leaves may be divided into others."""
+        tokens: Sequence[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
     @property
     def alive(self) -> bool:
         """Whether the grammar allows all tokens so far."""
@@ -154,6 +159,10 @@ class ThinkingMatcher(Matcher):
         for matcher in () if self._forced else self._alive:
             allowed |= matcher.allowed(len(logits))
         return _masked(logits, allowed, self._ends)
+
+    def forced(self) -> Sequence[int]:
+        """See `Matcher`."""
+        return self._forced or (self._alive[0].forced() if len(self._alive) == 1 else ())
 
     def accept(self, token: int) -> None:
         """Go on with a token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy
@@ -53,6 +53,13 @@ class Served(Protocol):
 
         Raises:
             MemoryError, RuntimeError: memory ran out, see `means_out_of_memory`.
+        """
+
+    def step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[NDArray[numpy.float32], int]:
+        """Feed a token to the stream, as `forward` does, and with it perhaps some of what `guess` says may follow.
+
+        Returns:
+            Logits, and how many tokens went through the model: none if it was guessed before.
         """
 
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> NDArray[numpy.float32]:

@@ -16,7 +16,7 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.gpu.graphs import GraphSteps
-from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms, walks
+from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms, limits_of, walks
 from h2o_stream.gpu.layers import logits_of, rows_of, run
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
@@ -95,7 +95,11 @@ class FusedSteps:
             return None
         if not (self._unchanged and self._are_tokens(tokens)):
             return None
-        self._allocate(rows, tokens.device)
+        for group in groups:
+            if not group.is_initialized:
+                group.device = tokens.device
+        after = [length + new for length in lengths]
+        cache.make_room_for_prompt(self._shapes, str(self.dtype).removeprefix("torch."), (*lengths, *after), rows)
         if not self._have_dtype():
             return None
         with cache.writing():
@@ -115,13 +119,6 @@ class FusedSteps:
 
     def _have_dtype(self) -> bool:
         return all(group.is_initialized and group.dtype == self.dtype for group in self.cache.head_groups)
-
-    def _allocate(self, rows: int, device: torch.device) -> None:
-        for number, shape in enumerate(self._shapes):
-            for group in self.cache.layers[number].head_groups:
-                if not group.is_initialized:
-                    group.device = device
-                    group.allocate(shape, str(self.dtype), rows, group.schedule.common + group.spare)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """[B Q, hidden]"""
@@ -189,12 +186,13 @@ class FusedSteps:
             for x, norm in ((heads.query, attention.query_norm), (heads.key, attention.key_norm)):
                 if norm.weight is not None:
                     x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
+            starts = [(length + offset, new) for length in self.cache.tokens.lengths or (0,) * rows]
             if before:
                 torch.cuda.current_stream().wait_event(before[number])
             for group in self.cache.layers[number].head_groups:
                 of_group, transform = heads._replace(heads=group.heads), self._transform(number, attention)
-                factor = attention.rope.scale if attention.rope else 1.0
-                self._kernels.prompt(group, of_group, transform, offset=offset, factor=factor, lanes=LANES, lane=lane)
+                factor, limits = attention.rope.scale if attention.rope else 1.0, limits_of(group, starts, new)
+                self._kernels.prompt(group, of_group, transform, None, limits, offset, factor, LANES, lane)
             if done:
                 done[number].record()
             return out

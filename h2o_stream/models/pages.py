@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.mapped_files import prefer_huge_pages
 from h2o_stream.base.memory import anonymous_memory
 
 _ALIGNMENT = 64
@@ -39,8 +40,7 @@ class HugePages:
 
 def _allocate(size: int) -> mmap.mmap:
     pages = anonymous_memory(size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    prefer_huge_pages(pages)
     return pages
 
 
@@ -48,6 +48,5 @@ def map_weights(path: Path) -> mmap.mmap:
     """A file of weights, mapped in huge pages where the file system has them."""
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        data.madvise(mmap.MADV_HUGEPAGE)
+    prefer_huge_pages(data)
     return data

@@ -355,6 +355,11 @@ KERNEL_FUNCTIONS: Functions = {
         c_int64,
         [*[c_void_p] * 2, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 2],
     ),
+    "h2o_journal_open": (c_void_p, []),
+    "h2o_journal_close": (None, [c_void_p]),
+    "h2o_journal_bytes": (c_int64, [c_void_p]),
+    "h2o_journal_undo": (None, [c_void_p, c_int64]),
+    "h2o_pass": (c_int64, [*[c_void_p] * 2, c_int64, *[c_void_p] * 2, c_int64]),
     "h2o_decode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
     "h2o_prefill": (
         c_int64,

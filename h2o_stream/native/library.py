@@ -17,8 +17,8 @@ from pathlib import Path
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import abi
 
-INSTRUCTIONS = ("portable", "avx2", "avxvnni", "avx512")
-"""From baseline to best, in the order of src/abi.h."""
+INSTRUCTIONS = ("portable", "avx2", "avxvnni", "avx512", "neon", "i8mm")
+"""Of x86-64 and of Arm, each from baseline to best, in the order of src/abi.h."""
 
 INSTRUCTIONS_VARIABLE = "H2O_INSTRUCTIONS"
 """Environment variable that selects an instruction set, for tests and debugging."""

@@ -8,7 +8,7 @@ from ctypes import CDLL
 from dataclasses import dataclass
 from itertools import chain, count
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -89,6 +89,7 @@ class Stepper:
 
     Attributes:
         takes_prompts: whether `prompt` serves the model.
+        native, handle: the library, and what `h2o_step` runs in.
         why_not: why the cache as it is now cannot be served, or nothing.
         revision: of the cache, for which the addresses of its slots are bound.
         binding: number of these addresses, which those of no other stepper and no other time have.
@@ -105,7 +106,7 @@ class Stepper:
     ) -> None:
         self.cache, self.model, self._unchanged = cache, model, unchanged
         self.dtype = model.description.dtype
-        self._native = native
+        self.native = native
         self._layers: list[BoundLayer] = []
         self.revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
         self.binding = -1
@@ -121,12 +122,17 @@ class Stepper:
                 if temperature and temperature.of_positions:
                     layer.temperature = 0.0
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
-        self._step = open_step(native, model)
+        self.handle = open_step(native, model)
         self.takes_prompts = dense_prompts or _is_mostly_packed(model.description.matrices)
 
     def __del__(self) -> None:
-        if getattr(self, "_step", None):
-            self._native.h2o_step_close(self._step)
+        if getattr(self, "handle", None):
+            self.native.h2o_step_close(self.handle)
+
+    def reopen(self) -> None:
+        """Free the buffers of steps."""
+        used, self.handle = self.handle, open_step(self.native, self.model)
+        self.native.h2o_step_close(used)
 
     def step(self, ids: NDArray[numpy.int64], trace: Array | None = None) -> NDArray[numpy.float32] | None:
         """Take a token of each row through the model, and count it.
@@ -148,21 +154,27 @@ class Stepper:
         logits = numpy.empty((rows, 1, vocabulary), numpy.float32)
         traced = (len(model.layers) + 1) * rows * model.struct.hidden_size
         with self.cache.writing():
-            failed = self._native.h2o_step(
-                self._step,
+            failed = self.native.h2o_step(
+                self.handle,
                 self.streams.ctypes.data,
                 rows,
                 pointer(logits, "float32", rows * vocabulary),
                 pointer(trace, "float32", traced),
-                min(num_threads(), self._most_threads),
+                self.threads,
             )
             raise_failure(failed, f"a step of {rows} rows")
             self.end_step()
         return logits
 
+    @property
+    def threads(self) -> int:
+        """Threads of a step."""
+        return min(num_threads(), self._most_threads)
+
     def begin_step(self, ids: NDArray[numpy.int64]) -> bool:
         """Fill `streams` for a token of each row [B]; whether they can be stepped."""
         cache = self.cache
+        cache.take_back()
         if len(cache.tokens.lengths) != len(ids):
             return False
         cache.make_room()
@@ -176,6 +188,20 @@ class Stepper:
             self._steady = cache.steady
         self.streams["token"] = ids
         return True
+
+    def begin_pass(self, ids: NDArray[numpy.int64]) -> NDArray[Any] | None:
+        """The rows of `h2o_pass` for tokens [n] of a stream, which follow one another; None if they cannot be taken."""
+        if not (self.begin_step(ids[:1]) and self._are_tokens(ids)):
+            return None
+        self._pass_slots = numpy.repeat(self._slots, len(ids), axis=0)
+        if not self._steady:
+            length = self.cache.tokens.lengths[0]
+            later = range(length, length + len(ids))
+            self._pass_slots["evictions"] = [[x.num_evictions(seen) for x in self._schedules] for seen in later]
+        rows = numpy.repeat(self.streams, len(ids))
+        rows["slots"] = self._pass_slots.ctypes.data + self._pass_slots.strides[0] * numpy.arange(len(ids))
+        rows["token"] = ids
+        return rows
 
     def end_step(self) -> None:
         """Count a token of each row, which a step has taken."""
@@ -215,7 +241,7 @@ class Stepper:
         attention = [layer.attention for layer in model.layers]
         projected_size = sum((x.query_heads + x.kv_heads) * x.head_size for x in attention)
         with cache.writing():
-            failed = self._native.h2o_forward(
+            failed = self.native.h2o_forward(
                 ctypes.addressof(model.struct),
                 self.streams.ctypes.data,
                 rows,
@@ -238,6 +264,7 @@ class Stepper:
     def begin_prompt(self, ids: NDArray[numpy.int64]) -> PromptPlan | None:
         """Make room for several tokens of each row [B, Q] and fill `streams`; None if they cannot be taken."""
         (rows, new), cache = ids.shape, self.cache
+        cache.take_back()
         lengths = cache.tokens.lengths or (0,) * rows
         if not self.takes_prompts or not new or len(lengths) != rows:
             return None

@@ -19,6 +19,7 @@ from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan, prefill_st
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, packing
 from h2o_stream.native.description import DENSE, Description
+from h2o_stream.native.lookahead import Lookahead
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
@@ -139,6 +140,7 @@ class ServedRuntime:
 
     Attributes:
         stepper: steps the stream, alone or, by `native.batch`, with others.
+        lookahead: takes guesses along.
     """
 
     context: int | None
@@ -154,12 +156,24 @@ class ServedRuntime:
         self.dtype, self._model, self.vocabulary = description.dtype, model, description.output.rows
         self.prefill_step = prefill_step(num_weights(description))
         self.stepper = Stepper(native, model.native.copied(), NeverChanges(), cache, dense_prompts=True)
+        self.lookahead = Lookahead(self.stepper)
         cache.engine_note = f"native, {library.name()}, without torch"
 
     def forward(self, tokens: Sequence[int]) -> Floats:
         """Feed tokens to the stream."""
         last: Floats = self._logits(tokens, 1)[-1]
         return last
+
+    def step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[Floats, int]:
+        """Feed a token to the stream, and perhaps guesses; see `Served`."""
+        cache = self.cache
+        with cache.one_thread:
+            if (logits := self.lookahead.next(token)) is not None:
+                return logits, 0
+            guesses = () if cache.torn else guess()
+            if guesses and (logits := self.lookahead.take(token, guesses)) is not None:
+                return logits, 1 + len(self.lookahead.tokens)
+            return self.forward([token]), 1
 
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> Floats:
         """Feed tokens to the stream, as `forward` does."""

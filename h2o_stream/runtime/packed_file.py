@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.mapped_files import reserve_room
 from h2o_stream.models.packed_cache import FORMAT, WEIGHTS_FILE, NotCachedError, new_packed_folder
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.runtime.weights import mapped_tensors
@@ -103,10 +103,7 @@ def _mapped(path: Path, entries: list[Entry]) -> mmap.mmap:
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     with path.open("w+b") as file:
-        if hasattr(os, "posix_fallocate"):  # on a full disk a mapped page that is written to ends the process
-            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
-        else:
-            file.truncate(8 + len(text) + end)
+        reserve_room(file, 0, 8 + len(text) + end)
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
         return mmap.mmap(file.fileno(), 0)

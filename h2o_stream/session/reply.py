@@ -70,6 +70,7 @@ class GrowingReply:
         """Append a token. Returns its event with thinking and answer apart."""
         self._timings.new_tokens += 1
         self._timings.decode_s = self._earlier.decode_s + event.elapsed_s
+        self._timings.passes = self._earlier.passes + event.passes
         thinking, answer, was_thinking = "", event.text, False
         if self._splitter is not None:
             was_thinking = self._splitter.thinking

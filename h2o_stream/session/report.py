@@ -110,7 +110,8 @@ class RunReport:
             done = self._previous.done if isinstance(self._previous, PrefillProgress) else 0
             timings = Timings(prompt_tokens=event.done - done, prefill_s=elapsed_s)
         else:
-            timings = Timings(new_tokens=1, decode_s=elapsed_s)
+            passes = event.passes - (self._previous.passes if isinstance(self._previous, Token) else 0)
+            timings = Timings(new_tokens=1, decode_s=elapsed_s, passes=passes)
         self._previous = event
         self.total.add(timings)
         self.seen = event.seen if isinstance(event, Token) else event.counts.seen
@@ -140,6 +141,7 @@ class RunReport:
             "evicted_tokens": self.evicted,
             "prefill_tok_s": round(self.total.prefill_tok_s, 2),
             "decode_tok_s": round(self.total.decode_tok_s, 2),
+            "tokens_per_pass": round(self.total.tokens_per_pass, 2),
             "cache_bytes": self.cache_bytes,
             "peak_rss_bytes": peak_bytes(),
             "beyond_context": self.beyond_context,

@@ -15,12 +15,16 @@ from h2o_stream.recall.passage import Candidate
 
 @dataclass
 class Timings:
-    """Tokens and compute time of a turn or of any part of a run. Template and end-of-turn tokens count."""
+    """Tokens and compute time of a turn or of any part of a run. Template and end-of-turn tokens count.
+
+    `passes`: how many times generated tokens went through the model, several at once where some were guessed.
+    """
 
     prompt_tokens: int = 0
     prefill_s: float = 0.0
     new_tokens: int = 0
     decode_s: float = 0.0
+    passes: int = 0
 
     @property
     def prefill_tok_s(self) -> float:
@@ -32,12 +36,18 @@ class Timings:
         """Generated tokens per second."""
         return self.new_tokens / self.decode_s if self.decode_s else 0.0
 
+    @property
+    def tokens_per_pass(self) -> float:
+        """Generated tokens per pass through the model: above 1 where some were guessed."""
+        return self.new_tokens / self.passes if self.passes else 0.0
+
     def add(self, other: Timings) -> None:
         """Add another measurement to this one."""
         self.prompt_tokens += other.prompt_tokens
         self.prefill_s += other.prefill_s
         self.new_tokens += other.new_tokens
         self.decode_s += other.decode_s
+        self.passes += other.passes
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class Turn:
             "decode_s": round(self.timings.decode_s, 4),
             "prefill_tok_s": round(self.timings.prefill_tok_s, 2),
             "decode_tok_s": round(self.timings.decode_tok_s, 2),
+            "tokens_per_pass": round(self.timings.tokens_per_pass, 2),
             "window": self.counts.window or None,
             "seen_tokens": self.counts.seen,
             "cached_tokens": self.counts.cached,

@@ -171,7 +171,7 @@ class Chat:
     def _status(self) -> tuple[list[tuple[str, str]], str]:
         engine = self._history.conversation.engine
         counts = engine.counts
-        line = status_line(counts, self._report.total.decode_tok_s, self._process.memory_info().rss)
+        line = status_line(counts, self._report.total, self._process.memory_info().rss)
         width = min(max(self._terminal.console.width - len(line) - 2, _MIN_BAR), _MAX_BAR)
         return slot_bar(counts, width) or context_bar(counts, engine.context, width), f" {line}"
 

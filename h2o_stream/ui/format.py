@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from h2o_stream.base.memory import format_bytes
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import BENCH
-from h2o_stream.session.turn import Turn
+from h2o_stream.session.turn import Timings, Turn
 
 if TYPE_CHECKING:
     from h2o_stream.engine.engine import Engine
@@ -122,11 +122,17 @@ def legend(counts: CacheCounts, context: int | None = None) -> list[tuple[str, s
     return [("green", f"▒ kept {counts.cached:,} of {context:,} in context"), ("bright_black", f"· {-over:,} left")]
 
 
-def status_line(counts: CacheCounts, decode_tok_s: float, rss_bytes: int) -> str:
+def passes_note(timings: Timings) -> str:
+    """How many tokens a pass through the model gave, if some were guessed."""
+    return f" ({timings.tokens_per_pass:.1f} a pass)" if timings.tokens_per_pass >= 1.05 else ""
+
+
+def status_line(counts: CacheCounts, timings: Timings, rss_bytes: int) -> str:
     """The text beside the bar of slots."""
     window = f" · window {counts.window_note}" if counts.grown else ""
     return (
-        f"seen {counts.seen:,} evicted {counts.evicted:,}{window} · {format_speed(decode_tok_s)} · "
+        f"seen {counts.seen:,} evicted {counts.evicted:,}{window} · "
+        f"{format_speed(timings.decode_tok_s)}{passes_note(timings)} · "
         f"cache {format_bytes(counts.nbytes)} · process {format_bytes(rss_bytes)}"
     )
 
@@ -141,7 +147,7 @@ def turn_line(turn: Turn) -> str:
     timings, counts = turn.timings, turn.counts
     return (
         f"{timings.prompt_tokens} + {timings.new_tokens} tokens, "
-        f"{timings.prefill_tok_s:.0f} + {timings.decode_tok_s:.1f} tok/s, "
+        f"{timings.prefill_tok_s:.0f} + {timings.decode_tok_s:.1f} tok/s{passes_note(timings)}, "
         f"{kept_text(counts)}, evicted {counts.evicted:,}, {turn.finish}"
     ) + (", beyond the model's context" if turn.beyond_context else "")
 

@@ -109,6 +109,7 @@ def converse(
         settings.engine,
         progress,
         model.sampling,
+        settings.speculate,
     )
     thinking = False if settings.think == "off" else None
     system = model.system if settings.system is None else settings.system

@@ -13,6 +13,10 @@ extern "C" int64_t h2o_library_instructions() {
   return kAvxVnni;
 #elif defined(H2O_AVX2)
   return kAvx2;
+#elif defined(H2O_NEON_I8MM)
+  return kI8mm;
+#elif defined(H2O_NEON_DOT)
+  return kNeon;
 #else
   return kPortable;
 #endif

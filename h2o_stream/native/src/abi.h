@@ -12,7 +12,7 @@
 extern "C" {
 
 // Instruction sets, in the order of INSTRUCTIONS in library.py.
-enum Instructions : int64_t { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3 };
+enum Instructions : int64_t { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3, kNeon = 4, kI8mm = 5 };
 
 // ---- matrices -------------------------------------------------------------------------------------------------------
 

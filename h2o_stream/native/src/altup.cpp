@@ -128,7 +128,7 @@ void Step::split_versions(const Worker& worker) {
     quantize_for({&to[0], &to[1], &to[2]}, state.normed, stream, {0, hidden});
   });
   for (int64_t i = 0; i < others; ++i) {
-    skinny_gemm(to[i], state(worker).normed, count_, rows, projected_versions_.at(i * hidden), others * hidden);
+    multiply_vectors(to[i], state(worker).normed, {0, count_}, rows, projected_versions_.at(i * hidden), others * hidden);
   }
   worker.barrier();
   for_each_stream(worker, [&](State& state, int64_t stream) {
@@ -149,8 +149,8 @@ void Step::merge_versions(const Worker& worker, const Layer& last) {
     }
   });
   for (int64_t i = 0; i < others; ++i) {
-    skinny_gemm(model_.from_versions[i], state(worker).version_inputs, Range{i * count_, (i + 1) * count_}, rows,
-                projected_versions_.at(i * hidden), others * hidden);
+    multiply_vectors(model_.from_versions[i], state(worker).version_inputs, {i * count_, (i + 1) * count_}, rows,
+                     projected_versions_.at(i * hidden), others * hidden);
   }
   worker.barrier();
   for_each_stream(worker, [&](State& state, int64_t stream) {

@@ -214,6 +214,7 @@ bool Assistants::fetch(int32_t number, RowJob& job, const Vectors& vectors) cons
 // What a thread does for ever.
 void Assistants::assist(Assistant& own) {
   RowJob job;
+  prefer_fast_cores();
   for (int32_t number = 0;;) {
     posted_.wait_past(number, kIdleTime);
     number = posted_.value();

@@ -155,7 +155,7 @@ void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantize
   });
 }
 
-void DecodeAttention::merge(const Worker& worker, int64_t stream, float* output, float* factors) {
+void DecodeAttention::merge(int64_t stream, float* output, float* factors) {
   const Row row{stream, stream, token_indices_[stream]};
   for (int64_t group = 0; group < groups_; ++group) {
     const Slots& slots = slots_[stream][group];
@@ -240,7 +240,8 @@ void DecodeAttention::evict(const Row& row, const Slots& slots, int64_t local_he
   if (local_head == 0) *slots.seen = seen;
 }
 
-void DecodeAttention::collect_heads(const Worker& worker, std::vector<Place>& places) const {
+void DecodeAttention::collect_heads(const Worker& worker) {
+  std::vector<Place>& places = scratch_[worker.index].places;
   int64_t total = 0, first = 0;
   for_each_head([&](int64_t, const Slots& slots, int64_t) { total += slots.slot_count; });
   const Range range = worker.partition(total);

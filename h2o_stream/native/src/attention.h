@@ -45,24 +45,30 @@ class DecodeAttention {
   // [streams][query_heads][value_size]. `prepare` as for `attend`.
   template <class Prepare>
   void step(const Worker& worker, Prepare prepare, float* outputs) {
-    Scratch& scratch = scratch_[worker.index];
-    collect_heads(worker, scratch.places);
-    for (size_t i = 0; i < scratch.places.size(); ++i) {
-      const auto [stream, slots, local_head] = scratch.places[i];
-      const Row row{stream, worker.index, token_indices_[stream]};
-      const HeadSlots head(*layer_, *slots, local_head);
-      attend_range(row, head, {0, head.count}, scratch, prepare);
-      merge(row, *slots, local_head, outputs + stream * layer_->query_heads * layer_->value_size,
-            scratch.factors.data());
-      if (has_scores()) update_scores(row, head, {0, head.count}, scratch.factors.data());
-      if (i + 1 < scratch.places.size()) prefetch_head(scratch.places[i + 1]);
-      evict(row, *slots, local_head, scratch);
+    const std::vector<Place>& places = scratch_[worker.index].places;
+    collect_heads(worker);
+    for (size_t i = 0; i < places.size(); ++i) {
+      step_head(worker, places[i], i + 1 < places.size() ? &places[i + 1] : nullptr, prepare, outputs);
+    }
+  }
+
+  // The same for `tokens` tokens of a single stream, one after another; the slots of each are those of that stream.
+  // Calls `begin(token, head)` before a head takes a token.
+  template <class Prepare, class Begin>
+  void pass(const Worker& worker, int64_t tokens, Prepare prepare, Begin begin, float* outputs) {
+    collect_heads(worker);
+    for (const Place& place : scratch_[worker.index].places) {
+      for (int64_t token = 0; token < tokens; ++token) {
+        const Place at{token, slots_[token] + (place.slots - slots_[0]), place.local_head};
+        begin(token, HeadSlots(*layer_, *at.slots, at.local_head));
+        step_head(worker, at, nullptr, prepare, outputs);
+      }
     }
   }
 
   // Writes a stream's attention output [query_heads][value_size], and the factor on each block's softmax. Of a single
   // stream, every thread may do so.
-  void merge(const Worker& worker, int64_t stream, float* output, float* factors);
+  void merge(int64_t stream, float* output, float* factors);
   int64_t factor_count() const { return query_heads_ * blocks_; }
 
   // Updates the scores of this thread's slots; `factors(stream)` returns what `merge` wrote.
@@ -101,6 +107,21 @@ class DecodeAttention {
 
   bool has_scores() const { return layer_->policy == kAccumulated || layer_->policy == kTova; }
 
+  // Takes a head through all phases, for which see `step`, and prefetches the next one, if any.
+  template <class Prepare>
+  void step_head(const Worker& worker, const Place& place, const Place* next, Prepare prepare, float* outputs) {
+    Scratch& scratch = scratch_[worker.index];
+    const auto [stream, slots, local_head] = place;
+    const Row row{stream, worker.index, token_indices_[stream]};
+    const HeadSlots head(*layer_, *slots, local_head);
+    attend_range(row, head, {0, head.count}, scratch, prepare);
+    merge(row, *slots, local_head, outputs + stream * layer_->query_heads * layer_->value_size,
+          scratch.factors.data());
+    if (has_scores()) update_scores(row, head, {0, head.count}, scratch.factors.data());
+    if (next) prefetch_head(*next);
+    evict(row, *slots, local_head, scratch);
+  }
+
   // Writes a new token into its slot, if that is in a range, and attends to the range.
   template <class Prepare>
   void attend_range(const Row& row, const HeadSlots& head, Range range, Scratch& scratch, Prepare prepare) {
@@ -122,8 +143,8 @@ class DecodeAttention {
     }
   }
 
-  // The heads that are a thread's in `step`: about as many slots as those of any other thread.
-  void collect_heads(const Worker& worker, std::vector<Place>& places) const;
+  // Notes the heads that are this thread's in `step`: about as many slots as those of any other thread.
+  void collect_heads(const Worker& worker);
 
   // Prefetches what is read of a head first.
   void prefetch_head(const Place& place) const;

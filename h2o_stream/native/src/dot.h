@@ -22,6 +22,9 @@ using simd::Ints;
 // Codes of four columns in each of `simd::kWidth` rows, one byte each; 16-bit elements because shifts need them.
 using Bytes = uint16_t __attribute__((vector_size(4 * simd::kWidth)));
 
+// The same as bytes.
+using UnsignedBytes = uint8_t __attribute__((vector_size(4 * simd::kWidth)));
+
 // Codes of two columns in each of `simd::kWidth` rows.
 using Pairs = int16_t __attribute__((vector_size(4 * simd::kWidth)));
 
@@ -48,7 +51,7 @@ inline Bytes load(const uint8_t* from) {
   return in_register(bytes);
 }
 
-#if !defined(H2O_AVX2)
+#if !defined(H2O_AVX2) && !defined(H2O_NEON)
 // Not inlined: a scalar load for each byte, in dozens of places, takes compilers minutes.
 [[gnu::noinline]] inline Bytes look_up_bytes(Bytes codes, const uint8_t* numbers) {
   uint8_t bytes[sizeof codes];
@@ -70,6 +73,11 @@ Bytes look_up(Bytes codes) {
 #else
   return Bytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), __m256i(codes)));
 #endif
+#elif defined(H2O_NEON_DOT)  // without the bias: bytes are signed
+  const uint8x16_t numbers = vsubq_u8(vld1q_u8(kNumbers), vdupq_n_u8(packed::code_bias(kind)));
+  return Bytes(vqtbl1q_u8(numbers, uint8x16_t(codes)));
+#elif defined(H2O_NEON)
+  return Bytes(vqtbl1q_u8(vld1q_u8(kNumbers), uint8x16_t(codes)));
 #else
   return look_up_bytes(codes, kNumbers);
 #endif
@@ -77,6 +85,12 @@ Bytes look_up(Bytes codes) {
 
 // Moves some bits of every byte from bit `from` on to bit `to` on.
 [[gnu::always_inline]] inline Bytes move_bits(Bytes bytes, int64_t bits, int64_t from, int64_t to) {
+#if defined(H2O_NEON)  // bytes can be shifted; what leaves them needs no mask
+  const UnsignedBytes all = UnsignedBytes(bytes);
+  const UnsignedBytes moved = from < to ? all << uint8_t(to - from) : all >> uint8_t(from - to);
+  const bool whole = std::min(from, to) == 0 && std::max(from, to) + bits == 8;
+  return Bytes(whole ? moved : moved & uint8_t(((1 << bits) - 1) << to));
+#endif
   const uint16_t mask = uint16_t(0x0101 * ((1 << bits) - 1) << to);
   return (from < to ? bytes << uint16_t(to - from) : bytes >> uint16_t(from - to)) & mask;
 }
@@ -91,13 +105,13 @@ template <int64_t kind, int64_t rows, class Body>
   if constexpr (kind == kInt8) {
 #pragma GCC unroll 8
     for (int64_t i = 0; i < 8; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int64_t row = 0; row < rows; ++row) body(i / 4, i % 4, row, load(lower + i * kLine + row * kRegister));
     }
     return;
   }
   Bytes high[rows][2]{};
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int64_t row = 0; row < rows; ++row) {
     if constexpr (kUpper) high[row][0] = load(upper + row * kRegister);
     if constexpr (kUpper == 2) high[row][1] = load(upper + kLine + row * kRegister);
@@ -112,12 +126,12 @@ template <int64_t kind, int64_t rows, class Body>
 #pragma GCC unroll 4
   for (int64_t outer = 0; outer < kOuter; ++outer) {
     Bytes loaded[rows];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int64_t row = 0; row < rows; ++row) loaded[row] = load(lower + outer * kLine + row * kRegister);
 #pragma GCC unroll 4
     for (int64_t inner = 0; inner < 8 / kOuter; ++inner) {
       const int64_t half = kLower == 2 ? outer : inner, quad = kLower == 2 ? inner : outer;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int64_t row = 0; row < rows; ++row) {
         with_upper(half, quad, row, move_bits(loaded[row], kLower, kLower * inner, 0));
       }
@@ -129,7 +143,6 @@ template <int64_t kind, int64_t rows, class Body>
 template <int64_t kind>
 FourColumns widen(Bytes bytes) {
   if constexpr (kind != kInt8 && !packed::code_bias(kind)) return {Pairs(bytes & 255), Pairs(bytes >> 8)};
-  using UnsignedBytes = uint8_t __attribute__((vector_size(4 * simd::kWidth)));
   const Bytes numbers = Bytes(UnsignedBytes(bytes) - uint8_t(packed::code_bias(kind)));
   return {Pairs(numbers << 8) >> 8, Pairs(numbers) >> 8};
 }
@@ -146,13 +159,57 @@ FourColumns widen(Bytes bytes) {
   return in_register(sums + Ints(_mm256_madd_epi16(__m256i(codes), _mm256_set1_epi32(both))));
 #elif defined(__SSE2__)
   return in_register(sums + Ints(_mm_madd_epi16(__m128i(codes), _mm_set1_epi32(both))));
+#elif defined(H2O_NEON)
+  const int16x8_t pairs = vreinterpretq_s16_s32(vdupq_n_s32(both)), numbers = int16x8_t(codes);
+  const int32x4_t low = vmull_s16(vget_low_s16(numbers), vget_low_s16(pairs)), high = vmull_high_s16(numbers, pairs);
+  return sums + Ints(vpaddq_s32(low, high));
 #else
   const simd::Words words = simd::Words(codes);
   return sums + (Ints(words << 16) >> 16) * int32_t(int16_t(both)) + (Ints(words) >> 16) * (both >> 16);
 #endif
 }
 
-#if defined(H2O_AVX2)
+#if defined(H2O_NEON_DOT)
+
+// Bytes of `for_each_quad` as signed numbers, without their bias.
+template <int64_t kind>
+int8x16_t signed_bytes(Bytes bytes) {
+  return int8x16_t(UnsignedBytes(bytes) - uint8_t(packed::has_table(kind) ? 0 : packed::code_bias(kind)));
+}
+
+// Adds the products of four columns and of a vector's `number`th four bytes.
+[[gnu::always_inline]] inline Ints add_products(Ints sums, int8x16_t bytes, const void* vector, int64_t number) {
+  const int8x16_t sixteen = vld1q_s8(static_cast<const int8_t*>(vector) + number / 4 * 16);
+  switch (number % 4) {  // lanes are constants
+    case 0: return Ints(vdotq_laneq_s32(int32x4_t(sums), bytes, sixteen, 0));
+    case 1: return Ints(vdotq_laneq_s32(int32x4_t(sums), bytes, sixteen, 1));
+    case 2: return Ints(vdotq_laneq_s32(int32x4_t(sums), bytes, sixteen, 2));
+    default: return Ints(vdotq_laneq_s32(int32x4_t(sums), bytes, sixteen, 3));
+  }
+}
+
+// Sums of the products of a matrix's codes and a vector's.
+template <int64_t kind>
+class Accumulator {
+ public:
+  // Adds the products of four columns.
+  [[gnu::always_inline]] void add(Bytes bytes, const VectorGroup& vector, int64_t column, int64_t) {
+    high_ = add_products(high_, int8x16_t(bytes), vector.part(0), column / 4);
+    low_ = add_products(low_, int8x16_t(bytes), vector.part(1), column / 4);
+  }
+
+  // `code_sum`: of the vector's codes that were added.
+  Ints sums(int32_t code_sum) const {
+    constexpr int32_t kBias = packed::has_table(kind) ? 0 : packed::code_bias(kind);
+    const Ints sums = (high_ << 7) + low_;
+    return kBias ? sums - kBias * code_sum : sums;
+  }
+
+ private:
+  Ints high_{}, low_{};
+};
+
+#elif defined(H2O_AVX2)
 
 // Sums of the products of a matrix's codes and a vector's.
 template <int64_t kind>

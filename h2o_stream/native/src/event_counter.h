@@ -20,6 +20,8 @@ constexpr auto kSpinTime = std::chrono::microseconds(60);
 inline void cpu_relax() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");  // `yield` takes no time at all
 #else
   sched_yield();
 #endif

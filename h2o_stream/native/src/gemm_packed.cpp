@@ -1,10 +1,10 @@
 // Products of packed matrices with many vectors, such as the tokens of a prompt; limited by arithmetic.
 //
-// Tiles of 16 rows are unpacked to 16-bit codes, some columns at a time, and multiplied from the cache by all tokens of
-// a panel. Every number is the same sum, in the same order, as in matrix_packed.cpp.
+// Tiles of 16 rows are unpacked to codes, some columns at a time, and multiplied from the cache by all tokens of a
+// panel. Every number is the same sum, in the same order, as in matrix_packed.cpp.
 
 #include "block_scales.h"
-#include "dot.h"
+#include "dot_columns.h"
 #include "rounding.h"
 #include "tiles.h"
 
@@ -17,23 +17,28 @@ using simd::kWidth;
 // Rows and tokens multiplied at a time: as many sums as fit into registers.
 #if defined(H2O_AVX512)
 constexpr int64_t kRows = 2 * packed::kRows, kTokens = 6;
-#elif defined(H2O_AVX2)
+#elif defined(H2O_AVX2) || defined(H2O_NEON_DOT)
 constexpr int64_t kRows = packed::kRows, kTokens = 4;
 #else
 constexpr int64_t kRows = packed::kRows, kTokens = 2;
 #endif
 
-constexpr int64_t kRegisters = kRows / kWidth;  // per column
+using dot::Factor;
+using dot::kColumns;
+using dot::kParts;
+using dot::kTile;
+
+constexpr int64_t kRegisters = kTile * kRows / kWidth;  // of products with `kTile` tokens
 constexpr int64_t kGroupsPerBlock = packed::kBlock / kGroup;
-constexpr int64_t kPairs = kGroup / 2;
+constexpr int64_t kSteps = kGroup / kColumns;
 
 // Groups of a tile that are unpacked at a time, and bytes of a panel of tokens: both stay in the L2 cache.
 constexpr int64_t kMaxGroups = 4 * kGroupsPerBlock;
 constexpr int64_t kPanelBytes = 1 << 18;
 
-// A rounded group of `kTokens` vectors; codes in the order of `dot::FourColumns`.
+// A rounded group of `kTokens` vectors.
 struct VectorGroup {
-  int32_t pairs[kPairs][kTokens];
+  Factor codes[kParts][kSteps][kTokens];
   float scales[kTokens], sums[2][kTokens];  // of the group, or of both halves where offsets are theirs
 };
 
@@ -45,12 +50,12 @@ struct WeightGroup {
 
   static constexpr int64_t kOffsets = packed::BlockScales<kind, Floats>::kOffsets;
 
-  dot::Pairs codes[kPairs][kRegisters];
+  dot::Columns codes[kSteps][kRegisters];
   Floats scales[kScales][kRegisters], offsets[kOffsets][kRegisters];
 };
 
 // Products of `kRows` rows with `kTokens` vectors.
-using Sums = Floats[kTokens][kRegisters];
+using Sums = Floats[kTokens / kTile][kRegisters];
 
 // A product, and the rounded vectors [blocks][groups]: a block is `kTokens` vectors.
 struct Product {
@@ -71,15 +76,19 @@ void round_block(const Product& product, int64_t block) {
   for (int64_t t = 0; t < tokens; ++t) {
     const float* x = product.x + (first + t) * product.matrix.columns;
     for (int64_t g = 0; g < product.groups(); ++g) {
-      int16_t codes[kGroup];
+      dot::Factors factors;
       const rounding::Scale scale = rounding::round_group(x + g * kGroup, [&](int64_t i, rounding::Codes rounded) {
-        dot::store_pairs(codes + i * kWidth, rounded);
+        factors.store(i, rounded);
       });
       groups[g].scales[t] = scale.scale, groups[g].sums[0][t] = scale.sum;
       if (product.matrix.kind == kQ2K) {
         groups[g].sums[0][t] = scale.half_sum(0), groups[g].sums[1][t] = scale.half_sum(1);
       }
-      for (int64_t i = 0; i < kPairs; ++i) std::memcpy(&groups[g].pairs[i][t], codes + 2 * i, sizeof(int32_t));
+      for (int64_t part = 0; part < kParts; ++part) {
+        for (int64_t i = 0; i < kSteps; ++i) {
+          std::memcpy(&groups[g].codes[part][i][t], factors.part(part) + kColumns * i, sizeof(Factor));
+        }
+      }
     }
   }
 }
@@ -90,20 +99,16 @@ void unpack_block(const uint8_t* block, int64_t groups, int64_t first, WeightGro
   constexpr int64_t kLowerBytes = packed::lower_bytes(kind, 1), kUpperBytes = packed::upper_bytes(kind, 1);
   const uint8_t* lower = block + packed::scale_bytes(kind, groups);
   const uint8_t* upper = lower + groups * kLowerBytes;
-  for (int64_t r = first; r < first + packed::kRows / kWidth; ++r) {
-    const int64_t row = (r - first) * kWidth, offset = 4 * row;
+  for (int64_t r = first; r < first + kTile * packed::kRows / kWidth; r += kTile) {
+    const int64_t row = (r - first) / kTile * kWidth, offset = 4 * row;
     const packed::BlockScales<kind, Floats> scales(block, groups, row);
     for (int64_t g = 0; g < groups; ++g) {
-      for (int64_t i = 0; i < WeightGroup<kind>::kScales; ++i) out[g].scales[i][r] = scales.scale(g, i);
+      for (int64_t i = 0; i < WeightGroup<kind>::kScales; ++i) dot::spread(scales.scale(g, i), &out[g].scales[i][r]);
       for (int64_t i = 0; i < WeightGroup<kind>::kOffsets; ++i) {
-        if (WeightGroup<kind>::kHasOffsets) out[g].offsets[i][r] = scales.offset(g, i);
+        if (WeightGroup<kind>::kHasOffsets) dot::spread(scales.offset(g, i), &out[g].offsets[i][r]);
       }
-      dot::for_each_quad<kind, 1>(lower + g * kLowerBytes + offset, upper + g * kUpperBytes + offset,
-                               [&](int64_t half, int64_t quad, int64_t, dot::Bytes bytes) {
-                                 const dot::FourColumns columns = dot::widen<kind>(bytes);
-                                 out[g].codes[8 * half + 2 * quad][r] = columns.even;
-                                 out[g].codes[8 * half + 2 * quad + 1][r] = columns.odd;
-                               });
+      dot::unpack_group<kind>(lower + g * kLowerBytes + offset, upper + g * kUpperBytes + offset,
+                              [&](int64_t step) { return &out[g].codes[step][r]; });
     }
   }
 }
@@ -112,40 +117,49 @@ void unpack_block(const uint8_t* block, int64_t groups, int64_t first, WeightGro
 template <int64_t kind, int64_t tokens>
 void add_products(const WeightGroup<kind>* weights, const VectorGroup* vectors, int64_t groups, Sums& total) {
   using Group = WeightGroup<kind>;
-  Floats sums[tokens][kRegisters];
+  constexpr int64_t kTiles = tokens / kTile;
+  Floats sums[kTiles][kRegisters];
   std::memcpy(&sums, &total, sizeof sums);
   for (int64_t g = 0; g < groups; ++g) {
     const Group& group = weights[g];
     const VectorGroup& vector = vectors[g];
 #pragma GCC unroll 2
     for (int64_t i = 0; i < Group::kScales; ++i) {
-      simd::Ints dots[tokens][kRegisters] = {};
-      constexpr int64_t kPairsPerScale = kPairs / Group::kScales;
+      simd::Ints dots[kTiles][kRegisters] = {};
+      constexpr int64_t kStepsPerScale = kSteps / Group::kScales;
+#pragma GCC unroll 2
+      for (int64_t part = 0; part < kParts; ++part) {
 #pragma GCC unroll 16
-      for (int64_t pair = i * kPairsPerScale; pair < (i + 1) * kPairsPerScale; ++pair) {
+        for (int64_t step = i * kStepsPerScale; step < (i + 1) * kStepsPerScale; ++step) {
 #pragma GCC unroll 12
-        for (int64_t t = 0; t < tokens; ++t) {
-#pragma GCC unroll 4
-          for (int64_t r = 0; r < kRegisters; ++r) {
-            dots[t][r] = dot::multiply_add(dots[t][r], group.codes[pair][r], &vector.pairs[pair][t]);
+          for (int64_t t = 0; t < kTiles; ++t) {
+#pragma GCC unroll 8
+            for (int64_t r = 0; r < kRegisters; ++r) {
+              dots[t][r] = dot::multiply_columns(dots[t][r], group.codes[step][r], vector.codes[part][step], t);
+            }
+          }
+        }
+        if (part + 1 < kParts) {
+          for (auto& tile : dots) {
+            for (simd::Ints& products : tile) products <<= 7;
           }
         }
       }
 #pragma GCC unroll 12
-      for (int64_t t = 0; t < tokens; ++t) {
-#pragma GCC unroll 4
+      for (int64_t t = 0; t < kTiles; ++t) {
+#pragma GCC unroll 8
         for (int64_t r = 0; r < kRegisters; ++r) {
-          sums[t][r] += __builtin_convertvector(dots[t][r], Floats) * (group.scales[i][r] * vector.scales[t]);
+          sums[t][r] += __builtin_convertvector(dots[t][r], Floats) * (group.scales[i][r] * dot::of_tile(vector.scales, t));
         }
       }
     }
     if constexpr (Group::kHasOffsets) {
 #pragma GCC unroll 12
-      for (int64_t t = 0; t < tokens; ++t) {
-#pragma GCC unroll 4
+      for (int64_t t = 0; t < kTiles; ++t) {
+#pragma GCC unroll 8
         for (int64_t r = 0; r < kRegisters; ++r) {
 #pragma GCC unroll 2
-          for (int64_t i = 0; i < Group::kOffsets; ++i) sums[t][r] += group.offsets[i][r] * vector.sums[i][t];
+          for (int64_t i = 0; i < Group::kOffsets; ++i) sums[t][r] += group.offsets[i][r] * dot::of_tile(vector.sums[i], t);
         }
       }
     }
@@ -156,11 +170,12 @@ void add_products(const WeightGroup<kind>* weights, const VectorGroup* vectors, 
 // Writes the products of a block of tokens with `kRows` rows, plus the bias.
 void write_products(const Product& product, int64_t block, int64_t row, const Sums& sums) {
   const int64_t rows = std::min(product.matrix.rows - row, kRows), first = block * kTokens;
-  Floats bias[kRegisters] = {};
+  constexpr int64_t kVectors = kRows / kWidth;
+  Floats bias[kVectors] = {};
   if (product.matrix.bias) std::memcpy(bias, product.matrix.bias + row, rows * sizeof(float));
   for (int64_t t = 0; t < std::min(kTokens, product.count - first); ++t) {
-    Floats products[kRegisters];
-    for (int64_t r = 0; r < kRegisters; ++r) products[r] = sums[t][r] + bias[r];
+    Floats products[kVectors];
+    for (int64_t r = 0; r < kVectors; ++r) products[r] = dot::of_vector(sums[t / kTile], r, t) + bias[r];
     float* to = product.out + (first + t) * product.stride + row;
     if (rows == kRows) {
       std::memcpy(to, products, sizeof products);

@@ -42,6 +42,18 @@ struct HeadSlots {
   // The slot that a new token is written to.
   int64_t slot_for(int32_t token) const { return layer.kv_bits == 16 ? *free : store::exact_slot(layer, token); }
 
+  // Calls `visit(memory, bytes)` for all that this token of the stream is going to change.
+  template <class Visit>
+  void for_each_change(int32_t token, Visit visit) const {
+    visit(scores, 4 * count);
+    if (long_term) visit(long_term, 4 * count);
+    visit(index, 4 * count);
+    rank.visit([&](auto* ranks) { visit(ranks, int64_t(sizeof *ranks) * count); });
+    store.for_each_change(slot_for(token), *free, count, visit);
+    visit(free, int64_t(sizeof *free));
+    if (local_head == 0) visit(slots.seen, int64_t(sizeof *slots.seen));
+  }
+
   // RoPE distances of some slots from the newest token.
   void distances(int64_t begin, int64_t end, int32_t newest, int32_t* out) const {
     rank.visit([&](const auto* ranks) {

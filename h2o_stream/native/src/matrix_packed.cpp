@@ -20,7 +20,7 @@ template <int64_t kind>
 class PackedTile {
  public:
   static constexpr int64_t kRows = packed::kRows;
-#if defined(H2O_AVX512)
+#if defined(H2O_AVX512) || defined(H2O_NEON_DOT)
   static constexpr int64_t kMaxVectors = 4;
 #else
   static constexpr int64_t kMaxVectors = 2;
@@ -45,7 +45,7 @@ class PackedTile {
   static constexpr int64_t kVectorsPerTile = kRows / kWidth;  // registers per column of a tile
   // Of them, those that a broadcast number of a single vector is multiplied by at a time.
   template <int64_t count>
-  static constexpr int64_t kRowVectors = count == 1 ? std::min<int64_t>(kVectorsPerTile, 2) : 1;
+  static constexpr int64_t kRowVectors = count == 1 ? std::min<int64_t>(kVectorsPerTile, kMaxVectors) : 1;
   static constexpr int64_t kLowerBytes = packed::lower_bytes(kind, 1), kUpperBytes = packed::upper_bytes(kind, 1);
 
   template <int64_t count>
@@ -87,7 +87,7 @@ class PackedTile {
           }
           call += row + 1 == kRegisters;
         });
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int64_t row = 0; row < kRegisters; ++row) {
       const Scales block_scales(block, groups, (row_vector + row) * kWidth);
       add_scaled<count>(block_scales, group, dots[row], vectors, first, vector_group, row_vector + row, sums);

@@ -28,6 +28,18 @@
 #define H2O_VNNI
 #endif
 
+// Every 64-bit Arm processor; those with products of bytes; those with products of matrices of bytes.
+#if defined(__aarch64__) && defined(__ARM_NEON)
+#define H2O_NEON
+#include <arm_neon.h>
+#endif
+#if defined(H2O_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define H2O_NEON_DOT
+#endif
+#if defined(H2O_NEON_DOT) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define H2O_NEON_I8MM
+#endif
+
 namespace simd {
 
 // Elements per vector, and vectors in registers. Compilers emulate wider vectors than the machine has.
@@ -35,6 +47,8 @@ namespace simd {
 constexpr int64_t kWidth = 16, kRegisters = 32;
 #elif defined(H2O_AVX2)
 constexpr int64_t kWidth = 8, kRegisters = 16;
+#elif defined(H2O_NEON)
+constexpr int64_t kWidth = 4, kRegisters = 32;
 #else
 constexpr int64_t kWidth = 4, kRegisters = 16;
 #endif
@@ -75,6 +89,12 @@ inline float to_float(BFloat16 x) {
 
 #if defined(H2O_AVX2)
 inline float to_float(Half x) { return _cvtsh_ss(x.bits); }
+#elif defined(H2O_NEON)
+inline float to_float(Half x) {
+  __fp16 value;
+  std::memcpy(&value, &x, sizeof value);
+  return value;
+}
 #else
 inline float to_float(Half x) {
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = (x.bits & 0x8000u) << 16;
@@ -132,6 +152,8 @@ inline Floats load(const BFloat16* from) {
 #elif defined(H2O_AVX2)
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return Floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+#elif defined(H2O_NEON)
+  return Floats(vshll_n_u16(vld1_u16(&from->bits), 16));
 #else
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
@@ -144,6 +166,8 @@ inline Floats load(const Half* from) {
   return Floats(_mm512_maskz_cvtph_ps(__mmask16(-1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #elif defined(H2O_AVX2)
   return Floats(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(H2O_NEON)
+  return Floats(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))));
 #else
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
@@ -153,12 +177,24 @@ inline Floats load(const Half* from) {
 #endif
 }
 
+#if defined(H2O_NEON)
+// Four bytes and four zeros.
+template <class Byte>
+int8x8_t load_four(const Byte* from) {
+  uint32_t four;
+  std::memcpy(&four, from, sizeof four);
+  return vcreate_s8(four);
+}
+#endif
+
 // GCC 12 converts bytes one by one without intrinsics, and warns about variants without a mask.
 inline Ints load_ints(const uint8_t* from) {
 #if defined(H2O_AVX512)
   return Ints(_mm512_maskz_cvtepu8_epi32(__mmask16(-1), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif defined(H2O_AVX2)
   return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#elif defined(H2O_NEON)
+  return Ints(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s8(load_four(from))))));
 #else
   Ints ints;
   for (int64_t i = 0; i < kWidth; ++i) ints[i] = from[i];
@@ -174,6 +210,9 @@ Floats load(const Byte* from) {
 #elif defined(H2O_AVX2)
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
   return Floats(_mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes)));
+#elif defined(H2O_NEON)
+  if constexpr (!std::is_signed_v<Byte>) return Floats(vcvtq_f32_u32(uint32x4_t(load_ints(from))));
+  return Floats(vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(load_four(from))))));
 #else
   Floats floats;
   for (int64_t i = 0; i < kWidth; ++i) floats[i] = float(from[i]);
@@ -191,6 +230,10 @@ inline Ints load(const int32_t* from) {
 inline void store_bytes(Ints ints, uint8_t* to) {
 #if defined(H2O_AVX512)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(__mmask16(-1), __m512i(ints)));
+#elif defined(H2O_NEON)
+  const uint16x4_t halves = vmovn_u32(uint32x4_t(ints));
+  const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
+  std::memcpy(to, &four, sizeof four);
 #else
   for (int64_t i = 0; i < kWidth; ++i) to[i] = uint8_t(ints[i]);
 #endif
@@ -213,6 +256,8 @@ inline void store(Floats floats, Half* to) {
 #elif defined(H2O_AVX2)
   const __m128i halves = _mm256_cvtps_ph(__m256(floats), _MM_FROUND_TO_NEAREST_INT);
   std::memcpy(to, &halves, sizeof halves);
+#elif defined(H2O_NEON)
+  vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(floats))));
 #else
   for (int64_t i = 0; i < kWidth; ++i) from_float(floats[i], to[i]);
 #endif

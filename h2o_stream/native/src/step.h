@@ -16,12 +16,16 @@
 // waiting. With several streams the threads divide them, at the cost of another barrier. A step allocates nothing.
 //
 // Beside other processes one thread runs the step of a stream, and others assist it with products (assistants.h).
+//
+// A pass takes several tokens of one stream, which can be taken back (journal.h), as if each was a step: products read
+// every matrix once for all of them, and each head takes one token after another through its slots.
 
 #pragma once
 
 #include "assistants.h"
 #include "attention.h"
 #include "experts.h"
+#include "journal.h"
 #include "matrix.h"
 #include "mixer.h"
 #include "thread_tuner.h"
@@ -34,6 +38,10 @@ class Step {
   // Processes a token of each stream. Writes logits [count][vocab_size] and, unless null, the residual stream before
   // every layer and after the last one: trace [layers + 1][count][hidden_size].
   void run(const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads);
+
+  // Takes the tokens of `streams` [count], which are one stream at one token after another: they differ in tokens and
+  // evictions. Writes logits [count][vocab_size], those of steps. The model has no recurrent mixers.
+  void pass(const Stream* streams, int64_t count, float* logits, Journal& journal, int64_t threads);
 
   // How threads share the work from now on, one of `Sharing`.
   void share(int64_t sharing) { sharing_ = sharing; }
@@ -54,7 +62,10 @@ class Step {
     int64_t streams = 0, threads = 0, slots = 0;
   };
 
+  void begin(const Stream* streams, int64_t count, float* logits, float* trace);
   void reserve(int64_t threads);
+  void reserve_journal() const;
+  void note(int64_t token, const HeadSlots& head) const;
   void run_worker(const Worker& worker);
   // Multiplies this thread's rows, in whole units; with assistants all rows.
   void multiply(const Worker& worker, const Product* products, int64_t count, const Vectors& vectors,
@@ -65,6 +76,9 @@ class Step {
   // Multiplies some rows of a matrix with one of some vectors; assisted if they are all rows.
   void multiply_rows(const Matrix& matrix, const Vectors& vectors, int64_t vector, Range rows, float* out,
                      int64_t stride) const;
+  // Multiplies some rows of a matrix with some vectors, each as if it was a single one if this is a pass.
+  void multiply_vectors(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out,
+                        int64_t stride) const;
   void embed(const Worker& worker);
   void embed_for_layers(const Worker& worker);
   void split_versions(const Worker& worker);
@@ -108,6 +122,7 @@ class Step {
   Assistants* assistants_ = nullptr;  // of this step, if any
   const Stream* streams_ = nullptr;
   float *logits_ = nullptr, *trace_ = nullptr;
+  Journal* journal_ = nullptr;  // of a pass, whose streams are one
   int64_t count_ = 0;
   Room reserved_;
 
@@ -120,6 +135,7 @@ class Step {
   int64_t projected_ = 0, mixed_size_ = 0, mixer_scratch_size_ = 0;  // the same
   int64_t experts_ = 0, chosen_ = 0;    // the same
   int64_t laurel_rank_ = 0;             // the same
+  Buffer<float> attended_;  // in a pass: [streams][columns of the output projection]
   Buffer<float> qkv_, attention_delta_, mlp_delta_, gate_, up_, scratch_;
   Buffer<float> expert_delta_, sums_;                   // [streams][hidden_size], [threads][hidden_size]
   Buffer<float> layer_embeddings_, layer_projections_;  // [streams][layers][size]

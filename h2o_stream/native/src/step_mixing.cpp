@@ -17,9 +17,15 @@ void Step::mix_tokens(const Worker& worker, const Layer& layer) {
   if (worker.index == 0 && attends(layer)) select_slots(layer);
   worker.barrier();
   if (attends(layer)) {
-    attention_.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
-      prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_.streams + stream]);
-    });
+    const auto prepare = [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
+      this->prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_.streams + stream]);
+    };
+    if (journal_) {
+      const auto begin = [this](int64_t token, const HeadSlots& head) { note(token, head); };
+      attention_.pass(worker, count_, prepare, begin, attended_.data());
+    } else {
+      attention_.attend(worker, prepare);
+    }
     prefetch(layer.out, worker.partition(model_.hidden_size, kRows));
   }
   if (has_mixer(layer)) {
@@ -39,13 +45,14 @@ void Step::mix_tokens(const Worker& worker, const Layer& layer) {
   }
   worker.barrier();
   if (!attends(layer)) return;
-  attention_.evict(worker);
+  if (!journal_) attention_.evict(worker);
   if (!has_mlp(layer)) worker.barrier();
 }
 
 void Step::select_slots(const Layer& layer) {
   for (int64_t stream = 0; stream < count_; ++stream) slots_[stream] = streams_[stream].slots + layer.first_group;
-  attention_.set_layer(layer.attention, slots_.data(), layer.group_count, count_, token_indices_.data());
+  attention_.set_layer(layer.attention, slots_.data(), layer.group_count, journal_ ? 1 : count_,
+                       token_indices_.data());
 }
 
 // Multiplies this thread's rows of the output projections.
@@ -55,8 +62,12 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
   const Matrix &mixer_out = layer.mixer.out, &right = layer.laurel.right;
   for_each_stream(worker, [&](State& state, int64_t stream) {
     if (attends(layer)) {
-      attention_.merge(worker, stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
       float* attended = state.attended.at(stream);
+      if (journal_) {
+        std::copy_n(attended_.at(stream * layer.out.columns), layer.out.columns, attended);
+      } else {
+        attention_.merge(stream, attended, state.factors.at(stream * attention_.factor_count()));
+      }
       apply_gate(layer, qkv_.at(stream * qkv_size_), attended);
       apply_norm(layer.attended_norm, attended, layer.out.columns, attended);
       quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
@@ -71,12 +82,14 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
     }
   });
   const State& local = state(worker);
-  if (right.weights) skinny_gemm(right, local.laurel, count_, rows, laurel_delta_.data(), hidden);
+  if (right.weights) multiply_vectors(right, local.laurel, {0, count_}, rows, laurel_delta_.data(), hidden);
   if (!attends(layer)) {
     return multiply(worker, {&mixer_out, attention_delta_.data(), hidden}, local.mixed);
   }
-  attention_.update_scores(worker,
-                           [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
+  if (!journal_) {
+    attention_.update_scores(worker,
+                             [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
+  }
   multiply(worker, {&layer.out, attention_delta_.data(), hidden}, local.attended);
   if (!has_mixer(layer)) return;
   for (int64_t stream = 0; stream < count_; ++stream) {
@@ -104,7 +117,8 @@ void Step::project(const Worker& worker, const Layer& layer) {
   multiply(worker, products, count, state(worker).normed);
   for (int64_t i = 0; i < layer.qkv_count; ++i) clip_rows(layer.qkv[i], layer.qkv_columns[i]);
   if (const Matrix& left = layer.laurel.left; left.weights) {
-    skinny_gemm(left, state(worker).normed, count_, worker.partition(left.rows, kRows), laurel_.data(), laurel_rank_);
+    multiply_vectors(left, state(worker).normed, {0, count_}, worker.partition(left.rows, kRows), laurel_.data(),
+                  laurel_rank_);
   }
   for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
     prefetch_slots(streams_->slots[layer.first_group + group], worker);

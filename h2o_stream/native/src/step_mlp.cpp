@@ -36,7 +36,7 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
   if (experts.router.weights) {
     const Range rows = worker.partition(experts.router.rows, kRows);
     const Vectors& input = beside(experts) ? state(worker).router_input : state(worker).normed;
-    skinny_gemm(experts.router, input, count_, rows, router_logits_.data(), experts_);
+    multiply_vectors(experts.router, input, {0, count_}, rows, router_logits_.data(), experts_);
     worker.barrier();
     choose_experts(worker, experts);
     multiply_experts_up(worker, layer);
@@ -168,7 +168,7 @@ void Step::add_embedding(const Worker& worker, const Layer& layer) {
     quantize_for({&layer.embedding_gate}, state.normed, stream, {0, hidden});
   });
   const Range columns = worker.partition(size, kGroup);
-  skinny_gemm(layer.embedding_gate, state(worker).normed, count_, columns, up_.data(), inner_);
+  multiply_vectors(layer.embedding_gate, state(worker).normed, {0, count_}, columns, up_.data(), inner_);
   for (int64_t stream = 0; stream < count_; ++stream) {
     const int64_t place = stream * model_.layer_embedding.columns + first;
     float* activated = activated_.at(stream);
@@ -177,6 +177,7 @@ void Step::add_embedding(const Worker& worker, const Layer& layer) {
     quantize_for({&layer.embedding_out}, activated_, stream, columns);
   }
   worker.barrier();
-  skinny_gemm(layer.embedding_out, activated_, count_, worker.partition(hidden, kRows), mlp_delta_.data(), hidden);
+  multiply_vectors(layer.embedding_out, activated_, {0, count_}, worker.partition(hidden, kRows), mlp_delta_.data(),
+                hidden);
   worker.barrier();
 }

@@ -1,6 +1,9 @@
 #include "threads.h"
 
 #include <pthread.h>
+#if defined(__APPLE__)
+#include <pthread/qos.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -51,6 +54,7 @@ class Pool {
   }
 
   void work(EventCounter& start, int64_t index) {
+    prefer_fast_cores();
     for (int32_t before = 0;; ++before) {
       start.wait_past(before);
       job_(context_, Worker{index, threads_});
@@ -84,6 +88,12 @@ Pool& global_pool() {
 
 void Worker::barrier() const {
   if (count > 1) global_pool().barrier();
+}
+
+void prefer_fast_cores() {
+#if defined(__APPLE__)
+  pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE, 0);
+#endif
 }
 
 void run_on_threads(int64_t threads, Job job, void* context) {

@@ -29,6 +29,10 @@ class Worker {
   void barrier() const;
 };
 
+// The calling thread works for someone who waits: where some cores are slower than others, it gets the fast ones. Linux
+// finds that out by itself.
+void prefer_fast_cores();
+
 using Job = void (*)(void* context, const Worker& worker);
 
 // Runs a job on `threads` threads, including the caller, or on those that there are if there is no memory for more;

@@ -19,7 +19,18 @@ inline void store_pairs(int16_t* to, rounding::Codes codes) {
   std::memcpy(to, &codes, sizeof codes);
 }
 
-#if defined(H2O_AVX2)
+// The codes of a group of a vector, in pairs.
+class PairGroup {
+ public:
+  void store(int64_t index, rounding::Codes codes) { store_pairs(codes_ + index * simd::kWidth, codes); }
+  const int16_t* pair(int64_t column) const { return codes_ + column; }
+  const int16_t* part(int64_t) const { return codes_; }
+
+ private:
+  int16_t codes_[packed::kGroup];
+};
+
+#if defined(H2O_AVX2) || defined(H2O_NEON_DOT)
 
 // The codes of a group of a vector, split into bytes: products of bytes need no unpacking of the matrix's codes.
 class VectorGroup {
@@ -35,6 +46,9 @@ class VectorGroup {
   int32_t high(int64_t column) const { return four(high_ + column); }
   int32_t low(int64_t column) const { return four(low_ + column); }
 
+  // The upper or the lower bytes of all codes.
+  const int8_t* part(int64_t index) const { return index ? low_ : high_; }
+
  private:
   static int32_t four(const int8_t* from) {
     int32_t bytes;
@@ -47,15 +61,7 @@ class VectorGroup {
 
 #else
 
-// The codes of a group of a vector.
-class VectorGroup {
- public:
-  void store(int64_t index, rounding::Codes codes) { store_pairs(codes_ + index * simd::kWidth, codes); }
-  const int16_t* pair(int64_t column) const { return codes_ + column; }
-
- private:
-  int16_t codes_[packed::kGroup];
-};
+using VectorGroup = PairGroup;
 
 #endif
 

@@ -1,0 +1,38 @@
+"""What mapped files and memory ask of the system, each where it has it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+from contextlib import suppress
+from typing import IO, Any
+
+_PREALLOCATE, _ALLOCATE_ALL, _FROM_PHYSICAL_END = 42, 4, 3
+"""Of macOS: the request of fcntl, and what its structure says."""
+
+
+def reserve_room(file: IO[Any], start: int, end: int) -> None:
+    """Reserve these bytes on disk, at the end of a file or past it, which then has them.
+
+    A full disk is an error now and not a crash at the first write to a mapped page.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), start, end - start)
+        return
+    if sys.platform == "darwin":
+        import fcntl
+
+        request = struct.pack("=Iiqqq", _ALLOCATE_ALL, _FROM_PHYSICAL_END, 0, end - start, 0)
+        fcntl.fcntl(file.fileno(), _PREALLOCATE, request)
+    file.truncate(max(end, os.fstat(file.fileno()).st_size))
+
+
+def prefer_huge_pages(memory: mmap.mmap) -> None:
+    """Reads in many places wait for the addresses of small pages. Only Linux is asked; others choose by themselves."""
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,0 +1,28 @@
+"""Speculation: tokens that are guessed from what was said before, and taken through the model along with others."""
+
+from typing import Literal
+
+SpeculateMode = Literal["auto", "off"]
+
+PASS_COSTS = 1.12, 1.24, 1.36, 1.9, 2.2, 2.5, 2.8
+"""Time of a pass with so many guesses, relative to a step, before any was measured: products take four vectors at a
+time. More are not made at once."""
+
+SPECULATED_BYTES, SPECULATED_SHARE = 4 << 20, 1 / 16
+"""What guesses may take, with their logits and what is noted to take them back: so many bytes, or this part of the
+cache if that is more."""
+
+SEARCHED_TOKENS = 1 << 15
+"""The newest tokens of a conversation, among which the last ones are looked for."""
+
+MATCHED_TOKENS = 16
+"""The longest sequence that is looked for; tokens that follow longer ones are not guessed better."""
+
+RIGHT_GUESSES = {2: 0.3, 3: 0.5, 4: 0.65, 6: 0.8, 10: 0.9}
+"""Fractions of guesses that are right after sequences of at least so many tokens, before any were made."""
+
+MAX_COST_FACTOR = 4.0
+"""Costs above so many times `PASS_COSTS` are those of a machine that does something else."""
+
+MIN_GAIN = 1.05
+"""How much faster a pass with guesses has to be than steps, as far as is known."""

@@ -1,0 +1,112 @@
+"""Guesses change nothing but time: replies, states and random draws are those without them."""
+
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from typing import Any
+
+import numpy
+import pytest
+
+from h2o_stream.config import CacheConfig, SamplingConfig, SpeculateMode
+from h2o_stream.engine.engine import Engine
+from h2o_stream.engine.events import Token
+from h2o_stream.engine.grammar import Grammar
+from h2o_stream.engine.speculation import Speculation, followers
+from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.native import library
+from h2o_stream.runtime.model import RuntimeModel
+from tests.test_native_batch import model  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bo"]}}, "required": ["name"]}
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses are made whenever there are any, however long they take."""
+    lengths = count()
+    monkeypatch.setattr(Speculation, "_count", lambda _, most: min(most, 1 + next(lengths) % 7))
+
+
+@pytest.fixture
+def opened(model: RuntimeModel, served_embedded: LoadedModel) -> Iterator[Callable[..., Engine]]:  # noqa: F811
+    engines = list[Engine]()
+
+    def open_engine(mode: SpeculateMode, sampling: SamplingConfig) -> Engine:
+        engines.append(Engine(model, served_embedded.tokenizer, CacheConfig(window=64), sampling, speculate=mode))
+        list(engines[-1].prefill([5 + 7 * i % 61 for i in range(150)]))
+        return engines[-1]
+
+    yield open_engine
+    for engine in engines:
+        engine.close()
+
+
+def same_states(one: Engine, other: Engine) -> bool:
+    first, second = one.state_dict(), other.state_dict()
+    return first.keys() == second.keys() and all(numpy.array_equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("temperature", [0.0, 0.4])
+@pytest.mark.parametrize("said", [9, 60])
+def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float, said: int) -> None:
+    """Also of one that is abandoned before its end."""
+    sampling = SamplingConfig(temperature, seed=5, max_tokens=60, dry_multiplier=0.0)
+    engines = [opened(mode, sampling) for mode in ("auto", "off")]
+    replies = [list(islice(engine.decode(), said)) for engine in engines]
+    for engine in engines:
+        list(engine.prefill([8, 9]))
+    tokens = [[event.id for event in reply if isinstance(event, Token)] for reply in replies]
+    assert tokens[0] == tokens[1]
+    assert same_states(*engines)
+    passes = [engine.speculation.passes for engine in engines]
+    assert passes[1] == len(tokens[1])
+    assert passes[0] < passes[1]
+
+
+@pytest.mark.usefixtures("always")
+def test_what_a_grammar_leaves_is_guessed(opened: Callable[..., Engine], served_embedded: LoadedModel) -> None:
+    engines = [opened(mode, SamplingConfig(0.0, seed=5, max_tokens=40)) for mode in ("auto", "off")]
+    tokenizer = served_embedded.tokenizer
+    for engine in engines:
+        engine.grammar = Grammar(tokenizer, engine.end_tokens, engine.served.vocabulary, SCHEMA)
+    texts = ["".join(event.text for event in engine.decode()) for engine in engines]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("{")
+    assert same_states(*engines)
+    passes = [engine.speculation.passes for engine in engines]
+    assert passes[0] <= 0.8 * passes[1]
+
+
+def test_what_followed_the_longest_sequence_is_guessed_the_newest_first() -> None:
+    def guessed(*tokens: int) -> tuple[list[int], int]:
+        return followers(numpy.array(tokens, numpy.int32))
+
+    assert guessed(1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3) == ([9, 1, 2, 4, 8, 1, 2], 3)
+    assert guessed(1, 2, 7, 1, 2, 8, 1, 2)[0][0] == 8
+    assert guessed(1, 2, 3, 4, 1) == ([], 0)
+    assert guessed(1) == ([], 0)
+    assert guessed(3, 3, 3) == ([3], 2)
+
+
+def test_guesses_that_do_not_pay_are_not_made() -> None:
+    tokens = numpy.array([1, 2, 3, 4, 1, 2], numpy.int32)
+
+    class Model:
+        guesses: Any = ()
+
+        def step(self, _: int, guess: Callable[[], Any]) -> tuple[None, int]:
+            self.guesses = guess()
+            return None, 1 + len(self.guesses)
+
+    for cost, right, wanted in ((1.0, 0.9, 2), (9.0, 0.9, 0), (1.0, 0.0, 0)):
+        speculation, served = Speculation("auto"), Model()
+        speculation._step_s, speculation._cost_factor, speculation._right = 1.0, cost, [right] * 5
+        speculation.step(served, tokens, 2, tuple)  # type: ignore[arg-type]
+        assert len(served.guesses) == wanted
+    off = Speculation("off")
+    off._step_s = 1.0
+    off.step(served, tokens, 2, tuple)  # type: ignore[arg-type]
+    assert not served.guesses
