@@ -119,7 +119,8 @@ class SlotCache(Tearable, WindowRules):
         if len(self.tokens.lengths) != 1:
             return 0
         length = self.tokens.lengths[0]
-        return min([most, *(end - length for end in self._stage_ends if end >= length)])
+        ahead: int = min([most, *(end - length for end in self._stage_ends if end >= length)])
+        return ahead
 
     def make_room_for_prompt(self, shapes: Sequence[HeadShape], dtype: str, lengths: Sequence[int], rows: int) -> None:
         """Allocate slots for a native prompt, which does not. `lengths`: of every row, now and after each chunk."""
