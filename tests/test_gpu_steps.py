@@ -18,7 +18,18 @@ from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
 
-FUSED = ["Llama 3", "Qwen 2, YaRN", "Qwen 3", "Gemma 2", "Gemma 3", "GPT-NeoX", "Mistral, sliding", "SmolLM3"]
+FUSED = [
+    "Llama 3",
+    "Qwen 2, YaRN",
+    "Qwen 3",
+    "Gemma 2",
+    "Gemma 3",
+    "GPT-NeoX",
+    "Mistral, sliding",
+    "SmolLM3",
+    "GLM",
+    "Cohere 2",
+]
 
 
 def streams(model: Any, config: CacheConfig, engine: Any, rows: int, note: str = "") -> tuple[Any, ...]:
