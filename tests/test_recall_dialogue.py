@@ -73,6 +73,13 @@ def test_what_the_user_tells_is_found_beside_a_dialogue(chat: Chat) -> None:
     assert "Nora's birthday is on the 17th of May." in chat.recalled("When is Nora's birthday?")
 
 
+def test_a_word_before_a_colon_is_no_speaker(related: TermWeights) -> None:
+    chat = Chat(related)
+    chat.say("Note: the spare key is under the birdbath.")
+    chat.say("The note on the fridge says that the milk has gone off.")
+    assert chat.recalled("What does the note on the fridge say?")[0].startswith("The note on the fridge")
+
+
 def test_a_doubt_is_told(chat: Chat) -> None:
     assert chat.ask("What did Nora plant on her balcony?")[0].sure
     chat.say("My favourite cheese is halloumi.")

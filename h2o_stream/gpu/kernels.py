@@ -288,8 +288,6 @@ def why_not(group: HeadGroup) -> str:
         return f"policy {group.rule.rpartition(':')[2]} is written in Python"
     if group.plan.kv_bits < 16:
         return "keys and values are in few bits"
-    if group.memory is not None:
-        return "with --memory, what is evicted goes to the host"
     shape = group.shape
     if shape is not None and max(shape.key_size, shape.value_size) > _MAX_SIZE:
         return f"heads are larger than {_MAX_SIZE}"

@@ -16,7 +16,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.recall.passage import Passage
-from h2o_stream.recall.passages import sentences
+from h2o_stream.recall.passages import sentence_texts
 from h2o_stream.recall.terms import Floats, TermWeights, first_person, is_question, second_person, words
 
 AROUND = 2
@@ -95,7 +95,7 @@ def find(
 ) -> tuple[list[Statement], float] | None:
     """What may answer a question, best first, and the evidence that it does: from 1 on it is enough.
 
-    None if it names nobody who speaks in these passages, or nothing else.
+    None if it names nobody who speaks in these passages, or nothing else, or if there is one speaker: "Note: ...".
 
     Args:
         asked: the terms of the question and their weights.
@@ -104,9 +104,9 @@ def find(
         terms: tells which words mean nearly the same.
     """
     speakers = _speakers(said)
-    people = set(speakers.values()).intersection(asked)
-    sought = [word for word in asked if word not in people]
-    if not (people and sought):
+    everybody = set(speakers.values())
+    people, sought = everybody.intersection(asked), [word for word in asked if word not in everybody]
+    if not (people and sought) or len(everybody) < 2:
         return None
     passages, is_person = _about(people, said, speakers)
     weights = rarity(sought) * numpy.array([_ANY + asked[word] for word in sought], numpy.float32)
@@ -204,7 +204,7 @@ def _about(
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> tuple[_Sentence, ...]:
     """The sentences of a text. Questions about a dialogue meet the same passages again and again."""
-    return tuple(_sentence(text[part.start : part.stop]) for part in sentences(text))
+    return tuple(map(_sentence, sentence_texts(text)))
 
 
 def _sentence(text: str) -> _Sentence:

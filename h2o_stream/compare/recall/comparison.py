@@ -135,7 +135,7 @@ class Recall(Comparison[RecallOptions]):
             answers = result.figures["answers"]
             self._replies[run.label.replace(" ", "-")] = answers
             about = {
-                "policy": run.config.name,
+                "policy": run.config.policy,
                 "window": window_of(run.config),
                 "seed": run.config.seed,
                 "recall": run.recall,

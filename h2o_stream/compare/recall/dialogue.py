@@ -127,8 +127,8 @@ class Locomo(Comparison[RecallOptions]):
         remaining = iter(results)
         for config, mode in self._runs:
             answers = [answer for _ in self._dialogues for answer in next(remaining).figures["answers"]]
-            self._answers[f"{config.name}-{mode}"] = answers
-            about = {"policy": config.name, "window": window_of(config), "recall": mode}
+            self._answers[f"{config.policy}-{mode}"] = answers
+            about = {"policy": config.policy, "window": window_of(config), "recall": mode}
             kinds = {name: {name} for name in CATEGORIES.values()}
             for name, kind in {**kinds, "answerable": set(kinds) - {CATEGORIES[UNANSWERABLE]}}.items():
                 asked = [answer for answer in answers if answer["category"] in kind]
