@@ -97,7 +97,7 @@ def takes_rows(description: Description) -> bool:
 def in_order(attention: Attention) -> tuple[Attention, Tensor | None]:
     """An attention whose heads follow one another, as the cache stores them, and where its numbers are; None: there."""
     order, size, width = attention.elements, attention.head_size, attention.value_size
-    rotated = attention.rope and attention.rope.order
+    rotated = attention.rope.order if attention.rope else None
     if rotated is not None:
         order = rotated if order is None else order[rotated.long()]
     if order is None:
