@@ -18,6 +18,7 @@ from h2o_stream.native.attention import Attention
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp
 from h2o_stream.native.gguf_types import BLOCKS, TensorType
+from tests.families import FAMILIES
 from tests.test_native_prefill import Table
 
 KERNELS = GpuKernels(torch.device("cpu"))
@@ -40,7 +41,11 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
         q, k = query[:, :, :count], key[:, :, :count]
         out = torch.zeros(1, count, heads * groups, size, dtype=dtype).transpose(1, 2)
         new = NewTokens(q, k, k, out)
-        (KERNELS.step(group, new, transform, (5000,)) if count == 1 else KERNELS.prompt(group, new, transform))
+        (
+            KERNELS.step(group, new, transform, (5000,))
+            if count == 1
+            else KERNELS.prompt(group, new, transform, limits=settings.get("limits"))
+        )
 
 
 def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
@@ -62,6 +67,15 @@ def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
     gpu_layers.logits_of(description, stream)
 
 
+def experts() -> None:
+    """A tiny mixture of experts."""
+    model = next(family for family in FAMILIES if family.name == "Qwen 2 MoE").make().to(torch.bfloat16)
+    description = describe(model)
+    x = torch.zeros(1, description.embedding.columns, dtype=torch.bfloat16)
+    columns = [layer.attention.out.columns for layer in description.layers if layer.attention]
+    gpu_layers.run(description, x, lambda number, *_: x.new_zeros(1, columns[number]))
+
+
 def in_blocks(part: Any, kind: TensorType) -> Any:
     """A description with its matrices in blocks."""
     if isinstance(part, Matrix):
@@ -76,6 +90,7 @@ def in_blocks(part: Any, kind: TensorType) -> Any:
 
 
 CASES = {
+    "experts": experts,
     "layers": layers,
     "layers of 3 rows": lambda: layers(3, attention_bias=True, mlp_bias=True),
     "layers with biases": lambda: layers(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
@@ -85,6 +100,7 @@ CASES = {
     "float16, window 4096, split": lambda: attention(dtype=torch.float16, window=4096, split=True),
     "window 4096": lambda: attention(window=4096),
     "split": lambda: attention(split=True),
+    "limits": lambda: attention(size=64, rotary=64, limits=torch.zeros(1, 4, dtype=torch.int32)),
     "tova, 64 numbers": lambda: attention("tova", size=64, rotary=32, window=1000, groups=7),
     "random, everything": lambda: attention(
         "random", sliding=512, pins=(range(3),), transient=(range(9, 30),), softcap=30.0, sinks=torch.zeros(8)

@@ -20,7 +20,6 @@ CONFIGS = {
     "recent": CacheConfig("recent", window=40),
     "random": CacheConfig("random", window=40, kv_bits=8),
     "few bits": CacheConfig(window=64, kv_bits=4, positions="rolling"),
-    "memory": CacheConfig(window=48, memory="auto"),
     "absolute": CacheConfig(window=48, kv_bits=6, positions="absolute"),
 }
 
@@ -52,7 +51,7 @@ def test_wrong_guesses_at_every_position_leave_no_trace(model: RuntimeModel, nam
     passing, stepped = (model.serve(CONFIGS[name]) for _ in range(2))
     for served in (passing, stepped):
         served.cache.pin(3, 5)
-        start = 650 if CONFIGS[name].memory else 36  # the codes of a memory are learned from its first tokens
+        start = 36
         served.forward(TOKENS[:start])
         served.cache.evict_first(start - 16, start - 12)
     assert follow(passing, stepped, TOKENS[start : start + 70], lambda number: number % 7) > 10

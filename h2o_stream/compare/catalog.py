@@ -94,7 +94,10 @@ class RecallOptions(ComparisonOptions):
     """Facts told in a chat and asked for later, with and without recall of what was evicted.
 
     A fact is asked for in the same and in other words, after an update, and there are questions about things never
-    said. The full cache is asked as far as its context reaches. With --out (extra "plots") all replies are kept.
+    said. The full cache is asked as far as its context reaches. With --out (extra "plots") all replies are kept. With
+    --locomo, the questions of LoCoMo about months of dialogue instead (extra "rouge").
+
+    Without --recall it is off; with --locomo it is auto, and the policy h2o.
     """
 
     comparison = "h2o_stream.compare.recall.comparison:Recall"
@@ -104,14 +107,19 @@ class RecallOptions(ComparisonOptions):
         thorough={"recall": ("off", "auto")},
     )
 
-    text: Annotated[Path, Option("A text file, the talk between facts; repeated if it is short.")]
+    text: Annotated[Path | None, Option("A text file, the talk between facts; repeated if it is short.")] = None
+    locomo: Annotated[Path | None, Option("The file of LoCoMo, locomo10.json.")] = None
+    conversations: Annotated[Sequence[int], Option("Some of its ten, as 1,2,3.", parse=numbers_if_any)] = ()
+    answers: Annotated[
+        bool, Option("Also let the model answer its questions, or only search: seconds.", "--answers/--search")
+    ] = True
     policies: Policies = ("full", "sink", "h2o-paper", "h2o")
     windows: Windows = (DEFAULT_WINDOW,)
     distances: Annotated[
         Sequence[int],
         Option("Tokens between a fact and its question, separated by commas; may be empty.", parse=numbers_if_any),
     ] = (64, 1024, 4096)
-    recall: RecallModes = ("off",)
+    recall: RecallModes = ()
     facts: Annotated[int, Option("Facts told, 30 at most.", min=1)] = 30
     chat: Annotated[
         int | None, Option("Also ask at the end of a chat of this many tokens: MT-Bench's questions.", min=1)
@@ -121,9 +129,25 @@ class RecallOptions(ComparisonOptions):
     engine: EngineChoice = "auto"
 
     def __post_init__(self) -> None:
+        if not self.recall:
+            object.__setattr__(self, "recall", ("off",) if self.locomo is None else ("auto",))
+        if self.locomo is not None and self.policies == RecallOptions.policies:
+            object.__setattr__(self, "policies", ("h2o",))
         super().__post_init__()
         if not (self.distances or self.chat):
             raise ConfigError("--distances is empty; give one or more, or --chat")
+        if (self.text is None) == (self.locomo is None):
+            raise ConfigError("--text and --locomo: recall takes one of them")
+
+    def check(self) -> None:
+        """Also check that replies can be judged."""
+        super().check()
+        if self.locomo is not None and self.answers:
+            require_package("nltk", "rouge-score", "judging replies needs NLTK, which rouge-score brings, or --search")
+
+    def make(self) -> Any:
+        """Import the comparison and make it."""
+        return super().make() if self.locomo is None else resolve("h2o_stream.compare.recall.dialogue:Locomo")(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from h2o_stream.config.memory import MEMORY_BYTES, MEMORY_DISTANCE, MEMORY_SUFFIX
 from h2o_stream.config.policies import DEFAULT_POLICY, POLICIES, Budgets, Positions
 from h2o_stream.errors import ConfigError
 
@@ -64,7 +63,7 @@ of the newest."""
 @dataclass(frozen=True)
 class CachePlan:
     """A `CacheConfig` with all defaults filled in. Counts are tokens per layer and KV head, means if budgets are
-    measured. `memory` is in bytes on disk, 0 is none.
+    measured.
 
     ``window == sinks + heavy + recent``; ``span + window + chunk`` is the largest distance RoPE can meet.
     """
@@ -82,7 +81,6 @@ class CachePlan:
     seed: int = 0
     budgets: Budgets = "equal"
     long_term: float = 0.0
-    memory: int = 0
 
     @property
     def rule(self) -> str:
@@ -128,8 +126,6 @@ class CacheConfig:
         long_term: weight of the long-term score of ``h2o``; 0 disables it, which saves four bytes per slot.
         device: ``auto`` keeps keys and values where each layer computes; ``cpu`` keeps them in host memory and attends
             there, so that only the new token's are transferred.
-        memory: what retrieval heads evict is kept on disk and searched by attention: ``off``, ``auto``, or at most so
-            many bytes for each stream, of which the oldest go first.
 
     Raises:
         ConfigError: a value is outside its limits, naming value, limit and option.
@@ -152,7 +148,6 @@ class CacheConfig:
     cache_size: int | None = None
     max_window: int | None = None
     device: CacheDevice = "auto"
-    memory: int | Literal["off", "auto"] = "off"
     auto_window: int = 0
 
     def __post_init__(self) -> None:
@@ -182,8 +177,6 @@ class CacheConfig:
             raise ConfigError(f"kv_bits is {self.kv_bits}; --kv-bits takes one of {', '.join(map(str, KV_BITS))}")
         if self.cache_size is not None:
             self._check_size()
-        if self.memory != "off":
-            self._check_memory()
         if self.policy == "full":
             if self.device == "disk":
                 raise ConfigError(
@@ -200,14 +193,9 @@ class CacheConfig:
             self._budgets(self.window, self.heavy)
 
     @property
-    def name(self) -> str:
-        """The policy, and whether it has a memory: ``h2o+memory``."""
-        return self.policy if self.memory == "off" else self.policy + MEMORY_SUFFIX
-
-    @property
     def label(self) -> str:
-        """The name, and the seed where it is not the first."""
-        return f"{self.name} #{self.seed}" if self.seed else self.name
+        """The policy, and the seed where it is not the first."""
+        return f"{self.policy} #{self.seed}" if self.seed else self.policy
 
     @property
     def by_ratio(self) -> bool:
@@ -231,19 +219,6 @@ class CacheConfig:
                 f"cache_size is {size}, which chooses the window; --cache-size goes without --window "
                 "and without --heavy-ratio and --recent-ratio"
             )
-
-    def _check_memory(self) -> None:
-        size = self.memory
-        if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ConfigError(f"memory is {size!r}; --memory takes off, auto or a number of bytes, such as 1GiB")
-        if self.policy == "full":
-            raise ConfigError("policy full evicts nothing; --memory needs another --policy")
-        if self.device != "auto":
-            raise ConfigError(f"memory needs keys and values where layers compute, not --cache-device {self.device}")
-        if (self.positions or POLICIES[self.policy].positions) == "absolute":
-            raise ConfigError("memory needs keys that are not rotated yet; take --positions gap, or --memory off")
-        if self.chunk is not None and not 0 < self.chunk <= MEMORY_DISTANCE:
-            raise ConfigError(f"chunk is {self.chunk}; with --memory, --chunk takes 1 to {MEMORY_DISTANCE} tokens")
 
     def _check_ratios(self) -> None:
         for name in ("heavy_ratio", "recent_ratio"):
@@ -341,5 +316,4 @@ class CacheConfig:
             self.seed,
             self.budgets or defaults.budgets,
             long_term,
-            self.memory if isinstance(self.memory, int) else {"off": 0, "auto": MEMORY_BYTES}[self.memory],
         )
