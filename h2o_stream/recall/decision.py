@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy
 
-from h2o_stream.recall.dialogue import AROUND, Statement, label
-from h2o_stream.recall.dialogue import find as find_statements
+from h2o_stream.recall.dialogue import AROUND, label, said_by_people
 from h2o_stream.recall.lists import asks_for_all, without_quantities
 from h2o_stream.recall.matching import Match, Matcher, agreement
 from h2o_stream.recall.passage import Candidate, Passage, Verdict
@@ -54,13 +53,6 @@ _LIST = 3
 _LONG = 400
 """Characters from which on a message is taken to be text with a question."""
 
-_READ = 5
-"""Most passages that are read of what several people say."""
-
-_SURE_EVIDENCE = 1.2
-"""Evidence from which on a dialogue is likely to say what is asked for: below, the right passage is read in 61% of the
-questions that read something, above in 81%."""
-
 _MOST_TERMS = 24
 """Most terms of a message."""
 
@@ -104,9 +96,8 @@ def decide(
     found = index.search(list(asked), _FOUND)
     if not label(message) and any(label(passage.text) for passage in found):
         said = index.around(list(asked), _FOUND, AROUND)
-        if (statements := find_statements(asked, said, index.rarity, terms)) is not None:
-            limits = _Limits(_LISTED_VALUE, list_budget, list_budget, 0)
-            return _judge(_said_by_people(*statements), limits, terms, held, count_tokens)
+        if (matches := said_by_people(asked, said, index.rarity, terms)) is not None:
+            return _judge(matches, _Limits(_LISTED_VALUE, list_budget, list_budget, 0), terms, held, count_tokens)
     typed = _find_typed(asked, index, terms)
     others = set(found) - typed
     matcher = Matcher(request, asked, terms, typed)
@@ -122,17 +113,6 @@ def decide(
             match.rank /= 1 + match.rank if match.of_another else 1
         matches.sort(key=lambda match: match.of_another)
     return _judge(matches[:_SHOWN], limits, terms, held, count_tokens)
-
-
-def _said_by_people(statements: Sequence[Statement], evidence: float) -> list[Match]:
-    """The first of these are read if there is evidence enough."""
-    return [
-        Match(
-            said.passage, said.sentence, False, numpy.zeros(0, numpy.float32), said.score,
-            evidence if place < _READ else 0.0, said.terms, evidence >= _SURE_EVIDENCE,
-        )
-        for place, said in enumerate(statements)
-    ]  # fmt: skip
 
 
 def states(text: str) -> str:
