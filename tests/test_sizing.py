@@ -133,6 +133,7 @@ class TestByTheModel:
     def test_a_small_window_is_in_few_bits(self) -> None:
         config = CacheConfig(auto_window=1, window=512)
         assert [plan.kv_bits for plan in (config.plan(), config.grown_plan(900))] == [8, 8]
+        assert replace(config, window=1024).plan().kv_bits == 16
         assert [replace(config, **given).plan().kv_bits for given in ({"kv_bits": 16}, {"auto_window": 0})] == [16, 16]
         assert sized(config, None, slot_bytes, lambda: 10**11, []) == config, "it was chosen before"
 

@@ -16,8 +16,8 @@ AUTO_STEP_SHARE, AUTO_MEMORY_SHARE = 1 / 12, 1 / 10
 """The windows among which ``auto`` chooses: the largest of which the cache takes at most these shares of the bytes of
 weights that a step reads, and of free memory."""
 
-AUTO_KV_BITS = {512: 8}
-"""Bits of these windows where ``auto`` has chosen them: a small model has twice the slots of 256 at their bytes."""
+AUTO_KV_BITS = {512: 8, 768: 8}
+"""Bits of these windows where ``auto`` has chosen them: small models lose more without a slot than by rounding."""
 
 AUTO_QUERIES = 4
 """Query heads per KV head up to which a step waits for memory. With more of them attention is bound by arithmetic, and
