@@ -103,10 +103,10 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
 
     for cost, right, wanted in ((1.0, 0.9, 2), (9.0, 0.9, 0), (1.0, 0.0, 0)):
         speculation, served = Speculation("auto"), Model()
-        speculation._step_s, speculation._cost_factor, speculation._right = 1.0, cost, [right] * 5
-        speculation.step(served, tokens, 2, tuple)  # type: ignore[arg-type]
+        speculation._step_s, speculation._cost_factor, speculation._right = 1.0, cost, [right] * 6
+        speculation.step(served, tokens, 2)  # type: ignore[arg-type]
         assert len(served.guesses) == wanted
     off = Speculation("off")
     off._step_s = 1.0
-    off.step(served, tokens, 2, tuple)  # type: ignore[arg-type]
+    off.step(served, tokens, 2)  # type: ignore[arg-type]
     assert not served.guesses

@@ -89,8 +89,8 @@ def _fused(model: Any, cache: H2OCache, verification: Verification, captured: bo
     try:
         description = describe(model)
         guard = ModelGuard(None, model, description)
-    except (DescriptionError, RuntimeError) as error:  # some parts are only evaluated on the CPU
-        return next(iter(str(error).splitlines()), type(error).__name__)
+    except DescriptionError as error:
+        return str(error)
     if reason := layers.why_not(description) or steps.why_not(cache, description):
         return reason
 

@@ -35,6 +35,10 @@ PEERS = {
 """Other engines that ``speed`` can time, and the packages that have them."""
 
 
+TASKS = ("edit", "recall", "json", "prose")
+"""Kinds of replies that ``speed`` can time: code again with a change, a passage again, JSON by a schema, a story."""
+
+
 def require_peer(peer: str, model: str | None) -> None:
     """Raise H2OStreamError if a peer is not installed, or needs a GGUF file that the model is not."""
     from h2o_stream.models.find import gguf_file
@@ -230,7 +234,14 @@ class SpeedOptions(ComparisonOptions):
         thorough={"histories": (256, 2048, 8192)},
     )
 
-    text: Annotated[Path, Option("A text file, read by all.")]
+    text: Annotated[Path | None, Option("A text file, read by all.")] = None
+    task: Annotated[
+        Sequence[str],
+        Option(
+            "Instead of histories, replies with guesses and without: edit, recall, json, prose.",
+            parse=some_of("task", TASKS, may_be_none=True),
+        ),
+    ] = ()
     policies: Policies = ("full", "recent", "h2o")
     windows: Windows = (DEFAULT_WINDOW,)
     histories: Annotated[
@@ -258,10 +269,16 @@ class SpeedOptions(ComparisonOptions):
         _ = self.models
 
     def check(self) -> None:
-        """Also check the peers."""
+        """Also check the text and the peers."""
         super().check()
+        if self.text is None and not self.task:
+            raise ConfigError("--text is needed, or --task")
         for peer in self.peers:
             require_peer(peer, None if self.random_weights else self.model.model)
+
+    def make(self) -> Any:
+        """Import the comparison and make it."""
+        return resolve("h2o_stream.compare.speed.tasks:SpeedTasks")(self) if self.task else super().make()
 
     @property
     def variant(self) -> str:

@@ -328,8 +328,7 @@ class Engine:
         """Take the last token through the model, with at most so many guesses. Returns the logits after it."""
         if (limit := self._max_tokens()) is not None:
             most = min(most, max(limit - len(self.tokens), 0))
-        forced = matcher.forced if matcher else tuple
-        return self.speculation.step(self.served, self.tokens.array, most, forced)
+        return self.speculation.step(self.served, self.tokens.array, most, matcher)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Note tokens that are about to go through the model."""

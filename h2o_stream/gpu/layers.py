@@ -7,6 +7,7 @@ with it. Weights stay where the model has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +26,7 @@ from h2o_stream.gpu.products import (
     route_kernel,
 )
 from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, NormKind, Scoring
-from h2o_stream.native.attention import Attention
+from h2o_stream.native.attention import Attention, HeadOffsets
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.matrix import NO_NORM
@@ -63,9 +64,8 @@ def _why_not_layer(layer: Layer) -> str:
         return "its queries and keys are normed in another way"
     if any(norm.kind == NormKind.LAYER for norm in norms) or bool(norms[0].kind) != bool(norms[1].kind):
         return "its queries and keys are normed in another way"
-    moved = attention.columns or attention.elements is not None or attention.key_tail or attention.latent
-    if moved or attention.source is not None or (attention.rope and attention.rope.order is not None):
-        return "queries and keys are in another order"
+    if attention.columns or attention.key_tail or attention.latent or attention.source is not None:
+        return "queries and keys are made in another way"
     after = attention.gate or attention.temperature or attention.clip or attention.value_scale != 1
     if after or attention.value_norm.kind or attention.output_norm.kind:
         return "its attention is special"
@@ -92,6 +92,33 @@ def _why_not_experts(experts: Experts) -> str:
 def takes_rows(description: Description) -> bool:
     """Whether several rows can be taken at once: not by experts, each of which has its own."""
     return not any(isinstance(layer.mlp, Experts) for layer in description.layers)
+
+
+def in_order(attention: Attention) -> tuple[Attention, Tensor | None]:
+    """An attention whose heads follow one another, as the cache stores them, and where its numbers are; None: there."""
+    order, size, width = attention.elements, attention.head_size, attention.value_size
+    rotated = attention.rope.order if attention.rope else None
+    if rotated is not None:
+        order = rotated if order is None else order[rotated.long()]
+    if order is None:
+        return attention, None
+    at, queries, keys = attention.heads, attention.query_heads, attention.kv_heads
+
+    def places(offset: int, stride: int, count: int, within: Tensor) -> Tensor:
+        return (offset + stride * torch.arange(count)[:, None] + within.long().cpu()).flatten()
+
+    index = [
+        places(at.query_offset, at.query_stride, queries, order), places(at.key_offset, at.key_stride, keys, order),
+        places(at.value_offset, at.value_stride, keys, torch.arange(width)),
+    ]  # fmt: skip
+    norms = [
+        replace(norm, weight=norm.weight[rotated.long().to(norm.weight.device)])
+        if rotated is not None and norm.weight is not None
+        else norm
+        for norm in (attention.query_norm, attention.key_norm)
+    ]
+    heads = HeadOffsets(0, size, queries * size, size, (queries + keys) * size, width)
+    return replace(attention, heads=heads, query_norm=norms[0], key_norm=norms[1]), torch.cat(index)
 
 
 class Residual:

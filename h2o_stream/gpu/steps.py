@@ -18,7 +18,7 @@ from h2o_stream.cache.kernels import Kernels
 from h2o_stream.config import PREFILL_STEP_MAX
 from h2o_stream.gpu.graphs import GraphSteps
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms, limits_of, walks
-from h2o_stream.gpu.layers import logits_of, rows_of, run, takes_rows
+from h2o_stream.gpu.layers import in_order, logits_of, rows_of, run, takes_rows
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
 from h2o_stream.native.model_guard import ModelGuard
@@ -62,6 +62,9 @@ class FusedSteps:
         self.takes_prompts = takes_rows(description)
         self.prefill_step = BLOCK * LANES if self.takes_prompts else PREFILL_STEP_MAX
         device = description.embedding.weights.device
+        ordered = [in_order(layer.attention) for layer in description.layers if layer.attention]
+        self._attentions = [attention for attention, _ in ordered]
+        self._orders = [None if order is None else order.to(device) for _, order in ordered]
         attentions = [layer.attention for layer in description.layers if layer.attention]
         self._sinks = [None if x.sink_logits is None else x.sink_logits.to(device) for x in attentions]
         self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in attentions]
@@ -147,8 +150,9 @@ class FusedSteps:
     def _step(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         """A forward of a token of each row [B, 1], which can be captured."""
 
-        def attend(number: int, attention: Attention, projected: Tensor) -> Tensor:
-            new, out = self._heads(attention, projected, len(input_ids), 1)
+        def attend(number: int, _: Attention, projected: Tensor) -> Tensor:
+            attention = self._attentions[number]
+            new, out = self._heads(number, projected, len(input_ids), 1)
             query, key = attention.query_norm, attention.key_norm
             factor = attention.rope.scale if attention.rope else 1.0
             norms = Norms(query.weight, key.weight, query.epsilon, key.epsilon, factor)
@@ -199,8 +203,9 @@ class FusedSteps:
         """
         rows, new = tokens.shape
 
-        def attend(number: int, attention: Attention, projected: Tensor) -> Tensor:
-            heads, out = self._heads(attention, projected, rows, new)
+        def attend(number: int, _: Attention, projected: Tensor) -> Tensor:
+            attention = self._attentions[number]
+            heads, out = self._heads(number, projected, rows, new)
             for x, norm in ((heads.query, attention.query_norm), (heads.key, attention.key_norm)):
                 if norm.weight is not None:
                     x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
@@ -221,8 +226,10 @@ class FusedSteps:
         places = torch.arange(rows * new, device=tokens.device).view(rows, new)[:, -keep:]
         return logits_of(self._description, stream, places.flatten()).view(rows, keep, -1)
 
-    def _heads(self, attention: Attention, projected: Tensor, rows: int, new: int) -> tuple[NewTokens, Tensor]:
+    def _heads(self, number: int, projected: Tensor, rows: int, new: int) -> tuple[NewTokens, Tensor]:
         """The heads of B Q tokens as views of what was projected, and [B Q, Hq Dv] for their outputs."""
+        attention, order = self._attentions[number], self._orders[number]
+        projected = projected if order is None else projected.index_select(1, order)
         total, at = projected.shape[1], attention.heads
 
         def heads(count: int, size: int, offset: int, stride: int) -> Tensor:
@@ -245,8 +252,6 @@ def why_not(cache: H2OCache, description: Description) -> str:
     if description.placeholders:
         return "some tokens stand for something else than text"
     groups: list[HeadGroup] = list(cache.head_groups)
-    if any(layer.order is not None for layer in cache.layers):
-        return "heads are in another order"
     rotations = [(x.attention.rope is not None) for x in description.layers if x.attention]
     tables = [all(group.table is not None for group in layer.head_groups) for layer in cache.layers]
     if rotations != tables or any(group.plan.kv_bits < 16 for group in groups):
