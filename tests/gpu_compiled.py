@@ -43,10 +43,13 @@ def compile_launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **k
         (number,): [["tt.divisibility", 16]] for number, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or (signature[name] in ("i32", "i64") and values[name] % 16 == 0)
     }  # fmt: skip
-    source = ASTSource(kernel, signature, {name: values[name] for name in constants}, aligned)
     for capability in SHARED:
+        overlaps = {"PDL": True} if "PDL" in constants and capability >= 90 else {}
+        options |= {"launch_pdl": bool(overlaps)}
+        source = ASTSource(kernel, signature, {name: values[name] for name in constants} | overlaps, aligned)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert made.asm["cubin"]
+        assert ("griddepcontrol.wait" in made.asm["ptx"]) == bool(overlaps)
         shared = made.metadata.shared
         assert shared <= SHARED[capability], (kernel.__name__, capability, shared)
     compiled[key] = len(compiled)
