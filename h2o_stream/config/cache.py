@@ -11,10 +11,13 @@ from h2o_stream.errors import ConfigError
 CacheDevice = Literal["auto", "cpu", "disk"]
 
 DEFAULT_WINDOW = 256
-AUTO_WINDOWS = (DEFAULT_WINDOW, 384, 512, 768, 1024, 1536, 2048, 3072)
+AUTO_WINDOWS = (DEFAULT_WINDOW, 512, 768, 1024, 1536, 2048, 3072)
 AUTO_STEP_SHARE, AUTO_MEMORY_SHARE = 1 / 12, 1 / 10
 """The windows among which ``auto`` chooses: the largest of which the cache takes at most these shares of the bytes of
 weights that a step reads, and of free memory."""
+
+AUTO_KV_BITS = {512: 8, 768: 8}
+"""Bits of these windows where ``auto`` has chosen them: small models lose more without a slot than by rounding."""
 
 AUTO_QUERIES = 4
 """Query heads per KV head up to which a step waits for memory. With more of them attention is bound by arithmetic, and
@@ -113,7 +116,8 @@ class CacheConfig:
         positions: ``gap``, ``rolling`` or ``absolute``.
         span: with ``gap``, the distance in tokens up to which distances are true.
         chunk: tokens between two evictions of a prefill; 0 takes the whole prompt at once.
-        kv_bits: bits per stored key and value number; 16 leaves the model's dtype as it is.
+        kv_bits: bits per stored key and value number; 16 leaves the model's dtype as it is. None is 16, unless `window`
+            or `cache_size` says otherwise.
         heavy_ratio: heavy slots as a part of the first prompt of a stream, as in the papers; with `recent_ratio`
             it takes the place of `window` and `heavy`.
         cache_size: bytes of the cache of one stream, all bookkeeping counted: `window` becomes as large as fits, and
@@ -264,11 +268,17 @@ class CacheConfig:
             )
         return sinks, heavy, window - sinks - heavy
 
+    @property
+    def _kv_bits(self) -> int:
+        if self.kv_bits is None and self.auto_window:
+            return AUTO_KV_BITS.get(self.window, 16)
+        return self.kv_bits or (16 if self.cache_size is None else SIZED_KV_BITS)
+
     def grown_plan(self, window: int, context: int | None = None) -> CachePlan:
         """The plan with a larger window: heavy slots keep their proportion, and a span leaves room for the window."""
         sinks, heavy, recent = self._budgets(self.window, self.heavy)
         grown = None if self.heavy is None else (window - sinks) * heavy // (heavy + recent)
-        plan = replace(self, window=window, heavy=grown, span=None).plan(context)
+        plan = replace(self, window=window, heavy=grown, span=None, kv_bits=self._kv_bits).plan(context)
         if self.span is None or plan.positions != "gap":
             return plan
         return replace(plan, span=self.span if context is None else min(self.span, plan.span))
@@ -283,7 +293,6 @@ class CacheConfig:
             ConfigError: the distances asked for do not fit the model's positions.
         """
         defaults = POLICIES[self.policy]
-        kv_bits = self.kv_bits or (16 if self.cache_size is None else SIZED_KV_BITS)
         long_term = defaults.long_term if self.long_term is None else self.long_term
         positions = self.positions or defaults.positions
         decay = defaults.decay if self.decay is None else self.decay
@@ -312,7 +321,7 @@ class CacheConfig:
             positions,
             span,
             chunk,
-            kv_bits,
+            self._kv_bits,
             self.seed,
             self.budgets or defaults.budgets,
             long_term,

@@ -62,7 +62,8 @@ class LoadedConversation:
         plan, counts = self.conversation.engine.cache.plan, self.conversation.engine.counts
         ratios = self.settings.cache.ratios_text
         given = f"{ratios} of the first prompt" if ratios else counts.window_note
-        given += " (auto)" * (self.settings.cache.auto_window > 0)
+        bits = f", {plan.kv_bits} bits" if plan.kv_bits < 16 else ""
+        given += f" (auto{bits})" if self.settings.cache.auto_window else ""
         window = f" · window {given} · {plan.positions}" if plan.window else ""
         return f"{self.name} · {plan.policy}{window}"
 
