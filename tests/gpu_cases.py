@@ -12,12 +12,13 @@ from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.protection import Protection
 from h2o_stream.config import CacheConfig
 from h2o_stream.gpu import layers as gpu_layers
-from h2o_stream.gpu.kernels import GpuKernels, NewTokens
+from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
 from h2o_stream.gpu.packed import block_matrix
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp
 from h2o_stream.native.gguf_types import BLOCKS, TensorType
+from tests.families import FAMILIES
 from tests.test_native_prefill import Table
 
 KERNELS = GpuKernels(torch.device("cpu"))
@@ -25,7 +26,7 @@ KERNELS = GpuKernels(torch.device("cpu"))
 
 def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: int = 128, window: int = 256,
               groups: int = 4, rotary: int = 128, split: bool = False, **settings: object) -> None:  # fmt: skip
-    plan = CacheConfig(policy, window=window, budgets="equal", chunk=64).plan(8192)
+    plan = CacheConfig(policy, window=window, budgets="equal", chunk=64, positions=settings.get("positions")).plan(8192)
     table = None if plan.positions == "absolute" else Table(rotary)
     group = HeadGroup(plan, layer=1, table=table, sliding=settings.get("sliding"))
     group.protection = Protection(plan.sinks, settings.get("pins", ()), plan.recent, settings.get("transient", ()))
@@ -39,8 +40,11 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
     for count in (1, 200):
         q, k = query[:, :, :count], key[:, :, :count]
         out = torch.zeros(1, count, heads * groups, size, dtype=dtype).transpose(1, 2)
-        new = NewTokens(q, k, k, out)
-        (KERNELS.step(group, new, transform, (5000,)) if count == 1 else KERNELS.prompt(group, new, transform))
+        new = NewTokens(q, k, k, out, settings.get("heads"))
+        if count == 1:
+            KERNELS.step(group, new, transform, (5000,), settings.get("norms", Norms()))
+        else:
+            KERNELS.prompt(group, new, transform, limits=settings.get("limits"))
 
 
 def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
@@ -62,6 +66,15 @@ def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
     gpu_layers.logits_of(description, stream)
 
 
+def experts() -> None:
+    """A tiny mixture of experts."""
+    model = next(family for family in FAMILIES if family.name == "Qwen 2 MoE").make().to(torch.bfloat16)
+    description = describe(model)
+    x = torch.zeros(1, description.embedding.columns, dtype=torch.bfloat16)
+    columns = [layer.attention.out.columns for layer in description.layers if layer.attention]
+    gpu_layers.run(description, x, lambda number, *_: x.new_zeros(1, columns[number]))
+
+
 def in_blocks(part: Any, kind: TensorType) -> Any:
     """A description with its matrices in blocks."""
     if isinstance(part, Matrix):
@@ -76,6 +89,7 @@ def in_blocks(part: Any, kind: TensorType) -> Any:
 
 
 CASES = {
+    "experts": experts,
     "layers": layers,
     "layers of 3 rows": lambda: layers(3, attention_bias=True, mlp_bias=True),
     "layers with biases": lambda: layers(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
@@ -85,9 +99,14 @@ CASES = {
     "float16, window 4096, split": lambda: attention(dtype=torch.float16, window=4096, split=True),
     "window 4096": lambda: attention(window=4096),
     "split": lambda: attention(split=True),
+    "limits": lambda: attention(size=64, rotary=64, limits=torch.zeros(1, 4, dtype=torch.int32)),
     "tova, 64 numbers": lambda: attention("tova", size=64, rotary=32, window=1000, groups=7),
     "random, everything": lambda: attention(
         "random", sliding=512, pins=(range(3),), transient=(range(9, 30),), softcap=30.0, sinks=torch.zeros(8)
+    ),
+    "absolute": lambda: attention(size=64, positions="absolute"),
+    "norms, some heads": lambda: attention(
+        size=64, rotary=32, norms=Norms(torch.zeros(64), torch.zeros(64), 1e-6, 1e-6, 1.2), heads=torch.zeros(2).long()
     ),
     "256 numbers": lambda: attention("h2o-paper", size=256, rotary=256),
 }

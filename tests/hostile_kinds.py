@@ -266,7 +266,7 @@ def _open_store(path: Path, seed: Seed) -> None:
 # conversations
 
 CACHES: Mapping[str, Mapping[str, Any]] = {
-    "h2o": {}, "4 bits": {"kv_bits": 4}, "absolute": {"positions": "absolute"}, "memory": {"memory": 2**24},
+    "h2o": {}, "4 bits": {"kv_bits": 4}, "absolute": {"positions": "absolute"},
 }  # fmt: skip
 
 

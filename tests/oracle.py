@@ -69,9 +69,6 @@ class Rules:
     recents: Callable[[int, int], int] | None = None
     """Window by layer, head and tokens seen, where windows differ; and number of recent tokens by layer and head."""
     pins: tuple[range, ...] = ()
-    matches: int = 0
-    max_distance: int = 0
-    """Evicted tokens that a query attends to, and the largest distance at which it sees them; 0 for no memory."""
     transient: tuple[tuple[int, range], ...] = ()
     """How many tokens were seen when tokens were said to be evicted first, and which."""
 
@@ -92,8 +89,6 @@ class Oracle:
     chunk: int = 0
     margin: float = math.inf
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
-    memory: dict[tuple[int, int], list[Kept]] = field(default_factory=dict)
-    """By layer and head: evicted tokens, in 8 bits."""
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """By layer and head: [G, D] of every token, scaled."""
 
@@ -167,17 +162,13 @@ class Oracle:
             keys, values = (torch.stack([getattr(token, name) for token in held]) for name in ("key", "value"))
             indices = torch.tensor([token.index for token in held])
             spans = torch.tensor([0 if rules.pinned(token.index) else rules.span for token in held])
-            remembered = [] if own_window else self.memory.setdefault((number, head), [])
             of_head = q[head * groups : (head + 1) * groups]
             for i in range(new):
                 queries, count = of_head[:, i], len(held) - new + i + 1
                 ages = self.seen + i - indices[:count]
                 visible = Visible(keys[:count], values[:count], ages, spans[:count], indices[:count])
                 sink = sinks[head * groups : (head + 1) * groups, None]
-                found_here = self.memory_logits(number, queries, scaling, remembered, self.seen + new - 1, new - 1 - i)
-                weights, output = self.attend(
-                    number, queries, visible, scaling, softcap, own_window, sink, remembered, found_here
-                )
+                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window, sink)
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
                     received.zero_()
@@ -190,7 +181,6 @@ class Oracle:
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
-                self.add_to_memory(number, head, [token for token in held if token not in lists[head]], self.seen + new)
         return mixed
 
     def attend(
@@ -202,12 +192,10 @@ class Oracle:
         softcap: float | None,
         own_window: int | None,
         sink: Tensor,
-        remembered: list[Kept],
-        found: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D].
 
-        `sink` is one more logit [G, 1] without a value. `found` [G, m] are the logits of `remembered` tokens.
+        `sink` is one more logit [G, 1] without a value.
         """
         positions = "absolute" if own_window else self.rules.positions
         age = visible.age
@@ -220,41 +208,8 @@ class Oracle:
             logits[:, age >= window] = -torch.inf
         if chunk := self.chunks[number]:
             logits[:, visible.index // chunk < visible.index[-1] // chunk] = -torch.inf
-        values = torch.stack([token.value for token in remembered]) if remembered else visible.value[:0]
-        if softcap is not None:
-            found = torch.where(found.isinf(), found, softcap * torch.tanh(found / softcap))
-        weights = torch.cat((logits, found, sink), 1).softmax(-1)
-        kept = logits.shape[1]
-        output = weights[:, :kept] @ visible.value + weights[:, kept:-1] @ values
-        return weights[:, :kept], output
-
-    def memory_logits(
-        self, number: int, queries: Tensor, scaling: float, remembered: list[Kept], newest: int, lag: int
-    ) -> Tensor:
-        """Logits [G, m] of remembered tokens: of the best, and -inf.
-
-        Distances are those from `newest`, the newest token of the chunk, which is `lag` tokens newer than the queries.
-        """
-        if not (remembered and self.rules.matches):
-            return queries[:, :0]
-        far = torch.tensor([min(newest - token.index, self.rules.max_distance) - lag for token in remembered])
-        keys = self.rotate(number, torch.stack([token.key for token in remembered]), far)
-        found = queries @ keys.T * scaling
-        best, order = found.sort(stable=True, dim=-1, descending=True)  # equal ones are repeated tokens
-        count = min(self.rules.matches, len(remembered))
-        if count < len(remembered):
-            gaps = best[:, count - 1] - best[:, count]
-            self.margin = min(self.margin, min(gaps[gaps > 0].tolist(), default=math.inf))
-        return torch.full_like(found, -torch.inf).scatter(1, order[:, :count], best[:, :count])
-
-    def add_to_memory(self, layer: int, head: int, evicted: list[Kept], seen: int) -> None:
-        """Put evicted tokens in memory, in 8 bits; not those that were transient."""
-        if self.rules.matches:
-            self.memory[layer, head] += [
-                Kept(token.index, in_8_bits(token.key), in_8_bits(token.value))
-                for token in sorted(evicted, key=lambda token: token.index)
-                if not self.rules.is_transient(token.index, seen)
-            ]
+        weights = torch.cat((logits, sink), 1).softmax(-1)[:, :-1]
+        return weights, weights @ visible.value
 
     def table(self, number: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, n, Drot] of a layer by distance, backwards."""
@@ -368,12 +323,6 @@ class Oracle:
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]
-
-
-def in_8_bits(x: Tensor) -> Tensor:
-    """x [D] as codes from -127 to 127 with a scale of 16 bits."""
-    scale = (x.abs().max() / 127).half().float()
-    return (x / scale).round() * scale
 
 
 def place(positions: str, age: Tensor, span: Tensor) -> Tensor:

@@ -117,7 +117,6 @@ def main(name: str, rule: str, what: str, stride: str) -> None:
     config = {
         "h2o": CacheConfig(window=24),
         "absolute": CacheConfig("recent", window=24, positions="absolute"),
-        "memory": CacheConfig(window=16, chunk=8, memory="auto"),
     }[rule]
     model = RuntimeModel(with_arrays(description), windows, "x", str, 128, 128, [None] * 2, None)
     failures = {

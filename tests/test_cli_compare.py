@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from h2o_stream.native import library
 from tests.commands import invoke, records
 from tests.fixtures import written
 from tests.tolerance import LIKELIHOOD
@@ -27,23 +26,6 @@ class TestCompare:
             assert result["nll_last_half"] > 0
         assert results[1]["nll"] != pytest.approx(full, rel=3 * LIKELIHOOD)
         assert "nats per token" in done.stderr
-
-    @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
-    def test_policies_with_and_without_a_memory(self, tiny_folder: Path, text: Path) -> None:
-        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--windows", "16", "--jsonl", "-"]
-        results = records(invoke("h2o-compare", *base, "--policies", "h2o,h2o+memory").stdout)[1:]
-        assert [result["policy"] for result in results] == ["h2o", "h2o+memory"]
-        assert results[0]["nll"] != results[1]["nll"]
-        (same,) = records(invoke("h2o-compare", *base, "--policies", "h2o,h2o+memory", "--memory", "1MiB").stdout)[1:]
-        assert same["nll"] == results[1]["nll"]
-
-    @pytest.mark.parametrize(("policies", "words"), [
-        ("full+memory", "policy full evicts nothing"), ("h2o+memories", "policy 'h2o+memories' is unknown"),
-    ])  # fmt: skip
-    def test_a_memory_of_what(self, text: Path, policies: str, words: str) -> None:
-        done = invoke("h2o-compare", "nll", "--text", text, "--policies", policies)
-        assert done.exit_code == 2
-        assert words in done.stderr
 
     def test_nll_in_a_folder_resumes(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"

@@ -10,7 +10,7 @@ import pytest
 
 from h2o_stream.base.memory import disk_bytes
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.config import CacheConfig, Settings
+from h2o_stream.config import Settings
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.session.turn import Timings, Turn
 from h2o_stream.ui.start import LoadedConversation
@@ -62,9 +62,8 @@ def test_the_user_is_told_once(verbose: bool, weights: Path, capsys: pytest.Capt
 
 
 def test_other_files_are_no_weights(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A small model's first turns read more than its weights: libraries, texts, and a memory on disk."""
-    model, searching = LoadedModel("name", None, None, file=weights), Settings(cache=CacheConfig(memory="auto"))
-    for settings, nbytes in ((Settings(), 10 * SIZE), (searching, 2**31)):
-        conversation: Any = LoadedConversation(None, None, model, settings)  # type: ignore[arg-type]
-        conversation.note_disk(turn(nbytes), Terminal())
+    """A small model's first turns read more than its weights: libraries and texts."""
+    model = LoadedModel("name", None, None, file=weights)
+    conversation: Any = LoadedConversation(None, None, model, Settings())  # type: ignore[arg-type]
+    conversation.note_disk(turn(10 * SIZE), Terminal())
     assert "memory" not in capsys.readouterr().err

@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("every", "model", "rule", "what"), with_exhaustive(
     [(100, "experts", "h2o", "step")],
-    product((1,), ("dense", "experts"), ("h2o", "absolute", "memory"), ("prompt", "batch", "step", "assisted step")),
+    product((1,), ("dense", "experts"), ("h2o", "absolute"), ("prompt", "batch", "step", "assisted step")),
 ))  # fmt: skip
 def test_every_allocation_may_fail(every: int, model: str, rule: str, what: str, tmp_path: Path) -> None:
     preloaded = tmp_path / "failing_allocations.so"

@@ -20,7 +20,7 @@ def run(*arguments: str, **variables: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", [
-    pytest.param("[h2o] or [rows] or bfloat16 or Q4_K or stay", id="some"),
+    pytest.param("[recent] or [Q8_0]", id="some"),
     pytest.param("", id="all", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_interpreted(chosen: str) -> None:
@@ -29,6 +29,6 @@ def test_interpreted(chosen: str) -> None:
         **{available.INTERPRET: "1"})  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["h2o", pytest.param("", id="all", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", ["Q8_0", pytest.param("", id="all", marks=pytest.mark.exhaustive)])
 def test_compiled(case: str) -> None:
     run("-m", "tests.gpu_compiled", *filter(None, [case]))

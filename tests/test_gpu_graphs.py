@@ -178,7 +178,7 @@ def test_a_step_that_cannot_be_captured_is_eager(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("number", "settings", "device", "words"), [
     (0, {}, "cpu", "not on a CUDA device"), (0, {}, "cuda", ""), (0, {"device": "cpu"}, "cuda", "host memory"),
-    (0, {"kv_bits": 8}, "cuda", "--kv-bits"), (0, {"memory": "auto"}, "cuda", "--memory"),
+    (0, {"kv_bits": 8}, "cuda", "--kv-bits"),
     (0, {"policy": "expected-attention"}, "cuda", "a state of each head"), (22, {}, "cuda", ""),
 ])  # fmt: skip
 def test_what_is_not_captured(number: int, settings: dict[str, Any], device: str, words: str) -> None:

@@ -22,18 +22,22 @@ MORE = {
     "sinks of two": Case(plan(window=17, heavy=9), softcap=3.0, prompts=((25,), *STEPS)),
 }
 EAGER_ONLY = {"all at once", "sliding, all at once", "long prompt"}
+ROUNDED = {"bfloat16"}
+"""Which tokens stay may differ by rounding: `test_gpu_steps` compares errors."""
 
 
 @pytest.fixture(autouse=True)
 def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter holds bfloat16 numbers in uint16 and multiplies those."""
+    import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     multiply = InterpreterBuilder.create_dot
 
     def in_float32(x: Any) -> Any:
-        wide = x.data.dtype == np.uint16
-        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), x.dtype) if wide else x
+        if x.data.dtype != np.uint16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return multiply(self, in_float32(a), in_float32(b), *rest)
@@ -48,7 +52,9 @@ def kernels() -> Any:
 
 
 def cases() -> dict[str, Case]:
-    served = {name: case for name, case in CASES.items() if case.plan.kv_bits == 16 and name not in EAGER_ONLY}
+    served = {
+        name: case for name, case in CASES.items() if case.plan.kv_bits == 16 and name not in EAGER_ONLY | ROUNDED
+    }
     return {name: replace(case, prompts=(*case.prompts, *(((1,) * case.batch,) * 4)), inputs=[])
             for name, case in served.items()} | MORE  # fmt: skip
 
@@ -60,12 +66,11 @@ def test_as_the_eager_layer(name: str) -> None:
 
 def compare(case: Case) -> None:
     eager, ours = Eager(case), Eager(case, kernels())
-    exact = case.dtype == torch.float32
     for call, counts in enumerate(case.prompts):
         wanted, got = eager.attend(call), ours.attend(call).float()
         there = torch.arange(got.shape[1]) < torch.tensor(counts)[:, None]
         error, size = (got - wanted)[there], wanted[there].square().mean().sqrt()
-        assert error.abs().max() <= (2e-5 if exact else 2e-2) * size, call
+        assert error.abs().max() <= 2e-5 * size, call
         for want, have in zip(eager.held(), ours.held(), strict=True):
             for name in want:
                 exactly = name in ("index", "rank", "keys", "values")

@@ -4,17 +4,32 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 from h2o_stream import CacheConfig, attach
-from h2o_stream.gpu import available
+from h2o_stream.gpu import available, graphs
+from h2o_stream.gpu.graphs import WARM_UP, GraphSteps
 from tests.families import FAMILIES
 from tests.fixtures import ids as tokens
 from tests.fixtures import make_llama
+from tests.test_gpu_graphs import Recording
+from tests.test_gpu_kernels import products_of_bfloat16  # noqa: F401
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
 
-FUSED = ["Llama 3", "Qwen 2, YaRN", "Qwen 3", "Gemma 2", "Gemma 3", "GPT-NeoX", "Mistral, sliding", "SmolLM3"]
+FUSED = [
+    "Llama 3",
+    "Qwen 2, YaRN",
+    "Qwen 3",
+    "Gemma 2",
+    "Gemma 3",
+    "GPT-NeoX",
+    "Mistral, sliding",
+    "SmolLM3",
+    "GLM",
+    "Cohere 2",
+]
 
 
 def streams(model: Any, config: CacheConfig, engine: Any, rows: int, note: str = "") -> tuple[Any, ...]:
@@ -37,6 +52,39 @@ def check(model: Any, config: CacheConfig, rows: int, note: str = "fused") -> No
 def test_families(name: str) -> None:
     model = next(family for family in FAMILIES if family.name == name).make()
     check(model, CacheConfig(window=24, chunk=16), 1)
+
+
+@pytest.mark.parametrize("name", ["Qwen 3 MoE", "Qwen 2 MoE", "GLM-4 MoE"])
+def test_experts(name: str) -> None:
+    """Steps are fused, prompts the model's own."""
+    model = next(family for family in FAMILIES if family.name == name).make()
+    check(model, CacheConfig(window=24, chunk=16), 1)
+
+
+def test_bfloat16() -> None:
+    """No further from float32 than the eager way, by much."""
+    model, config = make_llama(groups=2, layers=1, size=16), CacheConfig(window=24, chunk=16)
+    exact = streams(model, config, "eager", 1)[0]
+    model = model.to(torch.bfloat16)
+    ours, theirs = (streams(model, config, engine, 1, note)[0] for engine, note in (("auto", "fused"), ("eager", "")))
+    errors = [[relative_error(a.float(), b) for a, b in zip(logits, exact, strict=True)] for logits in (ours, theirs)]
+    assert sum(errors[0]) <= 1.5 * sum(errors[1])
+
+
+def test_fused_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a recording that refuses to read on the host."""
+    monkeypatch.setattr(graphs, "why_not", lambda cache, device: "")
+    recorded = lambda forward, cache: GraphSteps(forward, cache, lambda step: Recording(cache, step))  # noqa: E731
+    monkeypatch.setattr("h2o_stream.gpu.steps.GraphSteps", recorded)
+    Recording.made = Recording.replays = 0
+    model = make_llama(groups=2, layers=1)
+    results = []
+    for engine in ("auto", "eager"):
+        with attach(model, CacheConfig(window=24, chunk=16, budgets="equal"), engine=engine) as cache:
+            parts = (tokens(30), *tokens(7, seed=1).split(1, 1))
+            results.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
+    assert relative_error(*results) < 1e-4
+    assert (Recording.made, Recording.replays) == (1, 7 - WARM_UP)
 
 
 def test_rows_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

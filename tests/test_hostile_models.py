@@ -89,13 +89,13 @@ def test_damaged_files(kind: str, name: str, file: str, content: bytes, words: s
 
 
 def test_states_that_name_no_files(tmp_path: Path) -> None:
-    """Of logs and segments; they are ignored where others are deleted."""
+    """Of logs; they are ignored where others are deleted."""
     files, state, path = StateFiles(tmp_path), {"n": np.array(1)}, tmp_path / "state-00000001.safetensors"
     (tmp_path / "x.log").write_bytes(bytes(8))
     logs = ("3", '{"a": 3}', '{"a": ["x.log", 9]}', '{"a": [["x.log"], 9]}')
-    for metadata in (*({"logs": text} for text in logs), {"segments": "[]"}):
+    for text in logs:
         with path.open("wb") as file:
-            write_state(file, state, {"line": '{"turn": 3}', **metadata})
+            write_state(file, state, {"line": '{"turn": 3}', "logs": text})
         with pytest.raises(DataError, match="damaged"):
             files.read(1, 3)
         files.keep(lambda line: True)

@@ -23,7 +23,7 @@ CONFIGS = {
     "absolute": CacheConfig(window=48, kv_bits=6, positions="absolute"),
 }
 
-TOKENS = [5 + 13 * i * i % 4001 for i in range(400)]
+TOKENS = [5 + 13 * i * i % 4001 for i in range(800)]
 
 
 def same_states(one: ServedRuntime, other: ServedRuntime) -> bool:
@@ -51,7 +51,8 @@ def test_wrong_guesses_at_every_position_leave_no_trace(model: RuntimeModel, nam
     passing, stepped = (model.serve(CONFIGS[name]) for _ in range(2))
     for served in (passing, stepped):
         served.cache.pin(3, 5)
-        served.forward(TOKENS[:36])
-        served.cache.evict_first(20, 24)
-    assert follow(passing, stepped, TOKENS[36:110], lambda number: number % 7) > 10
+        start = 36
+        served.forward(TOKENS[:start])
+        served.cache.evict_first(start - 16, start - 12)
+    assert follow(passing, stepped, TOKENS[start : start + 70], lambda number: number % 7) > 10
     assert same_states(passing, stepped)

@@ -1,12 +1,10 @@
 """Steps of several caches at once: each stream as if it were alone, whatever the others hold and protect."""
 
 from dataclasses import replace
-from typing import Literal
 
 import numpy
 import pytest
 
-from h2o_stream import config
 from h2o_stream.config import CacheConfig
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
@@ -29,9 +27,9 @@ def model(served_embedded: LoadedModel) -> RuntimeModel:
     return replace(whole, description=replace(whole.description, layers=described), windows=windows, sliding=sliding)
 
 
-def opened(model: RuntimeModel, number: int, memory: Literal["off", "auto"] = "off") -> ServedRuntime:
+def opened(model: RuntimeModel, number: int) -> ServedRuntime:
     """A stream of its own length, window, pins and tokens that go first."""
-    served = model.serve(CacheConfig(window=(48, 64)[number % 2], memory=memory))
+    served = model.serve(CacheConfig(window=(48, 64)[number % 2]))
     served.cache.pin(number, 2 * number)
     served.cache.evict_first(20, 20 + number)
     served.forward([5 + 11 * number + 7 * i for i in range(30 + 5 * number)])
@@ -39,11 +37,9 @@ def opened(model: RuntimeModel, number: int, memory: Literal["off", "auto"] = "o
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize(("count", "memory"), [(2, "off"), (9, "off"), (3, "auto")])
-def test_together_as_alone(model: RuntimeModel, count: int, memory: Literal["off", "auto"]) -> None:
-    alone, together = (
-        [opened(model, number + (4 if memory == "auto" else 0), memory) for number in range(count)] for _ in range(2)
-    )
+@pytest.mark.parametrize("count", [2, 9])
+def test_together_as_alone(model: RuntimeModel, count: int) -> None:
+    alone, together = ([opened(model, number) for number in range(count)] for _ in range(2))
     assert len({rules(served.stepper) for served in together}) == 1
     native = library.loaded()
     assert native is not None
@@ -92,11 +88,11 @@ def test_other_rules_are_told_apart(model: RuntimeModel) -> None:
 
 
 def test_streams_of_other_rules_in_turn(model: RuntimeModel) -> None:
-    """What steps need for a memory is there when the first of them needed none."""
+    """What steps need for few bits is there when the first of them needed none."""
     native = library.loaded()
     assert native is not None
     batch, logits = BatchStepper(native, model.description), []
-    for rule in (CacheConfig(window=64), CacheConfig(window=48, memory="auto")):
+    for rule in (CacheConfig(window=64), CacheConfig(window=48, kv_bits=6)):
         alone, together = model.serve(rule), model.serve(rule)
         for served in (alone, together):
             served.forward([5 + 7 * i % 4001 for i in range(100)])
@@ -105,17 +101,6 @@ def test_streams_of_other_rules_in_turn(model: RuntimeModel) -> None:
         logits += [alone.forward([100]), batch.step([together.stepper])[0].copy()]
     assert numpy.array_equal(logits[0], logits[1])
     assert numpy.array_equal(logits[2], logits[3])
-
-
-def test_a_prompt_shares_searches(model: RuntimeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one of 8 tokens searches the memory, logits are nearer to those of searching with all than without."""
-    tokens = [5 + 17 * i % 4001 for i in range(400)] + [5 + 17 * i % 4001 for i in range(200)]
-    logits = {}
-    for name, memory, period in (("all", "auto", 1), ("shared", "auto", 8), ("none", "off", 1)):
-        monkeypatch.setattr(config, "MEMORY_PROMPT_PERIOD", period)
-        logits[name] = model.serve(CacheConfig(window=64, memory=memory)).forward(tokens)
-    shared, none = (numpy.linalg.norm(logits[name] - logits["all"]) for name in ("shared", "none"))
-    assert 0 < shared < 0.85 * none
 
 
 @pytest.mark.every(2)

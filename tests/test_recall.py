@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -11,11 +11,9 @@ from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, Sampli
 from h2o_stream.compare.asking import prefilled, say
 from h2o_stream.engine.events import Token
 from h2o_stream.loading.transformers_model import LoadedModel
-from h2o_stream.native import library
 from h2o_stream.recall.passage import Candidate, Passage, Recalled
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
-from h2o_stream.session.turn import Turn
 from tests.fixtures import with_exhaustive
 from tests.small_talk import small_model, small_tokenizer
 
@@ -31,9 +29,9 @@ def make() -> Iterator[Callable[..., ConversationHistory]]:
     model, tokenizer, sampling = small_model(), small_tokenizer(), SamplingConfig(1.0, seed=4, max_tokens=4)
     with ExitStack() as engines:
 
-        def history(recall: Any = "auto", memory: Literal["auto", "off"] = "off") -> ConversationHistory:
+        def history(recall: Any = "auto") -> ConversationHistory:
             engines.close()
-            config = CacheConfig("h2o", 32, chunk=4, memory=memory)
+            config = CacheConfig("h2o", 32, chunk=4)
             engine = engines.enter_context(Engine(model, tokenizer, config, sampling))
             return ConversationHistory(Conversation(engine, "w1 w2", recall=recall), Header("small", "h2o", 32, None))
 
@@ -109,11 +107,10 @@ class TestReading:
         kept = {int(index) for layer in range(2) for index in cache.kept(layer).flatten()}
         assert not kept & set(marked)
 
-    @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
     @pytest.mark.usefixtures("recall_first_turn")
     def test_it_stays_while_replies_are_measured(self, make: Callable[..., ConversationHistory]) -> None:
-        """Regression: margins were those of a turn that was over, when passages go first and memory is searched."""
-        history = make(memory="auto")
+        """Regression: margins were those of a turn that was over, when passages go first."""
+        history = make()
         list(history.feed_turn("w3 w4", "w9"))
         fill(history, 8)
         conversation = history.conversation
@@ -124,10 +121,8 @@ class TestReading:
             list(engine.prefill([5, 6, 7]))
             kept = {int(index) for layer in range(2) for index in cache.kept(layer).flatten()}
             engine.load_state_dict(state)
-            searched = cache.memory.searched
         assert recalling
         assert set(marked) <= kept
-        assert (searched, cache.memory.searched) == (False, True)
 
     @pytest.mark.parametrize(("verdict", "recalling"), [("recalled", True), ("no room", False)])
     def test_what_has_no_room_is_not_counted_as_read(
@@ -151,26 +146,6 @@ class TestReading:
         assert len(history.entries) == (9 if count == 1 else 10)
         assert bool(history.conversation.recalled) is (count > 1)
         assert indexed(history) == said(history)
-
-
-@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
-@pytest.mark.parametrize("ends", [True, False])
-def test_attention_does_not_search_while_a_passage_is_read_again(
-    make: Callable[..., ConversationHistory], recall_first_turn: None, ends: bool
-) -> None:
-    history = make(memory="auto")
-    list(history.feed_turn("w3 w4", "w9"))
-    fill(history, 8)
-    memory = history.conversation.engine.cache.memory
-    events = history.say("w3 w11")
-    assert isinstance(next(events), Recalled)
-    for event in events:
-        if not isinstance(event, Turn):
-            assert not memory.searched
-            if not ends:
-                break
-    events.close()
-    assert memory.searched
 
 
 class TestOff:

@@ -206,6 +206,17 @@ def test_sync_keeps_the_turns_at_the_start(tmp_path: Path) -> None:
     held.close()
 
 
+def test_passages_with_those_around_them_and_how_rare_words_are() -> None:
+    index = PassageIndex()
+    for turn, text in enumerate(("one apple", "two pears", "three pears", "four plums", "five figs"), 1):
+        index.add(turn, text, "", [Passage(turn, "user", text, turn, turn + 1)])
+    assert sorted(index.around(["plums"], 5, 1)) == [3, 4, 5]
+    assert index.around(["plums"], 5, 1)[4].text == "four plums"
+    never, once, twice = index.rarity(["cherries", "apple", "pears"])
+    assert never > once > twice > 0
+    index.close()
+
+
 def test_sync_keeps_nothing_if_the_tokens_are_others(filled: PassageIndex) -> None:
     """A stream that is fed again has no recalled passages, so the tokens of its turns have other indices."""
 

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +16,9 @@ import openai
 import pytest
 
 from h2o_stream.config import ModelConfig
+from h2o_stream.engine.speculation import Speculation
 from h2o_stream.native import library
+from h2o_stream.native.lookahead import Lookahead
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import chain, first_hash, parse_dialogue
@@ -145,7 +147,32 @@ class TestConversations:
         with ThreadPoolExecutor(10) as executor:
             assert list(executor.map(ask, prompts)) == alone
 
-    @pytest.mark.parametrize("step", ["step", "forward"])
+    def test_guesses_change_no_reply(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also if others come while there are some in the slots."""
+        prompts = ["one two three " * (20 + number) for number in range(4)]
+        taken = list[int]()
+
+        def ask(prompt: str) -> Any:
+            body = {"prompt": prompt, "temperature": 0, "max_tokens": 24, "logprobs": 1}
+            return post(server.url, "/v1/completions", body)[1]["choices"]
+
+        def take(lookahead: Lookahead, token: int, guesses: Sequence[int]) -> Any:
+            taken.append(len(guesses))
+            return real(lookahead, token, guesses)
+
+        real = Lookahead.take
+        with monkeypatch.context() as patch:
+            patch.setattr(WaitingEngine, "can_guess", False)
+            wanted = [ask(prompt) for prompt in prompts]
+        monkeypatch.setattr(Speculation, "_count", lambda _, most: most)
+        monkeypatch.setattr(Lookahead, "take", take)
+        assert [ask(prompt) for prompt in prompts] == wanted
+        assert taken
+        with ThreadPoolExecutor(4) as executor:
+            answers = list(executor.map(ask, prompts))  # whose logits are rounded otherwise
+        assert [choices[0]["text"] for choices in answers] == [choices[0]["text"] for choices in wanted]
+
+    @pytest.mark.parametrize("step", ["step", "forward", "step_alone"])
     def test_a_step_that_fails_ends_its_replies_and_no_others(
         self, server: Running, monkeypatch: pytest.MonkeyPatch, step: str
     ) -> None:
@@ -154,7 +181,8 @@ class TestConversations:
 
         body = {"messages": [{"role": "user", "content": f"Name a {step}."}], "temperature": 0, "max_tokens": 8}
         with monkeypatch.context() as patch:
-            patch.setattr(server.service.worker._batch, step, fail)
+            patch.setattr(WaitingEngine, "can_guess", step == "step_alone")
+            patch.setattr(WaitingEngine if step == "step_alone" else server.service.worker._batch, step, fail)
             assert post(server.url, "/v1/chat/completions", body)[0] == 500
         assert post(server.url, "/v1/chat/completions", body)[0] == 200
 

@@ -1,12 +1,9 @@
 """Sessions on disk: nothing complete is lost, and nothing is left incomplete."""
 
-import io
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from h2o_stream import ConfigError, H2OStreamError
-from h2o_stream.cache.state import State, encode_json
+from h2o_stream.cache.state import State
 from h2o_stream.errors import DataError
 from h2o_stream.session.folders import saved_sessions
 from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.state_format import decode_state
 from h2o_stream.session.transcript import Entry, Header, Transcript, export
-from tests.states import equal_states
 
 HEADER = Header("a-model", "h2o", 256, "Be brief.")
 
@@ -242,52 +238,6 @@ def test_a_forked_process_does_not_release_the_lock(tmp_path: Path) -> None:
         os.waitpid(child, 0)
         with pytest.raises(DataError, match="open in another process"):
             Session("talk", tmp_path)
-
-
-def with_memory(turn: int) -> State:
-    """A state with as many full segments of a memory as turns."""
-    names = {f"memory.0.{number}": f"{number:032x}" for number in range(turn)}
-    segments: State = {name: np.full(1000, number, np.uint8) for number, name in enumerate(names)}
-    return state(turn) | {"memory": encode_json({"dropped": [0], "sealed": names})} | segments
-
-
-def killed_after(count: int) -> Callable[..., Any]:
-    """In place of `os.fdopen`: files that have room for so many bytes; then the process is gone, as with kill -9."""
-    room = iter(range(count, -1, -1))
-
-    class File(io.FileIO):
-        def write(self, data: Any) -> int:
-            for position in range(len(data)):
-                if not next(room):
-                    os._exit(9)
-                super().write(data[position : position + 1])
-            return len(data)
-
-    return File
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 1150])
-def test_killed_while_a_memory_grows(tmp_path: Path, count: int) -> None:
-    """At whatever byte: what was saved before stays, what was half written goes, and the turn can be said again."""
-    with filled(tmp_path, 0) as session:
-        session.add(Entry(1, "question 1", "answer 1"), with_memory(1))
-    if not (child := os.fork()):
-        try:
-            session = Session("talk", tmp_path)
-            os.fdopen = killed_after(count)
-            session.add(Entry(2, "question 2", "answer 2"), with_memory(2))
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    with Session("talk", tmp_path) as session:
-        assert turns(session) == [1]
-        assert equal_states(session.state(1) or {}, with_memory(1))
-        assert not [*(tmp_path / "talk").glob(".*.part")]
-        session.add(Entry(2, "question 2", "answer 2"), with_memory(2))
-        assert equal_states(session.state(2) or {}, with_memory(2))
-        session.undo(1)
-        assert len([*(tmp_path / "talk").glob("memory-*")]) == 1
 
 
 @pytest.mark.parametrize("name", ["𝔘" * 64, "ü" * 65])

@@ -99,13 +99,19 @@ def test_sizes_replace_windows(tmp_path: Any) -> None:
     assert found == [("full", None), ("h2o", 2**20), ("sink", 2**20), ("h2o", 2**21), ("sink", 2**21)]
 
 
+def slot_bytes(config: CacheConfig) -> int:
+    """25,000 a slot in 16 bits."""
+    return config.window * 25_000 * config.plan().kv_bits // 16
+
+
 class TestByTheModel:
     """A window as large as a small part of the bytes that a step reads anyway."""
 
     @pytest.mark.parametrize(
         ("step_bytes", "free", "context", "queries", "window"),
         [
-            (96e6, 16e9, 8192, 3, 256),  # the embedded model
+            (96e6, 16e9, 8192, 3, 512),  # the embedded model
+            (70e6, 16e9, 8192, 3, 256),
             (500e6, 16e9, 32768, 4, 1536),
             (500e6, 16e9, 32768, 7, 768),
             (4.6e9, 16e9, 8192, 4, 3072),
@@ -119,17 +125,22 @@ class TestByTheModel:
     ) -> None:
         monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda: free)
         config = sized(
-            CacheConfig(auto_window=1), context, lambda config: config.window * 25_000, lambda: int(step_bytes),
+            CacheConfig(auto_window=1), context, slot_bytes, lambda: int(step_bytes),
             [None, HeadShape(2 * queries, 2, 64, 64)],
         )  # fmt: skip
         assert (config.window, config.auto_window) == (window, 1)
 
+    def test_a_small_window_is_in_few_bits(self) -> None:
+        config = CacheConfig(auto_window=1, window=512)
+        assert [plan.kv_bits for plan in (config.plan(), config.grown_plan(900))] == [8, 8]
+        assert replace(config, window=1024).plan().kv_bits == 16
+        assert [replace(config, **given).plan().kv_bits for given in ({"kv_bits": 16}, {"auto_window": 0})] == [16, 16]
+        assert sized(config, None, slot_bytes, lambda: 10**11, []) == config, "it was chosen before"
+
     def test_many_streams_share_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda: 16e9)
         windows = [
-            sized(
-                CacheConfig(auto_window=streams), None, lambda config: config.window * 25_000, lambda: 10**11, []
-            ).window
+            sized(CacheConfig(auto_window=streams), None, slot_bytes, lambda: 10**11, []).window
             for streams in (1, 64, 1000)
         ]
         assert windows == [AUTO_WINDOWS[-1], 768, AUTO_WINDOWS[0]]

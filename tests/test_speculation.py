@@ -56,6 +56,8 @@ def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float,
     sampling = SamplingConfig(temperature, seed=5, max_tokens=60, dry_multiplier=0.0)
     engines = [opened(mode, sampling) for mode in ("auto", "off")]
     replies = [list(islice(engine.decode(), said)) for engine in engines]
+    held = [[group.token_indices.copy() for group in engine.cache.head_groups] for engine in engines]  # type: ignore[union-attr]
+    assert all(map(numpy.array_equal, *held)), "no guess is left"
     for engine in engines:
         list(engine.prefill([8, 9]))
     tokens = [[event.id for event in reply if isinstance(event, Token)] for reply in replies]
@@ -103,10 +105,10 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
 
     for cost, right, wanted in ((1.0, 0.9, 2), (9.0, 0.9, 0), (1.0, 0.0, 0)):
         speculation, served = Speculation("auto"), Model()
-        speculation._step_s, speculation._cost_factor, speculation._right = 1.0, cost, [right] * 5
-        speculation.step(served, tokens, 2, tuple)  # type: ignore[arg-type]
+        speculation._step_s, speculation._cost_factor, speculation._right = 1.0, cost, [right] * 6
+        speculation.step(served, tokens, 2)  # type: ignore[arg-type]
         assert len(served.guesses) == wanted
     off = Speculation("off")
     off._step_s = 1.0
-    off.step(served, tokens, 2, tuple)  # type: ignore[arg-type]
+    off.step(served, tokens, 2)  # type: ignore[arg-type]
     assert not served.guesses

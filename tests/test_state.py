@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from h2o_stream.cache.arrays import to_arrays
-from h2o_stream.cache.state import checksummed, decode_json
+from h2o_stream.cache.arrays import to_arrays, to_tensors
+from h2o_stream.cache.state import FINGERPRINT, checksummed, decode_json, encode_json
 from h2o_stream.config import POLICIES
 from tests.families import each_family
 from tests.fixtures import make_llama, thinned
@@ -82,6 +82,23 @@ def test_every_family(family: Any) -> None:
         first = going_on(model, cache)
         cache.load_state_dict(state)
         assert going_on(model, cache).equal(first)
+
+
+@pytest.mark.parametrize("settings", [{"window": 24}, {"window": 40, "kv_bits": 6}])
+def test_a_window_that_chose_itself_is_that_of_the_saved_stream(
+    grouped: LlamaForCausalLM, settings: dict[str, Any]
+) -> None:
+    """Another version, or less free memory, may have chosen another one; and a stream of 0.2 may have had a memory."""
+    with attach(grouped, CacheConfig(**settings, chunk=8)) as cache:
+        grouped(TOKENS[:, :40], past_key_values=cache)
+        state, expected = to_arrays(cache.state_dict()), going_on(grouped, cache)
+    fingerprint = decode_json(state, FINGERPRINT)
+    fingerprint["policy"]["memory"] = True
+    saved = checksummed(state | {FINGERPRINT: encode_json(fingerprint), "memory.counts": state["progress"]})
+    with attach(grouped, CacheConfig(auto_window=1, chunk=8)) as cache:
+        cache.load_state_dict(to_tensors(saved))
+        assert (cache.plan.window, cache.plan.kv_bits) == (settings["window"], settings.get("kv_bits", 16))
+        assert going_on(grouped, cache).equal(expected)
 
 
 def test_ratios_are_those_of_the_saved_stream(tiny: LlamaForCausalLM) -> None:

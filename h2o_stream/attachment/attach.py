@@ -24,14 +24,12 @@ from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import FILE_DIGEST, model_digest
 from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.memory_codes import NoCodes
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.sizing import provisional, sized
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.native import kernels, library
-from h2o_stream.native.memory import NativeCodes
 
 
 @contextmanager
@@ -123,6 +121,8 @@ def _build(
         return H2OCache(config, specs, max_distance).allocated_bytes()
 
     weights = functools.partial(weight_bytes, model)
+    if input_device(model).type != "cpu":  # where few bits have no kernels
+        config = replace(config, kv_bits=config.kv_bits or (16 if config.auto_window else None))
     config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
     cache.is_called = lambda saved: saved == getattr(model, FILE_DIGEST, "")
@@ -143,7 +143,6 @@ def _steps(
     if verification is None or not isinstance(cache, H2OCache):
         cache.engine_note = "eager: policy full keeps transformers' own cache"
         return None
-    _assign_memory(model, cache)
     if engine == "eager":
         cache.engine_note = "eager: --engine eager"
         return None
@@ -156,11 +155,3 @@ def _steps(
         return None
     cache.engine_note = f"native, {library.name()}"
     return stepper
-
-
-def _assign_memory(model: PreTrainedModel, cache: H2OCache) -> None:
-    """Give the heads of a model their parts of the memory, if there is one."""
-    if cache.plan.memory and (getattr(model, "tp_size", None) or 1) > 1:
-        raise ConfigError("several processes share the model, which --memory does not serve; take --memory off")
-    native = library.loaded()
-    cache.assign_memory(NativeCodes(native) if native else NoCodes())

@@ -44,8 +44,10 @@ def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Ste
             cache.engine_note = f"fused by {_triton()}, {how}"
             return fused
         cache.engine_note = f"{how}; attention by {_triton()} alone: {fused}"
-    if uncaptured:
-        return None
+    return None if uncaptured else _captured(model, cache)
+
+
+def _captured(model: Any, cache: H2OCache) -> graphs.GraphSteps:
     return graphs.GraphSteps(model.forward, cache, otherwise=graphs.with_batched_experts(model))
 
 
@@ -60,8 +62,10 @@ def _set_kernels(model: Any, cache: H2OCache, verification: Verification) -> str
         return reason
     if cache.storage_device is not None or len({x.device for x in model.parameters()}) > 1:
         return "keys and values, or weights, are on several devices"
-    from h2o_stream.gpu.kernels import GpuKernels, why_not
-
+    try:
+        from h2o_stream.gpu.kernels import GpuKernels, why_not
+    except ImportError as error:
+        return f"{_triton()} is another one than is needed: {error}"
     if reason := next(filter(None, map(why_not, cache.head_groups)), ""):
         return reason
     made = GpuKernels(device)
@@ -85,14 +89,15 @@ def _fused(model: Any, cache: H2OCache, verification: Verification, captured: bo
     try:
         description = describe(model)
         guard = ModelGuard(None, model, description)
-    except (DescriptionError, RuntimeError) as error:  # some parts are only evaluated on the CPU
-        return next(iter(str(error).splitlines()), type(error).__name__)
+    except DescriptionError as error:
+        return str(error)
     if reason := layers.why_not(description) or steps.why_not(cache, description):
         return reason
 
     def make(cache: H2OCache) -> FusedSteps:
         assert cache.kernels is not None
-        return steps.FusedSteps(description, cache, cache.kernels, guard, captured)
+        others = _captured(model, cache) if captured else None
+        return steps.FusedSteps(description, cache, cache.kernels, guard, captured, others)
 
     why_not_right = functools.partial(verification.why_not, cache.kernels, make)
     return _trial(verification, f"steps of {_triton()}", why_not_right) or make(cache)

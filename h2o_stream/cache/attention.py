@@ -45,18 +45,6 @@ class LogitTransform(NamedTuple):
         return logits
 
 
-class Found(NamedTuple):
-    """M tokens in memory that each query attends to.
-
-    Attributes:
-        logits: [B, Hkv, G, Q, M] float32, -inf where there are fewer.
-        values: [B, Hkv, G, Q, M, Dv] float32.
-    """
-
-    logits: Tensor
-    values: Tensor
-
-
 @dataclass(frozen=True)
 class QueryChunk:
     """Q columns of new tokens for the KV heads of a head group, packed to the left.
@@ -131,9 +119,8 @@ def attention(
     lookup: RopeLookup | None,
     mask: Tensor | None,
     transform: LogitTransform,
-    found: Found | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of Q queries over K keys, and over what they found in memory.
+    """Attention of Q queries over K keys.
 
     Args:
         query: [B, Hq, Q, D], rotated.
@@ -142,11 +129,10 @@ def attention(
         lookup: rotations of the keys; None if they are rotated already.
         mask: [B, Hkv, Q, K] bool, True where a query may not attend; None for nowhere.
         transform: what becomes of query times key.
-        found: tokens in memory; None for none.
 
     Returns:
         Output [B, Q, Hq, D], contiguous, and float32 probabilities [B, Hkv, G, Q, K],
-        which do not sum to 1 if there is a learned sink or something was found.
+        which do not sum to 1 if there is a learned sink.
     """
     batch, query_heads, new, size = query.shape
     kv_heads, num_keys = keys.shape[1:3]
@@ -157,17 +143,11 @@ def attention(
     logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, num_keys)
     if mask is not None:
         logits = logits.masked_fill_(mask[:, :, None], -torch.inf)
-    if found is not None:
-        logits = torch.cat((logits, found.logits), -1)
     if transform.sinks is not None:
         sinks = transform.sinks.float().view(kv_heads, -1, 1, 1)
         logits = torch.cat((logits, sinks.expand(*logits.shape[:-1], 1)), -1)
     probs = logits.softmax(-1)
     output = torch.matmul(probs[..., :num_keys].flatten(2, 3).to(values.dtype), values)
-    if found is not None:
-        weights = probs[..., num_keys : num_keys + found.logits.shape[-1]]
-        remembered = torch.matmul(weights.unsqueeze(-2), found.values).squeeze(-2)
-        output = output + remembered.flatten(2, 3).to(output.dtype)
     probs = probs[..., :num_keys]
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2).contiguous(), probs
 

@@ -30,7 +30,7 @@ from h2o_stream.cache.state import (
 )
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.cache.windows import HeadWindow
-from h2o_stream.config import DEFAULT_WINDOW
+from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 _KEYS = {"long_term_scores": "lasting"}
@@ -60,8 +60,7 @@ def state_of(cache: WindowRules, recurrent: Mapping[str, Array] = MappingProxyTy
     budgets = {"groups": windows, "windows": list(assigned.sizes), **(grown if cache.grown else {})}
     state["budgets"] = encode_json(budgets)
     state[FINGERPRINT] = encode_json(_fingerprint(cache, state))
-    memory, sealed = cache.memory.state() if cache.memory else ({}, {})
-    return checksummed(state | memory) | sealed
+    return checksummed(state)
 
 
 def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
@@ -71,14 +70,18 @@ def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
         H2OStreamError: the state does not fit, or is damaged. The copy is left half changed.
     """
     columns, prompt = whole_numbers(state, "progress", 2)
-    budgets = decode_json(state, "budgets")
+    budgets, saved = decode_json(state, "budgets"), decode_json(state, FINGERPRINT)
     try:
+        if cache.config.auto_window:
+            cache.config = _chosen_before(cache.config, saved["policy"])
         cache.first_prompt, cache.plan = prompt, cache.growth(prompt).plan(int(budgets.get("window", 0)))
-    except (AttributeError, ConfigError, TypeError, ValueError) as error:
+    except (AttributeError, ConfigError, KeyError, TypeError, ValueError) as error:
         raise H2OStreamError(f"the state does not fit: its budgets are {budgets}") from error
-    fingerprint, saved = _fingerprint(cache, state), decode_json(state, FINGERPRINT).get("model")
-    if saved != fingerprint["model"] and isinstance(saved, str) and cache.is_called(saved):
-        fingerprint["model"] = saved
+    fingerprint, called = _fingerprint(cache, state), saved.get("model")
+    if called != fingerprint["model"] and isinstance(called, str) and cache.is_called(called):
+        fingerprint["model"] = called
+    if saved["policy"].get("memory"):  # which versions before 0.3 could have; the stream goes on without it
+        fingerprint["policy"]["memory"] = True
     check_fingerprint(state, fingerprint)
     verify_checksums(state)
     _load_windows(cache, budgets, prompt)
@@ -97,14 +100,18 @@ def load_state(cache: WindowRules, state: Mapping[str, Array]) -> None:
         group.queries_per_key = queries_per_key[number]
         group.load(arrays)
         group.filled = min(filled[number], group.num_slots)
-    if cache.memory is not None:
-        cache.memory.load(state, cache.tokens.lengths)
     cache.windows.pins, cache.windows.transient = (_ranges(state, name) for name in _RANGES)
     if not 0 < cache.seen_tokens <= columns:
         raise H2OStreamError(f"the state is damaged: it has seen {cache.seen_tokens} tokens in {columns} columns")
     for number, group in enumerate(cache.head_groups):
         check_slots(group, f"slots {number}")
     cache.assign_windows()
+
+
+def _chosen_before(config: CacheConfig, policy: Mapping[str, Any]) -> CacheConfig:
+    """A config whose window chooses itself, with what it chose in the stream of a saved plan."""
+    window = int(policy["window"]) - int(policy.get("grown by", 0))
+    return replace(config, window=window, kv_bits=policy["kv_bits"])
 
 
 def _ranges(state: Mapping[str, Array], name: str) -> tuple[range, ...]:
@@ -158,6 +165,5 @@ def _fingerprint(cache: WindowRules, state: Mapping[str, Array]) -> dict[str, An
     keys = next((name for name in state if name.startswith(begin) and name.endswith(".keys")), f"{begin}keys")
     fingerprint = {"dtype": dtype_of(require_array(state, keys)), "model": cache.model_digest()}
     policy = asdict(cache.plan)
-    policy |= {"memory": True} if policy.pop("memory") else {}  # of any size
     policy |= {"grown by": cache.grown} if cache.grown else {}
     return fingerprint | {"policy": policy, "policy's source": policy_source(cache.plan)}

@@ -13,10 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attention import Found, LogitTransform, QueryChunk, attention, causal_mask, rotated_query
+from h2o_stream.cache.attention import LogitTransform, QueryChunk, attention, causal_mask, rotated_query
 from h2o_stream.cache.eviction import free_slots, keep_best
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.memory_attention import ChunkMemory
 from h2o_stream.cache.policies import Attention, Candidates
 
 
@@ -38,9 +37,7 @@ class EagerKernels:
         group.add_newest(slot)
         keys, values = group.store.read()
         has_empty = min(map(group.schedule.held, chunk.lengths)) + 1 < group.store.slots
-        memory = ChunkMemory(group, chunk) if group.memory else None
-        found = memory.find() if memory else None
-        output, probs = _attention(group, chunk, group.candidates, keys, values, found, has_empty)
+        output, probs = _attention(group, chunk, group.candidates, keys, values, has_empty)
         group.show(probs, group.index)
 
         received = Attention(probs, probs.new_zeros(1), 1)
@@ -53,10 +50,7 @@ class EagerKernels:
         moved = group.store.displace(group.seen, group.free, group.index)
         if moved is not None:
             group.move(moved, group.free)
-        before = group.index.clone() if memory else group.index
         free_slots(group, [group.schedule.num_evictions(length) for length in chunk.lengths])
-        if memory:
-            memory.append(before, *group.store.read())
         return output
 
     def prefill(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
@@ -64,8 +58,7 @@ class EagerKernels:
         keys, values = group.store.read_exactly(group.filled)
         candidates = _append(group, chunk, keys.shape[2])
         keys, values = torch.cat((keys, chunk.key), 2), torch.cat((values, chunk.value), 2)
-        memory = ChunkMemory(group, chunk) if group.memory else None
-        output, probs = _attention(group, chunk, candidates, keys, values, memory.find() if memory else None)
+        output, probs = _attention(group, chunk, candidates, keys, values)
         if not chunk.ragged:
             group.show(probs, candidates.index)
 
@@ -77,8 +70,6 @@ class EagerKernels:
             candidates = replace(candidates, long_term_scores=updated)
         group.update_head_state(chunk)
         keep_best(group, candidates, keys, values, group.limits(chunk))
-        if memory:
-            memory.append(candidates.index, keys, values)
         return output
 
 
@@ -104,7 +95,6 @@ def _attention(
     candidates: Candidates,
     keys: Tensor,
     values: Tensor,
-    found: Found | None,
     has_empty: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attention` of the new tokens, rotated and masked by the rules of the group.
@@ -115,7 +105,6 @@ def _attention(
         candidates: the K cached and new tokens.
         keys: [B, Hkv, K, D].
         values: [B, Hkv, K, D].
-        found: what the tokens have found in memory.
         has_empty: whether some of the K may be empty slots.
 
     Returns:
@@ -127,4 +116,4 @@ def _attention(
         query = rotated_query(chunk, lookup.table)
     sees_all = chunk.new == 1 and group.sliding is None and not has_empty
     mask = None if sees_all else causal_mask(candidates, chunk, group.sliding, group.chunked)
-    return attention(query, keys, values, lookup, mask, chunk.transform, found)
+    return attention(query, keys, values, lookup, mask, chunk.transform)

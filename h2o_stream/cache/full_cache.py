@@ -46,7 +46,7 @@ class FullCache(Tearable, DynamicCache):
     """
 
     evicts, continues, engine_note, stream_number = False, True, "", 0
-    memory = padding = None
+    padding = None
     recurrent_layers: tuple[()] = ()
     """See `H2OCache`; recurrent layers take what comes."""
 
@@ -105,9 +105,6 @@ class FullCache(Tearable, DynamicCache):
 
     def evict_first(self, start: int, stop: int) -> None:
         """Nothing to do: nothing is ever evicted."""
-
-    def search_memory(self, searched: bool) -> None:
-        """There is no memory."""
 
     def use_own_dtypes(self) -> None:
         """No other code than the model's writes states."""

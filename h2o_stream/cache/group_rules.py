@@ -24,26 +24,6 @@ class HeadShape(NamedTuple):
     value_size: int
 
 
-class MemoryPart(NamedTuple):
-    """The part of a memory that belongs to a group of heads.
-
-    Attributes:
-        first: index of its first head.
-        codebook: index of the first number of its codebooks.
-        found: index of the first place that its queries have found.
-        scan: offset in a segment, in bytes, of what is scanned.
-        data: the same for the rest.
-    """
-
-    memory: Any
-    first: int
-    codebook: int
-    found: int
-    scan: int
-    data: int
-    shape: HeadShape
-
-
 class GroupRules:
     """The rules of one head group.
 
@@ -61,14 +41,12 @@ class GroupRules:
         rule: ``module:class`` of the policy.
         has_long_term: whether slots have long-term scores.
         watch: gets the attention of each chunk; see `HeadGroup`.
-        memory: its part of the memory of evicted tokens; None without one.
         schedule: how many tokens the group holds, by how many it has seen; see `Slots.set_schedule`.
         span: with ``gap``, the distance up to which distances are true.
         protection: what must not be evicted.
     """
 
     watch: Any = None
-    memory: MemoryPart | None = None
 
     def __init__(
         self,

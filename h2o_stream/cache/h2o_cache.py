@@ -134,9 +134,6 @@ class H2OCache(SlotCache, LayeredCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i], scores and ranks included; H2OStreamError if the disk is full."""
         if self.tokens.lengths:
-            if self.memory is not None:
-                self.memory.select_rows(beam_idx.tolist())
-                self._revision.bump()
             for holder in self.holders:
                 holder.select_rows(beam_idx)
             self.tokens.select_rows(beam_idx.tolist())
@@ -167,7 +164,6 @@ class H2OCache(SlotCache, LayeredCache):
             self.begin(new)
         counts = padding.counts if padding else (new,) * batch
         self.tokens.expect(counts, new)
-        self.make_memory_room([*map(sum, zip(lengths, counts, strict=True))])
         self._held_rows = HeldRows(self.recurrent_layers, [row for row, count in enumerate(counts) if not count])
         kwargs["h2o_cache"] = self
         if self.plan.positions != "absolute":

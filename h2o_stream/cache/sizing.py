@@ -14,6 +14,7 @@ from h2o_stream.config import (
     AUTO_STEP_SHARE,
     AUTO_WINDOWS,
     DEFAULT_CHUNK,
+    DEFAULT_WINDOW,
     EXACT_SINKS,
     MIN_EVICTABLE,
     RESIDUAL,
@@ -53,7 +54,7 @@ def sized(
     """
     if config.cache_size is not None:
         return config_for_size(config, max_distance, allocated_bytes)
-    if not config.auto_window:
+    if not config.auto_window or config.window != DEFAULT_WINDOW:  # which has been chosen before
         return config
     queries = max((x.query_heads / x.kv_heads for x in shapes if x), default=1)
     step_share = AUTO_STEP_SHARE * min(1, AUTO_QUERIES / queries)

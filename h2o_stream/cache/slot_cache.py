@@ -1,4 +1,4 @@
-"""The cache of one stream in slots: its state, its memory, and the room that native forwards need. Imports no torch."""
+"""The cache of one stream in slots: its state, and the room that native forwards need. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import numpy
 from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.layer_rules import LayerRules
-from h2o_stream.cache.memory_codes import Codes
 from h2o_stream.cache.one_thread import OneThread, Tearable
 from h2o_stream.cache.state import Array, check_saveable, refusing_damage, require_array
-from h2o_stream.cache.token_memory import TokenMemory
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
@@ -47,15 +45,12 @@ class SlotCache(Tearable, WindowRules):
         one_thread: inside it the cache is changed.
         is_called: whether it may have another digest, in states that were saved via the other loader: without torch, or
             through transformers. May take long.
-        memory: what the heads that retrieve have evicted, or None.
         take_back: takes guesses out of the slots, see `native.lookahead`.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ...".
         evicts: whether it ever gives up tokens.
         stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
     """
 
-    memory: TokenMemory | None = None
-    _codes: Codes | None = None
     take_back: Callable[[], object] = staticmethod(lambda: None)
     engine_note = ""
     stream_number = 0
@@ -79,15 +74,6 @@ class SlotCache(Tearable, WindowRules):
         """Make the plan, by the length of the first prompt if the windows are ratios of it, and empty layers."""
         super().make_layers(prompt, pins, transient, window)
         self._states: list[dict[str, Array]] = [{} for _ in self.specs]
-        self.memory = TokenMemory(self.plan.memory, self.memory) if self.plan.memory else None
-        if self._codes is not None:
-            self.assign_memory(self._codes)
-
-    def assign_windows(self) -> None:
-        """Bring windows and what they protect up to date with pins, transient tokens and the length of the stream."""
-        super().assign_windows()
-        if self.memory is not None:
-            self.memory.invalidate_room()
 
     @property
     def nbytes(self) -> int:
@@ -99,37 +85,6 @@ class SlotCache(Tearable, WindowRules):
         shaped = [(spec, self.groups_of(number)) for number, spec in enumerate(self.specs)]
         slots: int = sum(group.bytes_of(x.shape, x.dtype) for x, groups in shaped if x.shape for group in groups)
         return slots + sum(spec.state_bytes for spec in self.specs)
-
-    # memory
-
-    def assign_memory(self, codes: Codes) -> None:
-        """Give the heads that retrieve their parts of the memory, if there is one, with these codes of keys.
-
-        Raises:
-            ConfigError: no head evicts what it could keep.
-        """
-        self._codes = codes
-        if self.memory is not None:
-            groups = [self.groups_of(number) if spec.evicts else () for number, spec in enumerate(self.specs)]
-            windows = [spec.windows if spec.evicts else () for spec in self.specs]
-            self.memory.assign(groups, windows, [spec.shape for spec in self.specs], codes)
-            self._revision.bump()
-
-    def search_memory(self, searched: bool) -> None:
-        """Let attention search the memory from now on, or fill it only. Loading a state does not change that."""
-        if self.memory is not None and self.memory.searched != searched:
-            self.memory.searched = searched
-            for row in self.memory.rows:
-                row.found.fill(-1)
-            self._revision.bump()
-
-    def make_memory_room(self, lengths: Sequence[int]) -> None:
-        """Make room in the memory for rows of so many tokens; raises H2OStreamError if disk or memory have none."""
-        if self.memory is not None:
-            if not self.memory.rows:
-                self.memory.begin(len(lengths))
-                self._revision.bump()
-            self.memory.make_room(lengths, self.tokens.lengths or (0,) * len(lengths))
 
     # forwards
 
@@ -156,25 +111,19 @@ class SlotCache(Tearable, WindowRules):
 
     def make_room(self) -> None:
         """Allocate slots for a token of each row, which a native step does not."""
-        if self.memory is not None:
-            self.make_memory_room([length + 1 for length in self.tokens.lengths])
         if not self._stage_ends.isdisjoint(self.tokens.lengths):
             self._fit([length + more for length in self.tokens.lengths for more in (0, 1)])
 
     def steps_ahead(self, most: int) -> int:
-        """How many tokens, at most so many, native steps can take before slots or memory change otherwise."""
+        """How many tokens, at most so many, native steps can take before slots change otherwise."""
         if len(self.tokens.lengths) != 1:
             return 0
         length = self.tokens.lengths[0]
-        most = min([most, *(end - length for end in self._stage_ends if end >= length)])
-        if self.memory is not None:
-            most = min(most, self.memory.steps_ahead(length) if self.steady else 0)
-        return most
+        ahead: int = min([most, *(end - length for end in self._stage_ends if end >= length)])
+        return ahead
 
     def make_room_for_prompt(self, shapes: Sequence[HeadShape], dtype: str, lengths: Sequence[int], rows: int) -> None:
         """Allocate slots for a native prompt, which does not. `lengths`: of every row, now and after each chunk."""
-        before = self.tokens.lengths or (0,) * rows
-        self.make_memory_room([length + max(lengths) - max(before) for length in before])
         for number, shape in enumerate(shapes):
             for group in self.groups_of(number):
                 if group.is_initialized:
@@ -222,8 +171,6 @@ class SlotCache(Tearable, WindowRules):
         with self.writing(anew=True):
             self.release_layers()
             self.start_stream()
-            if self.memory is not None:
-                self.memory.reset()
             self.stream_number += 1
 
     def release_layers(self) -> None:
@@ -270,10 +217,9 @@ class SlotCache(Tearable, WindowRules):
         Raises:
             H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is unchanged.
         """
-        restored, searched = self.restored(state), self.memory is None or self.memory.searched
+        restored = self.restored(state)
         self.__dict__.update(restored.__dict__, torn=False, stream_number=self.stream_number + 1)
         self._revision.bump()
-        self.search_memory(searched)
 
 
 def _in_float32(state: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array:

@@ -9,7 +9,6 @@ from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.layer_rules import LayerRules, sliding_plan
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.shared_state import Revision, TokenCount
-from h2o_stream.cache.token_memory import TokenMemory
 from h2o_stream.cache.window_assignment import WindowAssignment, check_not_evicted, still_needed
 from h2o_stream.cache.window_growth import WindowGrowth
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
@@ -29,7 +28,7 @@ class WindowRules:
         tokens: counts the tokens of the stream.
         windows: the windows of the heads, and the pins.
         by_layer: the head groups of each layer.
-        model_digest, is_called, memory: see `SlotCache`.
+        model_digest, is_called: see `SlotCache`.
     """
 
     model_digest: Callable[[], str]
@@ -38,7 +37,6 @@ class WindowRules:
     plan: CachePlan
     tokens: TokenCount
     windows: WindowAssignment
-    memory: TokenMemory | None = None
 
     def __init__(self, config: CacheConfig, specs: Sequence[LayerRules], max_distance: int | None) -> None:
         self.config, self.max_distance, self.specs = config, max_distance, tuple(specs)

@@ -98,7 +98,6 @@ def _cache_arguments(
     rolling: bool | None = None,
     cache_size: str | None = None,
     cache_device: CacheDevice = CacheConfig.device,
-    memory: str = "off",
     **values: Any,
 ) -> dict[str, Any]:
     if rolling is not None:
@@ -110,9 +109,7 @@ def _cache_arguments(
             )
         values["positions"] = positions
     size = None if cache_size is None else parse_bytes(cache_size, "--cache-size")
-    memory = memory.lower()
-    limit = memory if memory in ("off", "auto") else parse_bytes(memory, "--memory")
-    return {**values, "cache_size": size, "device": cache_device, "memory": limit}
+    return {**values, "cache_size": size, "device": cache_device}
 
 
 def _cache_config(
@@ -146,7 +143,6 @@ CACHE_ARGUMENTS = Group(
     long_term=Option("h2o: weight of the long-term score. (default: by policy)"),
     cache_size=Option("Bytes of the cache, as 6MiB: chooses the window, in 6 bits; replaces --window."),
     cache_device=Option("Keys and values: where layers compute, in host memory, or in files."),
-    memory=Option("Keep what retrieval heads evict on disk, and search it: auto, off, or its size, as 1GiB."),
 )
 
 CACHE = Group(

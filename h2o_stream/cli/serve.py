@@ -59,6 +59,7 @@ SERVER = Group(
     max_body=Option("Bytes of a request."),
     max_reply=Option("Tokens of a reply at most."),
     timeout_s=Option("Seconds of a reply at most."),
+    speculate=Option("Guess tokens from what was said before, while one reply is made; replies are the same."),
     strict=Option("Refuse requests that name another model, or have unknown fields.", "--strict"),
     unread_s=Option("Disconnect clients that do not read, or send, for so many seconds."),
 )

@@ -90,7 +90,7 @@ class Nll(Comparison[NllOptions]):
             yield {
                 "type": self.name,
                 "text": str(text),
-                "policy": config.name,
+                "policy": config.policy,
                 "window": None if config.policy == "full" else result.figures["window"],
                 "cache_size": config.cache_size,
                 "cache_bytes": result.figures["cache_bytes"],

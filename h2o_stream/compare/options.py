@@ -7,25 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
-from h2o_stream.base.options import Option, listed, numbers, sizes, some_of
+from h2o_stream.base.options import Option, numbers, sizes, some_of
 from h2o_stream.base.registry import Registry, resolve
 from h2o_stream.base.resources import require_matplotlib, require_package
 from h2o_stream.base.texts import read_text
-from h2o_stream.config import DEFAULT_WINDOW, MEMORY_SUFFIX, POLICIES, CacheConfig, ModelConfig, RecallMode
+from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig, RecallMode
 from h2o_stream.errors import ConfigError
 
-
-def _policies(text: str, flag: str) -> tuple[str, ...]:
-    """Names between commas, each once, some of them with a memory."""
-    words = listed(text, flag)
-    some_of("policy", POLICIES)(",".join(word.removesuffix(MEMORY_SUFFIX) for word in words), flag)
-    return tuple(dict.fromkeys(words))
-
-
-Policies = Annotated[
-    Sequence[str],
-    Option("Policies, separated by commas; h2o+memory is h2o with --memory auto beside others.", parse=_policies),
-]
+Policies = Annotated[Sequence[str], Option("Policies, separated by commas.", parse=some_of("policy", POLICIES))]
 Windows = Annotated[
     Sequence[int], Option("Windows, separated by commas.", "--windows", "--num-window-length", parse=numbers)
 ]
@@ -36,7 +25,12 @@ Window = Annotated[int, Option("Tokens kept per layer and KV head.")]
 MODES = some_of("recall", get_args(RecallMode))
 """A parser of modes of recall."""
 
-RecallModes = Annotated[Sequence[RecallMode], Option("off, auto or wide, or several with commas.", parse=MODES)]
+RecallModes = Annotated[
+    Sequence[RecallMode],
+    Option(
+        "off, auto or wide, or several with commas.", parse=some_of("recall", get_args(RecallMode), may_be_none=True)
+    ),
+]
 Ray = Annotated[str | None, Option("Run the jobs on a Ray cluster: auto, or its address as host:port (extra cluster).")]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
 
@@ -58,8 +52,8 @@ def configs_of(
 ) -> list[CacheConfig]:
     """Every policy with every window and, if it is random, every seed; ``full`` comes first and once.
 
-    `cache` has the other arguments of `CacheConfig`, and limits the memory of policies that end in ``+memory``. If it
-    chooses the window, windows are ignored; sizes, in bytes, replace them.
+    `cache` has the other arguments of `CacheConfig`. If it chooses the window, windows are ignored; sizes, in bytes,
+    replace them.
     """
     if cache_sizes:
         sized = [configs_of(policies, windows, seeds, {**cache, "cache_size": size}) for size in cache_sizes]
@@ -68,17 +62,13 @@ def configs_of(
     if sets_window(cache):
         windows = (DEFAULT_WINDOW,)
     configs = []
-    for name in policies:
-        policy = name.removesuffix(MEMORY_SUFFIX)
-        if name == "full":
+    for policy in policies:
+        if policy == "full":
             own = {name: cache[name] for name in ("chunk", "device") if name in cache}
             configs.append(CacheConfig("full", **{**own, **({"device": "cpu"} if own.get("device") == "disk" else {})}))
             continue
-        memory = cache.get("memory", "off")
-        if name != policy and memory == "off":
-            memory = "auto"
         for window in windows:
-            config = CacheConfig(**{**cache, "policy": policy, "window": window, "memory": memory})
+            config = CacheConfig(**{**cache, "policy": policy, "window": window})
             configs += [replace(config, seed=seed) for seed in (seeds if POLICIES[policy].draws else (0,))]
     return sorted(dict.fromkeys(configs), key=lambda config: config.policy != "full")
 

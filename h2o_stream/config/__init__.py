@@ -39,19 +39,6 @@ from h2o_stream.config.conversation import (
     Settings,
     ThinkMode,
 )
-from h2o_stream.config.memory import (
-    MEMORY_BLOCKS,
-    MEMORY_BYTES,
-    MEMORY_CANDIDATES,
-    MEMORY_CHAPTER,
-    MEMORY_DISTANCE,
-    MEMORY_MATCHES,
-    MEMORY_MIN_INDEX,
-    MEMORY_PROMPT_PERIOD,
-    MEMORY_QUESTION_CANDIDATES,
-    MEMORY_SHARE,
-    MEMORY_SUFFIX,
-)
 from h2o_stream.config.model import DEFAULT_MODEL, DTYPES, HUB_ANSWER_S, QUANTIZATIONS, ModelConfig
 from h2o_stream.config.policies import (
     DEFAULT_POLICY,

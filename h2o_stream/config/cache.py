@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from h2o_stream.config.memory import MEMORY_BYTES, MEMORY_DISTANCE, MEMORY_SUFFIX
 from h2o_stream.config.policies import DEFAULT_POLICY, POLICIES, Budgets, Positions
 from h2o_stream.errors import ConfigError
 
 CacheDevice = Literal["auto", "cpu", "disk"]
 
 DEFAULT_WINDOW = 256
-AUTO_WINDOWS = (DEFAULT_WINDOW, 384, 512, 768, 1024, 1536, 2048, 3072)
+AUTO_WINDOWS = (DEFAULT_WINDOW, 512, 768, 1024, 1536, 2048, 3072)
 AUTO_STEP_SHARE, AUTO_MEMORY_SHARE = 1 / 12, 1 / 10
 """The windows among which ``auto`` chooses: the largest of which the cache takes at most these shares of the bytes of
 weights that a step reads, and of free memory."""
+
+AUTO_KV_BITS = {512: 8, 768: 8}
+"""Bits of these windows where ``auto`` has chosen them: small models lose more without a slot than by rounding."""
 
 AUTO_QUERIES = 4
 """Query heads per KV head up to which a step waits for memory. With more of them attention is bound by arithmetic, and
@@ -64,7 +66,7 @@ of the newest."""
 @dataclass(frozen=True)
 class CachePlan:
     """A `CacheConfig` with all defaults filled in. Counts are tokens per layer and KV head, means if budgets are
-    measured. `memory` is in bytes on disk, 0 is none.
+    measured.
 
     ``window == sinks + heavy + recent``; ``span + window + chunk`` is the largest distance RoPE can meet.
     """
@@ -82,7 +84,6 @@ class CachePlan:
     seed: int = 0
     budgets: Budgets = "equal"
     long_term: float = 0.0
-    memory: int = 0
 
     @property
     def rule(self) -> str:
@@ -115,7 +116,8 @@ class CacheConfig:
         positions: ``gap``, ``rolling`` or ``absolute``.
         span: with ``gap``, the distance in tokens up to which distances are true.
         chunk: tokens between two evictions of a prefill; 0 takes the whole prompt at once.
-        kv_bits: bits per stored key and value number; 16 leaves the model's dtype as it is.
+        kv_bits: bits per stored key and value number; 16 leaves the model's dtype as it is. None is 16, unless `window`
+            or `cache_size` says otherwise.
         heavy_ratio: heavy slots as a part of the first prompt of a stream, as in the papers; with `recent_ratio`
             it takes the place of `window` and `heavy`.
         cache_size: bytes of the cache of one stream, all bookkeeping counted: `window` becomes as large as fits, and
@@ -128,8 +130,6 @@ class CacheConfig:
         long_term: weight of the long-term score of ``h2o``; 0 disables it, which saves four bytes per slot.
         device: ``auto`` keeps keys and values where each layer computes; ``cpu`` keeps them in host memory and attends
             there, so that only the new token's are transferred.
-        memory: what retrieval heads evict is kept on disk and searched by attention: ``off``, ``auto``, or at most so
-            many bytes for each stream, of which the oldest go first.
 
     Raises:
         ConfigError: a value is outside its limits, naming value, limit and option.
@@ -152,7 +152,6 @@ class CacheConfig:
     cache_size: int | None = None
     max_window: int | None = None
     device: CacheDevice = "auto"
-    memory: int | Literal["off", "auto"] = "off"
     auto_window: int = 0
 
     def __post_init__(self) -> None:
@@ -182,8 +181,6 @@ class CacheConfig:
             raise ConfigError(f"kv_bits is {self.kv_bits}; --kv-bits takes one of {', '.join(map(str, KV_BITS))}")
         if self.cache_size is not None:
             self._check_size()
-        if self.memory != "off":
-            self._check_memory()
         if self.policy == "full":
             if self.device == "disk":
                 raise ConfigError(
@@ -200,14 +197,9 @@ class CacheConfig:
             self._budgets(self.window, self.heavy)
 
     @property
-    def name(self) -> str:
-        """The policy, and whether it has a memory: ``h2o+memory``."""
-        return self.policy if self.memory == "off" else self.policy + MEMORY_SUFFIX
-
-    @property
     def label(self) -> str:
-        """The name, and the seed where it is not the first."""
-        return f"{self.name} #{self.seed}" if self.seed else self.name
+        """The policy, and the seed where it is not the first."""
+        return f"{self.policy} #{self.seed}" if self.seed else self.policy
 
     @property
     def by_ratio(self) -> bool:
@@ -231,19 +223,6 @@ class CacheConfig:
                 f"cache_size is {size}, which chooses the window; --cache-size goes without --window "
                 "and without --heavy-ratio and --recent-ratio"
             )
-
-    def _check_memory(self) -> None:
-        size = self.memory
-        if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ConfigError(f"memory is {size!r}; --memory takes off, auto or a number of bytes, such as 1GiB")
-        if self.policy == "full":
-            raise ConfigError("policy full evicts nothing; --memory needs another --policy")
-        if self.device != "auto":
-            raise ConfigError(f"memory needs keys and values where layers compute, not --cache-device {self.device}")
-        if (self.positions or POLICIES[self.policy].positions) == "absolute":
-            raise ConfigError("memory needs keys that are not rotated yet; take --positions gap, or --memory off")
-        if self.chunk is not None and not 0 < self.chunk <= MEMORY_DISTANCE:
-            raise ConfigError(f"chunk is {self.chunk}; with --memory, --chunk takes 1 to {MEMORY_DISTANCE} tokens")
 
     def _check_ratios(self) -> None:
         for name in ("heavy_ratio", "recent_ratio"):
@@ -289,11 +268,17 @@ class CacheConfig:
             )
         return sinks, heavy, window - sinks - heavy
 
+    @property
+    def _kv_bits(self) -> int:
+        if self.kv_bits is None and self.auto_window:
+            return AUTO_KV_BITS.get(self.window, 16)
+        return self.kv_bits or (16 if self.cache_size is None else SIZED_KV_BITS)
+
     def grown_plan(self, window: int, context: int | None = None) -> CachePlan:
         """The plan with a larger window: heavy slots keep their proportion, and a span leaves room for the window."""
         sinks, heavy, recent = self._budgets(self.window, self.heavy)
         grown = None if self.heavy is None else (window - sinks) * heavy // (heavy + recent)
-        plan = replace(self, window=window, heavy=grown, span=None).plan(context)
+        plan = replace(self, window=window, heavy=grown, span=None, kv_bits=self._kv_bits).plan(context)
         if self.span is None or plan.positions != "gap":
             return plan
         return replace(plan, span=self.span if context is None else min(self.span, plan.span))
@@ -308,7 +293,6 @@ class CacheConfig:
             ConfigError: the distances asked for do not fit the model's positions.
         """
         defaults = POLICIES[self.policy]
-        kv_bits = self.kv_bits or (16 if self.cache_size is None else SIZED_KV_BITS)
         long_term = defaults.long_term if self.long_term is None else self.long_term
         positions = self.positions or defaults.positions
         decay = defaults.decay if self.decay is None else self.decay
@@ -337,9 +321,8 @@ class CacheConfig:
             positions,
             span,
             chunk,
-            kv_bits,
+            self._kv_bits,
             self.seed,
             self.budgets or defaults.budgets,
             long_term,
-            self.memory if isinstance(self.memory, int) else {"off": 0, "auto": MEMORY_BYTES}[self.memory],
         )

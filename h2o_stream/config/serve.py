@@ -8,6 +8,7 @@ from functools import cached_property
 from ipaddress import ip_address
 from pathlib import Path
 
+from h2o_stream.config.speculation import SpeculateMode
 from h2o_stream.errors import ConfigError, file_errors
 
 
@@ -34,6 +35,7 @@ class ServeConfig:
         max_reply: tokens of a reply at most, and if the request names no limit.
         timeout_s: seconds of a reply; then it ends as if its length were reached.
         strict: refuse requests that name another model, or have fields that nobody documents; else the log names them.
+        speculate: whether tokens of a reply that is made alone are guessed from what was said before.
         unread_s: seconds that a client may leave what it was sent unread, or take to send a request.
     """
 
@@ -56,6 +58,7 @@ class ServeConfig:
     timeout_s: float = 600.0
     unread_s: float = 30.0
     strict: bool = False
+    speculate: SpeculateMode = "auto"
 
     def __post_init__(self) -> None:
         for name, minimum in (("awake", 1), ("running", 1), ("waiting", 0), ("states", 1), ("max_reply", 1)):

@@ -18,8 +18,9 @@ SEARCHED_TOKENS = 1 << 15
 MATCHED_TOKENS = 16
 """The longest sequence that is looked for; tokens that follow longer ones are not guessed better."""
 
-RIGHT_GUESSES = {2: 0.3, 3: 0.5, 4: 0.65, 6: 0.8, 10: 0.9}
-"""Fractions of guesses that are right after sequences of at least so many tokens, before any were made."""
+RIGHT_GUESSES = {1: 0.3, 2: 0.3, 3: 0.5, 4: 0.65, 6: 0.8, 10: 0.9}
+"""Fractions of guesses that are right after sequences of at least so many tokens, before any were made. One is enough
+where a grammar has a say."""
 
 MAX_COST_FACTOR = 4.0
 """Costs above so many times `PASS_COSTS` are those of a machine that does something else."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
@@ -14,6 +14,11 @@ from tokenizers.decoders import DecodeStream
 
 from h2o_stream.engine.sampling import BANNED
 from h2o_stream.errors import DataError
+
+_SAMPLE = (
+    '{\n  "a": "b",\n  "c": [\n    {\n      "d": "e",\n      "f": 1\n    },\n    {\n      "d": "e"\n    }\n  ],\n  "g":'
+)
+"""As models write JSON: names and values are others. Its last token ends a name."""
 
 
 class Thinking(Protocol):
@@ -61,6 +66,7 @@ class Grammar:
     ) -> None:
         self._ends = tuple(sorted(end_tokens))
         self._tokenizer, self._thinking = tokenizer, thinking
+        self._sample = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"] if isinstance(rules, Mapping) else ()
         self._matcher, self._free = self._compile(vocabulary, rules)
 
     def _compile(self, vocabulary: int, rules: Mapping[str, Any] | str) -> tuple[Any, Any]:
@@ -70,11 +76,12 @@ class Grammar:
 
     def matcher(self, thinking: bool = False) -> Matcher:
         """For a reply that begins, or whose thinking has been begun by its prompt."""
-        strict = Matcher(self._matcher.deep_copy(), self._ends)
+        strict = Matcher(self._matcher.deep_copy(), self._ends, self._sample)
         if self._thinking is None or self._free is None:
             return strict
-        free, begun = Matcher(self._free.deep_copy(), self._ends), self._thinking.opening if thinking else ""
-        return ThinkingMatcher(free, strict, self._thinking, self._tokenizer, self._ends, begun)
+        begun = self._thinking.opening if thinking else ""
+        free = Matcher(self._free.deep_copy(), self._ends, self._sample)
+        return ThinkingMatcher(free, strict, self._thinking, self._tokenizer, self._ends, begun, self._sample)
 
 
 class Matcher:
@@ -82,10 +89,13 @@ class Matcher:
 
     It ends as soon as it may where the model would go on with something else: a list that could go on does so only if
     the model itself would.
+
+    Attributes:
+        sample: tokens of a text like those that the grammar describes, from which what follows may be guessed.
     """
 
-    def __init__(self, matcher: Any, end_tokens: Sequence[int]) -> None:
-        self._matcher, self._ends = matcher, list(end_tokens)
+    def __init__(self, matcher: Any, end_tokens: Sequence[int], sample: Sequence[int] = ()) -> None:
+        self._matcher, self._ends, self.sample = matcher, list(end_tokens), sample
 
     def allowed(self, size: int) -> NDArray[numpy.bool_]:
         """Which of `size` tokens may come next."""
@@ -100,9 +110,18 @@ class Matcher:
         """Append the sampled token."""
         self._matcher.consume_token(token)
 
-    def forced(self) -> Sequence[int]:
-        """The tokens that must come next, most likely: text that the grammar leaves may be divided into others."""
-        tokens: Sequence[int] = self._matcher.compute_ff_tokens()
+    def foresee(self, follow: Callable[[list[int]], Sequence[int]], most: int) -> list[int]:
+        """Tokens that may come next, at most so many: those of text that must, which may be divided into others, too;
+        and between them what `follow` gives after the ones so far, or what ends a name, as far as it is allowed.
+        """
+        tokens = list[int]()
+        while len(tokens) < most:
+            more = [*(self._matcher.compute_ff_tokens() or follow(tokens) or self.sample[-1:])][: most - len(tokens)]
+            allowed = self._matcher.try_consume_tokens(more)
+            tokens += more[:allowed]
+            if not allowed:
+                break
+        self._matcher.rollback(len(tokens))
         return tokens
 
     @property
@@ -121,6 +140,7 @@ class ThinkingMatcher(Matcher):
         strict: allows no thinking.
         ends: tokens that end a turn.
         begun: the beginning of the thinking that the prompt ends with, or nothing.
+        sample: see `Matcher`.
     """
 
     def __init__(
@@ -131,7 +151,9 @@ class ThinkingMatcher(Matcher):
         tokenizer: Any,
         ends: Sequence[int],
         begun: str,
+        sample: Sequence[int] = (),
     ) -> None:
+        self.sample = sample
         self._free, self._alive, self._thinking = free, [free, strict], thinking
         self._backend, self._ends, self._text = tokenizer.backend_tokenizer, list(ends), ""
         self._stream = DecodeStream(skip_special_tokens=False)
@@ -160,9 +182,11 @@ class ThinkingMatcher(Matcher):
             allowed |= matcher.allowed(len(logits))
         return _masked(logits, allowed, self._ends)
 
-    def forced(self) -> Sequence[int]:
+    def foresee(self, follow: Callable[[list[int]], Sequence[int]], most: int) -> list[int]:
         """See `Matcher`."""
-        return self._forced or (self._alive[0].forced() if len(self._alive) == 1 else ())
+        if self._forced or len(self._alive) > 1 or self._within:
+            return [*(self._forced or follow([]))][:most]
+        return self._alive[0].foresee(follow, most)
 
     def accept(self, token: int) -> None:
         """Go on with a token."""

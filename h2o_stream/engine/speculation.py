@@ -1,7 +1,7 @@
 """Guesses what a reply goes on with, from what was said before, and how many guesses pay.
 
 Guesses are what followed the last tokens where the conversation had them before: the longest sequence, of these the
-newest. A grammar may leave a single text, which is guessed first of all. Nothing depends on a guess but time: tokens
+newest. What a grammar leaves is guessed first of all. Nothing depends on a guess but time: tokens
 are sampled from the model's logits one after another, with and without.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -25,6 +26,16 @@ from h2o_stream.config import (
 )
 from h2o_stream.engine.sampling import Scores
 from h2o_stream.engine.served import Served
+
+
+class Foresees(Protocol):
+    """See `Matcher`."""
+
+    sample: Sequence[int]
+
+    def foresee(self, follow: Callable[[list[int]], Sequence[int]], most: int) -> list[int]:
+        """Tokens that may come next."""
+
 
 _LENGTHS = tuple(RIGHT_GUESSES)
 
@@ -53,16 +64,14 @@ class Speculation:
         self._expected: Sequence[int] = ()
         self._length = self._seen = 0
 
-    def step(
-        self, served: Served, tokens: NDArray[numpy.int32], most: int, forced: Callable[[], Sequence[int]]
-    ) -> Scores:
+    def step(self, served: Served, tokens: NDArray[numpy.int32], most: int, matcher: Foresees | None = None) -> Scores:
         """Take the last of some tokens through the model, perhaps with guesses, unless it was guessed before.
 
         Args:
             served: the model.
             tokens: [n] all tokens of the conversation.
             most: guesses that can be of use, at most.
-            forced: gives the tokens that must follow, as far as they are known.
+            matcher: of the grammar, if the reply has one.
 
         Returns:
             [V] logits after the last token.
@@ -78,7 +87,7 @@ class Speculation:
             nonlocal started
             if self.mode == "off":
                 return ()
-            self._expect(tokens, forced())
+            self._expect(tokens[-SEARCHED_TOKENS:], matcher)
             guesses = self._expected[: self._count(min(most, len(self._expected)))]
             started = time.perf_counter()
             return guesses
@@ -98,12 +107,21 @@ class Speculation:
         self._expected = self._expected[1:] if right else ()
         self._length = min(self._length + 1, MATCHED_TOKENS)
 
-    def _expect(self, tokens: NDArray[numpy.int32], forced: Sequence[int]) -> None:
+    def _expect(self, tokens: NDArray[numpy.int32], matcher: Foresees | None) -> None:
         """Look for what follows, unless it is known."""
-        if forced:
-            self._expected, self._length = forced[: len(PASS_COSTS)], _FORCED
-        elif not self._expected:
-            self._expected, self._length = followers(tokens[-SEARCHED_TOKENS:])
+        if self._expected:
+            return
+        if matcher is None:
+            self._expected, self._length = followers(tokens)
+            return
+        self._length, sample = _FORCED, numpy.array(matcher.sample, numpy.int32)
+
+        def follow(guessed: list[int]) -> list[int]:
+            following, length = followers(numpy.concatenate([sample, tokens, numpy.array(guessed, numpy.int32)]), 1)
+            self._length = self._length if guessed else length
+            return following
+
+        self._expected = matcher.foresee(follow, len(PASS_COSTS))
 
     def _count(self, most: int) -> int:
         """How many guesses pay, 0 to `most`."""
@@ -120,15 +138,15 @@ class Speculation:
     def _measure(self, taken: int, seconds: float) -> None:
         if taken == 1:
             self._step_s += (_NEWEST_TIME if self._step_s else 1) * (seconds - self._step_s)
-        else:
+        elif self._step_s:
             factor = (seconds / self._step_s - 1) / (PASS_COSTS[taken - 2] - 1)
             self._cost_factor += _NEWEST_TIME * (min(max(factor, 0.0), MAX_COST_FACTOR) - self._cost_factor)
 
 
-def followers(tokens: NDArray[numpy.int32]) -> tuple[list[int], int]:
-    """What followed the longest sequence with which tokens [n] end, the newest time; and its length, at least 2.
+def followers(tokens: NDArray[numpy.int32], least: int = 2) -> tuple[list[int], int]:
+    """What followed the longest sequence with which tokens [n] end, the newest time; and its length.
 
-    Nothing and 0 if there was none.
+    Nothing and 0 if there was none of the least length.
     """
     last = len(tokens) - 1
     ends, length = numpy.flatnonzero(tokens[:last] == tokens[last]), 1
@@ -138,7 +156,7 @@ def followers(tokens: NDArray[numpy.int32]) -> tuple[list[int], int]:
         if not len(longer):
             break
         ends, length = longer, length + 1
-    if length < _LENGTHS[0] or not len(ends):
+    if length < least or not len(ends):
         return [], 0
     following = ends[-1] + 1
     return tokens[following : following + len(PASS_COSTS)].tolist(), length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
 
@@ -26,6 +27,7 @@ def why_not(device: torch.device) -> str:
     return "" if capability >= _LEAST else f"compute capability {'.'.join(map(str, capability))} is below 8.0"
 
 
+@cache
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel can start while the one before it ends (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,6 +33,12 @@ _MAX_SIZE = 256
 """Numbers of a head that fit into registers."""
 
 _POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
+
+_MAX_WINDOW = 1 << 15
+"""Slots whose numbers fit beside others into 32 bits."""
+
+_TILE, _LARGE_SHARED, _LARGEST_SHARED = 1 << 16, 160 << 10, 220 << 10
+"""Bytes of keys that a prompt multiplies at once, and bytes of shared memory from which on they fit, and fit twice."""
 
 _SMALL_WINDOW, _SHARING_WINDOW = 512, 1024
 """Slots up to which a program of a step takes 64 of them, and from which on those of a prompt rotate for each other."""
@@ -88,7 +95,9 @@ class GpuKernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._overlaps, on_gpu = device, available.overlaps(device), device.type == "cuda"
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+        found = torch.cuda.get_device_properties(device) if on_gpu else None
+        self._processors = found.multi_processor_count if found else 0
+        self._shared = getattr(found, "shared_memory_per_block_optin", 99 << 10) if found else 227 << 10
         self._rules: WeakKeyDictionary[HeadGroup, tuple[Any, _Rules]] = WeakKeyDictionary()
         self._spaces: dict[Any, Tensor] = {}
 
@@ -97,7 +106,7 @@ class GpuKernels:
         return not why_not(group) and query.dtype == group.dtype and query.device == group.device
 
     def at_once(self, group: HeadGroup, new: int) -> int:
-        """A whole prompt, as long as the number of slots stays the same."""
+        """A whole prompt, if it can be taken at once."""
         return new if walks(group) else group.plan.chunk or new
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
@@ -113,7 +122,8 @@ class GpuKernels:
         if not walks(group):
             return _EAGER.prefill(group, chunk)
         tokens = _new_tokens(chunk)
-        self.prompt(group, tokens, chunk.transform, chunk.count.flatten() if chunk.ragged else None)
+        limits = limits_of(group, [*zip(chunk.lengths, chunk.counts, strict=True)], chunk.new)
+        self.prompt(group, tokens, chunk.transform, chunk.count.flatten() if chunk.ragged else None, limits)
         group.seen += chunk.count
         group.filled = group.store.slots
         return tokens.out.transpose(1, 2)
@@ -159,7 +169,6 @@ class GpuKernels:
         splits, rows = triton.cdiv(places, size), len(new.out)
         groups, members = rules.constants["G"], triton.next_power_of_2(rules.constants["G"])
         space = self._space
-        overlaps = self._overlaps and torch.cuda.is_current_stream_capturing()
         decode_kernel[rows * heads, splits](
             new.query, new.key, new.value, new.out, new.heads,
             **rules.tensors, sink_logits=transform.sinks, query_norm=norms.query, key_norm=norms.key,
@@ -171,7 +180,7 @@ class GpuKernels:
             factor=norms.factor, **rules.constants, G2=members, GP=max(members, 16), BS=size, NS=splits,
             NP=min(triton.next_power_of_2(splits), 32),
             P=min(triton.next_power_of_2(places), max(8192 // members, 1024)), EMPTY_FIRST=empty_first,
-            PDL=overlaps, num_warps=4 if size == 64 else 8, **({"launch_pdl": True} if overlaps else {}),
+            PDL=self._overlaps, num_warps=4 if size == 64 else 8, **({"launch_pdl": True} if self._overlaps else {}),
         )  # fmt: skip
 
     def prompt(
@@ -180,6 +189,7 @@ class GpuKernels:
         new: NewTokens,
         transform: LogitTransform,
         counts: Tensor | None = None,
+        limits: Tensor | None = None,
         offset: int = 0,
         factor: float = 1.0,
         lanes: int = 1,
@@ -192,6 +202,7 @@ class GpuKernels:
             new: the tokens.
             transform: what the model does with query times key.
             counts: [B] int64.
+            limits: see `limits_of`.
             offset: tokens of the same prompt before these.
             factor: on what is rotated.
             lanes: how many prompts may run at the same time,
@@ -212,17 +223,19 @@ class GpuKernels:
         arrived = space("met", heads, torch.int32)
         if split:
             arrived.zero_()
-        piece = min(places, 128 if share else 256, 65536 // (triton.next_power_of_2(head) * group.dtype.itemsize))
+        tile = _TILE if self._shared >= _LARGE_SHARED else _TILE // 2
+        piece = min(places, 128 if share else 256, tile // (triton.next_power_of_2(head) * group.dtype.itemsize))
         prompt_kernel[heads, groups if split else 1](
-            new.query, new.key, new.value, new.out, new.heads, counts, **rules.tensors, sink_logits=transform.sinks,
+            new.query, new.key, new.value, new.out, new.heads, counts, limits, **rules.tensors,
+            sink_logits=transform.sinks,
             turned=space("turned", (heads if share else programs) * (places + chunk) * head, group.dtype),
             asked=space("asked", programs * chunk * head, group.dtype),
             shared=space("shared", heads * 2 * groups * (2 * places + chunk)),
             floats=space("floats", programs * (3 * places + 2 * chunk)),
-            whole=space("whole", programs * (2 * places + 3 * chunk), torch.int32), arrived=arrived,
+            whole=space("whole", programs * (4 * places + chunk), torch.int32), arrived=arrived,
             **_strides(new, 0, 2, 1), tokens=tokens, offset=offset, step=step, **rules.numbers, factor=factor,
             **rules.constants, C=chunk, WP=places, WC=triton.next_power_of_2(places + chunk), P=piece, SPLIT=split,
-            SHARE=share, num_warps=8, num_stages=2 if share else 1,
+            SHARE=share, num_warps=8, num_stages=2 if share and self._shared >= _LARGEST_SHARED else 1,
         )  # fmt: skip
 
     def _space(self, name: str, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -281,8 +294,6 @@ def why_not(group: HeadGroup) -> str:
         return f"policy {group.rule.rpartition(':')[2]} is written in Python"
     if group.plan.kv_bits < 16:
         return "keys and values are in few bits"
-    if group.memory is not None:
-        return "with --memory, what is evicted goes to the host"
     shape = group.shape
     if shape is not None and max(shape.key_size, shape.value_size) > _MAX_SIZE:
         return f"heads are larger than {_MAX_SIZE}"
@@ -290,13 +301,19 @@ def why_not(group: HeadGroup) -> str:
 
 
 def walks(group: HeadGroup) -> bool:
-    """Whether the number of slots stays the same, whatever comes, and all but one of them are for tokens."""
-    schedule, lengths = group.schedule, group.tokens.lengths
-    if not 0 < group.plan.chunk <= MAX_CHUNK:
-        return False
-    settled = bool(lengths) and min(lengths) >= schedule.settled
-    same = (schedule.fixed and not schedule.stages) or settled
-    return same and (not group.is_initialized or group.store.slots == schedule.window + 1)
+    """Whether a prompt of any length can be taken at once: the slots that it ends with hold all of its chunks."""
+    fits = 0 < group.plan.chunk <= MAX_CHUNK and group.schedule.max_held < _MAX_WINDOW
+    return fits and not (group.schedule.fixed and group.schedule.stages)
+
+
+def limits_of(group: HeadGroup, rows: Sequence[tuple[int, int]], new: int) -> Tensor | None:
+    """[B, chunks] int32, tokens held after each chunk of rows with so many earlier and new ones; None for all slots."""
+    schedule, chunk = group.schedule, group.plan.chunk
+    if group.store.slots == schedule.window + 1 and (schedule.fixed or min(rows)[0] >= schedule.settled):
+        return None
+    ends = range(chunk, new + chunk, chunk)
+    held = [[schedule.held(before + min(end, count)) for end in ends] for before, count in rows]
+    return torch.tensor(held, dtype=torch.int32, device=group.device)
 
 
 def _evictions(group: HeadGroup, lengths: tuple[int, ...]) -> set[int]:

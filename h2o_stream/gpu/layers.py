@@ -7,6 +7,7 @@ with it. Weights stay where the model has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -16,10 +17,18 @@ from torch.nn import functional
 
 from h2o_stream.gpu import available
 from h2o_stream.gpu.packed import BlockMatrix, multiply_blocks, unpack
-from h2o_stream.gpu.products import gate_kernel, gemv_kernel, norm_kernel
-from h2o_stream.native.abi import Activation, MatrixKind, NormKind
-from h2o_stream.native.attention import Attention
+from h2o_stream.gpu.products import (
+    experts_kernel,
+    experts_out_kernel,
+    gate_kernel,
+    gemv_kernel,
+    norm_kernel,
+    route_kernel,
+)
+from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, NormKind, Scoring
+from h2o_stream.native.attention import Attention, HeadOffsets
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
+from h2o_stream.native.experts import Experts
 from h2o_stream.native.matrix import NO_NORM
 
 Attend: TypeAlias = Callable[[int, Attention, Tensor], Tensor]
@@ -46,25 +55,70 @@ def _why_not_layer(layer: Layer) -> str:
     attention, mlp = layer.attention, layer.mlp
     if layer.mixer or attention is None:
         return "some layers are recurrent"
-    if not isinstance(mlp, Mlp):
-        return "it has experts"
-    special = layer.own_embedding or layer.altup or layer.laurel or layer.output_scale != 1
-    if special or mlp.inner_norm.kind or mlp.gate_deviations is not None or mlp.activation > Activation.RELU_SQUARED:
+    if layer.own_embedding or layer.altup or layer.laurel or layer.output_scale != 1 or mlp is None:
         return "its layers are special"
-    if mlp.gate and (mlp.gate.scale != 1 or mlp.up.scale != 1):
-        return "its MLP is scaled inside"
+    if reason := _why_not_experts(mlp) if isinstance(mlp, Experts) else _why_not_mlp(mlp):
+        return reason
     norms = attention.query_norm, attention.key_norm
     if attention.norms_all_heads or attention.norms_after_rope or any(x.bias is not None for x in norms):
         return "its queries and keys are normed in another way"
     if any(norm.kind == NormKind.LAYER for norm in norms) or bool(norms[0].kind) != bool(norms[1].kind):
         return "its queries and keys are normed in another way"
-    moved = attention.columns or attention.elements is not None or attention.key_tail or attention.latent
-    if moved or attention.source is not None or (attention.rope and attention.rope.order is not None):
-        return "queries and keys are in another order"
+    if attention.columns or attention.key_tail or attention.latent or attention.source is not None:
+        return "queries and keys are made in another way"
     after = attention.gate or attention.temperature or attention.clip or attention.value_scale != 1
     if after or attention.value_norm.kind or attention.output_norm.kind:
         return "its attention is special"
     return ""
+
+
+def _why_not_mlp(mlp: Any) -> str:
+    if mlp.inner_norm.kind or mlp.gate_deviations is not None or mlp.activation > Activation.RELU_SQUARED:
+        return "its MLP is special"
+    return "its MLP is scaled inside" if mlp.gate and (mlp.gate.scale != 1 or mlp.up.scale != 1) else ""
+
+
+def _why_not_experts(experts: Experts) -> str:
+    router = experts.router
+    special = router.groups or router.scoring == Scoring.SPARSE_MIXER or router.weighs_inputs or experts.beside
+    if special or experts.up is None or experts.gate_layout != GateLayout.APART:
+        return "its experts are special"
+    plain = [matrix for matrix in (experts.gate, experts.up, experts.down) if matrix]
+    if any(matrix.bias is not None or matrix.scale != 1 or matrix.kind not in _DENSE for matrix in plain):
+        return "its experts have biases, or are scaled or packed"
+    return _why_not_mlp(experts.shared) if experts.shared else ""
+
+
+def takes_rows(description: Description) -> bool:
+    """Whether several rows can be taken at once: not by experts, each of which has its own."""
+    return not any(isinstance(layer.mlp, Experts) for layer in description.layers)
+
+
+def in_order(attention: Attention) -> tuple[Attention, Tensor | None]:
+    """An attention whose heads follow one another, as the cache stores them, and where its numbers are; None: there."""
+    order, size, width = attention.elements, attention.head_size, attention.value_size
+    rotated = attention.rope.order if attention.rope else None
+    if rotated is not None:
+        order = rotated if order is None else order[rotated.long()]
+    if order is None:
+        return attention, None
+    at, queries, keys = attention.heads, attention.query_heads, attention.kv_heads
+
+    def places(offset: int, stride: int, count: int, within: Tensor) -> Tensor:
+        return (offset + stride * torch.arange(count)[:, None] + within.long().cpu()).flatten()
+
+    index = [
+        places(at.query_offset, at.query_stride, queries, order), places(at.key_offset, at.key_stride, keys, order),
+        places(at.value_offset, at.value_stride, keys, torch.arange(width)),
+    ]  # fmt: skip
+    norms = [
+        replace(norm, weight=norm.weight[rotated.long().to(norm.weight.device)])
+        if rotated is not None and norm.weight is not None
+        else norm
+        for norm in (attention.query_norm, attention.key_norm)
+    ]
+    heads = HeadOffsets(0, size, queries * size, size, (queries + keys) * size, width)
+    return replace(attention, heads=heads, query_norm=norms[0], key_norm=norms[1]), torch.cat(index)
 
 
 class Residual:
@@ -101,6 +155,12 @@ class Residual:
         else:
             self._added, self._after = multiply([matrix], x), after
 
+    def add_products(self, products: Tensor, after: Norm) -> None:
+        """Add products [rows, hidden] that are there already, under a norm."""
+        if self._added is not None:
+            self._fold(NO_NORM)
+        self._added, self._after = products, after
+
     def folded(self) -> Tensor:
         """The stream, with everything added."""
         self._fold(NO_NORM)
@@ -127,13 +187,52 @@ def run(description: Description, x: Tensor, attend: Attend) -> Residual:
     for number, layer in enumerate(description.layers):
         attention, mlp = layer.attention, layer.mlp
         assert attention is not None
-        assert isinstance(mlp, Mlp)
+        assert isinstance(mlp, Mlp | Experts)
         projected = multiply(attention.qkv, *stream.normed(layer.before_attention))
         before = stream.normed(layer.before_mlp) if layer.parallel else None
         stream.add(attention.out, attend(number, attention, projected), layer.after_attention)
         inputs, norm = before or stream.normed(layer.before_mlp)
-        stream.add(mlp.down, _inner(mlp, inputs, norm), layer.after_mlp)
+        if isinstance(mlp, Experts):
+            stream.add_products(_experts(mlp, inputs, norm), layer.after_mlp)
+        else:
+            stream.add(mlp.down, _inner(mlp, inputs, norm), layer.after_mlp)
     return stream
+
+
+def _experts(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
+    """[1, hidden], what the experts of a token give."""
+    router, count = experts.router, experts.router.chosen
+    logits = gemv([router.matrix], x, norm, dtype=torch.float32)
+    chosen = torch.empty(count, dtype=torch.int32, device=x.device)
+    weights = torch.empty(count, dtype=torch.float32, device=x.device)
+    route_kernel[(1,)](
+        logits, router.choice_bias, router.factors, chosen, weights, router.scale, E=experts.count, CHOSEN=count,
+        EP=triton.next_power_of_2(experts.count), SIGMOID=router.scoring == Scoring.SIGMOID,
+        NORMALIZED=router.normalized, **overlapping(x),
+    )  # fmt: skip
+    assert experts.up is not None
+    gate, inner, hidden = experts.gate and experts.gate.weights, experts.inner_size, experts.hidden
+    within, out = x.new_empty(count, inner), torch.empty_like(x)
+    experts_kernel[inner // _lines_of(inner), count](
+        x, gate, experts.up.weights, chosen, norm.weight, within, experts.stride, norm.epsilon, N=inner, K=hidden,
+        ACTIVATION=int(experts.activation), BN=_lines_of(inner), BK=_columns_at_once(hidden, 2048), num_warps=4,
+        **overlapping(x),
+    )  # fmt: skip
+    added = None
+    if experts.shared:
+        added = gemv([experts.shared.down], _inner(experts.shared, x, norm))
+        if experts.shared_gate:
+            added *= gemv([experts.shared_gate], x, norm, dtype=torch.float32).sigmoid()
+    experts_out_kernel[(hidden // _lines_of(hidden),)](
+        within, experts.down.weights, chosen, weights, added, out, 1.0, N=hidden, K=inner, CHOSEN=count,
+        BN=_lines_of(hidden), BK=_columns_at_once(inner, 1024), num_warps=4, **overlapping(x),
+    )  # fmt: skip
+    return out
+
+
+def _lines_of(rows: int) -> int:
+    """Lines of a program that divide the rows."""
+    return next(lines for lines in (4, 2, 1) if rows % lines == 0)
 
 
 def logits_of(description: Description, stream: Residual, rows: Tensor | None = None) -> Tensor:
@@ -252,6 +351,9 @@ def _columns_at_once(columns: int, most: int) -> int:
 
 
 def overlapping(x: Tensor) -> dict[str, Any]:
-    """Arguments of a kernel that may start while the one before it ends; only within a graph, see `decode_kernel`."""
-    overlaps = x.is_cuda and torch.cuda.is_current_stream_capturing() and available.overlaps(x.device)
+    """Arguments of a kernel that may start while the one before it ends.
+
+    What it loads before is older than the embedding of the tokens, which waits for everything.
+    """
+    overlaps = available.overlaps(x.device)
     return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}

@@ -175,3 +175,98 @@ def gate_kernel(gate, up, out, N, ACTIVATION: tl.constexpr, BN: tl.constexpr, PD
     if up is not None:
         y *= tl.load(up + at + cols, mask=cols < N, other=0.0).to(tl.float32)
     tl.store(out + at + cols, y.to(out.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def route_kernel(logits, bias, factors, chosen, weights, scale, E: tl.constexpr, CHOSEN: tl.constexpr,
+                 EP: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The CHOSEN experts of a token, int32, and their weights, of E logits; see `native.experts.Router`."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.arange(0, EP)
+    ok = expert < E
+    logit = tl.load(logits + expert, mask=ok, other=float("-inf"))
+    if SIGMOID:
+        score = tl.sigmoid(logit)
+    else:
+        score = tl.exp(logit - tl.max(logit, 0))
+        score = score / tl.sum(score, 0)
+    worth = score
+    if bias is not None:
+        worth += tl.load(bias + expert, mask=ok, other=0.0)
+    worth = tl.where(ok, worth, float("-inf"))
+    total = 1.0
+    if NORMALIZED:
+        left = worth
+        total = tl.sum(score * 0.0, 0)
+        for _ in tl.static_range(CHOSEN):
+            best = tl.argmax(left, 0)
+            total += tl.sum(tl.where(expert == best, score, 0.0), 0)
+            left = tl.where(expert == best, float("-inf"), left)
+    for number in tl.static_range(CHOSEN):
+        best = tl.argmax(worth, 0)
+        weight = tl.sum(tl.where(expert == best, score, 0.0), 0) * scale / total
+        if factors is not None:
+            weight *= tl.load(factors + best)
+        tl.store(chosen + number, best)
+        tl.store(weights + number, weight)
+        worth = tl.where(expert == best, float("-inf"), worth)
+
+
+@triton.jit
+def experts_kernel(x, gate, up, chosen, norm, out, stride, eps, N: tl.constexpr, K: tl.constexpr,
+                   ACTIVATION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """out [chosen, N] = activation(gate @ x) * (up @ x) of the chosen experts, whose rows are `stride` apart.
+
+    x [K] is under an RMS norm if there are weights for one; without gates out = activation(up @ x). Program: BN lines
+    of an expert.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    number = tl.program_id(1)
+    lines = tl.program_id(0) * BN + tl.arange(0, BN)
+    cols = tl.arange(0, BK)
+    row = (tl.load(chosen + number).to(tl.int64) * stride + lines) * K
+    acc, gates = tl.zeros([BN, BK], tl.float32), tl.zeros([BN, BK], tl.float32)
+    squares = tl.zeros([BK], tl.float32)
+    for k in tl.static_range(0, K, BK):
+        ok = k + cols < K
+        v = tl.load(x + k + cols, mask=ok, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += v * v
+            v *= tl.load(norm + k + cols, mask=ok, other=0.0)
+        at = row[:, None] + (k + cols)[None, :]
+        acc += tl.load(up + at, mask=ok[None, :], other=0.0).to(tl.float32) * v[None, :]
+        if gate is not None:
+            gates += tl.load(gate + at, mask=ok[None, :], other=0.0).to(tl.float32) * v[None, :]
+    factor = 1.0
+    if norm is not None:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    y = tl.sum(acc, 1) * factor
+    if gate is not None:
+        y *= activated(tl.sum(gates, 1) * factor, ACTIVATION)
+    else:
+        y = activated(y, ACTIVATION)
+    tl.store(out + number * N + lines, y.to(out.dtype.element_ty))
+
+
+@triton.jit
+def experts_out_kernel(inner, down, chosen, weights, added, out, add_scale, N: tl.constexpr, K: tl.constexpr,
+                       CHOSEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """out [N] = the sum of down @ inner [chosen, K] of the chosen experts, times their weights; and `added` to it."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    lines = tl.program_id(0) * BN + tl.arange(0, BN)
+    cols = tl.arange(0, BK)
+    acc = tl.zeros([BN, BK], tl.float32)
+    for number in range(CHOSEN):
+        row = (tl.load(chosen + number).to(tl.int64) * N + lines) * K
+        weight = tl.load(weights + number)
+        for k in tl.static_range(0, K, BK):
+            ok = k + cols < K
+            v = tl.load(inner + number * K + k + cols, mask=ok, other=0.0).to(tl.float32) * weight
+            acc += tl.load(down + row[:, None] + (k + cols)[None, :], mask=ok[None, :], other=0.0).to(tl.float32) * v
+    finish(tl.sum(acc, 1), lines, added, out, 1.0, add_scale, -1)

@@ -58,8 +58,8 @@ def _products(keys, q1, q2, q3, count: tl.constexpr, DT: tl.constexpr, HP: tl.co
 
 @triton.jit
 def prompt_kernel(
-    query, key, value, out, heads, counts, keys, values, scores, longs, index, rank, free, seen, table, pins, transient,
-    sink_logits, turned, asked, shared, floats, whole, arrived,
+    query, key, value, out, heads, counts, limits, keys, values, scores, longs, index, rank, free, seen, table, pins,
+    transient, sink_logits, turned, asked, shared, floats, whole, arrived,
     query_row, query_token, query_head, key_row, key_token, key_head, value_row, value_token, value_head, out_row,
     out_token, out_head,
     tokens, offset, step, slots, table_rows, pin_count, transient_count, recent, sinks, span, scale, softcap, decay,
@@ -70,7 +70,8 @@ def prompt_kernel(
     SPLIT: tl.constexpr, SHARE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`tokens` of each row, or `counts` [B] of them, `step` after `step`: each chunk attends to the slots and itself,
-    then of both the S - 1 most worthy stay. Row b's begin `offset` after the seen [B] ones.
+    then of both the S - 1 most worthy stay, or as many as `limits` [B, chunks] int32 says. Row b's tokens begin
+    `offset` after the seen [B] ones.
 
     Program (row and KV head), or with SPLIT (row and KV head, query head of its group): those of a KV head exchange
     what their queries paid, wait for each other, and then evict the same; all of them have to fit on the GPU. With
@@ -80,7 +81,7 @@ def prompt_kernel(
     least their number, WC at least WP + C, C at least `step`; P places are multiplied at once. A chunk and what it
     holds are DT numbers a head in memory. Memory of a KV head: shared [2, G, 2 WP + C] float32, arrived
     int32, zero before the launch. Of a program: turned [WP + C, DT], asked [C, DT], floats [3 WP + 2 C] (scores,
-    long-term scores, worths, the chunk's scores), whole [2 WP + 3 C] int32 (token indices, ranks, lists).
+    long-term scores, worths, the chunk's scores), whole [4 WP + C] int32 (token indices, ranks, lists).
     """
     ROTATE: tl.constexpr = R > 0
     TAIL: tl.constexpr = D > R
@@ -112,7 +113,7 @@ def prompt_kernel(
         member, members = tl.program_id(1), G
     program = (pid * members + member).to(tl.int64)
     floats += program * (3 * WP + 2 * C)
-    whole += program * (2 * WP + 3 * C)
+    whole += program * (4 * WP + C)
     asked += program * (C * DT)
     if SHARE:
         turned += pid.to(tl.int64) * ((WP + C) * DT)
@@ -277,36 +278,47 @@ def prompt_kernel(
         tl.store(arriving + col, new_score)
         tl.debug_barrier()
 
-        # Drop the C least worthy: columns after the last token go first, then empty slots. As integers that order like
-        # the worths, the C-th is found bit by bit; of equal ones the first in order are dropped.
+        # Drop the least worthy: columns after the last token go first, then empty slots. As integers that order like
+        # the worths, the last one to go is found bit by bit; of equal ones the first in order are dropped.
+        drops = C
+        if limits is not None:
+            drops += slots - 1 - tl.load(limits + row * tl.cdiv(tokens, step) + chunk)
         ordered = tl.load(worths + every, mask=every < WP + C, other=float("inf")).to(tl.int32, bitcast=True)
         ordered ^= (ordered >> 31) & 0x7FFFFFFF
-        limit = tl.where(tl.sum((ordered < 0).to(tl.int32), 0) < C, 0, -2147483648)
+        limit = tl.where(tl.sum((ordered < 0).to(tl.int32), 0) < drops, 0, -2147483648)
         for bit in range(31):
             above = limit + (1 << (30 - bit))
-            limit = tl.where(tl.sum((ordered < above).to(tl.int32), 0) < C, above, limit)
+            limit = tl.where(tl.sum((ordered < above).to(tl.int32), 0) < drops, above, limit)
         equal = (ordered == limit).to(tl.int32)
-        room = C - tl.sum((ordered < limit).to(tl.int32), 0)
+        room = drops - tl.sum((ordered < limit).to(tl.int32), 0)
         dropped = (ordered < limit) | ((equal > 0) & (tl.cumsum(equal, 0) <= room))
         leaves = dropped & (every < WP)
         enters = (every >= WP) & (every < WP + C) & (dropped == 0)
         numbered = tl.cumsum(leaves.to(tl.int32) + (enters.to(tl.int32) << 16), 0)
-        entering = tl.sum(enters.to(tl.int32), 0)
+        entering, leaving = tl.sum(enters.to(tl.int32), 0), tl.sum(leaves.to(tl.int32), 0)
         # Lists: of the places dropped, of their tokens' indices, of the tokens that enter, the n-th into the n-th.
         old_index = tl.load(whole + every, mask=every < WP, other=-1)
         tl.store(lists + (numbered & 0xFFFF) - 1, every, mask=leaves)
-        tl.store(lists + C + (numbered & 0xFFFF) - 1, old_index, mask=leaves)
-        tl.store(lists + 2 * C + (numbered >> 16) - 1, every - WP, mask=enters)
+        tl.store(lists + WP + (numbered & 0xFFFF) - 1, old_index, mask=leaves)
+        tl.store(lists + 2 * WP + (numbered >> 16) - 1, every - WP, mask=enters)
         tl.debug_barrier()
-        comes = col < entering
-        gone = tl.load(lists + C + col, mask=comes, other=-1)
         for piece in range(0, WP, P):
             part = piece + tl.arange(0, P)
-            newer = tl.sum((gone[None, :] > tl.load(whole + part)[:, None]).to(tl.int32), 1)
-            tl.store(whole + WP + part, tl.load(whole + WP + part) + entering - newer)
+            index_part = tl.load(whole + part)
+            rank_part = tl.load(whole + WP + part) + entering
+            for first_gone in range(0, leaving, C):
+                gone = tl.load(lists + WP + first_gone + col, mask=first_gone + col < leaving, other=-1)
+                rank_part -= tl.sum((gone[None, :] > index_part[:, None]).to(tl.int32), 1)
+            tl.store(whole + WP + part, rank_part)
         tl.debug_barrier()
+        if limits is not None:  # places that nothing enters
+            emptied = leaves & ((numbered & 0xFFFF) > entering)
+            tl.store(floats + every, tl.full([WC], float("-inf"), tl.float32), mask=emptied)
+            tl.store(whole + every, tl.full([WC], -1, tl.int32), mask=emptied)
+            tl.store(whole + WP + every, tl.zeros([WC], tl.int32) + slots, mask=emptied)
+        comes = col < entering
         target = tl.load(lists + col, mask=comes, other=0)
-        entry = tl.load(lists + 2 * C + col, mask=comes, other=0)
+        entry = tl.load(lists + 2 * WP + col, mask=comes, other=0)
         tl.store(floats + target, tl.load(arriving + entry, mask=comes, other=0.0), mask=comes)
         if LONG:
             tl.store(floats + WP + target, tl.zeros([C], tl.float32), mask=comes)

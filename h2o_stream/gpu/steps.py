@@ -15,9 +15,10 @@ from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
+from h2o_stream.config import PREFILL_STEP_MAX
 from h2o_stream.gpu.graphs import GraphSteps
-from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms, walks
-from h2o_stream.gpu.layers import logits_of, rows_of, run
+from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms, limits_of, walks
+from h2o_stream.gpu.layers import in_order, logits_of, rows_of, run, takes_rows
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
 from h2o_stream.native.model_guard import ModelGuard
@@ -35,22 +36,35 @@ class FusedSteps:
         cache: its slots are written; positions are not absolute.
         unchanged: whether the description still holds.
         captured: whether single tokens are captured as a CUDA graph.
+        others: the steps of several rows of a model that is only fused for one; None: its own forward.
 
     Attributes:
         dtype: of activations, keys and values.
         why_not: nothing, see `Stepper`.
+        takes_prompts: several tokens or rows, too.
         prefill_step: tokens of a prompt that are worth a forward.
     """
 
-    takes_prompts, why_not, prefill_step = True, "", BLOCK * LANES
+    why_not = ""
 
     def __init__(
-        self, description: Description, cache: H2OCache, kernels: Kernels, unchanged: ModelGuard, captured: bool
+        self,
+        description: Description,
+        cache: H2OCache,
+        kernels: Kernels,
+        unchanged: ModelGuard,
+        captured: bool,
+        others: GraphSteps | None = None,
     ) -> None:
         assert isinstance(kernels, GpuKernels)
         self._description, self.cache, self._kernels, self._unchanged = description, cache, kernels, unchanged
-        self.dtype = getattr(torch, description.dtype)
+        self.dtype, self._others = getattr(torch, description.dtype), others
+        self.takes_prompts = takes_rows(description)
+        self.prefill_step = BLOCK * LANES if self.takes_prompts else PREFILL_STEP_MAX
         device = description.embedding.weights.device
+        ordered = [in_order(layer.attention) for layer in description.layers if layer.attention]
+        self._attentions = [attention for attention, _ in ordered]
+        self._orders = [None if order is None else order.to(device) for _, order in ordered]
         attentions = [layer.attention for layer in description.layers if layer.attention]
         self._sinks = [None if x.sink_logits is None else x.sink_logits.to(device) for x in attentions]
         self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in attentions]
@@ -65,6 +79,8 @@ class FusedSteps:
         """See `attachment.forward.Steps`."""
         tokens: Tensor = kwargs["input_ids"]
         logits: Tensor | None = None
+        if len(tokens) > 1 and not self.takes_prompts:
+            return self._others.logits(kwargs) if self._others else None
         if tokens.shape[1] == 1 and self.cache.tokens.lengths:
             logits = self._graphs.logits(kwargs) if self._graphs and self._unchanged else None
             logits = self.run(tokens) if logits is None else logits
@@ -91,11 +107,20 @@ class FusedSteps:
         self._unchanged.invalidate()
         lengths = cache.tokens.lengths or (0,) * rows
         groups = cache.head_groups
-        if len(lengths) != rows or not all(map(walks, groups)) or any(group.watch for group in groups):
+        if (
+            not self.takes_prompts
+            or len(lengths) != rows
+            or not all(map(walks, groups))
+            or any(group.watch for group in groups)
+        ):
             return None
         if not (self._unchanged and self._are_tokens(tokens)):
             return None
-        self._allocate(rows, tokens.device)
+        for group in groups:
+            if not group.is_initialized:
+                group.device = tokens.device
+        after = [length + new for length in lengths]
+        cache.make_room_for_prompt(self._shapes, str(self.dtype).removeprefix("torch."), (*lengths, *after), rows)
         if not self._have_dtype():
             return None
         with cache.writing():
@@ -110,18 +135,11 @@ class FusedSteps:
 
     def _can_step(self, rows: int) -> bool:
         lengths = self.cache.tokens.lengths
-        whole = len(lengths) == rows and self._have_dtype()
+        whole = len(lengths) == rows and (rows == 1 or self.takes_prompts) and self._have_dtype()
         return whole and all(self._kernels.can_step(x, lengths) and not x.watch for x in self.cache.head_groups)
 
     def _have_dtype(self) -> bool:
         return all(group.is_initialized and group.dtype == self.dtype for group in self.cache.head_groups)
-
-    def _allocate(self, rows: int, device: torch.device) -> None:
-        for number, shape in enumerate(self._shapes):
-            for group in self.cache.layers[number].head_groups:
-                if not group.is_initialized:
-                    group.device = device
-                    group.allocate(shape, str(self.dtype), rows, group.schedule.common + group.spare)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """[B Q, hidden]"""
@@ -132,8 +150,9 @@ class FusedSteps:
     def _step(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         """A forward of a token of each row [B, 1], which can be captured."""
 
-        def attend(number: int, attention: Attention, projected: Tensor) -> Tensor:
-            new, out = self._heads(attention, projected, len(input_ids), 1)
+        def attend(number: int, _: Attention, projected: Tensor) -> Tensor:
+            attention = self._attentions[number]
+            new, out = self._heads(number, projected, len(input_ids), 1)
             query, key = attention.query_norm, attention.key_norm
             factor = attention.rope.scale if attention.rope else 1.0
             norms = Norms(query.weight, key.weight, query.epsilon, key.epsilon, factor)
@@ -184,17 +203,19 @@ class FusedSteps:
         """
         rows, new = tokens.shape
 
-        def attend(number: int, attention: Attention, projected: Tensor) -> Tensor:
-            heads, out = self._heads(attention, projected, rows, new)
+        def attend(number: int, _: Attention, projected: Tensor) -> Tensor:
+            attention = self._attentions[number]
+            heads, out = self._heads(number, projected, rows, new)
             for x, norm in ((heads.query, attention.query_norm), (heads.key, attention.key_norm)):
                 if norm.weight is not None:
                     x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
+            starts = [(length + offset, new) for length in self.cache.tokens.lengths or (0,) * rows]
             if before:
                 torch.cuda.current_stream().wait_event(before[number])
             for group in self.cache.layers[number].head_groups:
                 of_group, transform = heads._replace(heads=group.heads), self._transform(number, attention)
-                factor = attention.rope.scale if attention.rope else 1.0
-                self._kernels.prompt(group, of_group, transform, offset=offset, factor=factor, lanes=LANES, lane=lane)
+                factor, limits = attention.rope.scale if attention.rope else 1.0, limits_of(group, starts, new)
+                self._kernels.prompt(group, of_group, transform, None, limits, offset, factor, LANES, lane)
             if done:
                 done[number].record()
             return out
@@ -205,8 +226,10 @@ class FusedSteps:
         places = torch.arange(rows * new, device=tokens.device).view(rows, new)[:, -keep:]
         return logits_of(self._description, stream, places.flatten()).view(rows, keep, -1)
 
-    def _heads(self, attention: Attention, projected: Tensor, rows: int, new: int) -> tuple[NewTokens, Tensor]:
+    def _heads(self, number: int, projected: Tensor, rows: int, new: int) -> tuple[NewTokens, Tensor]:
         """The heads of B Q tokens as views of what was projected, and [B Q, Hq Dv] for their outputs."""
+        attention, order = self._attentions[number], self._orders[number]
+        projected = projected if order is None else projected.index_select(1, order)
         total, at = projected.shape[1], attention.heads
 
         def heads(count: int, size: int, offset: int, stride: int) -> Tensor:
@@ -229,8 +252,6 @@ def why_not(cache: H2OCache, description: Description) -> str:
     if description.placeholders:
         return "some tokens stand for something else than text"
     groups: list[HeadGroup] = list(cache.head_groups)
-    if any(layer.order is not None for layer in cache.layers):
-        return "heads are in another order"
     rotations = [(x.attention.rope is not None) for x in description.layers if x.attention]
     tables = [all(group.table is not None for group in layer.head_groups) for layer in cache.layers]
     if rotations != tables or any(group.plan.kv_bits < 16 for group in groups):

@@ -152,8 +152,7 @@ class AttentionLayer(Structure):
         pointer1="rope",
         int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
         pointer2="sink_logits",
-        int6="chunked memory_distance memory_candidates memory_question_candidates memory_matches "
-        "memory_prompt_period memory_chapter memory_blocks memory_min_index",
+        int6="chunked",
     )
 
 
@@ -164,9 +163,6 @@ class Slots(Structure):
         pointer1="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads "
         "pins transient",
         int1="head_count slot_count recent span evictions pin_count transient_count",
-        pointer2="memory_segments memory_counts memory_codebooks memory_found",
-        int2="memory_scan memory_data",
-        pointer3="memory_chapters memory_chapter_bounds",
     )
 
 
@@ -369,9 +365,6 @@ KERNEL_FUNCTIONS: Functions = {
         c_int64,
         [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int64],
     ),
-    "h2o_memory_layout": (None, [*[c_int64] * 3, c_void_p]),
-    "h2o_memory_encode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]),
-    "h2o_memory_chapter": (None, [c_void_p, *[c_int64] * 3, c_void_p, c_int64, *[c_void_p] * 2]),
     "h2o_library_instructions": (c_int64, []),
     "h2o_multiply": (c_int64, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
     "h2o_pack": (None, [c_void_p, c_void_p, c_int64, c_int64]),

@@ -62,7 +62,12 @@ def describe(model: Any) -> Description:
     """
     for name, module in text_modules(model):
         check_module(name or "the model", module)
-    return _ModelReader(model).read()
+    try:
+        return _ModelReader(model).read()
+    except RuntimeError as error:
+        if all(weight.is_cpu for weight in model.parameters()):
+            raise
+        raise DescriptionError(f"a part of it is only evaluated on a CPU: {error}") from error
 
 
 def text_modules(model: Any) -> Iterator[tuple[str, Any]]:

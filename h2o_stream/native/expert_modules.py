@@ -190,7 +190,7 @@ def _part(module: Any, names: Iterable[str]) -> Any:
 
 def _apply(experts: Experts, module: Any, x: Tensor, shared: Any) -> Tensor:
     """What a description computes of inputs [n, hidden], in float32."""
-    y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     weights, weighed = expert_weights(experts.router, x), experts.router.weighs_inputs
     for token, index in weights.nonzero().tolist():
         weight = weights[token, index]
@@ -209,11 +209,11 @@ def _apply_expert(experts: Experts, module: Any, index: int, x: Tensor) -> Tenso
         parts = [layer(x[None]) for layer in first]
         if len(parts) == 1 and experts.gate:
             parts = [*parts[0].chunk(2, -1)]
-        gate, up = parts if experts.gate else (parts[0], torch.ones((), device="cpu"))
+        gate, up = parts if experts.gate else (parts[0], torch.ones((), device=x.device))
         outputs: Tensor = down(gated(*activation, gate, up))[0]
         return outputs
     if experts.gate is None:
-        inner = gated(*activation, functional.linear(x, module.up_proj[index]), torch.ones((), device="cpu"))
+        inner = gated(*activation, functional.linear(x, module.up_proj[index]), torch.ones((), device=x.device))
         return functional.linear(inner.to(x.dtype), module.down_proj[index])
     weights = [module.gate_up_proj[index], module.down_proj[index]]
     if experts.gate_layout != GateLayout.APART:

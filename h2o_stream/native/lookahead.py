@@ -86,6 +86,14 @@ class Lookahead:
             self._native.h2o_journal_undo(self._journal, self._taken + 1)
             self.tokens = ()
 
+    def release(self) -> None:
+        """Free what passes and steps have allocated."""
+        self.take_back()
+        if self._journal is not None:
+            self._native.h2o_journal_close(self._journal)
+            self._journal, self._logits = None, self._logits[:0].copy()
+            self._stepper.reopen()
+
     @property
     def _most_guesses(self) -> int:
         """As many as the notes about them have room for; one before they are known."""

@@ -86,7 +86,7 @@ class RouterModule:
         indices, weights = ([y for y in of_chosen if y.is_floating_point() == kind] for kind in (False, True))
         shape = len(x), len(self.weight)
         if len(indices) == 1 and len(weights) == 1:
-            none = torch.zeros(shape, dtype=torch.float64, device="cpu")
+            none = torch.zeros(shape, dtype=torch.float64, device=x.device)
             return none.scatter(-1, indices[0], weights[0].double())
         for y in tensors:
             if y.shape == shape and bool((y != 0).sum(-1).eq(self.chosen).all()):
@@ -176,7 +176,9 @@ def inputs_of(router: Router, dtype: torch.dtype) -> Tensor:
     With large logits a few experts may have all the weight, which is 1 then whether it is normalized or not.
     """
     random = torch.Generator().manual_seed(0)
-    x = torch.randn((_SAMPLED, router.matrix.columns), generator=random, device="cpu").to(dtype)
+    x = torch.randn((_SAMPLED, router.matrix.columns), generator=random, device="cpu").to(
+        router.matrix.weights.device, dtype
+    )
     largest = _logits(router, x).abs().max()
     scales = [2.0 ** -float((largest / limit).clamp(1).log2().ceil()) for limit in _LOGITS]
     return torch.cat([_clear(router, x * scale) for scale in scales])  # a power of 2 rounds nothing

@@ -16,7 +16,6 @@ from h2o_stream import config
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.slots import Slots
 from h2o_stream.native.abi import SLOTS, AttentionLayer, PolicyKind, PositionMode
-from h2o_stream.native.memory import memory_fields
 from h2o_stream.native.pointers import Array, dtype_name, pointer, row_bytes
 
 POLICIES: dict[str, PolicyKind] = {
@@ -87,15 +86,6 @@ class BoundLayer:
         attention.layer_index = int(first.layer)
         attention.rope_rows, attention.rotary_dims = (0, 0) if rope is None else rope.shape
         attention.rope = pointer(rope, "float32", attention.rope_rows * attention.rotary_dims)
-        memories = [group.memory.memory for group in head_groups if group.memory]
-        if memories:
-            attention.memory_distance = min(config.MEMORY_DISTANCE, attention.rope_rows - 1) if rope is not None else 0
-            attention.memory_candidates = config.MEMORY_CANDIDATES
-            attention.memory_question_candidates = config.MEMORY_QUESTION_CANDIDATES
-            attention.memory_matches = config.MEMORY_MATCHES if memories[0].searched else 0
-            attention.memory_prompt_period = config.MEMORY_PROMPT_PERIOD
-            attention.memory_chapter, attention.memory_blocks = config.MEMORY_CHAPTER, config.MEMORY_BLOCKS
-            attention.memory_min_index = config.MEMORY_MIN_INDEX
         attention.in_bfloat16 = dtype_name(first.dtype) == "bfloat16"
         attention.kv_bits = plan.kv_bits
         attention.exact_sinks = first.exact_sinks
@@ -117,11 +107,7 @@ class BoundLayer:
         if table is None:
             return None
         limit = max(group.max_distance(group.num_slots + new_tokens) for group in self.head_groups)
-        return table.on_cpu(max(limit, config.MEMORY_DISTANCE + 1) if self._has_memory else limit)
-
-    @property
-    def _has_memory(self) -> bool:
-        return any(group.memory for group in self.head_groups)
+        return table.on_cpu(limit)
 
     @staticmethod
     def _fill(rows: Any, attention: AttentionLayer, group: Slots, heads: NDArray[Any]) -> None:
@@ -131,10 +117,6 @@ class BoundLayer:
         for name, x in group.layout(shape, group.dtype, len(rows), group.num_slots).items():
             first = pointer(arrays[name], x.dtype, prod(x.shape))
             rows[_FIELDS.get(name, name)] = first + row_bytes(arrays[name]) * numpy.arange(len(rows))
-        if group.memory is not None:
-            for number, stream in enumerate(group.memory.memory.rows):
-                for name, field in memory_fields(group.memory, stream, len(heads)).items():
-                    rows[name][number] = field
         rows["heads"], rows["head_count"] = pointer(heads, "int32", len(heads)), len(heads)
         rows["slot_count"], rows["recent"], rows["span"] = (
             group.num_slots,

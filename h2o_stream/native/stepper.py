@@ -129,6 +129,11 @@ class Stepper:
         if getattr(self, "handle", None):
             self.native.h2o_step_close(self.handle)
 
+    def reopen(self) -> None:
+        """Free the buffers of steps."""
+        used, self.handle = self.handle, open_step(self.native, self.model)
+        self.native.h2o_step_close(used)
+
     def step(self, ids: NDArray[numpy.int64], trace: Array | None = None) -> NDArray[numpy.float32] | None:
         """Take a token of each row through the model, and count it.
 

@@ -20,7 +20,9 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import UNSPACED
 
-PASSAGES = "SELECT turn, role, text, start, stop FROM passages"
+FIELDS = "turn, role, text, start, stop"
+
+PASSAGES = f"SELECT {FIELDS} FROM passages"
 """A query for the fields of `Passage`."""
 
 _APPLICATION_ID = 0x48324F49

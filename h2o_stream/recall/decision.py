@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy
 
-from h2o_stream.recall.lists import answers, asks_for_all, without_quantities
+from h2o_stream.recall.dialogue import AROUND, label, said_by_people
+from h2o_stream.recall.lists import asks_for_all, without_quantities
+from h2o_stream.recall.matching import Match, Matcher, agreement
 from h2o_stream.recall.passage import Candidate, Passage, Verdict
-from h2o_stream.recall.passages import cut, excerpt, sentences
+from h2o_stream.recall.passages import cut, excerpt, sentence_texts
 from h2o_stream.recall.terms import (
     COMMON,
     Floats,
@@ -18,20 +20,8 @@ from h2o_stream.recall.terms import (
     first_person,
     is_question,
     is_request,
-    quotes_question,
     words,
 )
-
-PERSONAL_THRESHOLD = 0.32
-"""Lowest score that is recalled of what users told, when they ask about themselves."""
-
-THRESHOLD = 0.7
-"""The same when they ask about other things, and of files and pastes. With 0.84, one of 30 facts is not found in its
-own words."""
-
-REPLY_THRESHOLD = 0.99
-"""The same of replies: facts are what users say. With 0.7, more than twice as many of MT-Bench's turns recall
-something, and as many facts are found."""
 
 HELD = 0.9
 """Share of a passage's tokens from which on it needs no reading, because the heads that copy still hold them."""
@@ -46,10 +36,10 @@ _BESIDE = 0.75
 """Share of the best rank that others need to be recalled beside it. With 0.45, 1.22 passages are read for a question
 instead of 1.04, and as many facts are found."""
 
-_SAME, _REPLACED = 0.5, 0.7
-"""Share of what an older passage covers, from which on a newer one that covers it as well goes first, and is read
-alone. Read with what it contradicts, in the best order, the model gave the old answer 5 times of 20, and never without
-it; with one share for both, passages that only touch the subject replace others, or newer ones come second."""
+_REPLACED = 0.7
+"""Share from which on a newer one is read alone. Read with what it contradicts, in the best order, the model gave the
+old answer 5 times of 20, and never without it; with `_SAME` for both, passages that only touch the subject replace
+others, or newer ones come second."""
 
 _VALUE = 2.0
 """Most weight of the words that only the older one has then: two or three rare ones, such as a date with a time."""
@@ -63,33 +53,8 @@ _LIST = 3
 _LONG = 400
 """Characters from which on a message is taken to be text with a question."""
 
-_SHORT = 240
-"""Characters of a passage that is about the user even if it does not say so."""
-
 _MOST_TERMS = 24
 """Most terms of a message."""
-
-_Part = tuple[str, list[str]]
-
-
-@dataclass
-class _Match:
-    """A passage and its best sentence.
-
-    Attributes:
-        personal: the user told it, about themselves or in few words.
-        covered: how much of the weight of each term of the message it covers, [T].
-        score: its sum.
-        rank: the score by the threshold that it has to reach.
-    """
-
-    passage: Passage
-    sentence: str
-    personal: bool
-    covered: Floats
-    score: float
-    rank: float
-    terms: tuple[str, ...]
 
 
 class _Limits(NamedTuple):
@@ -128,8 +93,14 @@ def decide(
     asked = without_quantities(_weights(request, terms))
     if not asked or not len(index):
         return []
-    typed, others = _find(asked, index, terms)
-    matcher = _Matcher(request, asked, terms, typed)
+    found = index.search(list(asked), _FOUND)
+    if not label(message) and any(label(passage.text) for passage in found):
+        said = index.around(list(asked), _FOUND, AROUND)
+        if (matches := said_by_people(asked, said, index.rarity, terms)) is not None:
+            return _judge(matches, _Limits(_LISTED_VALUE, list_budget, list_budget, 0), terms, held, count_tokens)
+    typed = _find_typed(asked, index, terms)
+    others = set(found) - typed
+    matcher = Matcher(request, asked, terms, typed)
     matches, listed = matcher.with_listed_first(matcher.matches(_with_questions([*typed, *others], index)))
     if first_person(request) and is_question(request) and not any(match.rank >= 1 for match in matches):
         matches = _with_answer(answer(request), matches, len(asked))
@@ -138,19 +109,22 @@ def decide(
         limits = _Limits(_LISTED_VALUE, list_budget, list_budget, 0)
     else:
         limits = _Limits(_VALUE, budget, list_budget, budget // 2)
+        for match in matches:
+            match.rank /= 1 + match.rank if match.of_another else 1
+        matches.sort(key=lambda match: match.of_another)
     return _judge(matches[:_SHOWN], limits, terms, held, count_tokens)
 
 
 def states(text: str) -> str:
     """The first sentence of a text that is no question; empty if there is none."""
-    return next((part for part in _sentences(text) if not is_request(part)), "")
+    return next((part for part in sentence_texts(text) if not is_request(part)), "")
 
 
-def _with_answer(answer: Passage | None, matches: list[_Match], terms: int) -> list[_Match]:
+def _with_answer(answer: Passage | None, matches: list[Match], terms: int) -> list[Match]:
     """The matches, after a passage that was not found by words."""
     if answer is None:
         return matches
-    best = _Match(answer, states(answer.text), True, numpy.zeros(terms, numpy.float32), 0.0, 1.0, ())
+    best = Match(answer, states(answer.text), True, numpy.zeros(terms, numpy.float32), 0.0, 1.0, ())
     return [best, *(match for match in matches if match.passage != answer)]
 
 
@@ -160,19 +134,17 @@ class _Index(Protocol):
     def __len__(self) -> int: ...
     def search(self, terms: Sequence[str], limit: int, *, typed: bool = False) -> list[Passage]: ...
     def following(self, passage: Passage, count: int) -> list[Passage]: ...
+    def around(self, terms: Sequence[str], limit: int, distance: int) -> dict[int, Passage]: ...
+    def rarity(self, terms: Sequence[str]) -> Floats: ...
 
 
 def _request(message: str) -> str:
     """The part of a message that asks: its questions, or its last sentence, if it is long."""
     if len(message) < _LONG:
         return message
-    parts = _sentences(message)
+    parts = sentence_texts(message)
     questions = [part for part in parts if is_question(part)]
     return " ".join(questions or parts[-1:])
-
-
-def _sentences(text: str) -> list[str]:
-    return [text[part.start : part.stop] for part in sentences(text)]
 
 
 def _weights(text: str, terms: TermWeights) -> dict[str, float]:
@@ -182,12 +154,11 @@ def _weights(text: str, terms: TermWeights) -> dict[str, float]:
     return {word: weight for weight, word in informative[:_MOST_TERMS]}
 
 
-def _find(asked: dict[str, float], index: _Index, terms: TermWeights) -> tuple[set[Passage], set[Passage]]:
-    """What the user told with a term or a related word in it, and other passages with a term."""
+def _find_typed(asked: dict[str, float], index: _Index, terms: TermWeights) -> set[Passage]:
+    """What the user told with a term or a related word in it."""
     related = terms.related(list(asked), _FOUND)
     others = [word for row in zip(*related.values(), strict=False) for word in row]
-    typed = set(index.search([*asked, *others], 2 * _FOUND, typed=True))
-    return typed, set(index.search(list(asked), _FOUND)) - typed
+    return set(index.search([*asked, *others], 2 * _FOUND, typed=True))
 
 
 def _with_questions(passages: list[Passage], index: _Index) -> dict[Passage, Passage]:
@@ -201,100 +172,14 @@ def _with_questions(passages: list[Passage], index: _Index) -> dict[Passage, Pas
     return answers
 
 
-class _Matcher:
-    """Scores passages by the words of a message."""
-
-    def __init__(self, request: str, asked: dict[str, float], terms: TermWeights, typed: set[Passage]) -> None:
-        self._request, self._asked, self._terms, self._typed = request, list(asked), terms, typed
-        self._about_user = first_person(request)
-        self._weights = numpy.array(list(asked.values()), numpy.float32)
-        self._weights /= self._weights.sum()
-        self._columns: dict[str, int] = {}
-        self._table = numpy.empty(0, numpy.float32)
-        self._new: list[bool] = []
-
-    def matches(self, passages: dict[Passage, Passage]) -> list[_Match]:
-        """The best sentence of each passage that may answer; best first, but the newest of those that agree."""
-        texts = {passage.text for pair in passages.items() for passage in pair}
-        parts = {text: [(part, words(part)) for part in _sentences(text)] for text in texts}
-        others = list({word: None for rows in parts.values() for _, row in rows for word in row})
-        self._columns = {word: column for column, word in enumerate(others)}
-        self._table = self._terms.matching(self._asked, others)
-        known = set(words(self._request))
-        self._new = [word not in known and self._terms.weight(word) > COMMON + 0.1 for word in others]
-        scored = [self._match(passage, parts[passage.text], parts[asked.text]) for passage, asked in passages.items()]
-        return _newest_first(sorted(filter(None, scored), key=lambda match: (-match.rank, -match.passage.start)))
-
-    def with_listed_first(self, matches: list[_Match]) -> tuple[list[_Match], bool]:
-        """The matches, first those that each answer one part of a request, the last part first; and whether any do."""
-        covered = numpy.array([match.covered for match in matches]).reshape(-1, len(self._asked))
-        rows = answers(self._request, self._asked, self._weights, covered, THRESHOLD)
-        listed = [matches[row] for row in reversed(rows)]
-        for match in listed:
-            match.rank = max(1.0, matches[0].rank)
-        return [*listed, *(match for row, match in enumerate(matches) if row not in rows)], bool(rows)
-
-    def _match(self, passage: Passage, parts: list[_Part], question: list[_Part]) -> _Match | None:
-        around = [self._covered(row) for _, row in question if question is not parts]
-        best: _Match | None = None
-        for text, tokens in parts:
-            if (is_request(text) and not quotes_question(text)) or not any(
-                self._new[self._columns[word]] for word in tokens
-            ):
-                continue
-            covered = numpy.max([self._covered(tokens), *around], axis=0) * self._weights
-            score = float(covered.sum())
-            personal = passage in self._typed and (first_person(text) or len(passage.text) <= _SHORT)
-            rank = score / self._threshold(passage, personal)
-            if best is None or rank > best.rank:
-                best = _Match(passage, text, personal, covered, score, rank, self._names(covered))
-        return best
-
-    def _threshold(self, passage: Passage, personal: bool) -> float:
-        if personal:
-            return PERSONAL_THRESHOLD if self._about_user else THRESHOLD
-        return THRESHOLD if passage.role == "user" else REPLY_THRESHOLD
-
-    def _covered(self, row: list[str]) -> Floats:
-        """How well each term is matched by any of the words, [T]."""
-        if not row:
-            return numpy.zeros(len(self._asked), numpy.float32)
-        covered: Floats = self._table[:, [self._columns[word] for word in row]].max(1)
-        return covered
-
-    def _names(self, covered: Floats) -> tuple[str, ...]:
-        shares = (covered / self._weights).tolist()
-        return tuple(word for word, share in zip(self._asked, shares, strict=True) if share > 0.1)
-
-
-def _newest_first(matches: list[_Match]) -> list[_Match]:
-    """Move each match before the older ones that it may contradict, and give it their rank."""
-    ordered: list[_Match] = []
-    for match in matches:
-        place = len(ordered)
-        while place and _agreement(match, ordered[place - 1]) >= _SAME:
-            place -= 1
-            match.rank = max(match.rank, ordered[place].rank)
-        ordered.insert(place, match)
-    return ordered
-
-
-def _rest(match: _Match, other: _Match, terms: TermWeights) -> float:
+def _rest(match: Match, other: Match, terms: TermWeights) -> float:
     """Weight of the words of a match that are neither in the other match nor what was asked for."""
     known = {*words(other.sentence), *match.terms}
     return sum(weight for word, weight in _weights(match.sentence, terms).items() if word not in known)
 
 
-def _agreement(newer: _Match, older: _Match) -> float:
-    """Share of what the older match covers that the newer one covers too; 0 if these are not two things users told."""
-    if newer.passage.turn <= older.passage.turn or not (newer.personal and older.personal):
-        return 0.0
-    same = newer.covered >= 0.95 * older.covered
-    return float(older.covered[same].sum() / (older.covered.sum() or 1))
-
-
 def _judge(
-    matches: list[_Match],
+    matches: list[Match],
     limits: _Limits,
     terms: TermWeights,
     held: Callable[[int, int], float],
@@ -303,12 +188,15 @@ def _judge(
     candidates: list[Candidate] = []
     best = max((match.rank for match in matches), default=0.0)
     user_answers = any(match.rank >= 1 and match.passage.role == "user" for match in matches)
-    known: list[_Match] = []
+    known: list[Match] = []
     left = limits.budget
     for match in matches:
         passage = match.passage
         share = held(passage.start, passage.stop)
         text, size = excerpt(passage.text, match.sentence, min(left, limits.room), count_tokens)
+        if (name := label(passage.text)) and not text.startswith(name):
+            text = name + text
+            size = count_tokens(text)
         is_first = left == limits.budget
         available = limits.most if is_first else left
         if is_first and size > available:
@@ -322,7 +210,7 @@ def _judge(
         elif any(not _rest(match, other, terms) for other in known):
             verdict = "repeated"
         elif any(
-            _agreement(newer, match) >= _REPLACED and _rest(match, newer, terms) <= limits.value for newer in known
+            agreement(newer, match) >= _REPLACED and _rest(match, newer, terms) <= limits.value for newer in known
         ):
             verdict = "outdated"
         elif share >= HELD:
@@ -332,7 +220,7 @@ def _judge(
         if verdict in ("recalled", "still held"):
             known.append(match)
         left -= size if verdict == "recalled" else 0
-        candidates.append(Candidate(passage, text, match.score, match.terms, share, size, verdict))
+        candidates.append(Candidate(passage, text, match.score, match.terms, share, size, verdict, match.sure))
     return _completed(candidates, left)
 
 

@@ -18,7 +18,7 @@ import numpy
 from h2o_stream.base.progress import ignore
 from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.recall import database
-from h2o_stream.recall.database import PASSAGES
+from h2o_stream.recall.database import FIELDS, PASSAGES
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import UNSPACED
 from h2o_stream.recall.terms import Floats
@@ -118,7 +118,30 @@ class PassageIndex:
             limit: the number of passages.
             typed: only messages of one passage: what the user typed, not what was pasted.
         """
-        return self._run(lambda connection: _search(connection, terms, limit, typed), [])
+        return self._run(lambda connection: [Passage(*row) for _, *row in _search(connection, terms, limit, typed)], [])
+
+    def around(self, terms: Sequence[str], limit: int, distance: int) -> dict[int, Passage]:
+        """The same passages by their number, with as many before and after each."""
+        query = f"SELECT id, {FIELDS} FROM passages WHERE id BETWEEN ? AND ?"
+
+        def read(connection: sqlite3.Connection) -> dict[int, Passage]:
+            found = [number for number, *_ in _search(connection, terms, limit, False)]
+            spans = ((number - distance, number + distance) for number in found)
+            return {row[0]: Passage(*row[1:]) for span in spans for row in connection.execute(query, span)}
+
+        return self._run(read, {})
+
+    def rarity(self, terms: Sequence[str]) -> Floats:
+        """How rare each term is among the passages, as BM25 weighs it, [T]."""
+
+        def measure(connection: sqlite3.Connection) -> Floats:
+            total = database.count(connection)
+            counts = numpy.array(
+                [min(_estimate(connection, phrase, total), total) if (phrase := _phrase(term)) else 0 for term in terms]
+            )
+            return numpy.log1p((total - counts + 0.5) / (counts + 0.5)).astype(numpy.float32)
+
+        return self._run(measure, numpy.ones(len(terms), numpy.float32))
 
     def without_keys(self, head: str, limit: int) -> list[tuple[int, str]]:
         """The numbers and texts of the newest typed passages whose keys in an answer head are not known."""
@@ -202,7 +225,8 @@ class PassageIndex:
             self._notify(f"the index of the session is off: {failure}")
 
 
-def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, typed: bool) -> list[Passage]:
+def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, typed: bool) -> list[tuple[Any, ...]]:
+    """The numbers of passages and their fields."""
     phrases = dict.fromkeys(phrase for term in terms for part in _parts(term) if (phrase := _phrase(part)))
     total, rows, chosen = database.count(connection), 0, list[str]()
     counts = ((_estimate(connection, phrase, total), phrase) for phrase in list(phrases)[:_MAX_TERMS])
@@ -214,11 +238,11 @@ def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, ty
     if not chosen:
         return []
     oldest = int(total * (1 - _MAX_ROWS / max(rows, _MAX_ROWS)))
-    query = f"""{PASSAGES} JOIN (
+    query = f"""SELECT id, {FIELDS} FROM passages JOIN (
             SELECT words.rowid, rank FROM words {_TYPED if typed else ""}
             WHERE words MATCH ? AND words.rowid > ? ORDER BY rank, words.rowid DESC LIMIT ?
         ) AS found ON id = found.rowid ORDER BY found.rank, id DESC"""
-    return [Passage(*row) for row in connection.execute(query, (" OR ".join(chosen), oldest, limit))]
+    return list(connection.execute(query, (" OR ".join(chosen), oldest, limit)))
 
 
 def _estimate(connection: sqlite3.Connection, phrase: str, total: int) -> int:

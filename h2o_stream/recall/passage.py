@@ -40,6 +40,7 @@ class Candidate:
         terms: the words by which it was found; none if it says it in other words.
         held: share of the excerpt's tokens that the heads that copy still hold, 0 to 1.
         tokens: length of the excerpt.
+        sure: whether it is likely to say what is asked for.
     """
 
     passage: Passage
@@ -49,6 +50,7 @@ class Candidate:
     held: float
     tokens: int
     verdict: Verdict
+    sure: bool = True
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,11 @@ def sentences(text: str) -> list[range]:
     return _sentences(text, range(len(text)))
 
 
+def sentence_texts(text: str) -> list[str]:
+    """The sentences of a text themselves."""
+    return [text[part.start : part.stop] for part in sentences(text)]
+
+
 def excerpt(text: str, sentence: str, limit: int, count_tokens: Callable[[str], int]) -> tuple[str, int]:
     """A sentence of a text, with as many of those around it as `limit` tokens have room for, and its tokens."""
     parts = sentences(text)

@@ -87,6 +87,16 @@ _SMALL_TALK = frozenset(
 )
 """Words that talk about talking. The vocabulary holds some of them for rare: it was learned from texts, not chats."""
 
+_FAMILY = frozenset(
+    words(
+        "mother father sister brother son daughter uncle aunt niece nephew wife husband grandmother grandfather "
+        "mutter vater schwester bruder sohn tochter onkel tante nichte neffe großmutter großvater oma opa "
+        "mère père sœur frère fils fille oncle tante nièce neveu mari "
+        "madre padre hermana hermano hijo hija tío tía esposa marido abuela abuelo sorella fratello figlio figlia"
+    )
+)
+"""Words with embeddings that lie close together although they never mean the same person."""
+
 _QUESTION_MARKS = "?", "\uff1f", "\u061f", "\u037e", "\u055e"
 """The marks of Latin, Chinese, Arabic, Greek and Armenian."""
 
@@ -99,6 +109,12 @@ _FIRST_PERSON = re.compile(
     r"\b(?:i|my|mine|we|our|ours|ich|mich|mir|mein\w{0,2}|wir|unser\w{0,2}|je|moi|mon|ma|mes|nous|notre|nos|yo|mi|mis"
     r"|nosotr[oa]s|nuestr[oa]s?|io|mio|mia|miei|noi|nostr[oaie]|eu|meus?|minhas?|nós|noss[oa]s?|ik|mijn|wij|onze?"
     r"|я|мой|моя|моё|мои|мне|меня|мы|наш\w?)\b|我|私|僕|저는|제가|나는|내가",
+    re.IGNORECASE,
+)
+
+_SECOND_PERSON = re.compile(
+    r"\b(?:you|your|yours|du|dich|dir|dein\w{0,2}|ihr|euch|euer|eure\w?|tu|toi|ton|ta|tes|vous|votre|vos|tú|tus?|usted"
+    r"|tuo|tua|tuoi|tue|voi|vostr[oaie]|teus?|tuas?|você|jij|je|jouw|ты|твой|твоя|твои|тебя|тебе|вы|ваш\w?)\b|你|您",
     re.IGNORECASE,
 )
 
@@ -131,6 +147,11 @@ def is_request(text: str) -> bool:
 def first_person(text: str) -> bool:
     """Whether a text speaks of the one who says it, in one of a dozen languages."""
     return bool(_FIRST_PERSON.search(text))
+
+
+def second_person(text: str) -> bool:
+    """Whether a text speaks of the one who hears it, in one of a dozen languages."""
+    return bool(_SECOND_PERSON.search(text))
 
 
 class TermWeights:
@@ -168,18 +189,29 @@ class TermWeights:
             return numpy.zeros((len(terms), len(others)), numpy.float32)
         return self._vectors(terms) @ self._vectors(others).T
 
-    def matching(self, asked: list[str], others: list[str]) -> Floats:
-        """How much each of the other words counts as each of the asked words, [T, W]."""
+    def same(self, asked: Sequence[str], others: Sequence[str]) -> Floats:
+        """How much each of the other words is each of the asked words, in another form or not, [T, W]."""
+        table = numpy.zeros((len(asked), len(others)), numpy.float32)
+        columns: dict[str, list[int]] = {}
+        for column, other in enumerate(others):
+            columns.setdefault(other[:4], []).append(column)
+        for row, word in enumerate(asked):
+            for column in columns.get(word[:4], ()):
+                if word == others[column]:
+                    table[row, column] = 1
+                elif _inflected(word, others[column]):
+                    table[row, column] = _RELATED
+        return table
+
+    def matching(self, asked: Sequence[str], others: Sequence[str]) -> Floats:
+        """How much each of the other words counts as each of the asked words, by meaning too, [T, W]."""
         table: Floats = (self.similarity(asked, others) - numpy.float32(_FAR)) / numpy.float32(_NEAR - _FAR)
         table = table.clip(0, 1) * numpy.float32(_RELATED)
         table *= numpy.array([self.weight(word) > COMMON for word in others], bool)
-        for row, word in enumerate(asked):
-            for column, other in enumerate(others):
-                if word == other:
-                    table[row, column] = 1
-                elif word[:4] == other[:4] and _inflected(word, other):
-                    table[row, column] = _RELATED
-        return table
+        family = [numpy.array([word in _FAMILY for word in some], bool) for some in (asked, others)]
+        table[numpy.ix_(*family)] = 0
+        same = self.same(asked, others)
+        return numpy.where(same > 0, same, table)
 
     def related(self, terms: Sequence[str], count: int) -> dict[str, list[str]]:
         """For each term the `count` words of the vocabulary with the closest embeddings, closest first."""

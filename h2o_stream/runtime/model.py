@@ -20,7 +20,6 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, packing
 from h2o_stream.native.description import DENSE, Description
 from h2o_stream.native.lookahead import Lookahead
-from h2o_stream.native.memory import NativeCodes
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
@@ -152,7 +151,6 @@ class ServedRuntime:
     def __init__(self, model: RuntimeModel, cache: SlotCache) -> None:
         native = library.loaded()
         assert native is not None, "it has packed the weights"
-        cache.assign_memory(NativeCodes(native))
         description = model.description
         self.cache, self.context, self.generation = cache, model.context, model.generation
         self.dtype, self._model, self.vocabulary = description.dtype, model, description.output.rows
@@ -176,6 +174,10 @@ class ServedRuntime:
             if guesses and (logits := self.lookahead.take(token, guesses)) is not None:
                 return logits, 1 + len(self.lookahead.tokens)
             return self.forward([token]), 1
+
+    def take_back(self) -> None:
+        """Take guesses out of the cache that were not said."""
+        self.lookahead.take_back()
 
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> Floats:
         """Feed tokens to the stream, as `forward` does."""

@@ -258,7 +258,7 @@ class Conversations:
         return live
 
     def _converse(self, options: Options, system: str | None) -> Conversation:
-        engine = WaitingEngine(self._model, options.cache, self.pace)
+        engine = WaitingEngine(self._model, options.cache, self.pace, self._config.speculate)
         system = self._model.system if system is None else system
         return Conversation(
             engine, system, self._model.stops, options.recall_config, options.thinking, options.tools, options.effort

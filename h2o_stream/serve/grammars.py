@@ -321,6 +321,17 @@ class _RemoteMatcher:
             raise DataError("the schema or grammar is too complex to be followed further; use a simpler one")
         return mask
 
+    def compute_ff_tokens(self) -> list[int]:
+        """Nothing: what must come next is not asked for."""
+        return []
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        """All, for guesses: whether they are allowed is not asked for, and they are not appended."""
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        """Take them back."""
+
     def is_error(self) -> bool:
         """Whether the tokens are not allowed."""
         return not (self._process.mask(self._reply) if self._reply else self._known[len(self._tokens)])

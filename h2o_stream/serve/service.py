@@ -63,7 +63,7 @@ def _with_window(model: LoadedModel, cache: CacheConfig, streams: int) -> CacheC
         return cache
     served: RuntimeModel = model.model
     plan = served.serve(replace(cache, auto_window=streams)).cache.plan
-    return replace(cache, auto_window=0, window=plan.window)
+    return replace(cache, auto_window=streams, window=plan.window)
 
 
 class Service:

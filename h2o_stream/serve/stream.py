@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from h2o_stream.config import CacheConfig, SamplingConfig
+from h2o_stream.config import CacheConfig, SamplingConfig, SpeculateMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.sampling import Sampler, Scores, TokenIds, at_least, largest
 from h2o_stream.errors import H2OStreamError
@@ -106,10 +106,11 @@ class WaitingEngine(Engine):
         waiting: the tokens for the next step, if it is one, or the next prompt.
     """
 
-    def __init__(self, model: LoadedModel, cache: CacheConfig, pace: Pace) -> None:
+    def __init__(self, model: LoadedModel, cache: CacheConfig, pace: Pace, speculate: SpeculateMode) -> None:
         self._pace = pace
-        super().__init__(model.model, model.tokenizer, cache, sampling_defaults=model.sampling)
+        super().__init__(model.model, model.tokenizer, cache, sampling_defaults=model.sampling, speculate=speculate)
         self.waiting: Sequence[int] = ()
+        self._step: Callable[[], Scores] | None = None
         self._rules: tuple[int, bytes] = (-1, b"")
 
     @property
@@ -133,6 +134,11 @@ class WaitingEngine(Engine):
         return len(self.waiting) == 1 and bool(self.cache.tokens.lengths)
 
     @property
+    def can_guess(self) -> bool:
+        """Whether a token waits for a step that may take guesses along."""
+        return self.steps and self._step is not None and self.speculation.mode == "auto"
+
+    @property
     def rules(self) -> bytes:
         """Streams with the same can be stepped together, and read together if their prompts have begun."""
         revision = self.stepper.revision
@@ -150,9 +156,15 @@ class WaitingEngine(Engine):
     def forward(  # type: ignore[override]
         self, tokens: Sequence[int], step: Callable[[], Scores] | None = None
     ) -> Iterator[Waits]:
-        """Wait until `begin_waiting` and `finish` were called. If they are not, nothing was fed."""
-        self.speculation.passes += 1
-        self.waiting = tokens
+        """Wait until `begin_waiting` or `step_alone` and then `finish` were called. If they are not, nothing was fed.
+
+        A token that was guessed does not wait.
+        """
+        if step and self.served.lookahead.tokens[:1] == tokens:  # type: ignore[attr-defined]
+            self.begin(tokens)
+            self.finish(step())
+            return
+        self.waiting, self._step = tokens, step
         try:
             yield Waits()
         finally:
@@ -166,11 +178,22 @@ class WaitingEngine(Engine):
         """
         steps, tokens = self.steps, numpy.array(self.waiting, numpy.int64)
         self.begin(self.waiting)
+        self.speculation.passes += steps
         self.cache.prepare(len(tokens))
         plan = None if steps else self.stepper.begin_prompt(tokens[None])
         if plan is None and not (steps and self.stepper.begin_step(tokens)):
             raise H2OStreamError(f"these tokens cannot be fed: {self.stepper.why_not or 'the model has no such token'}")
         return plan
+
+    def step_alone(self) -> Scores:
+        """Take the waiting token through the model without those of others, and perhaps guesses; the logits after it.
+
+        Raises:
+            H2OStreamError: it cannot be fed.
+        """
+        assert self._step, "it is a token of a reply"
+        self.begin(self.waiting)
+        return self._step()
 
     def finish(self, logits: Scores) -> None:
         """See `Engine`; the logits are valid until the next step."""
@@ -179,4 +202,5 @@ class WaitingEngine(Engine):
 
     def end_reply(self) -> None:
         """Let the logits and the grammar go: the next turn begins with a prompt."""
-        self._logits = self.grammar = None
+        self._logits = self.grammar = self._step = None
+        self.served.lookahead.release()  # type: ignore[attr-defined]

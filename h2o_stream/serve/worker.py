@@ -144,19 +144,27 @@ class Worker:
 
     def _step(self) -> None:
         """Take a token of every reply, and some of prompts, through the model."""
-        batches = self._schedule()
+        chosen = self._schedule()
+        if len(chosen) == 1 and chosen[0].live.engine.can_guess:
+            self._process(self._step_alone(chosen[0]), several=False)
+            return
+        batches = self._batches(chosen)
         for batch in batches:
             self._process(self._forward(batch), several=len(batches) > 1)
 
-    def _schedule(self) -> list[_Batch]:
-        """Take replies to where they wait for the model. Returns what goes through it now, and is prepared."""
+    def _schedule(self) -> list[Job]:
+        """Take replies to where they wait for the model. Returns those whose tokens are taken now."""
         for job in list(self._jobs):
             if job.late:
                 self._endings.interrupt(job, "length")
             while job in self._jobs and job.may_advance:
                 self._advance(job)
+        return [*self._chosen()]
+
+    def _batches(self, chosen: Iterable[Job]) -> list[_Batch]:
+        """What goes through the model together, prepared."""
         batches = dict[bytes, _Batch]()
-        for job in self._chosen():
+        for job in chosen:
             try:
                 plan, rules = job.live.engine.begin_waiting(), job.live.engine.rules
             except Exception as error:  # noqa: BLE001 - one reply must not end the others
@@ -191,6 +199,17 @@ class Worker:
         if batch.plans:
             self._conversations.pace.note(seconds, bool(batch.steps))
         return zip(batch.jobs, logits, strict=True)
+
+    def _step_alone(self, job: Job) -> Iterable[tuple[Job, Scores]]:
+        """Take the token of the only reply through the model, and perhaps guesses."""
+        started = time.perf_counter()
+        try:
+            logits = job.live.engine.step_alone()
+        except Exception as error:  # noqa: BLE001 - a step must not end the server
+            self._endings.give_up(job, error)
+            return ()
+        self._metrics.stepped(1, time.perf_counter() - started)
+        return ((job, logits),)
 
     def _process(self, forwarded: Iterable[tuple[Job, Scores]], several: bool) -> None:
         """Send what is in the caches now. The next step does not wait for every reply: some get their own logits."""

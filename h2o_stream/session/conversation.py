@@ -164,8 +164,7 @@ class Conversation(TurnStream):
             if begun:
                 prompt = template.begin(prompt, begun)
             reply.answer.append(begun)
-            with self._reading(recalled):
-                ended = yield from self._reply(prompt, reply, bool(recalled), self.engine.sampling.max_tokens)
+            ended = yield from self._reply(prompt, reply, bool(recalled), self.engine.sampling.max_tokens)
             yield reply.finish(self.metadata.turns, ended, self.engine)
 
     def _say_in_pieces(self, message: UserTurn, pieces: Sequence[Candidate], reply: GrowingReply) -> ReplyEvents:
@@ -315,19 +314,6 @@ class Conversation(TurnStream):
     @cached_property
     def _labels(self) -> dict[int, int]:
         return forbidden(self.engine.tokenizer)
-
-    @contextmanager
-    def _reading(self, recalled: Sequence[Candidate]) -> Iterator[None]:
-        """Inside the block, attention does not search the memory if passages are read again: it would prefer others."""
-        cache = self.engine.cache
-        if not recalled or cache.memory is None:
-            yield
-            return
-        cache.search_memory(False)
-        try:
-            yield
-        finally:
-            cache.search_memory(True)
 
     @contextmanager
     def _indexing(self, text: str, pieces: Sequence[str]) -> Iterator[None]:

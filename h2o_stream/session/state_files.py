@@ -1,7 +1,7 @@
 """The states of a session on disk.
 
-What grows with a conversation is not written again with each state: segments of memories are files that never change,
-logs are files that only get longer, of which a state names a length.
+What grows with a conversation is not written again with each state: logs are files that only get longer, of which a
+state names a length.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import numpy
 from safetensors import SafetensorError, safe_open
 
 from h2o_stream.base.json_text import parse_json
-from h2o_stream.base.resources import PRIVATE, atomic_file, write_atomically
+from h2o_stream.base.resources import PRIVATE, atomic_file
 from h2o_stream.cache.state import MARKS, Array, State, logs_of
-from h2o_stream.cache.token_memory import MEMORY_FILE, sealed_segments
 from h2o_stream.errors import DataError
 from h2o_stream.session.jsonl import check_type
-from h2o_stream.session.mapped_file import map_file
 from h2o_stream.session.state_format import decode_state, write_state
 
-_SEGMENTS, _LOGS = "segments", "logs"
-"""What names the files of shared arrays in a file's metadata; of logs with their lengths."""
+_LOGS = "logs"
+"""What names the files of logs in a file's metadata, with their lengths."""
 
 LOG_FILE = ".log"
 """What the names of files with logs end with."""
+
+_SEGMENTS = "memory-*"
+"""Files beside the states of versions before 0.3, which a stream goes on without."""
 
 _NUMBER = numpy.dtype("<i4")
 
@@ -39,7 +40,7 @@ Mark = tuple[int, int]
 
 
 class StateFiles:
-    """The files ``state-N.safetensors`` of a folder, and segments of memories that they share, each in a file.
+    """The files ``state-N.safetensors`` of a folder, and the logs that they share, each in a file.
 
     `sync`: see `Session`.
     """
@@ -54,15 +55,9 @@ class StateFiles:
 
     def write(self, line: int, state: Mapping[str, Array], record: Mapping[str, Any]) -> None:
         """Save the state after a line, together with the record of that line, or raise OSError: the disk is full."""
-        sealed = sealed_segments(state)
-        for name, file in sealed.items():
-            if not (path := self._folder / file).exists():
-                write_atomically(path, state[name].tobytes(), PRIVATE)
         logs = {name: (self._write_log(name, state), len(state[name])) for name in logs_of(state) if len(state[name])}
-        metadata = {
-            "line": json.dumps(record, ensure_ascii=False), _SEGMENTS: json.dumps(sealed), _LOGS: json.dumps(logs),
-        }  # fmt: skip
-        others = {name: array for name, array in state.items() if name not in sealed | logs}
+        metadata = {"line": json.dumps(record, ensure_ascii=False), _LOGS: json.dumps(logs)}
+        others = {name: array for name, array in state.items() if name not in logs}
         with atomic_file(self._path(line), PRIVATE, self._sync) as written:
             write_state(written, others, metadata)
 
@@ -77,10 +72,8 @@ class StateFiles:
             return None
         path = self._path(line)
         try:
-            shared, logs = self._shared(path)
             state = decode_state(path.read_bytes())
-            state |= {name: map_file(self._folder / file) for name, file in shared.items()}
-            for name, (file, length) in logs.items():
+            for name, (file, length) in self._logs_named(path).items():
                 if length * _NUMBER.itemsize > _size(self._folder / file):
                     raise ValueError(f"{file} is too short")
                 state[name] = numpy.fromfile(self._folder / file, _NUMBER, length)
@@ -121,32 +114,27 @@ class StateFiles:
         self._delete_unused()
 
     def _delete_unused(self) -> None:
-        """Delete the segments of memories and the logs that no state names any more."""
-        if not (files := {*self._folder.glob(f"{MEMORY_FILE}*"), *self._folder.glob(f"*{LOG_FILE}")}):
+        """Delete the logs that no state names any more, and what no state needs."""
+        if not (files := {*self._folder.glob(_SEGMENTS), *self._folder.glob(f"*{LOG_FILE}")}):
             return
         for path in self._folder.glob("state-*.safetensors"):
             with suppress(SafetensorError, OSError, ValueError):
-                shared, logs = self._shared(path)
-                files -= {self._folder / file for file in (*shared.values(), *(file for file, _ in logs.values()))}
+                files -= {self._folder / file for file, _ in self._logs_named(path).values()}
         for file in files:
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 
     @staticmethod
-    def _shared(path: Path) -> tuple[dict[str, str], dict[str, tuple[str, int]]]:
-        """The files of the arrays that a state shares with others, by their names; and of logs, with their lengths."""
+    def _logs_named(path: Path) -> dict[str, tuple[str, int]]:
+        """The files of the logs of a state by their names, with their lengths."""
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
         try:
-            segments, logs = (parse_json(metadata.get(name, "{}")).items() for name in (_SEGMENTS, _LOGS))
-            return (
-                {name: file for name, file in segments if file.startswith(MEMORY_FILE) and "/" not in file},
-                {
-                    name: (check_type(file, str), check_type(length, int))
-                    for name, (file, length) in logs
-                    if "/" not in file
-                },
-            )
+            return {
+                name: (check_type(file, str), check_type(length, int))
+                for name, (file, length) in parse_json(metadata.get(_LOGS, "{}")).items()
+                if "/" not in file
+            }
         except (AttributeError, TypeError) as error:
             raise ValueError("it names no files") from error
 

@@ -15,7 +15,6 @@ from h2o_stream.cache.worths import Holding, Worths
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passages import decode
 from h2o_stream.session.history import ConversationHistory
-from h2o_stream.session.memory import Remembered, remembered
 from h2o_stream.session.retention import check_layer
 
 MAX_PLACES = 8
@@ -57,7 +56,6 @@ class Explanation:
     text: str
     num_heads: int
     fate: Kept | Gone
-    memory: Remembered | None = None
 
 
 def explain(history: ConversationHistory, word: str, layer: int | None = None) -> list[Explanation]:
@@ -81,8 +79,7 @@ def explain(history: ConversationHistory, word: str, layer: int | None = None) -
     for turn, text, tokens in places:
         holding = now.holding(tokens)
         fate = Kept(holding) if holding else _gone(turn, tokens, (history.entries[-1].turn, now), past, earlier)
-        memory = remembered(history.conversation.engine, tokens)
-        explanations.append(Explanation(turn, text, now.num_heads, fate, memory))
+        explanations.append(Explanation(turn, text, now.num_heads, fate))
     return explanations
 
 

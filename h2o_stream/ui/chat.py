@@ -21,14 +21,12 @@ from h2o_stream.session.conversation import ReplyEvents
 from h2o_stream.session.folders import session_names
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.session.memory import memory_of, report_memory
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.chat_context import ChatContext, header
 from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.documents import read_ahead
 from h2o_stream.ui.format import context_bar, slot_bar, status_line, turn_line
-from h2o_stream.ui.memory import memory_lines
 from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
 from h2o_stream.ui.sessions import NOT_KEPT
@@ -128,10 +126,6 @@ class Chat:
             self._jsonl.write(turn.record())
         self._terminal.note(turn_line(turn), style="dim")
         self._context.loaded.note_disk(turn, self._terminal)
-        conversation = self._history.conversation
-        if memory_of(conversation.engine) is not None:
-            for line in memory_lines(report_memory(conversation.engine, conversation.turn_spans)):
-                self._terminal.detail(line)
         if turn.detail:
             self._terminal.error(turn.detail)
         return turn.finish

@@ -42,7 +42,6 @@ COMMANDS = {
         "[LAYER] [WORD]",
         "show which words the cache still holds, and how many heads hold them; WORD: why it is kept, or when it went",
     ),
-    "/memory": Command("", "show what the memory behind the window holds, and which turns attention finds again in it"),
     "/pin": Command("TEXT", "feed a text and never evict it"),
     "/pins": Command("", "show what is never evicted"),
     "/file": Command(

@@ -13,7 +13,6 @@ from h2o_stream.base.resources import named_prompts
 from h2o_stream.config import RecallMode, ThinkMode
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
-from h2o_stream.session.memory import report_memory
 from h2o_stream.session.retention import retention
 from h2o_stream.session.transactions import NoStateError
 from h2o_stream.session.transcript import Entry
@@ -23,7 +22,6 @@ from h2o_stream.ui.documents import read_files
 from h2o_stream.ui.files import find_files, read_all
 from h2o_stream.ui.format import SOURCES, legend
 from h2o_stream.ui.heatmap import explanation, heatmap
-from h2o_stream.ui.memory import memory_lines
 from h2o_stream.ui.recall import candidates_table, note_recalled
 from h2o_stream.ui.session_commands import SessionCommands
 from h2o_stream.ui.settings import parse_setting
@@ -129,11 +127,6 @@ class Commands(SessionCommands):
         context = self._context.loaded.conversation.engine.context
         uses = ", ".join(text for _, text in legend(counts, context))
         self._terminal.note(f"now {uses}; {format_bytes(counts.nbytes)}")
-
-    def _memory(self, argument: str) -> None:
-        conversation = self._history.conversation
-        for line in memory_lines(report_memory(conversation.engine, conversation.turn_spans)):
-            self._terminal.note(line)
 
     def _why(self, argument: str) -> None:
         conversation = self._history.conversation

@@ -56,10 +56,6 @@ def explanation(place: Explanation) -> Text:
             f"gone in turn {fate.turn}. Before: {before}, the least that stayed {fate.before.least:.3g}; "
             f"after: the least that stayed there {fate.needed:.3g}"
         )
-    if place.memory is not None:
-        sentence += f"; in the memory of {place.memory.heads} heads"
-    if place.memory is not None and place.memory.found:
-        sentence += f", found again from turn {place.turn} by {place.memory.found} query heads"
     return Text.assemble((head, "bold"), sentence)
 
 

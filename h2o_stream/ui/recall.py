@@ -27,7 +27,8 @@ SPEAKERS = {"user": "you", "assistant": "model"}
 
 def recalled_line(candidate: Candidate, width: int) -> str:
     """The line about a passage that is read again, in at most `width` columns."""
-    return _cut(f"recalled from turn {candidate.passage.turn}: {one_line(candidate.excerpt)}", width)
+    doubt = "" if candidate.sure else ", which may not say it"
+    return _cut(f"recalled from turn {candidate.passage.turn}{doubt}: {one_line(candidate.excerpt)}", width)
 
 
 def recalled_lines(event: Recalled, width: int) -> list[str]:

@@ -45,8 +45,7 @@ class LoadedConversation:
             terminal.detail(f"{format_bytes(turn.disk_bytes)} were read from disk meanwhile")
         before, size = self._disk_bytes, self.model.file_bytes
         self._disk_bytes += turn.disk_bytes
-        only_weights = size and self.settings.cache.memory == "off"  # a memory on disk is read, too
-        if only_weights and before <= max(size, _FORGOTTEN_BYTES) < self._disk_bytes:
+        if size and before <= max(size, _FORGOTTEN_BYTES) < self._disk_bytes:
             terminal.note(
                 f"the weights of {self.name} do not stay in memory: parts of its {format_bytes(size)} are read from "
                 "disk again and again, which makes replies slow; more free memory or a smaller --model is faster"
@@ -63,7 +62,8 @@ class LoadedConversation:
         plan, counts = self.conversation.engine.cache.plan, self.conversation.engine.counts
         ratios = self.settings.cache.ratios_text
         given = f"{ratios} of the first prompt" if ratios else counts.window_note
-        given += " (auto)" * (self.settings.cache.auto_window > 0)
+        bits = f", {plan.kv_bits} bits" if plan.kv_bits < 16 else ""
+        given += f" (auto{bits})" if self.settings.cache.auto_window else ""
         window = f" · window {given} · {plan.positions}" if plan.window else ""
         return f"{self.name} · {plan.policy}{window}"
 

@@ -129,6 +129,7 @@ class Speed(Comparison[SpeedOptions]):
 
     def read(self, count: int, notify: Notify) -> list[int]:
         """So many tokens of the text."""
+        assert self.options.text, "it was checked"
         return read_tokens(self.options.text, load_tokenizer(self.options.models[0], notify), count)
 
     def begin(self, notify: Notify) -> dict[str, Any]:
@@ -219,7 +220,7 @@ def _record(run: _EngineRun, history: int, decode_tok_s: float, bytes_per_s: flo
         "type": "speed",
         "engine": spec.engine,
         "name": spec.name,
-        "policy": spec.cache.name if ours else "full",
+        "policy": spec.cache.policy if ours else "full",
         "window": window_of(spec.cache) if ours else None,
         "history": history,
         "prefill_tok_s": round(run.prefilled / run.prefill_s, 2),

@@ -53,7 +53,7 @@ class EngineSpec:
             return self.engine if full else f"{self.engine} evicting, {window}"
         if self.engine != OURS:
             return self.engine
-        cache = "full" if full else f"{self.cache.name} {window}"
+        cache = "full" if full else f"{self.cache.policy} {window}"
         return f"{self.engine} {cache} eager" if self.steps == "eager" else f"{self.engine} {cache}"
 
     def digest(self) -> str:

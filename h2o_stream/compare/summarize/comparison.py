@@ -131,7 +131,7 @@ class Summarize(Comparison[SummarizeOptions]):
             window = round(fmean(windows)) if windows else window_of(config)
             yield {
                 "type": self.name,
-                "policy": config.name,
+                "policy": config.policy,
                 "window": window,
                 "windows": [min(windows), max(windows)] if windows else None,
                 "n": len(predictions),
@@ -143,7 +143,7 @@ class Summarize(Comparison[SummarizeOptions]):
             }
             if self.options.output_path is not None:
                 self._write_output(self.options.output_path, predictions)
-            self._predictions[f"{config.name}-{window}" if window else config.name] = predictions
+            self._predictions[f"{config.policy}-{window}" if window else config.policy] = predictions
 
     def _exceeds_window(self, prediction: Mapping[str, Any]) -> bool:
         """Whether tokens were evicted before the end of a reply."""

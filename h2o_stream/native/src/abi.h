@@ -117,15 +117,6 @@ struct AttentionLayer {
   int64_t exact_sinks, residual;
   const float* sink_logits;  // [query_heads] or null: a logit of each query head that stands for no token
   int64_t chunked;           // sliding_window is the length of pieces of the text that do not see each other
-  // The memory of evicted tokens (memory.h), for groups that have one.
-  int64_t memory_distance;       // the largest at which RoPE sees them
-  int64_t memory_candidates;     // of each query, about: tokens that are compared exactly, found by their codes; or 0
-  int64_t memory_question_candidates;  // the same in the last chunk of a prompt, which asks
-  int64_t memory_matches;        // tokens that a query attends to; 0 if the memory is filled, but not searched
-  int64_t memory_prompt_period;  // tokens from one search to the next in prompts, but for the last chunk
-  int64_t memory_chapter;        // segments that have an index together; see memory_index.h
-  int64_t memory_blocks;         // of each query, about: blocks of indexed tokens that are scanned
-  int64_t memory_min_index;      // times as many there must be
 };
 
 constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
@@ -154,13 +145,6 @@ struct Slots {
   int64_t recent, span;  // protected newest tokens; largest distance kept as is (kGap)
   int64_t evictions;     // number of evictions caused by the next token; 0 while slots are empty
   int64_t pin_count, transient_count;
-  const int64_t* memory_segments;     // [n] addresses of the memory's segments, in order; null without a memory
-  int64_t* memory_counts;             // [heads]: tokens in memory
-  float* memory_codebooks;            // [heads][...]: see memory_codes.h
-  int32_t* memory_found;              // [heads][queries per head][memory_matches]: places, -1 for none
-  int64_t memory_scan, memory_data;   // where the group's part of a segment begins, in bytes; see memory.h
-  const int64_t* memory_chapters;     // [n] addresses of the index of each chapter, in order
-  const int64_t* memory_chapter_bounds;  // [2] the place where the first one begins, which may be negative; n
 };
 
 // ---- the model ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 #include "attention.h"
 
 #include "activation.h"
-#include "memory_select.h"
 #include "slot_kernels.h"
 
 using simd::BFloat16;
@@ -33,16 +32,7 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
     scratch.distances.reserve(kBlockSlots);
     scratch.key_params.reserve(6 * std::max(layer.head_size, layer.value_size));
     scratch.accum.reserve(layer.query_heads / layer.kv_heads * layer.value_size);
-    if (!layer.memory_candidates) continue;
-    scratch.training.reserve(layer.head_size);
-    scratch.search.reserve(layer, layer.query_heads / layer.kv_heads);
-    const int64_t matches = std::max(layer.memory_matches, layer.memory_candidates);
-    scratch.matches.reserve(matches), scratch.candidates.reserve(memory::kParts * matches);
-    scratch.logits.reserve(memory::kParts * matches);
   }
-  // A memory that is not searched now may be later; there are more candidates than matches.
-  max_matches_ = std::max({max_matches_, layer.memory_matches, layer.memory_candidates});
-  matches_.reserve(heads_ * memory::kParts * max_matches_);
 }
 
 void DecodeAttention::reserve_heads(int64_t heads) {
@@ -95,43 +85,6 @@ void DecodeAttention::attend_block(const Row& row, const HeadSlots& head, Range 
     sums_[block_number(row, first + q, block)] = exp_and_sum(logits, slots.size(), maximum);
   }
   accumulate_values(row, head, exact, quantized, scratch);
-}
-
-void DecodeAttention::begin_search(const Row& row, const HeadSlots& head, const memory::HeadMemory& memory,
-                                   Scratch& scratch) const {
-  scratch.search.begin(*layer_, memory, row.token_index, layer_->memory_candidates);
-  for (int64_t q = 0; q < head.query_heads(); ++q) {
-    scratch.search.add_query(scratch.queries.at(q * simd::padded(layer_->head_size)));
-  }
-}
-
-// Searches a part of a head's memory, with all queries of the head.
-void DecodeAttention::search_memory(const Row& row, const HeadSlots& head, int64_t part, Scratch& scratch) {
-  if (part == 0) scratch.search.count_queries();
-  scratch.search.search(part, memory::kParts);
-  for (int64_t q = 0; q < head.query_heads(); ++q) {
-    const std::vector<memory::Match>& best = scratch.search.find(q, float(layer_->scaling));
-    memory::Match* to = matches(row, head.first_query() + q, part);
-    std::fill(std::copy(best.begin(), best.end(), to), to + layer_->memory_matches, memory::Match{0, -1});
-  }
-}
-
-// Puts the best of what a query found in all parts of the memory into `scratch.matches`.
-void DecodeAttention::merge_matches(const Row& row, int64_t query_head, const memory::HeadMemory& memory,
-                                    Scratch& scratch) const {
-  scratch.candidates.clear(), scratch.matches.clear();
-  for (int64_t part = 0; part < memory::kParts; ++part) {
-    const memory::Match* found = matches(row, query_head, part);
-    for (int64_t i = 0; i < layer_->memory_matches && found[i].place >= 0; ++i) {
-      scratch.logits[int64_t(scratch.candidates.size())] = found[i].logit;
-      scratch.candidates.push_back(found[i]);
-    }
-  }
-  memory::select_largest(scratch.logits.data(), int64_t(scratch.candidates.size()), layer_->memory_matches,
-                         [&](int64_t i) {
-                           memory.prefetch(scratch.candidates[i].place);
-                           scratch.matches.push_back(scratch.candidates[i]);
-                         });
 }
 
 // Applies scaling, softcap and the sliding window to logits.
@@ -202,58 +155,44 @@ void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantize
   });
 }
 
-void DecodeAttention::merge(const Worker& worker, int64_t stream, float* output, float* factors) {
+void DecodeAttention::merge(int64_t stream, float* output, float* factors) {
   const Row row{stream, stream, token_indices_[stream]};
   for (int64_t group = 0; group < groups_; ++group) {
     const Slots& slots = slots_[stream][group];
     for (int64_t local_head = 0; local_head < slots.head_count; ++local_head) {
-      merge(row, slots, local_head, streams_ > 1 || worker.index == 0, output, factors, scratch_[worker.index]);
+      merge(row, slots, local_head, output, factors);
     }
   }
 }
 
-// The same for the queries of a head; `output` and `factors` are those of all heads. `keeps` what was found, which one
-// thread may do.
-void DecodeAttention::merge(const Row& row, const Slots& slots, int64_t local_head, bool keeps, float* output,
-                            float* factors, Scratch& scratch) const {
+// The same for the queries of a head; `output` and `factors` are those of all heads.
+void DecodeAttention::merge(const Row& row, const Slots& slots, int64_t local_head, float* output,
+                            float* factors) const {
   const int64_t heads = layer_->query_heads / layer_->kv_heads;
   const int64_t blocks = simd::padded(slots.slot_count, kBlockSlots) / kBlockSlots;
-  const memory::HeadMemory memory(*layer_, slots, local_head);
-  scratch.matches.clear();
   for (int64_t i = 0; i < heads; ++i) {
     const int64_t q = slots.heads[local_head] * heads + i;
     const float sink = layer_->sink_logits ? layer_->sink_logits[q] : kMinusInfinity;
-    if (memory.count()) {
-      merge_matches(row, q, memory, scratch);
-      if (keeps) memory.set_found(i, scratch.matches);
-    }
-    merge_head(block_number(row, q, 0), blocks, sink, memory, scratch.matches, output + q * layer_->value_size,
-               factors + q * blocks_);
+    merge_head(block_number(row, q, 0), blocks, sink, output + q * layer_->value_size, factors + q * blocks_);
   }
 }
 
-// Replaces the logits of matches by weights.
-void DecodeAttention::merge_head(int64_t first, int64_t blocks, float sink, const memory::HeadMemory& memory,
-                                 std::vector<memory::Match>& matches, float* output, float* factors) const {
+void DecodeAttention::merge_head(int64_t first, int64_t blocks, float sink, float* output, float* factors) const {
   const int64_t size = layer_->value_size;
   const float *maxima = maxima_.at(first), *sums = sums_.at(first), *accum = outputs_.at(first * size);
   float maximum = sink;
   for (int64_t b = 0; b < blocks; ++b) maximum = std::max(maximum, maxima[b]);
-  for (const memory::Match& match : matches) maximum = std::max(maximum, match.logit);
   float sum = std::exp(sink - maximum);
   for (int64_t b = 0; b < blocks; ++b) {
     factors[b] = maxima[b] == kMinusInfinity ? 0 : std::exp(maxima[b] - maximum);
     sum += factors[b] * sums[b];
   }
-  for (memory::Match& match : matches) sum += match.logit = std::exp(match.logit - maximum);
   std::fill_n(output, size, 0.f);
   for (int64_t b = 0; b < blocks; ++b) {
     const float factor = factors[b] /= sum;
     const float* row = accum + b * size;
     for (int64_t i = 0; i < size; ++i) output[i] += factor * row[i];
   }
-  for (memory::Match& match : matches) match.logit /= sum;
-  memory::add_values(memory, matches, output);
 }
 
 void DecodeAttention::update_scores(const Row& row, const HeadSlots& head, Range slots, const float* factors) const {
@@ -297,7 +236,7 @@ void DecodeAttention::evict(const Row& row, const Slots& slots, int64_t local_he
   const HeadSlots head(*layer_, slots, local_head);
   const int32_t seen = row.token_index + 1;
   if (layer_->kv_bits < 16) head.quantize_oldest(seen, scratch.key_params.data());
-  head.evict(seen, scratch.worth.data(), scratch.key_params.data(), scratch.training);
+  head.evict(seen, scratch.worth.data());
   if (local_head == 0) *slots.seen = seen;
 }
 

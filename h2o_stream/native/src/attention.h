@@ -1,15 +1,13 @@
 // Decode attention: one new token per stream over the slots of one layer.
 //
 // Slots are processed in fixed-size blocks, so results do not depend on the number of threads. Every block has its own
-// softmax, and the blocks are merged in order, as in split-K flash decoding, with what is found in the memory of
-// evicted tokens. A token goes through `attend`, `merge` for each stream, `update_scores` and `evict`, between which
+// softmax, and the blocks are merged in order, as in split-K flash decoding. A token goes through `attend`, `merge` for each stream, `update_scores` and `evict`, between which
 // the caller puts barriers; `step` takes each head of many streams through all of them.
 
 #pragma once
 
 #include "head_slots.h"
 #include "buffer.h"
-#include "memory_search.h"
 #include "threads.h"
 
 #include <vector>
@@ -41,7 +39,6 @@ class DecodeAttention {
     for_each_range(worker, [&](int64_t stream, const HeadSlots& head, Range range) {
       attend_range({stream, stream, token_indices_[stream]}, head, range, scratch_[worker.index], prepare);
     });
-    if (layer_->memory_matches) search_memories(worker, prepare);
   }
 
   // Takes this thread's heads through all phases, each while its slots are in the cache of a processor. Writes outputs
@@ -71,7 +68,7 @@ class DecodeAttention {
 
   // Writes a stream's attention output [query_heads][value_size], and the factor on each block's softmax. Of a single
   // stream, every thread may do so.
-  void merge(const Worker& worker, int64_t stream, float* output, float* factors);
+  void merge(int64_t stream, float* output, float* factors);
   int64_t factor_count() const { return query_heads_ * blocks_; }
 
   // Updates the scores of this thread's slots; `factors(stream)` returns what `merge` wrote.
@@ -106,10 +103,6 @@ class DecodeAttention {
     std::vector<Place> places;
     Buffer<int32_t> distances;
     Buffer<simd::Floats> products;
-    memory::Search search;
-    memory::Training training;
-    std::vector<memory::Match> matches, candidates;
-    Buffer<float> logits;  // of these candidates
   };
 
   bool has_scores() const { return layer_->policy == kAccumulated || layer_->policy == kTova; }
@@ -122,12 +115,8 @@ class DecodeAttention {
     const Row row{stream, worker.index, token_indices_[stream]};
     const HeadSlots head(*layer_, *slots, local_head);
     attend_range(row, head, {0, head.count}, scratch, prepare);
-    if (const memory::HeadMemory memory(*layer_, *slots, local_head); memory.count()) {
-      begin_search(row, head, memory, scratch);
-      for (int64_t part = 0; part < memory::kParts; ++part) search_memory(row, head, part, scratch);
-    }
-    merge(row, *slots, local_head, true, outputs + stream * layer_->query_heads * layer_->value_size,
-          scratch.factors.data(), scratch);
+    merge(row, *slots, local_head, outputs + stream * layer_->query_heads * layer_->value_size,
+          scratch.factors.data());
     if (has_scores()) update_scores(row, head, {0, head.count}, scratch.factors.data());
     if (next) prefetch_head(*next);
     evict(row, *slots, local_head, scratch);
@@ -160,31 +149,6 @@ class DecodeAttention {
   // Prefetches what is read of a head first.
   void prefetch_head(const Place& place) const;
 
-  // Searches the memories of heads. Each thread takes some parts of them, of as few heads as possible.
-  template <class Prepare>
-  void search_memories(const Worker& worker, Prepare prepare) {
-    Scratch& scratch = scratch_[worker.index];
-    const auto for_each_memory = [&](auto visit) {
-      for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
-        const memory::HeadMemory memory(*layer_, slots, local_head);
-        if (memory.count()) visit(stream, HeadSlots(*layer_, slots, local_head), memory);
-      });
-    };
-    int64_t items = 0;
-    for_each_memory([&](int64_t, const HeadSlots&, const memory::HeadMemory&) { items += memory::kParts; });
-    const Range range = worker.partition(items);
-    int64_t first = 0;
-    for_each_memory([&](int64_t stream, const HeadSlots& head, const memory::HeadMemory& memory) {
-      const Range parts{std::max<int64_t>(range.begin - first, 0), std::min(range.end - first, memory::kParts)};
-      first += memory::kParts;
-      if (parts.size() <= 0) return;
-      const Row row{stream, stream, token_indices_[stream]};
-      prepare(stream, head.kv_head, scratch.queries.data(), nullptr, nullptr);
-      begin_search(row, head, memory, scratch);
-      for (int64_t part = parts.begin; part < parts.end; ++part) search_memory(row, head, part, scratch);
-    });
-  }
-
   // Zeros behind each query, where a layer with larger heads may have left numbers.
   void clear_padding(float* queries, int64_t heads) const {
     const int64_t size = layer_->head_size, stride = simd::padded(size);
@@ -194,25 +158,16 @@ class DecodeAttention {
   static void insert_token(const HeadSlots& head, int64_t slot, int32_t token_indices, const float* key,
                            const float* value);
   void attend_block(const Row& row, const HeadSlots& head, Range slots, Scratch& scratch);
-  void begin_search(const Row& row, const HeadSlots& head, const memory::HeadMemory& memory, Scratch& scratch) const;
-  void search_memory(const Row& row, const HeadSlots& head, int64_t part, Scratch& scratch);
-  void merge_matches(const Row& row, int64_t query_head, const memory::HeadMemory& memory, Scratch& scratch) const;
   void scale_and_mask(const HeadSlots& head, Range slots, int32_t token_indices, float* logits) const;
   void accumulate_values(const Row& row, const HeadSlots& head, Range exact, Range quantized, Scratch& scratch);
   void accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs, Scratch& scratch) const;
-  void merge(const Row& row, const Slots& slots, int64_t local_head, bool keeps, float* output, float* factors,
-             Scratch& scratch) const;
-  void merge_head(int64_t first_slot, int64_t blocks, float sink, const memory::HeadMemory& memory,
-                  std::vector<memory::Match>& matches, float* output, float* factors) const;
+  void merge(const Row& row, const Slots& slots, int64_t local_head, float* output, float* factors) const;
+  void merge_head(int64_t first_slot, int64_t blocks, float sink, float* output, float* factors) const;
   void update_scores(const Row& row, const HeadSlots& head, Range slots, const float* factors) const;
   void evict(const Row& row, const Slots& slots, int64_t local_head, Scratch& scratch);
 
   float* probs(const Row& row, int64_t query_head) const {
     return probs_.at((row.number * query_heads_ + query_head) * max_slots_);
-  }
-  // What a query found in a part of the memory: [memory_matches], or fewer and then place -1.
-  memory::Match* matches(const Row& row, int64_t query_head, int64_t part) const {
-    return matches_.at(((row.number * query_heads_ + query_head) * memory::kParts + part) * max_matches_);
   }
   int64_t block_number(const Row& row, int64_t query_head, int64_t block) const {
     return (row.number * query_heads_ + query_head) * blocks_ + block;
@@ -254,9 +209,8 @@ class DecodeAttention {
   int64_t groups_ = 0, streams_ = 0;
   const int32_t* token_indices_ = nullptr;
 
-  int64_t query_heads_ = 0, max_slots_ = 0, blocks_ = 0, heads_ = 0, max_matches_ = 0;
+  int64_t query_heads_ = 0, max_slots_ = 0, blocks_ = 0, heads_ = 0;
   Buffer<float> probs_, maxima_, sums_, outputs_;
-  Buffer<memory::Match> matches_;
   std::vector<Scratch> scratch_;
 };
 

@@ -224,14 +224,9 @@ void check_slots(const AttentionLayer& layer, const Slots* slots, int64_t groups
   require(fits(layer) && within(layer.long_term_distance, layer.long_term != 0, INT32_MAX / 2) &&
               within(layer.sliding_window, layer.chunked != 0, INT64_MAX) &&
               within(layer.position_mode, layer.rope ? kGap : kAbsolute, kAbsolute) &&
-              (!layer.rope || (within(layer.rope_rows, 1, INT32_MAX) && within(layer.rotary_dims, 0, layer.head_size) &&
-                               within(layer.memory_distance, 0, layer.rope_rows - 1))) &&
+              (!layer.rope || (within(layer.rope_rows, 1, INT32_MAX) && within(layer.rotary_dims, 0, layer.head_size))) &&
               (bits == 16 || bits == 8 || bits == 6 || bits == 4 || bits == 2) &&
               (bits == 16 || (layer.head_size * bits % 8 == 0 && layer.value_size * bits % 8 == 0)) &&
-              ((!layer.memory_candidates && !layer.memory_matches) ||
-               (are_sizes({layer.memory_candidates, layer.memory_question_candidates, layer.memory_prompt_period,
-                           layer.memory_chapter}) &&
-                within(layer.memory_matches, 0, kMax))) &&
               std::all_of(slots, slots + groups, fits_layer),
           "a cache");
 }

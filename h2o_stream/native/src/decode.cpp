@@ -43,7 +43,7 @@ void decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int
     const Range range = worker.partition(streams);
     for (int64_t stream = range.begin; stream < range.end; ++stream) {
       float* row = all_outputs + stream * output_size;
-      decoder.merge(worker, stream, row, all_factors + stream * decoder.factor_count());
+      decoder.merge(stream, row, all_factors + stream * decoder.factor_count());
       store::write(row, is_bfloat16, stream * output_size, output_size, output);
     }
     worker.barrier();

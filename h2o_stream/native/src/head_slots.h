@@ -4,7 +4,6 @@
 
 #include "abi.h"
 #include "masks.h"
-#include "memory.h"
 #include "policies.h"
 #include "ranks.h"
 #include "rope.h"
@@ -53,9 +52,6 @@ struct HeadSlots {
     store.for_each_change(slot_for(token), *free, count, visit);
     visit(free, int64_t(sizeof *free));
     if (local_head == 0) visit(slots.seen, int64_t(sizeof *slots.seen));
-    if (const memory::HeadMemory memory(layer, slots, local_head); memory.exists()) {
-      memory.for_each_change(query_heads(), slots.evictions, visit);
-    }
   }
 
   // RoPE distances of some slots from the newest token.
@@ -77,9 +73,8 @@ struct HeadSlots {
 
   // Evicts the tokens of lowest worth and finds a free slot for the next token.
   //
-  // `seen` counts the tokens of the stream; `worth` is scratch of one element per slot, `scratch` holds six keys or
-  // values, and `training` is scratch of the memory.
-  void evict(int64_t seen, float* worth, float* scratch, memory::Training& training) const {
+  // `seen` counts the tokens of the stream; `worth` is scratch of one element per slot.
+  void evict(int64_t seen, float* worth) const {
     if (slots.evictions == 0) {
       int64_t slot = exact == count ? 0 : exact;
       while (slot + 1 < count && index[slot] >= 0) ++slot;
@@ -97,9 +92,6 @@ struct HeadSlots {
       const float minimum = simd::reduce_min(worth + first, count - first);
       int64_t slot = first;
       while (slot + 1 < count && worth[slot] != minimum) ++slot;
-      if (const memory::HeadMemory memory(layer, slots, local_head); memory.exists()) {
-        append_to_memory(memory, slot, scratch, training);
-      }
       clear_slot(slot);
       *free = slot;
     }
@@ -130,17 +122,6 @@ struct HeadSlots {
   }
 
  private:
-  void append_to_memory(const memory::HeadMemory& memory, int64_t slot, float* scratch,
-                        memory::Training& training) const {
-    if (!memory::belongs_in_memory(slots, index[slot])) return;
-    const int64_t size = std::max(layer.head_size, layer.value_size);
-    float *key = scratch, *value = scratch + size, *offsets = scratch + 2 * size, *scales = scratch + 3 * size;
-    if (layer.kv_bits < 16) store::key_params(store.key_range, layer.head_size, layer.kv_bits, offsets, scales);
-    store.read_key(slot, offsets, scales, key);
-    store.read_value(slot, value);
-    memory.append(index[slot], key, value, training);
-  }
-
   void requantize_keys(const float* old_offsets, const float* old_scales, float* offsets, float* scales,
                        float* key) const {
     store::key_params(store.key_range, layer.head_size, layer.kv_bits, offsets, scales);

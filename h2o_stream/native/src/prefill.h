@@ -8,7 +8,6 @@
 
 #include "abi.h"
 #include "buffer.h"
-#include "memory_search.h"
 #include "store.h"
 
 namespace prefill {
@@ -58,12 +57,6 @@ struct Scratch {
   Buffer<float> keys;                    // [kKeyBlock][head_size]
   Buffer<float> queries, logits, accum;  // [rows][head_size], [rows][stride], [rows][padded value_size]
   Buffer<float> weights, squares;        // [rows]: factor on a row's contribution to the scores
-
-  memory::Search search;
-  Buffer<float> products;                            // [rows][stride]: products with keys of the memory
-  Buffer<float> around;                              // panels of keys around what was found
-  std::vector<int32_t> found, surroundings;          // places in the memory
-  std::vector<std::vector<memory::Match>> matches;   // by row
 };
 
 // One KV head through all chunks of a call. Tokens are in stream order: cached ones, then new ones.
@@ -91,17 +84,9 @@ class Head {
   struct Block;
   void set_decays();
   void start_chunk();
-  void count_queries();
-  void append_evicted();
   void attend_block(int64_t block, int64_t split, Scratch& scratch);
   void read_queries(const Block& block, float* queries) const;
-  bool asks() const { return chunk_begin_ + num_new_ == count_; }  // the last chunk of a prompt
-  void search_memory(const Block& block, Scratch& scratch) const;
-  void search_around(const Block& block, Scratch& scratch) const;
-  template <class Place>
-  void read_memory_keys(int64_t count, Place place, Scratch& scratch, float* panels) const;
   void softmax(const Block& block, int64_t stride, Scratch& scratch) const;
-  void add_memory(const Block& block, int64_t value_stride, Scratch& scratch) const;
   void write_outputs(const Block& block, int64_t stride, const Scratch& scratch) const;
   void add_scores(const Block& block, int64_t split, int64_t stride, Scratch& scratch);
   void update_scores();
@@ -120,7 +105,6 @@ class Head {
   const Slots* slots_ = nullptr;
   const NewTokens* tokens_ = nullptr;
   store::HeadStore store_;
-  memory::HeadMemory memory_;
   int64_t stream_ = 0, local_head_ = 0, count_ = 0;  // new tokens of the stream
   const int64_t* limits_ = nullptr;                  // maximum number of cached tokens after each chunk
   int64_t chunk_ = 0, chunk_begin_ = 0;              // chunk index; its first new token
@@ -138,7 +122,6 @@ class Head {
   Buffer<float> key_offsets_, key_scales_;              // [2][head_size]: current and previous quantization parameters
   Buffer<float> decays_, long_term_decays_;             // factors on a query's attention, by its age
   Buffer<float> key_, value_, low_, high_;              // one key, one value, bounds of keys
-  memory::Training training_;
 };
 
 }  // namespace prefill

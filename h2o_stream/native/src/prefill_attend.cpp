@@ -75,16 +75,6 @@ void Scratch::reserve(const AttentionLayer& layer, int64_t num_keys) {
   accum.reserve(rows * simd::padded(layer.value_size));
   weights.reserve(rows);
   squares.reserve(rows);
-  if (!layer.memory_matches) return;
-  search.reserve(layer, rows);
-  const int64_t period = layer.memory_prompt_period;
-  const int64_t searched = (block_queries(groups) + period - 1) / period * groups;
-  const int64_t places = simd::padded(searched * layer.memory_matches * memory::kSurroundings, kKeyBlock);
-  products.reserve(rows * places);
-  around.reserve(places * layer.head_size);
-  found.reserve(rows * layer.memory_matches), surroundings.reserve(places);
-  if (int64_t(matches.size()) < rows) matches.resize(rows);
-  for (std::vector<memory::Match>& row : matches) row.reserve(layer.memory_matches);
 }
 
 int64_t Head::key_blocks() const {
@@ -122,24 +112,6 @@ void Head::prepare(int64_t block, Scratch& scratch) {
   }
 }
 
-// Rotates at most kKeyBlock keys of the memory and stores them as panels.
-template <class Place>
-void Head::read_memory_keys(int64_t count, Place place_of, Scratch& scratch, float* panels) const {
-  const int64_t size = layer_->head_size;
-  const int32_t newest = int32_t(seen_ + num_new_) - 1;
-  float* rows = scratch.keys.data();
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t place = place_of(i);
-    float* key = rows + i * size;
-    memory_.read_key(place, key);
-    if (!layer_->rope) continue;
-    rope::rotate_inverse(*layer_, memory_.distance(place, newest), key);
-  }
-  for (int64_t i = 0; i < count; i += gemm::kPanel) {
-    transpose(rows + i * size, std::min(gemm::kPanel, count - i), size, panels + i * size);
-  }
-}
-
 void Head::attend(int64_t split, Scratch& scratch) {
   const int64_t last = split * score_stride_ + score_stride_;
   if (policies::needs_attention(*layer_)) std::fill(sums_.at(last - score_stride_), sums_.at(last), 0.f);
@@ -165,7 +137,6 @@ void Head::attend_block(int64_t index, int64_t split, Scratch& scratch) {
     gemm::multiply<false>({scratch.queries.data(), size}, {keys_.at(i * size), gemm::kPanel}, logits + i, stride,
                           block.rows, size, std::min(gemm::kPanel, block.key_end - i));
   }
-  if (memory_.count()) search_memory(block, scratch);
   softmax(block, stride, scratch);
   for (int64_t i = block.key_begin; i < block.key_end; i += kValueBlock) {
     const gemm::View probs{logits + i, stride}, values{values_.at(i * value_stride), value_stride};
@@ -176,7 +147,6 @@ void Head::attend_block(int64_t index, int64_t split, Scratch& scratch) {
       gemm::multiply<true>(probs, values, accum, value_stride, block.rows, depth, value_stride);
     }
   }
-  if (memory_.count()) add_memory(block, value_stride, scratch);
   write_outputs(block, value_stride, scratch);
   add_scores(block, split, stride, scratch);
 }
@@ -196,62 +166,6 @@ void Head::read_queries(const Block& block, float* query) const {
   }
 }
 
-// Finds what each query attends to in the memory: one of `memory_prompt_period` tokens searches, or all. Distances
-// are those from the chunk's newest token.
-void Head::search_memory(const Block& block, Scratch& scratch) const {
-  const int64_t size = layer_->head_size, period = asks() ? 1 : layer_->memory_prompt_period;
-  const int32_t newest = int32_t(seen_ + num_new_) - 1;
-  scratch.found.clear();
-  const int64_t candidates = asks() ? layer_->memory_question_candidates : layer_->memory_candidates;
-  scratch.search.begin(*layer_, memory_, newest, candidates);
-  const auto for_each_searching = [&](auto visit) {
-    for (int64_t row = 0; row < block.rows; ++row) {
-      if (row / groups_ % period == 0) visit(row);
-    }
-  };
-  for_each_searching([&](int64_t row) { scratch.search.add_query(scratch.queries.at(row * size)); });
-  scratch.search.search(0, 1);
-  int64_t query = 0;
-  for_each_searching([&](int64_t row) {
-    const std::vector<memory::Match>& matches = scratch.search.find(query++, 1);
-    if (period == 1) scratch.matches[row] = matches;
-    for (const memory::Match& match : matches) scratch.found.push_back(match.place);
-  });
-  if (period > 1) search_around(block, scratch);
-  if (block.query_end != num_new_) return;
-  for (int64_t group = 0; group < groups_; ++group) {
-    memory_.set_found(group, scratch.matches[block.rows - groups_ + group]);
-  }
-}
-
-// Compares all queries with the surroundings of what some of them have found.
-void Head::search_around(const Block& block, Scratch& scratch) const {
-  const int64_t size = layer_->head_size;
-  memory::add_surroundings(scratch.found, memory_.count(), scratch.surroundings);
-  const int64_t count = int64_t(scratch.surroundings.size()), stride = simd::padded(count, kKeyBlock);
-  for (int64_t begin = 0; begin < count; begin += kKeyBlock) {
-    read_memory_keys(
-        std::min(kKeyBlock, count - begin), [&](int64_t i) { return scratch.surroundings[begin + i]; }, scratch,
-        scratch.around.at(begin * size));
-  }
-  for (int64_t i = 0; i < count; i += gemm::kPanel) {
-    gemm::multiply<false>({scratch.queries.data(), size}, {scratch.around.at(i * size), gemm::kPanel},
-                          scratch.products.at(i), stride, block.rows, size, std::min(gemm::kPanel, count - i));
-  }
-  for (int64_t row = 0; row < block.rows; ++row) {
-    scratch.matches[row] =
-        scratch.search.best_of(*layer_, scratch.surroundings, scratch.products.at(row * stride), 1);
-  }
-}
-
-// Adds the values of the memory, whose logits `softmax` has replaced.
-void Head::add_memory(const Block& block, int64_t value_stride, Scratch& scratch) const {
-  for (int64_t row = 0; row < block.rows; ++row) {
-    for (const memory::Match& match : scratch.matches[row]) memory_.prefetch(match.place);
-    memory::add_values(memory_, scratch.matches[row], scratch.accum.at(row * value_stride));
-  }
-}
-
 // Replaces logits by exp(logit - max), 0 where masked, and stores 1 / sum of each row in `scratch.weights`.
 void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
   const int64_t padded = block.key_begin + simd::padded(block.key_end - block.key_begin);
@@ -266,19 +180,14 @@ void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
     const float sink = layer_->sink_logits
                            ? layer_->sink_logits[slots_->heads[local_head_] * groups_ + row % groups_]
                            : simd::kMinusInfinity;
-    float top = std::max(sink, simd::reduce_max(logits + block.key_begin, padded - block.key_begin));
-    float memory_sum = 0;
-    if (memory_.count()) {
-      for (const memory::Match& match : scratch.matches[row]) top = std::max(top, match.logit);
-      for (memory::Match& match : scratch.matches[row]) memory_sum += match.logit = std::exp(match.logit - top);
-    }
+    const float top = std::max(sink, simd::reduce_max(logits + block.key_begin, padded - block.key_begin));
     Floats sums{};
     for (int64_t i = block.key_begin; i < padded; i += kWidth) {
       const Floats exp_logits = simd::exp_nonpositive(simd::load(logits + i) - top);
       simd::store(exp_logits, logits + i);
       sums += exp_logits;
     }
-    scratch.weights[row] = 1 / (simd::reduce_add(sums) + memory_sum + std::exp(sink - top));
+    scratch.weights[row] = 1 / (simd::reduce_add(sums) + std::exp(sink - top));
   }
 }
 

@@ -25,7 +25,6 @@ void Head::reserve(const AttentionLayer& layer, int64_t num_keys, int64_t chunk)
   long_term_decays_.reserve(chunk);
   for (Buffer<float>* buffer : {&key_, &low_, &high_}) buffer->reserve(layer.head_size);
   value_.reserve(layer.value_size);
-  if (layer.memory_candidates) training_.reserve(layer.head_size);
 }
 
 void Head::load_slots(const AttentionLayer& layer, const Slots& slots, const NewTokens& tokens, int64_t stream,
@@ -35,7 +34,7 @@ void Head::load_slots(const AttentionLayer& layer, const Slots& slots, const New
   groups_ = layer.query_heads / layer.kv_heads;
   block_queries_ = block_queries(groups_);
   long_term_ = layer.policy == kAccumulated && layer.long_term > 0 && slots.long_term;
-  store_ = store::HeadStore(layer, slots, head), memory_ = memory::HeadMemory(layer, slots, head);
+  store_ = store::HeadStore(layer, slots, head);
   chunk_ = chunk_begin_ = num_held_ = 0;
   seen_ = *slots.seen;
 
@@ -85,7 +84,6 @@ void Head::start_chunk() {
 void Head::evict() {
   update_scores();
   select_evictions();
-  if (memory_.exists()) append_evicted();
   store_.bits == 16 ? store_tokens() : store_quantized();
   compact();
   seen_ += num_new_, chunk_begin_ += num_new_, ++chunk_;
@@ -121,29 +119,6 @@ void Head::select_evictions() {
   for (int64_t i = 0; i < evicted; ++i) {
     keep_[order_[i]] = 0;
     if (slot_[order_[i]] >= 0) occupied_[slot_[order_[i]]] = 0;
-  }
-}
-
-// Counts some of the chunk's queries for the memory's codebook.
-void Head::count_queries() {
-  constexpr int64_t kStep = 4;
-  const int64_t first_head = slots_->heads[local_head_] * groups_;
-  for (int64_t q = 0; q < num_new_; q += kStep) {
-    for (int64_t head = first_head; head < first_head + groups_; ++head) {
-      read_new(0, head, q, layer_->head_size, key_.data());
-      if (layer_->rope) rope::rotate(*layer_, layer_->memory_distance, key_.data());
-      memory_.codebook().count(key_.data());
-    }
-  }
-}
-
-void Head::append_evicted() {
-  if (!memory_.codebook().learned()) count_queries();
-  for (int64_t i = 0; i < num_keys_; ++i) {
-    if (keep_[i] || !memory::belongs_in_memory(*slots_, index_[i])) continue;
-    read_key(i, key_.data());
-    read_value(i, value_.data());
-    memory_.append(index_[i], key_.data(), value_.data(), training_);
   }
 }
 

@@ -50,22 +50,4 @@ inline void rotate_inverse(const AttentionLayer& layer, int64_t distance, float*
   rotate_inverse(layer.rope + distance * layer.rotary_dims, layer.rotary_dims, x);
 }
 
-// Rotates a query by the angles of a distance, in place, as if the keys it meets were that far.
-inline void rotate(const AttentionLayer& layer, int64_t distance, float* x) {
-  const int64_t half = layer.rotary_dims / 2;
-  const float *cosines = layer.rope + distance * layer.rotary_dims, *sines = cosines + half;
-  int64_t i = 0;
-  for (; i + simd::kWidth <= half; i += simd::kWidth) {
-    const simd::Floats first = simd::load(x + i), second = simd::load(x + half + i);
-    const simd::Floats cosine = simd::load(cosines + i), sine = simd::load(sines + i);
-    simd::store(first * cosine - second * sine, x + i);
-    simd::store(second * cosine + first * sine, x + half + i);
-  }
-  for (; i < half; ++i) {
-    const float first = x[i], second = x[half + i];
-    x[i] = first * cosines[i] - second * sines[i];
-    x[half + i] = second * cosines[i] + first * sines[i];
-  }
-}
-
 }  // namespace rope

@@ -45,6 +45,30 @@ struct DenseRows {
   bool vectorizable() const { return row_size % kWidth == 0; }
 };
 
+// A vector of bytes, as words: bits that a shift carries from byte to byte are masked.
+using Codes = uint32_t __attribute__((vector_size(kWidth)));
+
+inline Codes load_codes(const uint8_t* from) {
+  Codes codes;
+  std::memcpy(&codes, from, sizeof codes);
+  return codes;
+}
+
+inline Codes every_byte(uint32_t byte) { return Codes{} + byte * 0x01010101u; }
+
+// Unpacked bytes as floats. They are unpacked before, when they are a quarter as wide.
+inline Floats widened(Codes codes) {
+#if defined(H2O_AVX512)
+  return Floats(_mm512_cvtepi32_ps(_mm512_maskz_cvtepu8_epi32(__mmask16(-1), __m128i(codes))));
+#elif defined(H2O_AVX2)
+  int64_t bits;
+  std::memcpy(&bits, &codes, sizeof bits);
+  return Floats(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bits))));
+#else
+  return __builtin_convertvector(simd::Bytes(codes), Floats);
+#endif
+}
+
 // Quantized rows of `fixed_size` elements, or of any number if that is 0. See store.h for the planes of a row.
 template <int64_t bits, int64_t fixed_size>
 struct QuantizedRows {
@@ -62,27 +86,24 @@ struct QuantizedRows {
   const uint8_t* at(int64_t slot) const { return codes + slot * (size() * bits / 8); }
   Floats load(int64_t slot, int64_t i) const {
     if constexpr (bits == 8) return simd::load(at(slot) + i);
-    if constexpr (bits == 6) return __builtin_convertvector(plane<4>(at(slot), i) | upper_two(slot, i), Floats);
-    return __builtin_convertvector(plane<bits>(at(slot), i), Floats);
+    if constexpr (bits == 6) return widened(plane<4>(at(slot), i) | upper_two(slot, i));
+    return widened(plane<bits>(at(slot), i));
   }
   void prefetch(int64_t slot) const { simd::prefetch(at(slot), size() * bits / 8); }
   bool vectorizable() const { return size() * (bits == 6 ? 2 : bits) / 8 % kWidth == 0; }
 
  private:
   template <int64_t width>
-  simd::Ints plane(const uint8_t* from, int64_t i) const {
+  Codes plane(const uint8_t* from, int64_t i) const {
     const int64_t bytes = size() * width / 8;
-    const simd::Ints packed = simd::load_ints(from + i % bytes);
-    const int32_t shift = int32_t(i / bytes * width);
-    return shift == 8 - width ? packed >> shift : packed >> shift & ((1 << width) - 1);
+    return load_codes(from + i % bytes) >> uint32_t(i / bytes * width) & every_byte((1 << width) - 1);
   }
 
   // The upper two of 6 bits, in their place.
-  simd::Ints upper_two(int64_t slot, int64_t i) const {
-    const int64_t bytes = size() / 4;
-    const simd::Ints packed = simd::load_ints(at(slot) + size() / 2 + i % bytes);
-    const int32_t shift = int32_t(i / bytes * 2) - 4;
-    return (shift < 0 ? packed << -shift : packed >> shift) & 0x30;
+  Codes upper_two(int64_t slot, int64_t i) const {
+    const int64_t bytes = size() / 4, shift = i / bytes * 2 - 4;
+    const Codes packed = load_codes(at(slot) + size() / 2 + i % bytes);
+    return (shift < 0 ? packed << uint32_t(-shift) : packed >> uint32_t(shift)) & every_byte(0x30);
   }
 };
 

@@ -66,7 +66,7 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
       if (journal_) {
         std::copy_n(attended_.at(stream * layer.out.columns), layer.out.columns, attended);
       } else {
-        attention_.merge(worker, stream, attended, state.factors.at(stream * attention_.factor_count()));
+        attention_.merge(stream, attended, state.factors.at(stream * attention_.factor_count()));
       }
       apply_gate(layer, qkv_.at(stream * qkv_size_), attended);
       apply_norm(layer.attended_norm, attended, layer.out.columns, attended);

@@ -26,9 +26,18 @@ _HEADINGS = {
     "never": "never said (right: no fact is told instead)",
 }
 
+_LOCOMO = {
+    "listed": "right turn among five",
+    "read": "right turn read",
+    "reading": "something read",
+    "f1": "F1 of replies",
+}
+
 
 def page(run: Record, records: Sequence[Record]) -> Page:
-    """Accuracy by policy and distance, a table for each kind of question, and one for the chat."""
+    """Accuracy by policy and distance, a table for each kind of question, and one for the chat; or LoCoMo's."""
+    if "locomo" in run:
+        return _locomo_page(run, records)
     streams = [record for record in records if record["type"] == "recall"]
     chats = [record for record in records if record["type"] == "recall-chat"]
     tables = [_table(heading, kind, streams) for kind, heading in _HEADINGS.items()] if streams else []
@@ -42,6 +51,21 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         _charts(streams, title),
         _verdict(streams),
     )
+
+
+def _locomo_page(run: Record, records: Sequence[Record]) -> Page:
+    tables = [
+        TableData(
+            " ".join(_names(group[0])), ["questions", "number", *_LOCOMO.values()], [_locomo_row(one) for one in group]
+        )
+        for group in _runs(records)
+    ]
+    return Page(f"{run['model']}, LoCoMo: {counted(len(run['dialogues']), 'dialogue')}", "", tables)
+
+
+def _locomo_row(record: Record) -> list[str]:
+    shares = (record[name] for name in _LOCOMO)
+    return [record["category"], str(record["questions"]), *("-" if one is None else f"{one:.0%}" for one in shares)]
 
 
 def _verdict(records: Sequence[Record]) -> str:

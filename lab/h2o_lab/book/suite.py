@@ -192,7 +192,7 @@ class Book(Comparison[TasksOptions]):
                     "type": self.name,
                     "suite": _SUITE,
                     "length": run.length,
-                    "policy": run.config.name,
+                    "policy": run.config.policy,
                     "window": window_of(run.config),
                     "seed": run.config.seed,
                     "recall": mode,

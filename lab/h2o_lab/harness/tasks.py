@@ -113,7 +113,7 @@ class Tasks(Comparison[TasksOptions]):
             yield {
                 "type": self.name,
                 "task": task,
-                "policy": config.name,
+                "policy": config.policy,
                 "window": None if self._ratio is not None else window_of(config),
                 "ratio": None if config.policy == "full" else self._ratio,
                 "seed": config.seed,

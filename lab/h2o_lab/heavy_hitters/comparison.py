@@ -170,10 +170,10 @@ def measure_attention(
     for number, config in enumerate(configs):
         with attach(model, config) as cache:
             layers = cache.evicting_layers
-            kept[config.name] = steps = []
+            kept[config.policy] = steps = []
             for done in _feed_chunks(model, cache, tokens, chunk):
                 steps.append([cache.kept(layer)[0].to(torch.int32) for layer in layers])
-                yield JobProgress(number * len(tokens) + done, config.name)
+                yield JobProgress(number * len(tokens) + done, config.policy)
     everything = CacheConfig("h2o-paper", window=len(tokens), positions="absolute", chunk=chunk)
     with attach(model, everything) as cache:
         layers = cache.evicting_layers

@@ -203,7 +203,7 @@ class Ruler(Comparison[RulerOptions]):
                         "type": self.name,
                         "suite": _SUITE,
                         **cell.fields,
-                        "policy": config.name,
+                        "policy": config.policy,
                         "window": window_of(config),
                         "seed": config.seed,
                         "recall": mode,

@@ -134,7 +134,7 @@ class Throughput(Comparison[ThroughputOptions]):
         return {
             "type": self.name,
             "engine": "transformers" if workload.config.policy == "full" else "h2o-stream",
-            "policy": workload.config.name,
+            "policy": workload.config.policy,
             "window": window_of(workload.config),
             **asdict(workload.shape),
             "batch": workload.batch,
