@@ -31,7 +31,7 @@ ALONE = ("torch==2.9.0", "accelerate", *DATA)
 """What the kernel tests need besides; of torch the last for Arm that asks for no GPU's libraries."""
 
 KERNEL_TESTS = (
-    "matrices", "experts", "mixers", "state_spaces", "memory_index", "token_memory", "pack", "packed", "packed_experts",
+    "matrices", "experts", "mixers", "state_spaces", "pack", "packed", "packed_experts",
     "native_batch", "native_prefill", "native_prompt", "native_step",
 )  # fmt: skip
 """Those that start no other Python: only this one is emulated."""
