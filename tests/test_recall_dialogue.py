@@ -1,8 +1,11 @@
 """What is found of turns that begin with the names of several people, and how LoCoMo measures it."""
 
 import json
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +143,15 @@ class TestLocomo:
         stem = lambda word: word.removesuffix("s")  # noqa: E731
         assert score(reply, Question("", answer, category, frozenset()), stem) == pytest.approx(expected)
 
+    @pytest.fixture
+    def stemmer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Stands in for NLTK, which takes a second to import."""
+        for name in ("nltk", "nltk.stem"):
+            module = ModuleType(name)
+            module.__spec__, module.PorterStemmer = ModuleSpec(name, None), lambda: SimpleNamespace(stem=str)
+            monkeypatch.setitem(sys.modules, name, module)
+
+    @pytest.mark.usefixtures("stemmer")
     def test_the_table(self, tiny_folder: Path, tmp_path: Path) -> None:
         base = ["recall", "-m", tiny_folder, "--locomo", locomo(tmp_path), "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--search")

@@ -175,6 +175,10 @@ class ServedRuntime:
                 return logits, 1 + len(self.lookahead.tokens)
             return self.forward([token]), 1
 
+    def take_back(self) -> None:
+        """Take guesses out of the cache that were not said."""
+        self.lookahead.take_back()
+
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> Floats:
         """Feed tokens to the stream, as `forward` does."""
         logits = self._logits(tokens, len(tokens))
