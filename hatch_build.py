@@ -153,7 +153,7 @@ def missing_tools() -> list[str]:
 def compile_here(echo: bool = False) -> str:
     """Compile into the source tree, and remove libraries that were not compiled now. Returns why it failed, or ""."""
     folder = ROOT / "build" / "native"
-    failure = _compile(folder, ROOT, os.environ.get("H2O_SETS", "native"), echo)
+    failure = compile_to(folder, ROOT, os.environ.get("H2O_SETS", "native"), echo)
     manifest = folder / "install_manifest.txt"
     installed = "" if failure or not manifest.exists() else manifest.read_text()
     for library in ROOT.glob(f"{LIBRARY_FOLDER}/_h2o_*"):
@@ -165,7 +165,7 @@ def compile_here(echo: bool = False) -> str:
 def compile_for_wheel() -> str:
     """Compile all sets, or wait for the process that does. Returns why it failed, or ""."""
     with _alone(WHEEL_FOLDER):
-        return _compile(WHEEL_FOLDER / "build", WHEEL_FOLDER, "all")
+        return compile_to(WHEEL_FOLDER / "build", WHEEL_FOLDER, "all")
 
 
 @contextmanager
@@ -180,13 +180,14 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _compile(folder: Path, prefix: Path, sets: str, echo: bool = False) -> str:
+def compile_to(folder: Path, prefix: Path, sets: str, echo: bool = False) -> str:
     """Compile in a folder and install under `prefix`. Returns why it failed, or ""."""
     if not compiler():
         return "no C++ compiler was found"
     ninja = shutil.which("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
     options = [f"-DCMAKE_INSTALL_PREFIX={prefix}", f"-DH2O_SETS={sets}", *generator]
+    options += os.environ.get("H2O_CMAKE_ARGS", "").split()  # such as to compile for another processor
     configure = ["cmake", "-S", str(ROOT), "-B", str(folder), *options]
     build = ["cmake", "--build", str(folder), "--target", "install/strip", "--parallel", str(os.cpu_count() or 1)]
     try:

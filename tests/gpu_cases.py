@@ -12,7 +12,7 @@ from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.protection import Protection
 from h2o_stream.config import CacheConfig
 from h2o_stream.gpu import layers as gpu_layers
-from h2o_stream.gpu.kernels import GpuKernels, NewTokens
+from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
 from h2o_stream.gpu.packed import block_matrix
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.describe import describe
@@ -26,7 +26,7 @@ KERNELS = GpuKernels(torch.device("cpu"))
 
 def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: int = 128, window: int = 256,
               groups: int = 4, rotary: int = 128, split: bool = False, **settings: object) -> None:  # fmt: skip
-    plan = CacheConfig(policy, window=window, budgets="equal", chunk=64).plan(8192)
+    plan = CacheConfig(policy, window=window, budgets="equal", chunk=64, positions=settings.get("positions")).plan(8192)
     table = None if plan.positions == "absolute" else Table(rotary)
     group = HeadGroup(plan, layer=1, table=table, sliding=settings.get("sliding"))
     group.protection = Protection(plan.sinks, settings.get("pins", ()), plan.recent, settings.get("transient", ()))
@@ -40,12 +40,11 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
     for count in (1, 200):
         q, k = query[:, :, :count], key[:, :, :count]
         out = torch.zeros(1, count, heads * groups, size, dtype=dtype).transpose(1, 2)
-        new = NewTokens(q, k, k, out)
-        (
-            KERNELS.step(group, new, transform, (5000,))
-            if count == 1
-            else KERNELS.prompt(group, new, transform, limits=settings.get("limits"))
-        )
+        new = NewTokens(q, k, k, out, settings.get("heads"))
+        if count == 1:
+            KERNELS.step(group, new, transform, (5000,), settings.get("norms", Norms()))
+        else:
+            KERNELS.prompt(group, new, transform, limits=settings.get("limits"))
 
 
 def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
@@ -104,6 +103,10 @@ CASES = {
     "tova, 64 numbers": lambda: attention("tova", size=64, rotary=32, window=1000, groups=7),
     "random, everything": lambda: attention(
         "random", sliding=512, pins=(range(3),), transient=(range(9, 30),), softcap=30.0, sinks=torch.zeros(8)
+    ),
+    "absolute": lambda: attention(size=64, positions="absolute"),
+    "norms, some heads": lambda: attention(
+        size=64, rotary=32, norms=Norms(torch.zeros(64), torch.zeros(64), 1e-6, 1e-6, 1.2), heads=torch.zeros(2).long()
     ),
     "256 numbers": lambda: attention("h2o-paper", size=256, rotary=256),
 }

@@ -31,22 +31,26 @@ def kind_of(value: Any) -> str:
 
 
 def compile_launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
+    chosen = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     assert values.keys() == set(kernel.arg_names), set(kernel.arg_names) ^ values.keys()
     constants = {p.name for p in kernel.params if p.is_constexpr or values[p.name] is None}
     signature = {name: "constexpr" if name in constants else kind_of(values[name]) for name in kernel.arg_names}
-    key = kernel.__name__, str(signature), str({name: values[name] for name in constants}), str(options)
+    key = kernel.__name__, str(signature), str({name: values[name] for name in constants}), str(chosen)
     if key in compiled:
         return
     aligned = {
         (number,): [["tt.divisibility", 16]] for number, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or (signature[name] in ("i32", "i64") and values[name] % 16 == 0)
     }  # fmt: skip
-    source = ASTSource(kernel, signature, {name: values[name] for name in constants}, aligned)
     for capability in SHARED:
+        options = dict(chosen)
+        overlaps = {"PDL": True} if "PDL" in constants and capability >= 90 else {}
+        options |= {"launch_pdl": bool(overlaps)} | ({"num_stages": 1} if capability < 90 else {})
+        source = ASTSource(kernel, signature, {name: values[name] for name in constants} | overlaps, aligned)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert made.asm["cubin"]
+        assert ("griddepcontrol.wait" in made.asm["ptx"]) == bool(overlaps)
         shared = made.metadata.shared
         assert shared <= SHARED[capability], (kernel.__name__, capability, shared)
     compiled[key] = len(compiled)

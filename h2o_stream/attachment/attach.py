@@ -121,8 +121,8 @@ def _build(
         return H2OCache(config, specs, max_distance).allocated_bytes()
 
     weights = functools.partial(weight_bytes, model)
-    if input_device(model).type != "cpu":  # where few bits have no kernels
-        config = replace(config, kv_bits=config.kv_bits or (16 if config.auto_window else None))
+    if config.auto_window:  # in torch and on GPUs few bits are slow
+        config = replace(config, kv_bits=config.kv_bits or 16)
     config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
     cache.is_called = lambda saved: saved == getattr(model, FILE_DIGEST, "")

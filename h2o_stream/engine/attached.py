@@ -54,6 +54,9 @@ class AttachedModel:
         """Feed a token to the stream, without guesses."""
         return self.forward([token]), 1
 
+    def take_back(self) -> None:
+        """Nothing: there are no guesses."""
+
     @torch.no_grad()
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> NDArray[numpy.float32]:
         """Feed tokens to the stream, as `forward` does."""

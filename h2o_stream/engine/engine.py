@@ -265,6 +265,15 @@ class Engine:
         Raises:
             H2OStreamError: nothing was fed yet.
         """
+        try:
+            yield from self._generate(stops, visible, thinking, max_tokens)
+        finally:
+            self.served.take_back()
+
+    def _generate(
+        self, stops: Sequence[str], visible: Mapping[int, str], thinking: bool, max_tokens: int | None
+    ) -> Iterator[Token | Finished]:
+        """See `decode`; the slots may have guesses at the end."""
         text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
         matcher = self.grammar.matcher(thinking) if self.grammar else None
         reply, passes = list[int](), self.speculation.passes

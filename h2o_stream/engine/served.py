@@ -62,6 +62,9 @@ class Served(Protocol):
             Logits, and how many tokens went through the model: none if it was guessed before.
         """
 
+    def take_back(self) -> None:
+        """Take guesses out of the cache that were not said."""
+
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> NDArray[numpy.float32]:
         """Feed tokens to the stream, as `forward` does.
 

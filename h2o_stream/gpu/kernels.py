@@ -37,6 +37,9 @@ _POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolut
 _MAX_WINDOW = 1 << 15
 """Slots whose numbers fit beside others into 32 bits."""
 
+_TILE, _LARGE_SHARED, _LARGEST_SHARED = 1 << 16, 160 << 10, 220 << 10
+"""Bytes of keys that a prompt multiplies at once, and bytes of shared memory from which on they fit, and fit twice."""
+
 _SMALL_WINDOW, _SHARING_WINDOW = 512, 1024
 """Slots up to which a program of a step takes 64 of them, and from which on those of a prompt rotate for each other."""
 
@@ -92,7 +95,9 @@ class GpuKernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._overlaps, on_gpu = device, available.overlaps(device), device.type == "cuda"
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+        found = torch.cuda.get_device_properties(device) if on_gpu else None
+        self._processors = found.multi_processor_count if found else 0
+        self._shared = getattr(found, "shared_memory_per_block_optin", 99 << 10) if found else 227 << 10
         self._rules: WeakKeyDictionary[HeadGroup, tuple[Any, _Rules]] = WeakKeyDictionary()
         self._spaces: dict[Any, Tensor] = {}
 
@@ -218,7 +223,8 @@ class GpuKernels:
         arrived = space("met", heads, torch.int32)
         if split:
             arrived.zero_()
-        piece = min(places, 128 if share else 256, 65536 // (triton.next_power_of_2(head) * group.dtype.itemsize))
+        tile = _TILE if self._shared >= _LARGE_SHARED else _TILE // 2
+        piece = min(places, 128 if share else 256, tile // (triton.next_power_of_2(head) * group.dtype.itemsize))
         prompt_kernel[heads, groups if split else 1](
             new.query, new.key, new.value, new.out, new.heads, counts, limits, **rules.tensors,
             sink_logits=transform.sinks,
@@ -229,7 +235,7 @@ class GpuKernels:
             whole=space("whole", programs * (4 * places + chunk), torch.int32), arrived=arrived,
             **_strides(new, 0, 2, 1), tokens=tokens, offset=offset, step=step, **rules.numbers, factor=factor,
             **rules.constants, C=chunk, WP=places, WC=triton.next_power_of_2(places + chunk), P=piece, SPLIT=split,
-            SHARE=share, num_warps=8, num_stages=2 if share else 1,
+            SHARE=share, num_warps=8, num_stages=2 if share and self._shared >= _LARGEST_SHARED else 1,
         )  # fmt: skip
 
     def _space(self, name: str, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

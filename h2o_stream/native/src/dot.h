@@ -188,26 +188,23 @@ int8x16_t signed_bytes(Bytes bytes) {
   }
 }
 
-// Sums of the products of a matrix's codes and a vector's.
+// Products of a group's codes from quad `begin` on and a vector's; `code_sum` is that of the vector's codes.
 template <int64_t kind>
-class Accumulator {
- public:
-  // Adds the products of four columns.
-  [[gnu::always_inline]] void add(Bytes bytes, const VectorGroup& vector, int64_t column, int64_t) {
-    high_ = add_products(high_, int8x16_t(bytes), vector.part(0), column / 4);
-    low_ = add_products(low_, int8x16_t(bytes), vector.part(1), column / 4);
+[[gnu::always_inline]] inline Ints products(const Bytes* quads, const VectorGroup& vector, int64_t begin,
+                                            int32_t code_sum) {
+  constexpr int64_t kQuads = packed::kGroup / 4 / packed::scales_per_group(kind);
+  constexpr int32_t kBias = packed::has_table(kind) ? 0 : packed::code_bias(kind);
+  Ints sums{};
+#pragma GCC unroll 2
+  for (int64_t part = 0; part < 2; ++part) {
+    if (part == 1) sums <<= 7;
+#pragma GCC unroll 8
+    for (int64_t i = begin; i < begin + kQuads; ++i) {
+      sums = add_products(sums, int8x16_t(quads[i]), vector.part(part), i);
+    }
   }
-
-  // `code_sum`: of the vector's codes that were added.
-  Ints sums(int32_t code_sum) const {
-    constexpr int32_t kBias = packed::has_table(kind) ? 0 : packed::code_bias(kind);
-    const Ints sums = (high_ << 7) + low_;
-    return kBias ? sums - kBias * code_sum : sums;
-  }
-
- private:
-  Ints high_{}, low_{};
-};
+  return kBias ? sums - kBias * code_sum : sums;
+}
 
 #elif defined(H2O_AVX2)
 

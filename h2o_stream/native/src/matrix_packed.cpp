@@ -43,9 +43,18 @@ class PackedTile {
  private:
   using Scales = packed::BlockScales<kind, Floats>;
   static constexpr int64_t kVectorsPerTile = kRows / kWidth;  // registers per column of a tile
+#if defined(H2O_NEON_DOT)
+  static constexpr int64_t kMaxRowVectors = 1;
+  template <int64_t count>
+  using Dots = dot::Bytes[kGroup / 4];  // the codes, which are multiplied last
+#else
+  static constexpr int64_t kMaxRowVectors = std::min<int64_t>(kVectorsPerTile, 2);
+  template <int64_t count>
+  using Dots = dot::Accumulator<kind>[Scales::kScales][count];
+#endif
   // Of them, those that a broadcast number of a single vector is multiplied by at a time.
   template <int64_t count>
-  static constexpr int64_t kRowVectors = count == 1 ? std::min<int64_t>(kVectorsPerTile, kMaxVectors) : 1;
+  static constexpr int64_t kRowVectors = count == 1 ? kMaxRowVectors : 1;
   static constexpr int64_t kLowerBytes = packed::lower_bytes(kind, 1), kUpperBytes = packed::upper_bytes(kind, 1);
 
   template <int64_t count>
@@ -75,8 +84,16 @@ class PackedTile {
                                                const uint8_t* lower, const uint8_t* upper, const Vectors& vectors,
                                                int64_t first, int64_t vector_group, int64_t row_vector,
                                                Floats (&sums)[count][kVectorsPerTile]) {
+#if defined(H2O_NEON_DOT)
+    Dots<count> quads;
+    dot::for_each_quad<kind, 1>(lower, upper, [&](int64_t half, int64_t quad, int64_t, dot::Bytes bytes) {
+      quads[4 * half + quad] = bytes;
+    });
+    const Scales block_scales(block, groups, row_vector * kWidth);
+    add_scaled<count>(block_scales, group, quads, vectors, first, vector_group, row_vector, sums);
+#else
     constexpr int64_t kScales = Scales::kScales, kRegisters = kRowVectors<count>;
-    dot::Accumulator<kind> dots[kRegisters][kScales][count];
+    Dots<count> dots[kRegisters];
     int64_t call = 0;
     dot::for_each_quad<kind, kRegisters>(
         lower, upper, [&](int64_t half, int64_t quad, int64_t row, dot::Bytes bytes) {
@@ -92,12 +109,12 @@ class PackedTile {
       const Scales block_scales(block, groups, (row_vector + row) * kWidth);
       add_scaled<count>(block_scales, group, dots[row], vectors, first, vector_group, row_vector + row, sums);
     }
+#endif
   }
 
   // Adds products of codes times scales, and offsets.
   template <int64_t count>
-  [[gnu::always_inline]] static void add_scaled(const Scales& block_scales, int64_t group,
-                                                const dot::Accumulator<kind> (&dots)[Scales::kScales][count],
+  [[gnu::always_inline]] static void add_scaled(const Scales& block_scales, int64_t group, const Dots<count>& dots,
                                                 const Vectors& vectors, int64_t first, int64_t vector_group,
                                                 int64_t row_vector, Floats (&sums)[count][kVectorsPerTile]) {
     constexpr int64_t kScales = Scales::kScales;
@@ -111,7 +128,12 @@ class PackedTile {
       const rounding::Scale& scale = vectors.scales(first + v)[vector_group];
       for (int64_t i = 0; i < kScales; ++i) {
         const int32_t code_sum = kScales == 2 ? scale.code_sums[i] : scale.code_sums[0] + scale.code_sums[1];
+#if defined(H2O_NEON_DOT)
+        const simd::Ints products = dot::products<kind>(dots, vectors.groups(first + v)[vector_group], 4 * i, code_sum);
+        sum += to_floats(products) * (scales[i] * scale.scale);
+#else
         sum += to_floats(dots[i][v].sums(code_sum)) * (scales[i] * scale.scale);
+#endif
       }
       if constexpr (Scales::kOffsets == 2) {
         for (int64_t i = 0; i < 2; ++i) sum += offsets[i] * scale.half_sum(i);
