@@ -87,7 +87,7 @@ class TestConversation:
         engine, conversation = self.talk(served_embedded.model, served_embedded.tokenizer)
         fed: list[int] = []
         feed = engine.forward
-        engine.forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
+        engine.forward = lambda tokens, *step: (fed.extend(tokens), feed(tokens, *step))[1]
         with engine:
             turns = [self.last(conversation.say(text)) for text in TALK]
         text = served_embedded.tokenizer.decode(fed)
@@ -148,7 +148,7 @@ class TestConversation:
             engine.should_stop = lambda: False
             fed: list[int] = []
             feed = engine.forward
-            engine.forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
+            engine.forward = lambda tokens, *step: (fed.extend(tokens), feed(tokens, *step))[1]
             assert self.last(conversation.say(TALK[0])).finish in ("stop", "length")
         assert tokenizer.decode(fed).startswith(f"{END}\n<|im_start|>user\n{TALK[0]}")
 

@@ -157,7 +157,8 @@ class ServedRuntime:
         self.prefill_step = prefill_step(num_weights(description))
         self.stepper = Stepper(native, model.native.copied(), NeverChanges(), cache, dense_prompts=True)
         self.lookahead = Lookahead(self.stepper)
-        cache.engine_note = f"native, {library.name()}, without torch"
+        why_not = self.lookahead.why_not and f"; no guesses: {self.lookahead.why_not}"
+        cache.engine_note = f"native, {library.name()}, without torch{why_not}"
 
     def forward(self, tokens: Sequence[int]) -> Floats:
         """Feed tokens to the stream."""

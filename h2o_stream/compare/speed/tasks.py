@@ -20,7 +20,7 @@ from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.turn import Turn
 
-_ROUNDS, _TOKENS = 3, 256
+_ROUNDS, _TOKENS = 3, 192
 _MODES: tuple[SpeculateMode, ...] = "off", "auto"
 _MANUAL = 6000  # characters between a passage and the question about it
 
