@@ -173,12 +173,12 @@ class TestStream:
 
         feed = Engine.forward
 
-        def fail(self: Engine, tokens: list[int]) -> Any:
+        def fail(self: Engine, tokens: list[int], *step: Any) -> Any:
             if self.cache.seen_tokens > 120:
                 from h2o_stream.errors import OutOfMemoryError
 
                 raise OutOfMemoryError("out of memory after many tokens; try --window")
-            return feed(self, tokens)
+            return feed(self, tokens, *step)
 
         monkeypatch.setattr(Engine, "forward", fail)
         done = invoke("h2o-stream", "-m", tiny_folder, "--questions", questions, "-n", "200", "--jsonl", "-")

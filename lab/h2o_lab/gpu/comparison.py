@@ -192,7 +192,7 @@ class Gpu(Comparison[GpuOptions]):
     def _batch(self, prompt: int, new: int) -> dict[str, Any]:
         """Rows whose caches take `BUDGET` bytes, beside as many with a full cache in host memory.
 
-        Replies are not generated: their time is that of steps in their middle.
+        Replies are not generated: their time is that of steps after the prompt.
         """
         model, window = self._made(), (prompt + new) // 5
         text = model.config.get_text_config()
