@@ -51,7 +51,7 @@ def attend(
         query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
     if kernels is None or group.watch or not kernels.supports(group, query, transform):
         kernels = _EAGER
-    size = kernels.at_once(group, key.shape[2])
+    size = kernels.chunk_size(group, key.shape[2])
     lengths = group.tokens.lengths or (0,) * len(key)
     outputs = []
     chunks = zip(query.split(size, 2), key.split(size, 2), value.split(size, 2), strict=True)

@@ -26,7 +26,7 @@ class EagerKernels:
         """Always."""
         return True
 
-    def at_once(self, group: HeadGroup, new: int) -> int:
+    def chunk_size(self, group: HeadGroup, new: int) -> int:
         """A chunk."""
         return group.plan.chunk or new
 

@@ -19,7 +19,7 @@ class Kernels(Protocol):
     def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
         """Whether `decode` and `prefill` support this group, query [B, Hq, Q, D] and transform."""
 
-    def at_once(self, group: HeadGroup, new: int) -> int:
+    def chunk_size(self, group: HeadGroup, new: int) -> int:
         """How many of the new tokens `prefill` takes at once: a chunk, or several, evicting after each."""
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:

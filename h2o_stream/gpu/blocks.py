@@ -9,18 +9,27 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from h2o_stream.gpu.products import activated, finish
+from h2o_stream.native.gguf_types import TensorType
 
-Q4_0 = tl.constexpr(2)
-Q4_1 = tl.constexpr(3)
-Q5_0 = tl.constexpr(6)
-Q5_1 = tl.constexpr(7)
-Q8_0 = tl.constexpr(8)
-Q4_K = tl.constexpr(12)
-Q5_K = tl.constexpr(13)
-Q6_K = tl.constexpr(14)
-"""Numbers of `native.gguf_types.TensorType`."""
+Q4_0 = tl.constexpr(int(TensorType.Q4_0))
+Q4_1 = tl.constexpr(int(TensorType.Q4_1))
+Q5_0 = tl.constexpr(int(TensorType.Q5_0))
+Q5_1 = tl.constexpr(int(TensorType.Q5_1))
+Q8_0 = tl.constexpr(int(TensorType.Q8_0))
+Q4_K = tl.constexpr(int(TensorType.Q4_K))
+Q5_K = tl.constexpr(int(TensorType.Q5_K))
+Q6_K = tl.constexpr(int(TensorType.Q6_K))
 
-GEOMETRY = {2: (16, 2), 3: (16, 2), 6: (16, 2), 7: (16, 2), 8: (32, 1), 12: (32, 2), 13: (32, 2), 14: (32, 4)}
+GEOMETRY: dict[int, tuple[int, int]] = {
+    TensorType.Q4_0: (16, 2),
+    TensorType.Q4_1: (16, 2),
+    TensorType.Q5_0: (16, 2),
+    TensorType.Q5_1: (16, 2),
+    TensorType.Q8_0: (32, 1),
+    TensorType.Q4_K: (32, 2),
+    TensorType.Q5_K: (32, 2),
+    TensorType.Q6_K: (32, 4),
+}
 """LANES and PARTS by type."""
 
 

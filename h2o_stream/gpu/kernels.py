@@ -105,7 +105,7 @@ class GpuKernels:
         """Whether the kernels can compute this group."""
         return not why_not(group) and query.dtype == group.dtype and query.device == group.device
 
-    def at_once(self, group: HeadGroup, new: int) -> int:
+    def chunk_size(self, group: HeadGroup, new: int) -> int:
         """A whole prompt, if it can be taken at once."""
         return new if walks(group) else group.plan.chunk or new
 

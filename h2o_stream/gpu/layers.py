@@ -215,7 +215,7 @@ def _experts(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
     within, out = x.new_empty(count, inner), torch.empty_like(x)
     experts_kernel[inner // _lines_of(inner), count](
         x, gate, experts.up.weights, chosen, norm.weight, within, experts.stride, norm.epsilon, N=inner, K=hidden,
-        ACTIVATION=int(experts.activation), BN=_lines_of(inner), BK=_columns_at_once(hidden, 2048), num_warps=4,
+        ACTIVATION=int(experts.activation), BN=_lines_of(inner), BK=_column_block(hidden, 2048), num_warps=4,
         **overlapping(x),
     )  # fmt: skip
     added = None
@@ -225,7 +225,7 @@ def _experts(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
             added *= gemv([experts.shared_gate], x, norm, dtype=torch.float32).sigmoid()
     experts_out_kernel[(hidden // _lines_of(hidden),)](
         within, experts.down.weights, chosen, weights, added, out, 1.0, N=hidden, K=inner, CHOSEN=count,
-        BN=_lines_of(hidden), BK=_columns_at_once(inner, 1024), num_warps=4, **overlapping(x),
+        BN=_lines_of(hidden), BK=_column_block(inner, 1024), num_warps=4, **overlapping(x),
     )  # fmt: skip
     return out
 
@@ -335,7 +335,7 @@ def _product(
     gemv_kernel[(out.shape[1] // lines,)](
         x, *weights, *biases, norm.weight, added, out, rows[0], rows[1] if len(rows) > 1 else 0, norm.epsilon,
         matrices[0].scale, add_scale, K=columns, GATED=gated, ACTIVATION=activation, BN=lines,
-        BK=_columns_at_once(columns, most), num_warps=warps, **overlapping(x),
+        BK=_column_block(columns, most), num_warps=warps, **overlapping(x),
     )  # fmt: skip
 
 
@@ -344,7 +344,7 @@ def _in_products(norm: Norm) -> bool:
     return norm.kind == NormKind.RMS and norm.bias is None
 
 
-def _columns_at_once(columns: int, most: int) -> int:
+def _column_block(columns: int, most: int) -> int:
     """The power of two, 256 to `most`, whose multiple above `columns` is the least; the largest of several."""
     sizes = [size for size in (256, 512, 1024, 2048, 4096) if size <= most]
     return min(reversed(sizes), key=lambda size: triton.cdiv(columns, size) * size)

@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-SILU = tl.constexpr(0)
-GELU_TANH = tl.constexpr(1)
-GELU_ERF = tl.constexpr(2)
-RELU = tl.constexpr(3)
-RELU_SQUARED = tl.constexpr(4)
-"""Numbers of `native.abi.Activation`."""
+from h2o_stream.native.abi import Activation
+
+SILU = tl.constexpr(int(Activation.SILU))
+GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
+GELU_ERF = tl.constexpr(int(Activation.GELU_ERF))
+RELU = tl.constexpr(int(Activation.RELU))
+RELU_SQUARED = tl.constexpr(int(Activation.RELU_SQUARED))
 
 
 @triton.jit

@@ -6,6 +6,8 @@ The formulas are those of `cache.policies` and `cache.attention`, which the test
 import triton
 import triton.language as tl
 
+from h2o_stream.native.abi import PolicyKind, PositionMode
+
 NONE = tl.constexpr(-1e30)
 """The logit of what a query does not see: finite, so that a block without any gives no NaN."""
 
@@ -14,15 +16,13 @@ LOWEST = tl.constexpr(-3.4e38)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-ACCUMULATED = tl.constexpr(0)
-TOVA = tl.constexpr(1)
-RANDOM = tl.constexpr(2)
-RECENCY = tl.constexpr(3)
-"""Numbers of `native.abi.PolicyKind`."""
+ACCUMULATED = tl.constexpr(int(PolicyKind.ACCUMULATED))
+TOVA = tl.constexpr(int(PolicyKind.TOVA))
+RANDOM = tl.constexpr(int(PolicyKind.RANDOM))
+RECENCY = tl.constexpr(int(PolicyKind.RECENCY))
 
-GAP = tl.constexpr(0)
-ROLLING = tl.constexpr(1)
-"""Numbers of `native.abi.PositionMode`."""
+GAP = tl.constexpr(int(PositionMode.GAP))
+ROLLING = tl.constexpr(int(PositionMode.ROLLING))
 
 WINDOW = tl.constexpr(1)
 CHUNKED = tl.constexpr(2)

@@ -43,7 +43,7 @@ class NativeKernels:
             return False
         return not why_not(group) and query.dtype == group.dtype and query.device == group.device
 
-    def at_once(self, group: HeadGroup, new: int) -> int:
+    def chunk_size(self, group: HeadGroup, new: int) -> int:
         """A chunk."""
         return group.plan.chunk or new
 

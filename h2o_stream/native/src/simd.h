@@ -296,9 +296,8 @@ template <class Vector, size_t width>
   }
 }
 
-// Combines (by default, adds) the elements of each of kWidth vectors. Each stage halves the number of vectors.
-template <class Combine = std::plus<>>
-[[gnu::always_inline]] inline Floats fold_rows(const Floats* from, Combine combine = {}) {
+// Adds the elements of each of kWidth vectors. Each stage halves the number of vectors.
+[[gnu::always_inline]] inline Floats sums_of_rows(const Floats* from) {
   constexpr auto kIndices = std::make_index_sequence<kWidth>();
   Floats rows[kWidth];
 #pragma GCC unroll 16
@@ -307,13 +306,12 @@ template <class Combine = std::plus<>>
   for (int64_t count = kWidth / 2; count > 0; count /= 2) {
 #pragma GCC unroll 8
     for (int64_t i = 0; i < count; ++i) {
-      rows[i] = combine(interleave<0>(rows[i], rows[i + count], kIndices),
-                        interleave<kWidth / 2>(rows[i], rows[i + count], kIndices));
+      rows[i] = interleave<0>(rows[i], rows[i + count], kIndices) +
+                interleave<kWidth / 2>(rows[i], rows[i + count], kIndices);
     }
   }
   return rows[0];
 }
-[[gnu::always_inline]] inline Floats sums_of_rows(const Floats* from) { return fold_rows(from); }
 
 // Combines (by default, adds) the halves of 16, 8 or 4 elements until four are left.
 template <class Vector, class Combine = std::plus<>>
@@ -384,12 +382,11 @@ inline Floats exp_nonpositive(Floats x) {
   return underflow ? Floats{} : polynomial * Floats(exponent);
 }
 
-// Into all levels of the cache from `kLevel` on.
-template <int kLevel = 1>
-void prefetch(const void* from, int64_t bytes) {
+// Into all levels of the cache.
+inline void prefetch(const void* from, int64_t bytes) {
   asm volatile("");  // GCC treats functions that only prefetch as pure and removes the calls
   for (int64_t i = 0; i < bytes; i += kCacheLine) {
-    __builtin_prefetch(static_cast<const uint8_t*>(from) + i, 0, 4 - kLevel);
+    __builtin_prefetch(static_cast<const uint8_t*>(from) + i, 0, 3);
   }
 }
 
