@@ -41,6 +41,9 @@ SLOWER = 10 if "libasan" in os.environ.get("LD_PRELOAD", "") else 1
 _BATCH = 400
 """Files of a process, which keeps something of each."""
 
+_PART = 20_000
+"""Files between two lines of what was tried."""
+
 Case = tuple[Kind, Seed]
 
 
@@ -182,12 +185,15 @@ def main() -> None:
         chosen.folder.mkdir(exist_ok=True)
     cases, counts = cases_of(chosen.kinds.split(","), chosen.folder), Counter[str]()
     begun, different = time.monotonic(), Counter[str]()
-    for finding in search_all(cases, range(chosen.first, chosen.first + chosen.count), counts):
-        key = "\n".join(finding.what.splitlines()[-2:])
-        different[key] += 1
-        if different[key] <= 2:
-            print(f"--- {finding.number}: {finding.what}", flush=True)
-    print(f"{sum(counts.values())} files in {time.monotonic() - begun:.0f} s: {dict(counts)}; {len(different)} kinds")
+    end = chosen.first + chosen.count
+    for first in range(chosen.first, end, _PART):
+        for finding in search_all(cases, range(first, min(first + _PART, end)), counts):
+            key = "\n".join(finding.what.splitlines()[-2:])
+            different[key] += 1
+            if different[key] <= 2:
+                print(f"--- {finding.number}: {finding.what}", flush=True)
+        files, seconds = sum(counts.values()), time.monotonic() - begun
+        print(f"{files} files in {seconds:.0f} s: {dict(counts)}; {len(different)} kinds", flush=True)
     sys.exit(bool(different))
 
 
