@@ -22,7 +22,7 @@ def build(machine: str) -> Path:
     environment = {**os.environ, **MACHINES[machine], "H2O_REQUIRE_LIBRARY": "1"}
     environment["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"
     with tempfile.TemporaryDirectory() as folder:
-        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--wheel-dir", folder, str(ROOT)], env=environment, check=True)
         (wheel,) = Path(folder).iterdir()
         auditwheel = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(ROOT / "dist"), str(wheel)]

@@ -203,8 +203,12 @@ int32x4_t load_four(const Byte* from) {
       kNone, kNone, kNone, 0,     kNone, kNone, kNone, 1,     kNone, kNone, kNone, 2,     kNone, kNone, kNone, 3};
   uint32_t four;
   std::memcpy(&four, from, sizeof four);
+#if defined(__clang__)
+  const uint8x16_t bytes = vreinterpretq_u8_u32(vdupq_n_u32(four));
+#else
   uint8x16_t bytes;
-  asm("" : "=w"(bytes) : "0"(vcreate_u8(four)));  // GCC 12 would clear the upper half, which is not read
+  asm("" : "=w"(bytes) : "0"(vcreate_u8(four)));  // it would clear the upper half, which is not read
+#endif
   return vreinterpretq_s32_u8(vqtbl1q_u8(bytes, vld1q_u8(kPlaces + 16 * highest)));
 }
 #endif
