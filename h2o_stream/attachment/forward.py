@@ -178,12 +178,13 @@ class AttachedForward:
         self.cache.reset()
 
     def _output(self, kwargs: dict[str, Any]) -> Any:
-        logits = self.stepper.logits(kwargs) if self.stepper and self._is_for(self.stepper, kwargs) else None
-        if logits is None:
-            self.cache.use_own_dtypes()
-            output = self.forward(**self._with_all_queries(kwargs))
-            self.cache.count_forward()
-            return output
+        with torch.cuda.device_of(tokens_in(kwargs)):  # on which Triton launches kernels
+            logits = self.stepper.logits(kwargs) if self.stepper and self._is_for(self.stepper, kwargs) else None
+            if logits is None:
+                self.cache.use_own_dtypes()
+                output = self.forward(**self._with_all_queries(kwargs))
+                self.cache.count_forward()
+                return output
         if torch.is_grad_enabled():
             logits = without_gradient(logits, next((p for p in self._model.parameters() if p.requires_grad), None))
         return self._as_asked(logits, kwargs)

@@ -63,7 +63,8 @@ def _set_kernels(model: Any, cache: H2OCache, verification: Verification) -> str
     if cache.storage_device is not None or len({x.device for x in model.parameters()}) > 1:
         return "keys and values, or weights, are on several devices"
     try:
-        from h2o_stream.gpu.kernels import GpuKernels, why_not
+        from h2o_stream.gpu.groups import why_not
+        from h2o_stream.gpu.kernels import GpuKernels
     except ImportError as error:
         return f"{_triton()} is another one than is needed: {error}"
     if reason := next(filter(None, map(why_not, cache.head_groups)), ""):

@@ -18,7 +18,7 @@ from functools import partial
 
 from h2o_stream.base.memory import trim_heap
 from h2o_stream.engine.events import PrefillProgress, Token
-from h2o_stream.engine.sampling import Scores
+from h2o_stream.engine.logits import Scores
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
