@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_stream.attachment.attention_interface import attention_names, using_attention
-from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.attachment.stream_handle import StreamHandle, cache_of
 from h2o_stream.cache.arguments import tokens_in
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.native.gradients import without_gradient
 
 _HANDLED = {
     "input_ids",

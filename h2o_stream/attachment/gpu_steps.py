@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.forward import Steps
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.attachment.verification import Verification
@@ -18,7 +19,6 @@ from h2o_stream.base.resources import version_of
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.gpu import available, graphs
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.model_guard import ModelGuard
 
