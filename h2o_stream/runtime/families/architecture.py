@@ -177,6 +177,7 @@ class ModelType:
         slides: ``all`` layers have the sliding window if there is one, ``some`` do, or ``none``.
         expert_size: what the inner size of experts is called.
         normalizes_experts: whether the weights of a token's experts are divided by their sum.
+        module_names: names of modules in memory that checkpoints call otherwise.
     """
 
     architecture: Architecture
@@ -185,6 +186,7 @@ class ModelType:
     slides: str = "none"
     expert_size: str = "intermediate_size"
     normalizes_experts: bool = False
+    module_names: Mapping[str, str] = field(default_factory=dict)
 
 
 AFTER_ONLY = Architecture(norms=AFTER).with_names(SANDWICH)

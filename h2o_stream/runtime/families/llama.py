@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from h2o_stream.native.abi import Activation
-from h2o_stream.runtime.families.architecture import Architecture, ModelType
+from h2o_stream.runtime.families.architecture import Architecture, ModelType, mlp_names
 
 _LLAMA = Architecture(
     model_type=lambda parameters: "mixtral" if parameters.experts else "llama",
@@ -26,5 +26,10 @@ ARCHITECTURES = {
 MODEL_TYPES = {
     "llama": ModelType(_LLAMA),
     "mistral": ModelType(_LLAMA, slides="all"),
-    "mixtral": ModelType(_LLAMA.with_names(_MIXTRAL), slides="all", normalizes_experts=True),
+    "mixtral": ModelType(
+        _LLAMA.with_names(_MIXTRAL),
+        slides="all",
+        normalizes_experts=True,
+        module_names=mlp_names("mlp.experts", "_exps") | {"ffn_gate_inp": "mlp.gate"},
+    ),
 }
