@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import OutOfMemoryError
@@ -19,7 +20,6 @@ from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import packed_cache
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import config_parameters, sources
 from h2o_stream.runtime.families import MODEL_TYPES

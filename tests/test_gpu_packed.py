@@ -9,11 +9,11 @@ import numpy
 import pytest
 import torch
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.config import ModelConfig
 from h2o_stream.gpu import available
 from h2o_stream.loading import transformers_model
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.native.describe import describe
 from h2o_stream.native.gguf_types import TensorType
 from tests.fixtures import ids, make_llama
 from tests.gguf_files import write_model

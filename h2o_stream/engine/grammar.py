@@ -12,7 +12,7 @@ import numpy
 from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
-from h2o_stream.engine.sampling import BANNED
+from h2o_stream.engine.logits import BANNED
 from h2o_stream.errors import DataError
 
 _SAMPLE = (

@@ -24,7 +24,7 @@ from h2o_stream.config import (
     SEARCHED_TOKENS,
     SpeculateMode,
 )
-from h2o_stream.engine.sampling import Scores
+from h2o_stream.engine.logits import Logits
 from h2o_stream.engine.served import Served
 
 
@@ -64,7 +64,7 @@ class Speculation:
         self._expected: Sequence[int] = ()
         self._length = self._seen = 0
 
-    def step(self, served: Served, tokens: NDArray[numpy.int32], most: int, matcher: Foresees | None = None) -> Scores:
+    def step(self, served: Served, tokens: NDArray[numpy.int32], most: int, matcher: Foresees | None = None) -> Logits:
         """Take the last of some tokens through the model, perhaps with guesses, unless it was guessed before.
 
         Args:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from h2o_stream.gpu import available
 from h2o_stream.gpu.blocks import GEOMETRY, blocks_gemv_kernel, unpack_kernel
 from h2o_stream.native.description import Matrix, Norm
 from h2o_stream.native.gguf_types import TensorType
@@ -57,12 +58,13 @@ def multiply_blocks(
     matrix, second = matrices[0], matrices[1] if len(matrices) > 1 else None
     lanes, parts = GEOMETRY[matrix.type]
     lines = next(size for size in (_LINES, 2, 1) if matrix.rows % size == 0)
-    blocks_gemv_kernel[(matrix.rows // lines,)](
-        x, matrix.weights, second and second.weights, matrix.bias, second and second.bias, norm.weight, added, out,
-        matrix.weights.stride(0), norm.epsilon, matrix.scale, add_scale, K=matrix.columns, GATED=second is not None,
-        ACTIVATION=activation, TYPE=matrix.type, LANES=lanes, PARTS=parts, BN=lines, J=_CHUNKS, num_warps=4,
-        **(options or {"PDL": False}),
-    )  # fmt: skip
+    with available.on(x.device):
+        blocks_gemv_kernel[(matrix.rows // lines,)](
+            x, matrix.weights, second and second.weights, matrix.bias, second and second.bias, norm.weight, added, out,
+            matrix.weights.stride(0), norm.epsilon, matrix.scale, add_scale, K=matrix.columns,
+            GATED=second is not None, ACTIVATION=activation, TYPE=matrix.type, LANES=lanes, PARTS=parts, BN=lines,
+            J=_CHUNKS, num_warps=4, **(options or {"PDL": False}),
+        )  # fmt: skip
 
 
 def unpack(matrix: BlockMatrix, dtype: torch.dtype) -> Tensor:
@@ -71,10 +73,11 @@ def unpack(matrix: BlockMatrix, dtype: torch.dtype) -> Tensor:
     out = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device=matrix.weights.device)
     grid = triton.cdiv(matrix.rows, _LINES), triton.cdiv(matrix.columns // (lanes * parts), _CHUNKS)
     if matrix.rows:
-        unpack_kernel[grid](
-            matrix.weights, out, matrix.rows, matrix.weights.stride(0), K=matrix.columns, TYPE=matrix.type,
-            LANES=lanes, PARTS=parts, BN=_LINES, J=_CHUNKS,
-        )  # fmt: skip
+        with available.on(out.device):
+            unpack_kernel[grid](
+                matrix.weights, out, matrix.rows, matrix.weights.stride(0), K=matrix.columns, TYPE=matrix.type,
+                LANES=lanes, PARTS=parts, BN=_LINES, J=_CHUNKS,
+            )  # fmt: skip
     return out
 
 

@@ -40,7 +40,7 @@ from h2o_stream.runtime.families.architecture import EMBEDDING, LAYER_EMBEDDINGS
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
-from h2o_stream.runtime.weights import Weights, small_matrix
+from h2o_stream.runtime.weights import Weights
 
 _BESIDE_NORMS = ("pre_ffw_norm_2", "post_ffw_norm_2", "post_ffw_norm_1")
 """llama.cpp's names of the norms of `BesideMlp`, in its order, but for the router's."""
@@ -252,9 +252,7 @@ class _FileReader:
 
     def _dense(self, name: str, number: int, rows: int) -> Matrix:
         """A small matrix [rows, hidden] that is not packed, in the dtype of the model."""
-        vector, hidden = self._weights.vector(name, number), self._parameters.hidden_size
-        bias = self._weights.vector(name, number, "bias")
-        return small_matrix(vector, bias, rows, hidden, self._dtype, f"{name} of layer {number}")
+        return self._weights.small_matrix(name, number, rows, self._parameters.hidden_size, self._dtype)
 
     def _attention(self, number: int) -> Attention:
         parameters, weights, shape = self._parameters, self._weights, self._parameters.layer_shape(number)

@@ -45,6 +45,15 @@ class Weights(Protocol):
         Small matrices that are not packed are vectors, too; so are parameters of recurrent layers.
         """
 
+    def small_matrix(self, name: str, layer: int | None, rows: int, columns: int, dtype: str) -> Matrix:
+        """A small matrix that is not packed, in the dtype of the model.
+
+        Raises:
+            DescriptionError: it is missing, or of another size.
+        """
+        bias = self.vector(name, layer, "bias")
+        return small_matrix(self.vector(name, layer), bias, rows, columns, dtype, f"{name} of layer {layer}")
+
     def has(self, name: str, layer: int) -> bool:
         """Whether the layer has this weight."""
 
@@ -65,7 +74,7 @@ def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matr
     return Matrix(numbers, bias, rows, columns, kind)
 
 
-class FolderWeights:
+class FolderWeights(Weights):
     """The weights of a folder that `packed_file` has written, mapped; `kinds` are packed formats by module name.
 
     Raises:
@@ -106,7 +115,7 @@ class FolderWeights:
             forms = self._architecture, self._orders, self._dtype
             return None if numbers is None else as_needed(numbers, name, kind, *forms)
         numbers = self._floats(self._architecture.parameter_name(name, layer, kind))
-        return None if numbers is None else _with_offset(rounded(numbers, self._dtype), self._architecture, name, kind)
+        return None if numbers is None else as_used(rounded(numbers, self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
@@ -139,7 +148,7 @@ def small_matrix(numbers: Floats | None, bias: Floats | None, rows: int, columns
     return dense_matrix(numbers.reshape(rows, columns), bias, dtype)
 
 
-class CheckpointWeights:
+class CheckpointWeights(Weights):
     """The dense weights of a folder of safetensors files, mapped; they are copied only if they are rounded.
 
     Raises:
@@ -223,7 +232,7 @@ class CheckpointWeights:
         if kind == "bias" and name == _GATES_AND_UPS and self._architecture.interleaved_experts:
             stored = numpy.concatenate((stored[..., ::2], stored[..., 1::2]), -1)
         numbers = as_floats(stored, name).reshape(-1)
-        return _with_offset(rounded(numbers, self._dtype), self._architecture, name, kind)
+        return as_used(rounded(numbers, self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
@@ -232,8 +241,8 @@ class CheckpointWeights:
         return bool(module) and any(found in self.arrays for found in (f"{module}.weight", module, f"{first}.weight"))
 
 
-def _with_offset(numbers: Floats, architecture: Architecture, name: str, kind: str) -> Floats:
-    """The numbers of a checkpoint's vector with what the model adds to weights of norms, or makes of logarithms."""
+def as_used(numbers: Floats, architecture: Architecture, name: str, kind: str) -> Floats:
+    """The numbers of a checkpoint's or a model's vector, with what is added to weights of norms, or made of logs."""
     if name == "ssm_a":
         return -numpy.exp(numbers)
     has_offset = name.endswith("norm") and kind == "weight" and name != "ssm_norm"

@@ -200,6 +200,7 @@ class ModelType:
         norm: kind of all norms.
         slides_everywhere: all layers have the sliding window if there is one.
         numbers: fields of `Parameters` that follow from entries that only this type has.
+        module_names: names of modules in memory that checkpoints call otherwise.
     """
 
     architecture: Architecture
@@ -208,6 +209,7 @@ class ModelType:
     norm: NormKind = NormKind.RMS
     slides_everywhere: bool = False
     numbers: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    module_names: Mapping[str, str] = field(default_factory=dict)
 
 
 AFTER_ONLY = Architecture(norms=AFTER).with_names(SANDWICH)

@@ -30,12 +30,12 @@ _STACKED = {
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
 """In checkpoints."""
-_SINKS = {
+_IN_MEMORY = {
     "ffn_gate_up_exps": "block_sparse_moe.experts.gate_up_proj",
     "ffn_down_exps": "block_sparse_moe.experts.down_proj",
     "ffn_gate_inp": "block_sparse_moe.router",
-    "attn_sinks": "self_attn.sinks",
 }
+_SINKS = _IN_MEMORY | {"attn_sinks": "self_attn.sinks"}
 """With sliding windows."""
 _DEFAULTS = dict.fromkeys(
     ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
@@ -53,8 +53,10 @@ ARCHITECTURES = {
 }
 MODEL_TYPES = {
     "granite": ModelType(_GRANITE, _DEFAULTS),
-    "granitemoe": ModelType(_GRANITE.with_names(_STACKED), _DEFAULTS, AS_MLP),
-    "granitemoeshared": ModelType(_GRANITE.with_names(_STACKED), _DEFAULTS, AS_MLP),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"),
+        ModelType(_GRANITE.with_names(_STACKED), _DEFAULTS, AS_MLP, module_names=_IN_MEMORY),
+    ),
     "granite_swa": ModelType(
         _GRANITE.with_names(_SINKS), {**_DEFAULTS, "tie_word_embeddings": True, "sliding_window": 128}
     ),

@@ -71,6 +71,7 @@ MODEL_TYPES = {
     "exaone_moe": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, full_every=4).with_names({"exp_probs_b": "mlp.e_score_correction_bias"}),
         {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": 4096},
+        module_names=SHARED_EXPERTS,
     ),
     "seed_oss": ModelType(LATE_NORM, {"head_dim": 128}),
     "gpt_neox": ModelType(_GPT_NEOX, {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5}, norm=NormKind.LAYER),
@@ -140,6 +141,7 @@ MODEL_TYPES = {
     "flint": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, scoring=Scoring.SOFTMAX).with_names({"attn_sinks": "self_attn.softmax_offset"}),
         {"head_dim": 128, "sliding_window": 513, "norm_topk_prob": True},
+        module_names={"attn_sinks": "self_attn.sinks"},
     ),
     "kolibri1": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, full_every=5, norms=BEFORE | AFTER).with_names(
@@ -150,5 +152,7 @@ MODEL_TYPES = {
             }
         ),
         {"head_dim": 128, "norm_topk_prob": False, "sliding_window": 513},
+        module_names=SHARED_EXPERTS
+        | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
     ),
 }
