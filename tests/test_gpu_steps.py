@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.gpu import available, graphs
@@ -72,7 +73,19 @@ def test_bfloat16() -> None:
 
 
 def test_fused_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a recording that refuses to read on the host."""
+    """By a recording that refuses to read on the host; of a launch it has the arguments."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def recorded_launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        mode = _get_current_dispatch_mode()
+        if mode is not None:
+            mode.calls.append((launch, (self, *args), kwargs, None))
+        with _disable_current_modes():
+            launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", recorded_launch)
     monkeypatch.setattr(graphs, "why_not", lambda cache, device: "")
     recorded = lambda forward, cache: GraphSteps(forward, cache, lambda step: Recording(cache, step))  # noqa: E731
     monkeypatch.setattr("h2o_stream.gpu.steps.GraphSteps", recorded)
