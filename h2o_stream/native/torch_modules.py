@@ -110,12 +110,13 @@ def dense_matrix(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
     """Weights [rows, columns] as they are, and biases [rows] in float32.
 
     Raises:
-        DescriptionError: the weights are not contiguous float32 or bfloat16.
+        DescriptionError: the weights are not contiguous float32 or bfloat16, nor float16 on a GPU.
     """
-    if weights.dtype not in DTYPES:
+    kind = DTYPES.get(torch.bfloat16 if weights.is_cuda and weights.dtype == torch.float16 else weights.dtype)
+    if kind is None:  # kernels for GPUs go by the tensor's dtype
         raise DescriptionError(f"{name} has weights of {dtype_name(weights.dtype)}")
     rows, columns = weights.shape
-    return Matrix(raw_tensor(weights, name), as_float32(bias, name), rows, columns, DTYPES[weights.dtype])
+    return Matrix(raw_tensor(weights, name), as_float32(bias, name), rows, columns, kind)
 
 
 def raw_tensor(tensor: Tensor, name: str) -> Tensor:
