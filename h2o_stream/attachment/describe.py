@@ -20,7 +20,6 @@ from h2o_stream.native.pointers import dtype_name
 from h2o_stream.native.torch_modules import check_module, text_modules
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
-from h2o_stream.runtime.families import MODEL_TYPES
 
 _PLACEHOLDERS = r".*(image|video|audio|vision|speech).*_token_(id|index)"
 """Settings that name tokens for something else than text."""
@@ -47,7 +46,6 @@ def describe_by_row(model: Any) -> Description:
     """The same, of a model whose type has a row."""
     config = model.config.get_text_config().to_dict()
     architecture, parameters = parameters_of_config(config)
-    architecture = architecture.with_names(MODEL_TYPES[config["model_type"]].module_names)
     weights, embedding = ModuleWeights(model, architecture), model.get_input_embeddings()
     dtype = embedding.dtype if hasattr(embedding, "dtype") else embedding.weight.dtype
     described = describe_file(architecture, replace(parameters, tied=False), weights, dtype_name(dtype))

@@ -40,7 +40,7 @@ def paired_columns(key_heads: int, heads: int, key_size: int, value_size: int) -
     return replace(separate, beta=HeadColumns(first, 2 * shared), decay=HeadColumns(first + shared, 2 * shared))
 
 
-def _by_key_head(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+def columns_by_key_head(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
     """Query, key, values and gates of each key head together; then its betas and decays."""
     shared = heads // key_heads
     stride = 2 * (key_size + shared * value_size)
@@ -59,7 +59,7 @@ _SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 DELTA_LAYOUTS = (
     DeltaLayout(_SPLIT, "norm", "out_proj", separate_columns),
-    DeltaLayout(("in_proj_qkvz", "in_proj_ba"), "norm", "out_proj", _by_key_head),
+    DeltaLayout(("in_proj_qkvz", "in_proj_ba"), "norm", "out_proj", columns_by_key_head),
     DeltaLayout(
         ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
         "o_norm",
