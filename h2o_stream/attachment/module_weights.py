@@ -51,7 +51,7 @@ class ModuleWeights(Weights):
         found = self._name(name, layer)
         module, weights = self._modules.get(found), self._tensors.get(found)
         if module is not None:
-            matrix = (embedding_of if isinstance(module, nn.Embedding) else matrix_of)(module, found)
+            matrix = (embedding_of if hasattr(module, "num_embeddings") else matrix_of)(module, found)
             self._read.update(map(id, chain(module.parameters(), module.buffers())))
             rows = matrix.rows if layer is None else rows
         elif weights is not None:
@@ -126,7 +126,7 @@ class ModuleWeights(Weights):
     def _renamed(self, saved: str, kind: str) -> str:
         """What transformers calls a weight that checkpoints have under this name."""
         key = f"{saved.replace('.experts.', '.experts.0.')}.{kind}"
-        renamed = rename_source_key(key, *self._transforms)[0]
+        renamed: str = rename_source_key(key, *self._transforms)[0]
         return renamed.replace(".experts.0.", ".experts.").removesuffix(f".{kind}")
 
     @cached_property
