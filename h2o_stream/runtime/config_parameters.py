@@ -234,7 +234,7 @@ def _mixer(entries: Entries, hidden: int) -> MixerParameters | None:
     if not (heads := entries.count("mamba_n_heads mamba_num_heads", 0)):
         return None
     said = entries.first("mamba_d_head mamba_head_dim")
-    size = entries.count("mamba_expand") * hidden // heads if said in (None, "auto") else int(said)
+    value_size = entries.count("mamba_expand") * hidden // heads if said in (None, "auto") else int(said)
     low, high = entries.get("time_step_limit") or (0.0, math.inf)
     high = math.inf if isinstance(high, dict) else high  # as transformers saves it
     norms = entries.get("mamba_rms_norm", True)
@@ -242,7 +242,7 @@ def _mixer(entries: Entries, hidden: int) -> MixerParameters | None:
         entries.count("mamba_n_groups n_groups"),
         heads,
         entries.count("mamba_d_state ssm_state_size"),
-        size,
+        value_size,
         (entries.number("time_step_min", low), float(high)),
         bool(norms and entries.get("mamba_norm_before_gate")),
     )

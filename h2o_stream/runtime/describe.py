@@ -1,4 +1,4 @@
-"""Describes a model from a file, as `native.describe` does from a transformers model."""
+"""Describes a model by its parameters and weights, from a file or of transformers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from h2o_stream.native.attention import (
 )
 from h2o_stream.native.description import (
     DENSE,
+    NORM_ROLES,
     Description,
     DescriptionError,
     Layer,
@@ -33,7 +34,6 @@ from h2o_stream.native.description import (
 )
 from h2o_stream.native.experts import BesideMlp, Experts, Router, halves_of
 from h2o_stream.native.latent import LatentSizes, latent_attention
-from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.matrix import require
 from h2o_stream.runtime.altup import layer_altup, layer_laurel, versions_of
 from h2o_stream.runtime.families.architecture import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, POSITIONS, Architecture
@@ -314,6 +314,7 @@ class _FileReader:
             lender, name = self._attentions[source], f"the attention of layer {number}"
             rope = self._rope(number, size)
             return shared_kv_attention(lender, source, size, qkv[0], norms[0], rope, out, parameters.scaling, name)
+        require(not parameters.clip or not (gate or any(norm.kind for norm in norms)), "it clips what it has normed")
         one = numpy.ones(value_size, numpy.float32)
         described = Attention(
             query_heads=heads,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import groupby
 
 import numpy
 
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
-from h2o_stream.native.mixer_layouts import columns_by_key_head, paired_columns, separate_columns
-from h2o_stream.native.mixers import Convolution, GatedDelta, Mamba2, Mixer, ShortConvolution
+from h2o_stream.native.mixers import Convolution, DeltaColumns, GatedDelta, HeadColumns, Mamba2, Mixer, ShortConvolution
 from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.parameters import MixerParameters, Parameters
 from h2o_stream.runtime.rotations import Floats
@@ -93,9 +93,9 @@ class _MixerReader:
         paired = self._weights.has("ssm_ba", self._layer)
         pairs = {"ssm_ba": 2 * sizes.heads} if paired else dict.fromkeys(("ssm_beta", "ssm_alpha"), sizes.heads)
         rows: Mapping[str, int] = {"attn_qkv": 2 * keys + inner, "attn_gate": inner, **pairs}
-        columns = paired_columns if paired else separate_columns
+        columns = _paired_columns if paired else _separate_columns
         if self._weights.has("ssm_qkvz", self._layer):
-            rows, columns = {"ssm_qkvz": 2 * (keys + inner), **pairs}, columns_by_key_head
+            rows, columns = {"ssm_qkvz": 2 * (keys + inner), **pairs}, _columns_by_key_head
         elif self._weights.has("ssm_q", self._layer):
             rows = {"ssm_q": keys, "ssm_k": keys, "ssm_v": inner, "attn_gate": inner, **pairs}
         return GatedDelta(
@@ -131,3 +131,34 @@ class _MixerReader:
         if weight.size == 0 or weight.size % channels:
             raise DescriptionError(f"{name} of layer {self._layer} is not of {channels} channels")
         return Convolution(weight.reshape(channels, -1), self._weights.vector(name, self._layer, "bias"))
+
+
+def _separate_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+    """Everything of all heads together: queries, keys, values, gates, betas, decays."""
+    shared, offset, parts = heads // key_heads, 0, []
+    for size in (key_size, key_size, shared * value_size, shared * value_size, shared, shared):
+        parts.append(HeadColumns(offset, size))
+        offset += key_heads * size
+    return DeltaColumns(*parts)
+
+
+def _paired_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+    """The same, but betas and decays of each key head together."""
+    shared, separate = heads // key_heads, _separate_columns(key_heads, heads, key_size, value_size)
+    first = separate.beta.offset
+    return replace(separate, beta=HeadColumns(first, 2 * shared), decay=HeadColumns(first + shared, 2 * shared))
+
+
+def _columns_by_key_head(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+    """Query, key, values and gates of each key head together; then its betas and decays."""
+    shared = heads // key_heads
+    stride = 2 * (key_size + shared * value_size)
+    both, rest = 2 * key_size, key_heads * stride
+    return DeltaColumns(
+        query=HeadColumns(0, stride),
+        key=HeadColumns(key_size, stride),
+        value=HeadColumns(both, stride),
+        gate=HeadColumns(both + shared * value_size, stride),
+        beta=HeadColumns(rest, 2 * shared),
+        decay=HeadColumns(rest + shared, 2 * shared),
+    )
