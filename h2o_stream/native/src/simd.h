@@ -382,11 +382,12 @@ inline Floats exp_nonpositive(Floats x) {
   return underflow ? Floats{} : polynomial * Floats(exponent);
 }
 
-// Into all levels of the cache.
-inline void prefetch(const void* from, int64_t bytes) {
+// Into all levels of the cache, or into the second one, which has room for what is read later.
+template <int level = 1>
+void prefetch(const void* from, int64_t bytes) {
   asm volatile("");  // GCC treats functions that only prefetch as pure and removes the calls
   for (int64_t i = 0; i < bytes; i += kCacheLine) {
-    __builtin_prefetch(static_cast<const uint8_t*>(from) + i, 0, 3);
+    __builtin_prefetch(static_cast<const uint8_t*>(from) + i, 0, level == 1 ? 3 : 2);
   }
 }
 
