@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
 from h2o_stream.config import FORCED, STRUCTURE
-from h2o_stream.engine.sampling import BANNED
+from h2o_stream.engine.logits import BANNED
 from h2o_stream.errors import DataError
 
 _SAMPLE = (

@@ -25,7 +25,7 @@ from h2o_stream.config import (
     SpeculateMode,
 )
 from h2o_stream.engine.grammar import Guess, Matcher
-from h2o_stream.engine.sampling import Scores
+from h2o_stream.engine.logits import Logits
 from h2o_stream.engine.served import Served
 
 _LENGTHS = tuple(RIGHT_GUESSES)
@@ -55,7 +55,7 @@ class Speculation:
         self._expected: Sequence[Guess] = ()
         self._seen = 0
 
-    def step(self, served: Served, tokens: NDArray[numpy.int32], most: int, matcher: Matcher | None = None) -> Scores:
+    def step(self, served: Served, tokens: NDArray[numpy.int32], most: int, matcher: Matcher | None = None) -> Logits:
         """Take the last of some tokens through the model, perhaps with guesses, unless it was guessed before.
 
         Args:
