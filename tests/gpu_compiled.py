@@ -13,7 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+from tests.gpu_cases import CASES, KERNELS
+
+SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a program can have, by compute capability."""
 
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
@@ -22,6 +24,8 @@ NAMES = {
     torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8",
 }  # fmt: skip
 compiled: dict[Any, int] = {}
+capabilities: list[int] = []
+"""For which launches are compiled now."""
 
 
 def kind_of(value: Any) -> str:
@@ -34,19 +38,23 @@ def compile_launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **k
     chosen = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     assert values.keys() == set(kernel.arg_names), set(kernel.arg_names) ^ values.keys()
+    free = {p.name for p in kernel.params if not p.do_not_specialize and type(values[p.name]) is int}
     constants = {p.name for p in kernel.params if p.is_constexpr or values[p.name] is None}
+    constants |= {name for name in free if values[name] == 1}  # as a launch does
     signature = {name: "constexpr" if name in constants else kind_of(values[name]) for name in kernel.arg_names}
-    key = kernel.__name__, str(signature), str({name: values[name] for name in constants}), str(chosen)
+    key = tuple(map(str, (capabilities, kernel, signature, {name: values[name] for name in constants}, chosen)))
     if key in compiled:
         return
     aligned = {
         (number,): [["tt.divisibility", 16]] for number, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or (signature[name] in ("i32", "i64") and values[name] % 16 == 0)
+        if signature[name].startswith("*") or (name in free - constants and values[name] % 16 == 0)
     }  # fmt: skip
-    for capability in SHARED:
+    if kernel.__name__ == "decode_kernel":
+        assert values["P"] >= 32 * chosen["num_warps"], "threads share places"
+    for capability in capabilities:
         options = dict(chosen)
         overlaps = {"PDL": True} if "PDL" in constants and capability >= 90 else {}
-        options |= {"launch_pdl": bool(overlaps)} | ({"num_stages": 1} if capability < 90 else {})
+        options |= {"launch_pdl": bool(overlaps)}
         source = ASTSource(kernel, signature, {name: values[name] for name in constants} | overlaps, aligned)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert made.asm["cubin"]
@@ -59,11 +67,12 @@ def compile_launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **k
 
 def main(cases: dict[str, Callable[[], None]], names: list[str]) -> None:
     JITFunction.run = compile_launch
-    for name in names:
-        cases[name]()
+    for size in sorted({*SHARED.values()}):
+        KERNELS._shared = size
+        capabilities[:] = [capability for capability, shared in SHARED.items() if shared == size]
+        for name in names:
+            cases[name]()
 
 
 if __name__ == "__main__":
-    from tests.gpu_cases import CASES
-
     main(CASES, sys.argv[1:] or [*CASES])

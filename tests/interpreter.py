@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.native import abi
 from h2o_stream.native.altup import AltUp, Laurel, Versions
 from h2o_stream.native.attention import Attention, Rope
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.modules import apply_norm, gated

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.native import batch, library, stepper
 from h2o_stream.native.abi import MatrixKind, Sharing
 from h2o_stream.native.batch import BatchStepper
-from h2o_stream.native.describe import describe
 from h2o_stream.native.pointers import Array
 from h2o_stream.runtime.model import RuntimeModel
 from tests.fixtures import make_llama

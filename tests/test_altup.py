@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from h2o_stream import CacheConfig, attach
+from h2o_stream.attachment.describe import describe
 from h2o_stream.native import library, stepper
 from h2o_stream.native.altup import Versions
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from tests.fixtures import with_exhaustive
 from tests.more_families import MORE

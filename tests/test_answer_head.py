@@ -12,9 +12,9 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from h2o_stream import CacheConfig, Conversation, Engine
+from h2o_stream.attachment.describe import describe
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
-from h2o_stream.native.describe import describe
 from h2o_stream.recall import answer_head
 from h2o_stream.recall.answer_head import AnswerHead, Floats, Text, find_head
 from h2o_stream.recall.index import PassageIndex

@@ -14,9 +14,9 @@ import numpy
 import pytest
 import torch
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.native import library, stepper
 from h2o_stream.native.abi import MatrixKind, Sharing
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, Matrix
 from h2o_stream.native.pointers import Array
 from h2o_stream.runtime.model import ServedRuntime

@@ -8,8 +8,9 @@ import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import OutOfMemoryError
@@ -19,18 +20,57 @@ from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import packed_cache
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import config_parameters, sources
+from h2o_stream.runtime.families import MODEL_TYPES
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import Checkpoint
+from tests.causal_models import make
 from tests.descriptions import difference, same_weights
 from tests.family_models import CHECKPOINTS, MODELS, TEXT
 from tests.fixtures import thinned, with_exhaustive
+from tests.interpreter import nudged
 from tests.test_first_start import chat
+from tests.test_native_families import DESCRIBED
 from tests.tolerance import relative_error
 
 DTYPES = ("float32", "bfloat16")
+
+ENTRIES = {"emu3_text_model": "emu3"}
+"""In transformers' map, of types with another name."""
+
+_WITHOUT = """
+Bamba Falcon-H1 Gemma-3n Gemma-4 gemma4 Granite-4 LFM lfm Laguna Llama-4 MiMo Moshi Nemotron OLMo-hybrid OPT Qwen-3.5
+Qwen3-Next StableLM
+"""
+NO_ROWS = {name for name in DESCRIBED if name.replace(" ", "-").startswith(tuple(_WITHOUT.split()))}
+"""Families that are described from files of GGUF and from modules only."""
+
+SMALL_CONFIGS = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
+"""What the defaults of published classes do not have, or not in a form that runs."""
+
+SHAPES = {
+    "intermediate_size", "num_key_value_heads", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "shared_intermediate_size", "kv_lora_rank", "q_lora_rank", "n_shared_experts", "n_routed_experts", "num_experts",
+    "num_local_experts", "num_shared_experts", "moe_num_experts", "moe_num_shared_experts",
+}  # fmt: skip
+"""Entries whose weights would have other shapes, or be there or not."""
+
+
+class Recorded(dict[str, Any]):
+    """Arrays, and the names of those that were read."""
+
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        super().__init__(arrays)
+        self.read = set[str]()
+
+    def get(self, name: str, otherwise: Any = None) -> Any:
+        self.read |= {name} & self.keys()
+        return super().get(name, otherwise)
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +106,11 @@ class TestDescription:
 
     def test_what_the_table_does_not_know(self, tmp_path: Path, words: Any) -> None:
         MODELS["Llama, YaRN"].make().save_pretrained(tmp_path)
-        with pytest.raises(DescriptionError, match="RoPE of type yarn"):
-            Checkpoint("x", tmp_path, "float32", "none")
-        MODELS["Cohere"].make().save_pretrained(tmp_path)
-        with pytest.raises(DescriptionError, match="cohere is not in the table"):
-            Checkpoint("x", tmp_path, "float32", "none")
+        config = tmp_path / "config.json"
+        for text, other, says in (("yarn", "spiral", "RoPE of type spiral"), ("llama", "x", "x is not in the table")):
+            config.write_text(config.read_text().replace(f'"{text}"', f'"{other}"'))
+            with pytest.raises(DescriptionError, match=says):
+                Checkpoint("x", tmp_path, "float32", "none")
 
     @pytest.mark.parametrize(
         "older", [{"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 5e5}]
@@ -84,6 +124,39 @@ class TestDescription:
         assert found.ropes[0] is not None
         assert expected.ropes[0] is not None
         numpy.testing.assert_array_equal(found.ropes[0].frequencies, expected.ropes[0].frequencies)
+
+
+class TestRows:
+    """Every type in the table, and families with settings of their own."""
+
+    @pytest.mark.every(8)
+    @pytest.mark.parametrize("name", [*MODEL_TYPES, *(name for name in DESCRIBED if name not in NO_ROWS)])
+    def test_the_logits_of_transformers(self, name: str, tmp_path: Path) -> None:
+        model = nudged(make(ENTRIES.get(name, name)) if name in MODEL_TYPES else DESCRIBED[name]())
+        model.save_pretrained(tmp_path)
+        source = Checkpoint(name, tmp_path, "float32", "none")
+        source._dense.arrays = arrays = Recorded(source._dense.arrays)
+        served = source.model(source.describe(print))
+        assert arrays.keys() - arrays.read == set()
+        moves = not (source.parameters.temperature or source.parameters.refused_positions)
+        config = CacheConfig(window=44, chunk=16, positions="gap" if moves else "absolute", budgets="equal")
+        with Engine(served, FileTokenizer(Tokenizer(models.BPE()), {}, None), config) as engine:
+            found = [engine.served.forward(TEXT[:23]), *(engine.served.forward([token]) for token in TEXT[23:40])]
+        expected = model(torch.tensor([TEXT[:40]])).logits[0, 22:]
+        assert relative_error(torch.from_numpy(numpy.stack(found)), expected) < 1e-4
+
+    @pytest.mark.every(4)
+    @pytest.mark.parametrize("name", MODEL_TYPES)
+    def test_what_a_config_leaves_out(self, name: str) -> None:
+        """Numbers are those of the published class, the model is refused, or shapes of weights are."""
+        config = {**CONFIG_MAPPING[name]().to_dict(), "architectures": ["XForCausalLM"]} | SMALL_CONFIGS.get(name, {})
+        whole = repr(config_parameters.parameters_of_config(config)[1])
+        for entry in config.keys() - SHAPES:
+            less = {key: value for key, value in config.items() if key != entry}
+            try:
+                assert repr(config_parameters.parameters_of_config(less)[1]) == whole, entry
+            except DescriptionError:
+                continue
 
 
 class TestServed:

@@ -222,7 +222,7 @@ class TestValuesInAnyCase:
     def test_policies_dtypes_and_choices(self, tiny_folder: Path) -> None:
         done = invoke(
             "h2o-chat", "-m", tiny_folder, "-p", "hi", "-n", 2, "--mode", "FULL", "--dtype", "Float32",
-            "--quantize", "NONE", "--recall", "OFF", "--positions", "Absolute", "--jsonl", "-",
+            "--quantize", "NONE", "--recall", "OFF", "--memory", "OFF", "--positions", "Absolute", "--jsonl", "-",
         )  # fmt: skip
         assert done.exit_code == 0, done.stderr
         run = records(done.stdout)[0]

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import abi, library
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.native.modules import matrix_of, norm_of
+from h2o_stream.native.modules import norm_of
 from h2o_stream.native.native_model import NativeModel
+from h2o_stream.native.torch_modules import matrix_of
 from tests.families import (
     FAMILIES,
     GROUPED,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from h2o_stream.native.describe import describe
+from h2o_stream import CacheConfig, attach
+from h2o_stream.attachment.describe import describe
 from h2o_stream.native.description import DescriptionError
 from tests.families import EXPERTS, FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES, tiny
 from tests.interpreter import TOKENS, error
@@ -113,6 +114,17 @@ class TestChanged:
         self.refused(llama, "model.layers.1.self_attn uses dropout in training mode")
         describe(llama.eval())
 
-    def test_sizes(self, llama: Any) -> None:
-        llama.model.layers[0].self_attn.head_dim = 12
-        self.refused(llama, "matrices that are not a whole number of heads of size 12")
+
+@pytest.mark.parametrize("change", [
+    lambda layer: setattr(layer.self_attn, "scaling", 0.5),
+    lambda layer: setattr(layer.mlp, "act_fn", nn.Mish()),
+    lambda layer: setattr(layer.post_attention_layernorm, "variance_epsilon", 0.5),
+])  # fmt: skip
+def test_what_only_logits_show(change: Callable[[Any], None], llama: Any) -> None:
+    """Also of a model that ran natively before."""
+    config = CacheConfig(window=12)
+    with attach(llama, config) as cache:
+        assert cache.engine_note.startswith("native")
+    change(llama.model.layers[1])
+    with attach(llama, config) as cache:
+        assert not cache.engine_note.startswith("native")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.config import PREFILL_STEP
+from h2o_stream.engine.device_logits import TensorLogits
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
@@ -67,6 +68,21 @@ class TestStream:
         assert [t.id for t in tokens[:-1]] == plain[: first + 1]
         assert tokens[-2].text == ""
         assert engine.cache.seen_tokens == 40 + first + 1
+
+    def test_replies_are_sampled_where_the_logits_are(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As on a GPU: the same tokens, and no logits are read on the host."""
+        replies = []
+        logits = engine.served._logits  # type: ignore[attr-defined]
+        for there in (False, True):
+            if there:
+                step = lambda token, guess: (TensorLogits(logits([token], 1)[-1]), 1)  # noqa: E731
+                monkeypatch.setattr(engine.served, "step", step)
+                monkeypatch.setattr(TensorLogits, "__array__", None)
+            engine.set_sampling(SamplingConfig(temperature=1, seed=3, max_tokens=12), reseed=True)
+            engine.reset()
+            list(engine.prefill(range(100, 140)))
+            replies.append(run(engine.decode())[0])
+        assert replies[0] == replies[1]
 
     def test_memory_is_flat_and_the_window_holds(self, talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
         sampling = SamplingConfig(temperature=0, max_tokens=60)

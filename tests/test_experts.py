@@ -11,10 +11,10 @@ import numpy
 import pytest
 import torch
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.config import CacheConfig
 from h2o_stream.native import library, stepper
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError, Matrix
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.pointers import Array

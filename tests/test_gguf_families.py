@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
+from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig, Positions
@@ -25,7 +26,6 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.gguf_weights import GgufWeights

@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
+from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig
@@ -18,7 +19,6 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.packed_experts import SplitExperts
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.describe import describe
 from h2o_stream.native.experts import Experts
 from tests.family_models import MODELS, written
 from tests.test_native_prompt import streamed

@@ -1,7 +1,8 @@
 """Captured steps, as far as a CPU can tell: what is captured reads nothing on the host, and replays go on exactly.
 
-A recording here is the step itself, run again by every replay on the inputs it was recorded with. Capturing it runs it
-under a mode that refuses what a CUDA graph cannot hold, and leaves the cache as it was.
+A recording here is a list of operations and the tensors they had: a replay runs these again, and no Python between
+them, and writes their results where they were. Capturing refuses what a CUDA graph cannot hold, and leaves the cache as
+it was.
 """
 
 import warnings
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.recurrent import states_of
@@ -32,13 +34,19 @@ FROM_HOST = {
 
 
 class HostFree(TorchDispatchMode):
-    """Refuses operations that a captured graph cannot hold."""
+    """Refuses operations that a captured graph cannot hold, and lists the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         by_mask = func.overloadpacket is aten.index and any(x is not None and x.dtype == torch.bool for x in args[1])
         if func.overloadpacket in FROM_HOST or by_mask:
             raise RuntimeError(f"{func} while a step is captured")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
 
 
 class Recording:
@@ -50,17 +58,21 @@ class Recording:
     def __init__(self, cache: Any, step: Callable[[], Tensor]) -> None:
         held = [group.tensors() for group in cache.head_groups] + [*map(states_of, cache.recurrent_layers)]
         before = [(x, x.clone()) for tensors in held for x in tensors.values()]
-        self._step = step
         try:
-            with HostFree():
+            with HostFree() as mode:
                 self.logits = step()
         finally:
             for tensor, value in before:
                 tensor.copy_(value)
+        self._calls = mode.calls
         Recording.made += 1
 
+    @torch.no_grad()
     def replay(self) -> None:
-        self.logits.copy_(self._step())
+        for func, args, kwargs, results in self._calls:
+            for old, new in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # no view, and not in place
+                    old.copy_(new)
         Recording.replays += 1
 
 

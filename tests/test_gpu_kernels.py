@@ -1,7 +1,11 @@
 """The kernels for GPUs under Triton's interpreter, against the eager cache. `tests/test_gpu.py` runs them."""
 
+import inspect
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -64,8 +68,62 @@ def test_as_the_eager_layer(name: str) -> None:
     compare(cases()[name])
 
 
-def compare(case: Case) -> None:
-    eager, ours = Eager(case), Eager(case, kernels())
+class Programs:
+    """Runs the programs of a launch in threads, one at a time, the last one first; those of a KV head wait where they
+    meet.
+    """
+
+    def __init__(self) -> None:
+        from triton.runtime.interpreter import interpreter_builder
+
+        self.builder, self.turn, self.meetings = interpreter_builder, threading.Lock(), 0
+        self.barriers: dict[int, threading.Barrier] = {}
+
+    def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
+        from triton.runtime.interpreter import _implicit_cvt, _patch_lang
+
+        known, scope = inspect.getfullargspec(executor.fn).args, _patch_lang(executor.fn)
+        found = inspect.getcallargs(executor.fn, *args, **{k: v for k, v in kwargs.items() if k in known})
+        found = {name: x if name in executor.constexprs else _implicit_cvt(x) for name, x in found.items()}
+        heads, members, *_ = *executor.grid, 1, 1
+        self.builder.set_grid_dim(heads, members, 1)
+        self.barriers = {head: threading.Barrier(members, timeout=60) for head in range(heads)}
+
+        def program(place: tuple[int, int]) -> None:
+            with self.turn:
+                self.builder.set_grid_idx(*place, 0)
+                executor.fn(**found)
+
+        with ThreadPoolExecutor(heads * members) as threads:
+            [*threads.map(program, reversed([*product(range(heads), range(members))]))]
+        scope.restore()
+
+    def meet(self, arrived: Any, count: Any, split: Any) -> None:
+        if getattr(split, "value", split):
+            place, self.meetings = self.builder.grid_idx, self.meetings + 1
+            self.turn.release()
+            self.barriers[int(place[0])].wait()
+            self.turn.acquire()
+            self.builder.set_grid_idx(*place)
+
+
+@pytest.mark.parametrize(("name", "sharing"), [("a window of 200", 1024), ("a window of 200", 16)])
+def test_programs_in_another_order(monkeypatch: pytest.MonkeyPatch, name: str, sharing: int) -> None:
+    """Splits that end last to first, and programs of a prompt that divide the queries, or the keys, too."""
+    from triton.runtime.interpreter import GridExecutor
+
+    programs = Programs()
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: programs.launch(*args, **kwargs))
+    monkeypatch.setattr("h2o_stream.gpu.prompt.meet", programs.meet)
+    monkeypatch.setattr("h2o_stream.gpu.kernels._SHARING_WINDOW", sharing)
+    compare(cases()[name], processors=1000)
+    assert programs.meetings
+
+
+def compare(case: Case, processors: int = 0) -> None:
+    gpu = kernels()
+    gpu._processors = processors
+    eager, ours = Eager(case), Eager(case, gpu)
     for call, counts in enumerate(case.prompts):
         wanted, got = eager.attend(call), ours.attend(call).float()
         there = torch.arange(got.shape[1]) < torch.tensor(counts)[:, None]

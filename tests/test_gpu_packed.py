@@ -9,11 +9,11 @@ import numpy
 import pytest
 import torch
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.config import ModelConfig
 from h2o_stream.gpu import available
 from h2o_stream.loading import transformers_model
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.native.describe import describe
 from h2o_stream.native.gguf_types import TensorType
 from tests.fixtures import ids, make_llama
 from tests.gguf_files import write_model
@@ -45,6 +45,9 @@ def test_as_the_package_gguf(name: str) -> None:
     linear = BlockLinear(torch.from_numpy(blocks), kind, columns, torch.randn(6))
     assert torch.allclose(unpack(linear.matrix(), torch.float32), expected, rtol=1e-6, atol=1e-7)
     x = torch.randn(3, columns)
+    few = linear(x.half()[None])
+    wanted = torch.nn.functional.linear(x.half().double(), expected.double(), linear.bias.double())[None]
+    assert torch.allclose(few.double(), wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()))
     for inputs in (x, x[:1]):
         wanted = torch.nn.functional.linear(inputs.double(), expected.double(), linear.bias.double()).float()
         assert torch.allclose(linear(inputs), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))

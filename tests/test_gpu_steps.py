@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.gpu import available, graphs
 from h2o_stream.gpu.graphs import WARM_UP, GraphSteps
+from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.torch_modules import DTYPES
 from tests.families import FAMILIES
 from tests.fixtures import ids as tokens
 from tests.fixtures import make_llama
@@ -61,18 +64,32 @@ def test_experts(name: str) -> None:
     check(model, CacheConfig(window=24, chunk=16), 1)
 
 
-def test_bfloat16() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_bytes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """No further from float32 than the eager way, by much."""
+    monkeypatch.setitem(DTYPES, torch.float16, MatrixKind.BFLOAT16)  # as on a GPU
     model, config = make_llama(groups=2, layers=1, size=16), CacheConfig(window=24, chunk=16)
     exact = streams(model, config, "eager", 1)[0]
-    model = model.to(torch.bfloat16)
+    model = model.to(dtype)
     ours, theirs = (streams(model, config, engine, 1, note)[0] for engine, note in (("auto", "fused"), ("eager", "")))
     errors = [[relative_error(a.float(), b) for a, b in zip(logits, exact, strict=True)] for logits in (ours, theirs)]
     assert sum(errors[0]) <= 1.5 * sum(errors[1])
 
 
 def test_fused_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a recording that refuses to read on the host."""
+    """By a recording that refuses to read on the host; of a launch it has the arguments."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def recorded_launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        mode = _get_current_dispatch_mode()
+        if mode is not None:
+            mode.calls.append((launch, (self, *args), kwargs, None))
+        with _disable_current_modes():
+            launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", recorded_launch)
     monkeypatch.setattr(graphs, "why_not", lambda cache, device: "")
     recorded = lambda forward, cache: GraphSteps(forward, cache, lambda step: Recording(cache, step))  # noqa: E731
     monkeypatch.setattr("h2o_stream.gpu.steps.GraphSteps", recorded)

@@ -16,7 +16,7 @@ from tests.test_streams import LINES
 
 ROOT = Path(h2o_stream.__file__).parent
 LAYERS = (
-    "base", "config", "cache", "native", "attachment", "models", "runtime", "loading", "engine", "recall", "session",
+    "base", "config", "cache", "native", "models", "runtime", "attachment", "loading", "engine", "recall", "session",
     "serve", "compare", "ui", "cli",
 )  # fmt: skip
 """A layer imports only layers before it, except for a `__main__`, which is a command."""

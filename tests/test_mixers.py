@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
+from h2o_stream.attachment.describe import describe
 from h2o_stream.cache.arrays import to_array, to_arrays, to_tensors
 from h2o_stream.cache.recurrent import states_of
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.packing import pack
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,14 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder in which libraries are searched for."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     return tmp_path
+
+
+def test_instructions_of_vectors_come_in_by_one_door():
+    """And by those of hardware that only some x86 processors have."""
+    doors = {"simd.h", "simd_bytes.h", "bfloat16_units.h", "bfloat16_units.cpp", "denormals.h", "event_counter.h"}
+    sources = (Path(abi.__file__).parent / "src").iterdir()
+    used = re.compile(r"\b_mm\d*_|\b__m\d+|\bv[a-z0-9]+_[a-z_]*[suf](?:8|16|32|64)\(|\basm\(")
+    assert {path.name for path in sources if used.search(path.read_text(encoding="utf-8"))} - doors == set()
 
 
 def test_compiled_where_there_is_a_compiler():

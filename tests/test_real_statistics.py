@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment import native_steps, verification
+from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.attachment.support import layer_specs
 from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.config import ModelConfig
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.native.abi import NormKind
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.modules import norm_of
 from h2o_stream.native.probing import only_match

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.cache.rotations import Rotations
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
@@ -23,7 +24,6 @@ from h2o_stream.models.fitting import dtype_name
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.precision import allowed_dtypes
 from h2o_stream.native import library
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import sources
 from h2o_stream.runtime.measured import read_windows, shipped_digest

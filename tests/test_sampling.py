@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, SamplingConfig
 from h2o_stream.config import BENCH_TEMPERATURES, DEFAULT_TEMPERATURE, FOCUSED_TEMPERATURE, model_sampling
+from h2o_stream.engine.device_logits import TensorLogits
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.sampling import (
     LOOP_LENGTH,
@@ -28,9 +29,9 @@ from h2o_stream.engine.sampling import (
     check_rng_state,
     largest,
     nucleus,
-    penalized,
     repeating,
     resolve,
+    with_changes,
 )
 from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.models.generation_config import GenerationConfig
@@ -131,7 +132,8 @@ class TestSampling:
         tokens = torch.cat([torch.randint(0, 500, (300,), generator=random), torch.tensor([7, 3, 3])])
         before = scores.clone()
         expected = RepetitionPenaltyLogitsProcessor(penalty)(tokens[None], scores[None])[0]
-        assert np.array_equal(penalized(scores.numpy(), tokens.numpy(), penalty), expected)
+        sampler = Sampler(SamplingConfig(repetition_penalty=penalty), None)
+        assert np.array_equal(with_changes(scores.numpy(), sampler._penalties(tokens.tolist())), expected)
         assert torch.equal(scores, before), "the model's logits stay as they were"
         assert not torch.equal(expected, before)
 
@@ -223,7 +225,7 @@ class TestSequences:
     def loss(self, reply: list[int], token: int, **settings: float) -> float:
         """What a token loses after a reply."""
         config = SamplingConfig(temperature=0, **({"dry_multiplier": 0.5, "dry_base": 2.0} | settings))  # type: ignore[arg-type]
-        return -float(Sampler(config, None)._penalized(np.zeros(64, np.float32), reply)[token])
+        return -float(with_changes(np.zeros(64, np.float32), Sampler(config, None)._penalties(reply))[token])
 
     @pytest.mark.parametrize(("allowed", "loss"), [(1, 2.0), (2, 1.0), (3, 0.5), (4, 0.0)])
     def test_by_its_length(self, allowed: int, loss: float) -> None:
@@ -344,6 +346,35 @@ def test_equal_scores_and_forbidden_tokens() -> None:
         sampler = Sampler(SamplingConfig(temperature=1.0, seed=0, **settings), None)
         assert sampler.candidates(scores)[0].tolist() == [1, 3]
         assert {sampler.sample(scores, []) for _ in range(50)} == {1, 3}
+
+
+@in_turn("settings", [
+    {"temperature": 0}, {"temperature": 0, "repetition_penalty": 1.3}, {}, {"temperature": 1e-30}, {"top_p": 1.0},
+    {"top_k": 7}, {"top_k": 900, "top_p": 1.0}, {"min_p": 0.05, "top_p": 1.0}, {"temperature": 1.3, "top_p": 0.999},
+    {"repetition_penalty": 1.2, "top_k": 40, "min_p": 0.01}, {"dry_multiplier": 2.0, "dry_allowed_length": 1},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repeat_last_n": 4, "logit_bias": ((3, 5.0), (7, -100.0))},
+    {"min_tokens": 50, "logit_bias": ((5, 30.0),)},
+])  # fmt: skip
+def test_a_device_samples_the_same(settings: dict[str, Any]) -> None:
+    """Masks on a device and lists on the host, with ties as of bfloat16."""
+    here, there = (Sampler(SamplingConfig(**({"temperature": 0.8, "seed": 1} | settings)), None) for _ in range(2))
+    reply = [3, 5, 5, 8, 3, 5]
+    for sampler in (here, there):
+        sampler.end_tokens, sampler.forbidden = [5, 6], {5: 9}
+    for scores in 2 * torch.randn(30, 500, generator=torch.Generator().manual_seed(1)):
+        scores[[5, 9, 11]] = torch.tensor([9.0, 9.0, -torch.inf])
+        logits = scores.bfloat16().float()
+        assert here.sample(logits.numpy(), reply) == there.sample(TensorLogits(logits), reply)
+    assert np.array_equal(here.rng_state, there.rng_state)
+
+
+def test_a_device_samples_nothing_from_what_is_no_number_and_leaves_masks_to_the_host() -> None:
+    logits = TensorLogits(torch.tensor([1.0, torch.nan]))
+    for temperature in (0, 1):
+        with pytest.raises(H2OStreamError, match="not numbers"):
+            Sampler(SamplingConfig(temperature=temperature), None).sample(logits)
+    sampler = Sampler(SamplingConfig(temperature=0), None)
+    assert sampler.sample(TensorLogits(torch.tensor([2.0, 1.0])), (), lambda scores: scores - [9, 0]) == 1
 
 
 @pytest.mark.every(2)

@@ -155,3 +155,5 @@ def test_the_command_that_installs_works_here(monkeypatch: pytest.MonkeyPatch) -
     assert install_command("rouge-score") == ".venv/bin/python -m pip install -c constraints.txt rouge-score"
     monkeypatch.chdir(ROOT / "docs")
     assert install_command("x") == f"{ROOT}/.venv/bin/python -m pip install -c {ROOT}/constraints.txt x"
+    monkeypatch.setattr("h2o_stream.errors.find_spec", lambda name: None)  # as uv makes environments
+    assert install_command("x") == f"uv pip install --python {ROOT}/.venv/bin/python -c {ROOT}/constraints.txt x"

@@ -79,18 +79,19 @@ def test_what_a_grammar_leaves_is_guessed(opened: Callable[..., Engine], served_
     assert texts[0].startswith("{")
     assert same_states(*engines)
     passes = [engine.speculation.passes for engine in engines]
-    assert passes[0] <= 0.8 * passes[1]
+    assert passes[0] <= 0.4 * passes[1]
 
 
 def test_what_followed_the_longest_sequence_is_guessed_the_newest_first() -> None:
-    def guessed(*tokens: int) -> tuple[list[int], int]:
-        return followers(numpy.array(tokens, numpy.int32))
+    def guessed(*tokens: int) -> list[list[tuple[int, int]]]:
+        return [[*map(tuple, found)] for found in followers(numpy.array(tokens, numpy.int32))]
 
-    assert guessed(1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3) == ([9, 1, 2, 4, 8, 1, 2], 3)
-    assert guessed(1, 2, 7, 1, 2, 8, 1, 2)[0][0] == 8
-    assert guessed(1, 2, 3, 4, 1) == ([], 0)
-    assert guessed(1) == ([], 0)
-    assert guessed(3, 3, 3) == ([3], 2)
+    first, second = guessed(1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3)[0], guessed(1, 2, 7, 1, 2, 8, 1, 2)
+    assert first == [(9, 3), (1, 4), (2, 5), (4, 6), (8, 7), (1, 8), (2, 9)]
+    assert [found[0][0] for found in second] == [8, 7]
+    assert guessed(1, 2, 3, 4, 1) == []
+    assert guessed(1) == []
+    assert guessed(3, 3, 3) == [[(3, 2)]]
 
 
 def test_guesses_that_do_not_pay_are_not_made() -> None:
@@ -103,9 +104,9 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
             self.guesses = guess()
             return None, 1 + len(self.guesses)
 
-    for cost, right, wanted in ((1.0, 0.9, 2), (9.0, 0.9, 0), (1.0, 0.0, 0)):
+    for cost, right, wanted in ((1.0, 0.9, 2), (19.0, 0.9, 0), (1.0, 0.0, 0)):
         speculation, served = Speculation("auto"), Model()
-        speculation._step_s, speculation._cost_factor, speculation._right = 1.0, cost, [right] * 6
+        speculation._step_s, speculation._cost_factor, speculation._right = 1.0, cost, [right] * 8
         speculation.step(served, tokens, 2)  # type: ignore[arg-type]
         assert len(served.guesses) == wanted
     off = Speculation("off")

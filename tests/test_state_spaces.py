@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from h2o_stream import CacheConfig
+from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.verification import Verification
 from h2o_stream.native import library
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.mixers import Mamba2
 from tests.families import FAMILIES, GROUPED, MULTIPLIERS, STATE_SPACE, tiny

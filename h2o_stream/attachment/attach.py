@@ -29,6 +29,7 @@ from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.sizing import provisional, sized
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
+from h2o_stream.gpu import available
 from h2o_stream.native import kernels, library
 
 
@@ -68,7 +69,8 @@ def attach(
     model = _transformers_model(model)
     if getattr(model, "_h2o_cache", None) is not None:
         raise H2OStreamError(f"{type(model).__name__} is attached already; leave that block first")
-    with torch.autocast(input_device(model).type, enabled=False):  # its rounding is no difference of ours
+    device = input_device(model)
+    with torch.autocast(device.type, enabled=False), available.on(device):  # its rounding is no difference of ours
         cache, verification = _build(model, config, progress)
         stepper = _steps(model, cache, verification, engine)
     attention = attention_names(model)

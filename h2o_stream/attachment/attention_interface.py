@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.layer import LayeredCache
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
+from h2o_stream.native.gradients import without_gradient
 
 ATTENTION_NAME = "h2o_stream"
 

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_stream.attachment.attention_interface import attention_names, using_attention
-from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.attachment.stream_handle import StreamHandle, cache_of
 from h2o_stream.cache.arguments import tokens_in
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.native.gradients import without_gradient
 
 _HANDLED = {
     "input_ids",
@@ -178,12 +178,13 @@ class AttachedForward:
         self.cache.reset()
 
     def _output(self, kwargs: dict[str, Any]) -> Any:
-        logits = self.stepper.logits(kwargs) if self.stepper and self._is_for(self.stepper, kwargs) else None
-        if logits is None:
-            self.cache.use_own_dtypes()
-            output = self.forward(**self._with_all_queries(kwargs))
-            self.cache.count_forward()
-            return output
+        with torch.cuda.device_of(tokens_in(kwargs)):  # on which Triton launches kernels
+            logits = self.stepper.logits(kwargs) if self.stepper and self._is_for(self.stepper, kwargs) else None
+            if logits is None:
+                self.cache.use_own_dtypes()
+                output = self.forward(**self._with_all_queries(kwargs))
+                self.cache.count_forward()
+                return output
         if torch.is_grad_enabled():
             logits = without_gradient(logits, next((p for p in self._model.parameters() if p.requires_grad), None))
         return self._as_asked(logits, kwargs)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.forward import Steps
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.attachment.verification import Verification
@@ -18,7 +19,6 @@ from h2o_stream.base.resources import version_of
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.gpu import available, graphs
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.model_guard import ModelGuard
 
@@ -63,7 +63,8 @@ def _set_kernels(model: Any, cache: H2OCache, verification: Verification) -> str
     if cache.storage_device is not None or len({x.device for x in model.parameters()}) > 1:
         return "keys and values, or weights, are on several devices"
     try:
-        from h2o_stream.gpu.kernels import GpuKernels, why_not
+        from h2o_stream.gpu.groups import why_not
+        from h2o_stream.gpu.kernels import GpuKernels
     except ImportError as error:
         return f"{_triton()} is another one than is needed: {error}"
     if reason := next(filter(None, map(why_not, cache.head_groups)), ""):

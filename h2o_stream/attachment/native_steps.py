@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from typing import Any
 
+from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.attachment.verification import Verification
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.native import library
-from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.native_model import NativeModel

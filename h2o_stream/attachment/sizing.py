@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from h2o_stream.native.describe import describe
+from h2o_stream.attachment.describe import describe
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.experts import Experts
 

@@ -98,8 +98,11 @@ def _cache_arguments(
     rolling: bool | None = None,
     cache_size: str | None = None,
     cache_device: CacheDevice = CacheConfig.device,
+    memory: str = "off",
     **values: Any,
 ) -> dict[str, Any]:
+    if memory.lower() not in ("off", "auto"):
+        parse_bytes(memory, "--memory")
     if rolling is not None:
         positions = "rolling" if rolling else "absolute"
         if values["positions"] not in (None, positions):
@@ -143,6 +146,7 @@ CACHE_ARGUMENTS = Group(
     long_term=Option("h2o: weight of the long-term score. (default: by policy)"),
     cache_size=Option("Bytes of the cache, as 6MiB: chooses the window, in 6 bits; replaces --window."),
     cache_device=Option("Keys and values: where layers compute, in host memory, or in files."),
+    memory=Option("Does nothing any more: larger windows keep what it kept. Scripts may still give it.", hidden=True),
 )
 
 CACHE = Group(

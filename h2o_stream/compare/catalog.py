@@ -295,29 +295,6 @@ class SpeedOptions(ComparisonOptions):
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DivergenceOptions(ComparisonOptions):
-    """How near decode steps are to the exact model, beside llama.cpp's.
-
-    The exact model is that of transformers in float32, on the numbers of the file. All engines get the same tokens one
-    by one and keep all of them.
-    """
-
-    comparison = "h2o_stream.compare.divergence:Divergence"
-    page = "h2o_stream.ui.pages.divergence:page"
-
-    text: Annotated[Path, Option("A text file, read by all.")]
-    tokens: Annotated[int, Option("Tokens fed.", min=1)] = 496
-    peers: Annotated[
-        Sequence[str],
-        Option(
-            "Other engines: llama.cpp, ik_llama.cpp (extra bench).",
-            parse=some_of("peer", ("llama.cpp", "ik_llama.cpp"), may_be_none=True),
-        ),
-    ] = ("llama.cpp",)
-    engine: EngineChoice = "auto"
-
-
 def manual_file(folder: Path) -> Path:
     """The manual of Python, as a file in a folder."""
     path = folder / "manual.txt"
@@ -338,7 +315,6 @@ COMPARISONS: Registry[type[ComparisonOptions]] = Registry(
         "recall": RecallOptions,
         "summarize": SummarizeOptions,
         "speed": SpeedOptions,
-        "divergence": DivergenceOptions,
     },
     _options_class,
 )

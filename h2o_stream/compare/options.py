@@ -76,6 +76,9 @@ def configs_of(
 VARIANTS: Registry[Any] = Registry("h2o_stream.variants", {}, lambda named: named)
 """Comparisons of other packages that take the options of one of ours: see `ComparisonOptions.variant`."""
 
+RUNNERS: Registry[Any] = Registry("h2o_stream.runners", {}, lambda named: named)
+"""What runs jobs elsewhere: ``run_on_cluster`` of the laboratory, say, and others that take the same."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class InAll:

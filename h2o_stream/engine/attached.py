@@ -16,6 +16,8 @@ from h2o_stream.attachment.model_facts import context_of, input_device, learned_
 from h2o_stream.base.progress import ProgressCallback
 from h2o_stream.cache.arrays import to_arrays, to_tensors
 from h2o_stream.config import PREFILL_STEP_MAX, CacheConfig, EngineChoice, prefill_step
+from h2o_stream.engine.device_logits import TensorLogits
+from h2o_stream.engine.logits import Logits
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.tensor_stepper import TensorStepper
 from h2o_stream.runtime.first_layers import FirstLayers, first_layers
@@ -50,9 +52,11 @@ class AttachedModel:
         logits: NDArray[numpy.float32] = self._logits(tokens, 1)[-1].cpu().numpy()
         return logits
 
-    def step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[NDArray[numpy.float32], int]:
-        """Feed a token to the stream, without guesses."""
-        return self.forward([token]), 1
+    @torch.no_grad()
+    def step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[Logits, int]:
+        """Feed a token to the stream, without guesses. On a GPU, nothing waits until the next is sampled."""
+        logits = TensorLogits(self._logits([token], 1)[-1])
+        return (logits if self._device.type == "cuda" else numpy.asarray(logits)), 1
 
     def take_back(self) -> None:
         """Nothing: there are no guesses."""

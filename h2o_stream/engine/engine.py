@@ -29,7 +29,8 @@ from h2o_stream.config import (
 )
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.grammar import Grammar, Matcher
-from h2o_stream.engine.sampling import Sampler, Scores, check_rng_state
+from h2o_stream.engine.logits import Logits
+from h2o_stream.engine.sampling import Sampler, check_rng_state
 from h2o_stream.engine.served import StreamCache, serve
 from h2o_stream.engine.speculation import Speculation
 from h2o_stream.engine.text import TextStream
@@ -94,7 +95,7 @@ class Engine:
         self.tokens = NumberLog()
         self.end_tokens = end_tokens(self.served.generation, tokenizer)
         self.speculation = Speculation(speculate)
-        self._logits: Scores | None = None
+        self._logits: Logits | None = None
         self._stream = self.cache.stream_number
 
     def __enter__(self) -> Self:
@@ -314,7 +315,7 @@ class Engine:
         if self.torn:
             raise H2OStreamError(TORN_MESSAGE)
 
-    def forward(self, tokens: Sequence[int], step: Callable[[], Scores] | None = None) -> Iterator[Never]:
+    def forward(self, tokens: Sequence[int], step: Callable[[], Logits] | None = None) -> Iterator[Never]:
         """Take tokens through the model; a token of a reply by `step`. Yields nothing; an engine that is stepped with
         others waits for it here.
 
@@ -333,7 +334,7 @@ class Engine:
             ) from error
         yield from ()
 
-    def _speculate(self, most: int, matcher: Matcher | None) -> Scores:
+    def _speculate(self, most: int, matcher: Matcher | None) -> Logits:
         """Take the last token through the model, with at most so many guesses. Returns the logits after it."""
         if (limit := self._max_tokens()) is not None:
             most = min(most, max(limit - len(self.tokens), 0))
@@ -344,7 +345,7 @@ class Engine:
         self._logits = None
         self.tokens = self.tokens.append(tokens)
 
-    def finish(self, logits: Scores) -> None:
+    def finish(self, logits: Logits) -> None:
         """Note that they are in the cache, and the logits [V] after the last one."""
         self._logits = logits
 

@@ -29,30 +29,32 @@ from h2o_stream.config import (
     FOCUSED_TEMPERATURE,
     SamplingConfig,
 )
+from h2o_stream.engine.logits import (
+    BANNED,
+    HIGH_SCORE,
+    LOW_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Changes,
+    DeviceLogits,
+    Draw,
+    Logits,
+    Scores,
+    TokenIds,
+    changed,
+)
 from h2o_stream.errors import ConfigError, H2OStreamError
 
-Scores = NDArray[np.float32]
-TokenIds = NDArray[np.int64]
 RngState = NDArray[np.uint8]
 
 _NUCLEUS_CUTOFFS = 1e-4, 1e-6, 1e-45
 """The nucleus is searched among tokens above the first probability, then above the second, then among all that have
 one: float32 has no smaller number than the third."""
 
-_LOW_TEMPERATURE, _HIGH_SCORE = 1e-3, 1e20
-"""Beyond these, quotients of scores may not be numbers of float32: those of differences are."""
-
-_MIN_TEMPERATURE = 1e-20
-"""Lower ones are taken for this: the likeliest token is certain long before, and float32 has quotients of logits."""
-
 _MIN_SCORE = float(np.finfo(np.float32).min)
 """All scores but -inf are at least this."""
 
 _BLOCKS = 1024
 """Blocks of scores whose peaks bound the largest scores: partitioning all of them takes longer than all else."""
-
-BANNED = -1e30
-"""The score of a token that must not be sampled, unless a grammar leaves no other: below any logit, and finite."""
 
 _GREEDY_BELOW = 1e-6
 """Float32 has no differences between logits that such a temperature would not make certain."""
@@ -118,7 +120,7 @@ class Sampler:
         self._dry, self._dry_allowed = float(self.settings["dry_multiplier"]), int(self.settings["dry_allowed_length"])
         self._config = config
         self._biased_ids = np.array([token for token, _ in config.logit_bias], np.int64)
-        self._biases = np.array([bias for _, bias in config.logit_bias], np.float32)
+        self._bias_values = np.array([bias for _, bias in config.logit_bias], np.float32)
         self._bits = PCG64(self.seed)
         self._random = Generator(self._bits)
 
@@ -142,30 +144,27 @@ class Sampler:
         bits["state"]["inc"] = int.from_bytes(data[16:], "little")
         self._bits.state = bits
 
-    def sample(self, logits: Scores, reply: Sequence[int] = (), mask: Callable[[Scores], Scores] | None = None) -> int:
+    def sample(self, logits: Logits, reply: Sequence[int] = (), mask: Callable[[Scores], Scores] | None = None) -> int:
         """The next token.
 
         Args:
-            logits: [V] float32.
+            logits: [V] float32, here or on a device.
             reply: the tokens of the reply so far, to which the penalties apply.
             mask: makes the scores of tokens that must not come next -inf, in a copy.
 
         Raises:
             H2OStreamError: the logits contain NaN or infinity.
         """
+        if not isinstance(logits, np.ndarray):
+            if not mask and not self.forced:
+                return self._sample_there(logits, reply)
+            logits = np.asarray(logits)
         top = int(logits.argmax())  # a NaN, if there is one
-        if not math.isfinite(logits[top]):
-            raise H2OStreamError(
-                f"the model's logits are not numbers ({logits[top]}): its weights are damaged or overflow their dtype; "
-                "try --dtype float32"
-            )
+        _check(float(logits[top]))
         if self.forced:
             return self.forced.pop(0)
-        scores = self._biased(logits, reply)
-        scores = self._penalized(mask(scores) if mask else scores, reply)
-        if reply and (forbidden := self.forbidden.get(reply[-1])) is not None:
-            scores = scores.copy()
-            scores[forbidden] = BANNED
+        scores = with_changes(logits, self._biases(reply))
+        scores = with_changes(mask(scores) if mask else scores, self._penalties(reply))
         if scores is not logits:
             top = int(scores.argmax())
         if self.greedy:
@@ -174,44 +173,55 @@ class Sampler:
         mass = _relative(scores).cumsum(dtype=np.float64)
         return int(ids[mass.searchsorted(self._random.random() * mass[-1], side="right")])
 
-    def _biased(self, logits: Scores, reply: Sequence[int]) -> Scores:
-        """Scores with what was asked for single tokens; without that, the logits themselves."""
-        early = len(reply) < self._config.min_tokens
-        if not early and not len(self._biases):
-            return logits
-        scores = logits.copy()
-        scores[self._biased_ids] += self._biases
-        if early:
-            scores[self.end_tokens] = BANNED
-        return scores
+    def _sample_there(self, logits: DeviceLogits, reply: Sequence[int]) -> int:
+        """The next token, chosen where the logits are: the same one, unless rounding decides."""
+        draw = None
+        if not self.greedy:
+            draw = Draw(self._temperature_now, self._top_k, self._top_p, self._min_p, self._random.random())
+        token, peak = logits.sample((self._biases(reply), self._penalties(reply)), draw)
+        _check(peak)
+        return token
 
-    def _penalized(self, logits: Scores, reply: Sequence[int]) -> Scores:
-        """Scores with all penalties; without any, the logits themselves."""
-        count, config, scores = len(reply), self._config, logits
+    def _biases(self, reply: Sequence[int]) -> Changes | None:
+        """What was asked for single tokens."""
+        ends = self.end_tokens if len(reply) < self._config.min_tokens else []
+        if not ends and not len(self._biased_ids):
+            return None
+        changes = Changes.none(self._biased_ids, ends)
+        changes.added[changes.places(self._biased_ids)] = self._bias_values
+        changes.banned[changes.places(ends)] = True
+        return changes
+
+    def _penalties(self, reply: Sequence[int]) -> Changes | None:
+        """All penalties of a reply, and what must not follow it."""
+        config, count = self._config, len(reply)
         if config.repeat_last_n >= 0:
             count = min(config.repeat_last_n, count)
-        if not count:
-            return logits
-        tokens = np.array(reply[-count:], dtype=np.int64)
-        if self._penalty != 1:
-            scores = penalized(scores, tokens, self._penalty)
-        if config.frequency_penalty or config.presence_penalty:
-            ids, counts = np.unique(tokens, return_counts=True)
-            scores = scores.copy()
-            scores[ids] -= (config.frequency_penalty * counts + config.presence_penalty).astype(np.float32)
-        if self._dry:
-            ids, lengths, distances = repeating(tokens)
-            losses = _dry_losses(
-                self._dry, config.dry_base, lengths, self._dry_allowed or np.maximum(distances, LOOP_LENGTH)
-            )
-            if not self._dry_allowed:
-                repeated = _dry_losses(self._dry, config.dry_base, lengths, SAID_LENGTH)
-                losses = np.maximum(losses, np.minimum(repeated, MAX_SAID_LOSS))
-            if losses.any():
-                loss = np.zeros_like(scores)
-                np.maximum.at(loss, ids, losses)
-                scores = scores - loss
-        return scores
+        tokens = np.array(reply[len(reply) - count :], dtype=np.int64)
+        banned = [self.forbidden[token] for token in reply[-1:] if token in self.forbidden]
+        said = counts = tokens[:0]
+        if self._penalty != 1 or config.frequency_penalty or config.presence_penalty:
+            said, counts = np.unique(tokens, return_counts=True)
+        repeated, losses = self._repetitions(tokens) if self._dry and count else (tokens[:0], np.zeros(0, np.float32))
+        if not (banned or len(said) or len(repeated)):
+            return None
+        changes = Changes.none(said, repeated, banned)
+        lost = np.zeros(len(changes.ids), np.float32)
+        np.maximum.at(lost, changes.places(repeated), losses)
+        lost[changes.places(said)] += config.frequency_penalty * counts + config.presence_penalty
+        changes.factors[changes.places(said)] = self._penalty
+        changes.banned[changes.places(banned)] = True
+        return changes._replace(added=-lost)
+
+    def _repetitions(self, tokens: TokenIds) -> tuple[TokenIds, Scores]:
+        """Tokens that would lengthen a sequence, and what they lose."""
+        ids, lengths, distances = repeating(tokens)
+        allowed, base = self._dry_allowed or np.maximum(distances, LOOP_LENGTH), self._config.dry_base
+        losses = _dry_losses(self._dry, base, lengths, allowed)
+        if not self._dry_allowed:
+            repeated = _dry_losses(self._dry, base, lengths, SAID_LENGTH)
+            losses = np.maximum(losses, np.minimum(repeated, MAX_SAID_LOSS))
+        return ids[losses > 0], losses[losses > 0]
 
     @property
     def _temperature_now(self) -> float:
@@ -223,9 +233,9 @@ class Sampler:
         if (temperature := self._temperature_now) != 1:
             peak = scores.max()
             with np.errstate(over="ignore"):  # of tokens without any probability
-                if temperature < _LOW_TEMPERATURE or abs(peak) > _HIGH_SCORE:
+                if temperature < LOW_TEMPERATURE or abs(peak) > HIGH_SCORE:
                     scores = scores - peak
-                scores = scores / np.float32(max(temperature, _MIN_TEMPERATURE))
+                scores = scores / np.float32(max(temperature, MIN_TEMPERATURE))
         ids = None
         if self._top_k or self._top_p == 1:
             ids = at_least(scores, largest(scores, self._top_k) if self._top_k else _MIN_SCORE)
@@ -278,17 +288,22 @@ def check_rng_state(state: RngState) -> None:
         )
 
 
-def penalized(scores: Scores, tokens: TokenIds, penalty: float) -> Scores:
-    """Scores with a repetition penalty, exactly those of transformers' processor.
+def with_changes(scores: Scores, changes: Changes | None) -> Scores:
+    """Scores [V] after changes; the same array without any."""
+    if changes is None:
+        return scores
+    ids, factors, added, banned = changes
+    scores = scores.copy()
+    scores[ids] = changed(scores[ids], factors, added, banned, np.where)
+    return scores
 
-    Args:
-        scores: [V] float32.
-        tokens: [n] int64, in any order and any number of times.
-        penalty: above 1 makes these tokens less likely.
-    """
-    chosen, result = scores[tokens], scores.copy()
-    result[tokens] = np.where(chosen < 0, chosen * np.float32(penalty), chosen / np.float32(penalty))
-    return result
+
+def _check(peak: float) -> None:
+    if not math.isfinite(peak):
+        raise H2OStreamError(
+            f"the model's logits are not numbers ({peak}): its weights are damaged or overflow their dtype; "
+            "try --dtype float32"
+        )
 
 
 def repeating(tokens: TokenIds) -> tuple[TokenIds, NDArray[np.int64], NDArray[np.int64]]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from h2o_stream.base.progress import ProgressCallback
 from h2o_stream.config import CacheConfig, EngineChoice
+from h2o_stream.engine.logits import Logits
 from h2o_stream.runtime.model import RuntimeModel
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Served(Protocol):
             MemoryError, RuntimeError: memory ran out, see `means_out_of_memory`.
         """
 
-    def step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[NDArray[numpy.float32], int]:
+    def step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[Logits, int]:
         """Feed a token to the stream, as `forward` does, and with it perhaps some of what `guess` says may follow.
 
         Returns:

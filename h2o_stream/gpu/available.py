@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -25,6 +27,11 @@ def why_not(device: torch.device) -> str:
         return "not on a CUDA device"
     capability = torch.cuda.get_device_capability(device)
     return "" if capability >= _LEAST else f"compute capability {'.'.join(map(str, capability))} is below 8.0"
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a device the one that Triton launches kernels on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -58,7 +58,7 @@ def _heads(at, stride, numbers, real, norm, eps, factor, D, R, HP: tl.constexpr,
     return first, second, third
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "seed"])
 def decode_kernel(
     query, key, value, out, heads, keys, values, scores, longs, index, rank, free, seen, table, pins, transient,
     sink_logits, query_norm, key_norm, logits, parts, peaks, arrived,
@@ -79,6 +79,7 @@ def decode_kernel(
     Slots are as in `cache.slots`: keys [B, H, S, D], values [B, H, S, DV], the rest [B, H, S], free [B, H], seen [B].
     The group's heads are `heads` [H] of the token's, or all. The table [N, R] has cosines and sines by distance;
     without rotations R is 0. HP, TP and VP are at least half of R, the rest of a head, and DV; GP and G2 at least G.
+    P is at least the number of threads: two that had the same place would read its score again after it was stored.
     Memory: logits [B, H, G, S], parts [B, H, G, NS, DV], peaks [B, H, G, NS, 2] float32; arrived [B H + B] int32, zero
     between launches.
     """

@@ -34,7 +34,7 @@ class CudaRecording:
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=torch.cuda.Stream()):  # its own is that of one device
             self.logits = step()
 
     def replay(self) -> None:

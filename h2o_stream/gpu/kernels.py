@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,22 +19,14 @@ from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import LONG_TERM_DECAY, LONG_TERM_DISTANCE
 from h2o_stream.gpu import available
 from h2o_stream.gpu.decode import decode_kernel
+from h2o_stream.gpu.groups import MAX_CHUNK, bounds_of, limits_of, num_evictions, walks, why_not
 from h2o_stream.gpu.prompt import prompt_kernel
 from h2o_stream.native.abi import PositionMode
 from h2o_stream.native.slots import POLICIES
 
 _EAGER = EagerKernels()
 
-MAX_CHUNK = 64
-"""Tokens between two evictions of a prompt: scores decay by powers of up to so many, see `policies.accumulated`."""
-
-_MAX_SIZE = 256
-"""Numbers of a head that fit into registers."""
-
 _POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
-
-_MAX_WINDOW = 1 << 15
-"""Slots whose numbers fit beside others into 32 bits."""
 
 _TILE, _LARGE_SHARED, _LARGEST_SHARED = 1 << 16, 160 << 10, 220 << 10
 """Bytes of keys that a prompt multiplies at once, and bytes of shared memory from which on they fit, and fit twice."""
@@ -150,7 +141,7 @@ class GpuKernels:
     @staticmethod
     def can_step(group: HeadGroup, lengths: tuple[int, ...]) -> bool:
         """Whether the next token of every row evicts the same number of tokens, at most one."""
-        return len(evictions := _evictions(group, lengths)) == 1 and max(evictions) <= 1
+        return len(evictions := num_evictions(group, lengths)) == 1 and max(evictions) <= 1
 
     def step(
         self,
@@ -163,9 +154,9 @@ class GpuKernels:
         """Take one token of each row, [B, H, 1, D], see `decode_kernel`; it is counted in the group's `seen`."""
         rules, empty_first = self._rules_of(group, new, transform), True
         if not group.schedule.fixed:
-            empty_first = _evictions(group, lengths) == {0}
+            empty_first = num_evictions(group, lengths) == {0}
         heads, places = rules.constants["H"], group.store.slots - 1
-        size = 64 if places <= _SMALL_WINDOW else 128
+        size, warps = (64, 4) if places <= _SMALL_WINDOW else (128, 8)
         splits, rows = triton.cdiv(places, size), len(new.out)
         groups, members = rules.constants["G"], triton.next_power_of_2(rules.constants["G"])
         space = self._space
@@ -179,8 +170,8 @@ class GpuKernels:
             **_strides(new, 0, 1), **rules.numbers, query_eps=norms.query_epsilon, key_eps=norms.key_epsilon,
             factor=norms.factor, **rules.constants, G2=members, GP=max(members, 16), BS=size, NS=splits,
             NP=min(triton.next_power_of_2(splits), 32),
-            P=min(triton.next_power_of_2(places), max(8192 // members, 1024)), EMPTY_FIRST=empty_first,
-            PDL=self._overlaps, num_warps=4 if size == 64 else 8, **({"launch_pdl": True} if self._overlaps else {}),
+            P=max(min(triton.next_power_of_2(places), max(8192 // members, 1024)), 32 * warps), EMPTY_FIRST=empty_first,
+            PDL=self._overlaps, num_warps=warps, **({"launch_pdl": True} if self._overlaps else {}),
         )  # fmt: skip
 
     def prompt(
@@ -263,7 +254,8 @@ class GpuKernels:
             "keys": group.store.keys, "values": group.store.values, "scores": group.scores,
             "longs": group.long_term_scores if group.policy.long_term else None, "index": group.index,
             "rank": group.rank, "free": group.free, "seen": group.seen, "table": table,
-            "pins": _bounds(protection.pins, group.device), "transient": _bounds(protection.transient, group.device),
+            "pins": bounds_of(protection.pins, group.device),
+            "transient": bounds_of(protection.transient, group.device),
         }  # fmt: skip
         numbers = {
             "slots": group.store.slots, "table_rows": 0 if table is None else len(table),
@@ -288,39 +280,6 @@ class GpuKernels:
         return rules
 
 
-def why_not(group: HeadGroup) -> str:
-    """Why the kernels cannot attend and evict as this group does, or nothing."""
-    if group.rule not in POLICIES:
-        return f"policy {group.rule.rpartition(':')[2]} is written in Python"
-    if group.plan.kv_bits < 16:
-        return "keys and values are in few bits"
-    shape = group.shape
-    if shape is not None and max(shape.key_size, shape.value_size) > _MAX_SIZE:
-        return f"heads are larger than {_MAX_SIZE}"
-    return ""
-
-
-def walks(group: HeadGroup) -> bool:
-    """Whether a prompt of any length can be taken at once: the slots that it ends with hold all of its chunks."""
-    fits = 0 < group.plan.chunk <= MAX_CHUNK and group.schedule.max_held < _MAX_WINDOW
-    return fits and not (group.schedule.fixed and group.schedule.stages)
-
-
-def limits_of(group: HeadGroup, rows: Sequence[tuple[int, int]], new: int) -> Tensor | None:
-    """[B, chunks] int32, tokens held after each chunk of rows with so many earlier and new ones; None for all slots."""
-    schedule, chunk = group.schedule, group.plan.chunk
-    if group.store.slots == schedule.window + 1 and (schedule.fixed or min(rows)[0] >= schedule.settled):
-        return None
-    ends = range(chunk, new + chunk, chunk)
-    held = [[schedule.held(before + min(end, count)) for end in ends] for before, count in rows]
-    return torch.tensor(held, dtype=torch.int32, device=group.device)
-
-
-def _evictions(group: HeadGroup, lengths: tuple[int, ...]) -> set[int]:
-    """How many tokens the next one evicts, in the rows."""
-    return {group.schedule.num_evictions(length) for length in lengths}
-
-
 def _new_tokens(chunk: QueryChunk) -> NewTokens:
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (chunk.query, chunk.key, chunk.value))
     out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[-1])
@@ -332,13 +291,6 @@ def _strides(new: NewTokens, *dims: int) -> dict[str, int]:
     names = {0: "row", 1: "head", 2: "token"}
     tensors = {"query": new.query, "key": new.key, "value": new.value, "out": new.out}
     return {f"{name}_{names[dim]}": x.stride(dim) for name, x in tensors.items() for dim in dims}
-
-
-def _bounds(ranges: tuple[range, ...], device: torch.device) -> Tensor | None:
-    """[n, 2] int64, where each range starts and stops; None without any."""
-    if not ranges:
-        return None
-    return torch.tensor([(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64, device=device)
 
 
 def _numbers_of_head(constants: dict[str, Any]) -> int:

@@ -6,25 +6,25 @@ with it. Weights stay where the model has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
-from h2o_stream.gpu import available
-from h2o_stream.gpu.packed import BlockMatrix, multiply_blocks, unpack
-from h2o_stream.gpu.products import (
-    experts_kernel,
-    experts_out_kernel,
-    gate_kernel,
-    gemv_kernel,
-    norm_kernel,
-    route_kernel,
+from h2o_stream.gpu.matrices import (
+    GATE_COLUMNS,
+    column_block,
+    gemv,
+    in_products,
+    lines_of,
+    multiply,
+    overlapping,
 )
+from h2o_stream.gpu.packed import BlockMatrix
+from h2o_stream.gpu.products import experts_kernel, experts_out_kernel, gate_kernel, norm_kernel, route_kernel
 from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, NormKind, Scoring
 from h2o_stream.native.attention import Attention, HeadOffsets
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
@@ -35,9 +35,6 @@ Attend: TypeAlias = Callable[[int, Attention, Tensor], Tensor]
 """Takes the number of a layer, its attention, and [rows, n] of queries, keys and values; returns [rows, Hq Dv]."""
 
 _DENSE = {MatrixKind.FLOAT32, MatrixKind.BFLOAT16}
-
-_GATE_COLUMNS = 1024
-"""Of a program of `gate_kernel`."""
 
 
 def why_not(description: Description) -> str:
@@ -141,7 +138,7 @@ class Residual:
 
     def normed(self, norm: Norm) -> tuple[Tensor, Norm]:
         """The stream under a norm, and that norm if the product has to apply it."""
-        if self.one_row and self._added is None and (not norm.kind or _in_products(norm)):
+        if self.one_row and self._added is None and (not norm.kind or in_products(norm)):
             return self.x, norm
         out = self._fold(norm)
         return (self.x if out is None else out), NO_NORM
@@ -213,9 +210,9 @@ def _experts(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
     assert experts.up is not None
     gate, inner, hidden = experts.gate and experts.gate.weights, experts.inner_size, experts.hidden
     within, out = x.new_empty(count, inner), torch.empty_like(x)
-    experts_kernel[inner // _lines_of(inner), count](
+    experts_kernel[inner // lines_of(inner), count](
         x, gate, experts.up.weights, chosen, norm.weight, within, experts.stride, norm.epsilon, N=inner, K=hidden,
-        ACTIVATION=int(experts.activation), BN=_lines_of(inner), BK=_column_block(hidden, 2048), num_warps=4,
+        ACTIVATION=int(experts.activation), BN=lines_of(inner), BK=column_block(hidden, 2048), num_warps=4,
         **overlapping(x),
     )  # fmt: skip
     added = None
@@ -223,16 +220,11 @@ def _experts(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
         added = gemv([experts.shared.down], _inner(experts.shared, x, norm))
         if experts.shared_gate:
             added *= gemv([experts.shared_gate], x, norm, dtype=torch.float32).sigmoid()
-    experts_out_kernel[(hidden // _lines_of(hidden),)](
+    experts_out_kernel[(hidden // lines_of(hidden),)](
         within, experts.down.weights, chosen, weights, added, out, 1.0, N=hidden, K=inner, CHOSEN=count,
-        BN=_lines_of(hidden), BK=_column_block(inner, 1024), num_warps=4, **overlapping(x),
+        BN=lines_of(hidden), BK=column_block(inner, 1024), num_warps=4, **overlapping(x),
     )  # fmt: skip
     return out
-
-
-def _lines_of(rows: int) -> int:
-    """Lines of a program that divide the rows."""
-    return next(lines for lines in (4, 2, 1) if rows % lines == 0)
 
 
 def logits_of(description: Description, stream: Residual, rows: Tensor | None = None) -> Tensor:
@@ -258,102 +250,7 @@ def _inner(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
         gate, up = up, None
     assert gate is not None
     rows, size = gate.shape
-    gate_kernel[rows, triton.cdiv(size, _GATE_COLUMNS)](
-        gate, up, gate, size, ACTIVATION=activation, BN=_GATE_COLUMNS, **overlapping(x)
+    gate_kernel[rows, triton.cdiv(size, GATE_COLUMNS)](
+        gate, up, gate, size, ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)
     )
     return gate
-
-
-def rows_of(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [n, columns] of an embedding."""
-    if isinstance(matrix, BlockMatrix):
-        return matrix.rows_of(ids, dtype)
-    return functional.embedding(ids, matrix.weights).to(dtype)
-
-
-def multiply(matrices: Sequence[Matrix], x: Tensor, norm: Norm = NO_NORM, dtype: torch.dtype | None = None) -> Tensor:
-    """[rows, *] products of x [rows, K] with matrices below each other; with the norm, for one row."""
-    if len(x) == 1:
-        return gemv(matrices, x, norm, dtype=dtype)
-    assert not norm.kind
-    products = []
-    for matrix in matrices:
-        bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
-        weights = unpack(matrix, x.dtype) if isinstance(matrix, BlockMatrix) else matrix.weights.to(x.dtype)
-        product = functional.linear(x, weights, bias)
-        products.append(product if matrix.scale == 1 else product * matrix.scale)
-    return (products[0] if len(products) == 1 else torch.cat(products, 1)).to(dtype or x.dtype)
-
-
-def gemv(
-    matrices: Sequence[Matrix],
-    x: Tensor,
-    norm: Norm = NO_NORM,
-    added: Tensor | None = None,
-    add_scale: float = 1.0,
-    gated: bool = False,
-    activation: int = -1,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """[1, N] for one row; see `gemv_kernel`."""
-    rows = [matrix.rows for matrix in matrices]
-    out = torch.empty(1, rows[0] if gated else sum(rows), dtype=dtype or x.dtype, device=x.device)
-    rest = norm, added, add_scale, activation
-    if gated and _is_alike(matrices):
-        _product(matrices, x, out, True, *rest)
-    elif gated:  # of two kinds
-        gate, up = (gemv([matrix], x, norm) for matrix in matrices)
-        gate_kernel[1, triton.cdiv(rows[0], _GATE_COLUMNS)](
-            gate, up, out, rows[0], ACTIVATION=activation, BN=_GATE_COLUMNS, **overlapping(x)
-        )
-    elif len(matrices) <= 3 and _is_alike(matrices) and not isinstance(matrices[0], BlockMatrix):
-        _product(matrices, x, out, False, *rest)
-    else:
-        for matrix, part in zip(matrices, out.split(rows, 1), strict=True):
-            _product([matrix], x, part, False, *rest)
-    return out
-
-
-def _is_alike(matrices: Sequence[Matrix]) -> bool:
-    """Whether one kernel can read all of these."""
-    return len({(m.weights.dtype, m.scale, m.bias is None, getattr(m, "type", None)) for m in matrices}) == 1
-
-
-def _product(
-    matrices: Sequence[Matrix], x: Tensor, out: Tensor, gated: bool, norm: Norm, added: Tensor | None,
-    add_scale: float, activation: int,
-) -> None:  # fmt: skip
-    """Launch the kernel for matrices that are alike."""
-    if isinstance(matrices[0], BlockMatrix):
-        multiply_blocks(matrices, x, out, norm, added, add_scale, activation, overlapping(x))
-        return
-    rows, columns = [matrix.rows for matrix in matrices], matrices[0].columns
-    lines, most, warps = (4, 2048, 8) if added is None and not gated else (2, 4096 if columns <= 4096 else 2048, 4)
-    while any(size % lines for size in rows):
-        lines //= 2
-    weights, biases = ([getattr(m, name) for m in matrices] + [None] * (3 - len(rows)) for name in ("weights", "bias"))
-    gemv_kernel[(out.shape[1] // lines,)](
-        x, *weights, *biases, norm.weight, added, out, rows[0], rows[1] if len(rows) > 1 else 0, norm.epsilon,
-        matrices[0].scale, add_scale, K=columns, GATED=gated, ACTIVATION=activation, BN=lines,
-        BK=_column_block(columns, most), num_warps=warps, **overlapping(x),
-    )  # fmt: skip
-
-
-def _in_products(norm: Norm) -> bool:
-    """Whether `gemv_kernel` can apply a norm."""
-    return norm.kind == NormKind.RMS and norm.bias is None
-
-
-def _column_block(columns: int, most: int) -> int:
-    """The power of two, 256 to `most`, whose multiple above `columns` is the least; the largest of several."""
-    sizes = [size for size in (256, 512, 1024, 2048, 4096) if size <= most]
-    return min(reversed(sizes), key=lambda size: triton.cdiv(columns, size) * size)
-
-
-def overlapping(x: Tensor) -> dict[str, Any]:
-    """Arguments of a kernel that may start while the one before it ends.
-
-    What it loads before is older than the embedding of the tokens, which waits for everything.
-    """
-    overlaps = available.overlaps(x.device)
-    return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}

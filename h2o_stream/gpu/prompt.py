@@ -56,7 +56,7 @@ def _products(keys, q1, q2, q3, count: tl.constexpr, DT: tl.constexpr, HP: tl.co
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "seed", "tokens", "offset"])
 def prompt_kernel(
     query, key, value, out, heads, counts, limits, keys, values, scores, longs, index, rank, free, seen, table, pins,
     transient, sink_logits, turned, asked, shared, floats, whole, arrived,
@@ -88,9 +88,9 @@ def prompt_kernel(
     DT: tl.constexpr = 2 * HP * ROTATE + TP * TAIL
     pid = tl.program_id(0)
     row, head = pid // H, pid % H
-    source = head
+    source = head.to(tl.int64)
     if heads is not None:
-        source = tl.load(heads + head).to(tl.int32)
+        source = tl.load(heads + head)
     kind: tl.constexpr = keys.dtype.element_ty
     last = tokens
     if counts is not None:

@@ -17,8 +17,10 @@ from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.config import PREFILL_STEP_MAX
 from h2o_stream.gpu.graphs import GraphSteps
-from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms, limits_of, walks
-from h2o_stream.gpu.layers import in_order, logits_of, rows_of, run, takes_rows
+from h2o_stream.gpu.groups import limits_of, walks
+from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
+from h2o_stream.gpu.layers import in_order, logits_of, run, takes_rows
+from h2o_stream.gpu.matrices import rows_of
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
 from h2o_stream.native.model_guard import ModelGuard

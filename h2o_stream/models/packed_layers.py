@@ -7,9 +7,9 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
-from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.native.abi import Matrix, MatrixKind
+from h2o_stream.native.gradients import without_gradient
 from h2o_stream.native.packing import gather, packed_bytes, require_library, tiles_shape
 from h2o_stream.native.pointers import pointer
 from h2o_stream.native.threads import num_threads

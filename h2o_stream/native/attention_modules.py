@@ -22,8 +22,8 @@ from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.latent import LatentSizes, latent_attention
 from h2o_stream.native.layouts import AttentionLayout
 from h2o_stream.native.module_reader import ModuleReader, check_flags, has_modules
-from h2o_stream.native.modules import as_float32
 from h2o_stream.native.rotary_modules import rope_of
+from h2o_stream.native.torch_modules import as_float32
 
 
 class AttentionReader(ModuleReader):

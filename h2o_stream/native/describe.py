@@ -7,8 +7,7 @@ Code in `forward` outside of modules is invisible here, so callers verify a desc
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -33,19 +32,11 @@ from h2o_stream.native.layouts import LayerLayout, MlpLayout
 from h2o_stream.native.mixer_modules import has_convolution, mixer_of
 from h2o_stream.native.mixers import Mixer
 from h2o_stream.native.module_reader import check_flags, has_modules
-from h2o_stream.native.modules import (
-    activation_of,
-    as_float32,
-    check_module,
-    clamped_gates_of,
-    embedding_of,
-    embedding_scale,
-    gate_deviations,
-    matrix_of,
-)
+from h2o_stream.native.modules import activation_of, clamped_gates_of, embedding_scale, gate_deviations
 from h2o_stream.native.multipliers import scaled_attention, scaled_mixer_output, scaled_mlp
 from h2o_stream.native.pointers import dtype_name
 from h2o_stream.native.residual_modules import ResidualReader
+from h2o_stream.native.torch_modules import as_float32, embedding_of, matrix_of, text_modules
 
 _NO_OPS = (nn.Dropout, nn.Identity)
 """Modules without effect in evaluation mode."""
@@ -60,21 +51,12 @@ def describe(model: Any) -> Description:
     Raises:
         DescriptionError: the native step does not support some part of the model.
     """
-    for name, module in text_modules(model):
-        check_module(name or "the model", module)
     try:
         return _ModelReader(model).read()
     except RuntimeError as error:
         if all(weight.is_cpu for weight in model.parameters()):
             raise
         raise DescriptionError(f"a part of it is only evaluated on a CPU: {error}") from error
-
-
-def text_modules(model: Any) -> Iterator[tuple[str, Any]]:
-    """The modules that tokens of text may go through, by name."""
-    for name, module in model.named_modules():
-        if not layouts.OTHER_SENSES.intersection(name.split(".")):
-            yield name, module
 
 
 class _ModelReader(ResidualReader):
@@ -119,7 +101,6 @@ class _ModelReader(ResidualReader):
             logits_dtype=dtype_name(getattr(head, "out_dtype", None) or dtype),
             layer_embeddings=own,
             versions=versions,
-            placeholders=_placeholders(self._model.config),
         )
         self._check_nothing_left()
         return description
@@ -315,11 +296,3 @@ def _has_projections(module: Any) -> bool:
     """Whether a module has those of an attention."""
     latent = has_modules(module, layouts.LATENT)
     return latent or any(has_modules(module, (*layout.needed(module), layout.out)) for layout in layouts.ATTENTIONS)
-
-
-def _placeholders(config: Any) -> tuple[int, ...]:
-    """Tokens that stand for images or sounds, in a model that also takes those."""
-    if config is config.get_text_config():
-        return ()
-    named = [value for key, value in config.to_dict().items() if re.fullmatch(layouts.PLACEHOLDERS, key)]
-    return tuple(sorted({value for value in named if isinstance(value, int)}))

@@ -19,15 +19,7 @@ from h2o_stream.native import layouts
 from h2o_stream.native.abi import Activation, GateLayout, MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix, Mlp
 from h2o_stream.native.experts import BesideMlp, Experts, Router, halves_of
-from h2o_stream.native.modules import (
-    activation_of,
-    as_float32,
-    clamped_gates_of,
-    dense_matrix,
-    gated,
-    matrix_of,
-    raw_tensor,
-)
+from h2o_stream.native.modules import activation_of, clamped_gates_of, gated
 from h2o_stream.native.probing import only_match
 from h2o_stream.native.router_modules import (
     RouterModule,
@@ -38,6 +30,7 @@ from h2o_stream.native.router_modules import (
     router_of,
     tolerance_of,
 )
+from h2o_stream.native.torch_modules import as_float32, dense_matrix, matrix_of, raw_tensor
 
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 _SPLIT, _FUSED = ("gate_proj", "up_proj", "down_proj"), "gate_up_proj"

@@ -18,15 +18,6 @@ FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm", 
 WITHIN = ("model", "decoder", "language_model")
 """Where the module that holds the layers may be, beside the base model, one in another."""
 
-OTHER_SENSES = {
-    "vision_tower", "audio_tower", "multi_modal_projector", "vision_embed_tokens", "embed_tokens_extend",
-    "embed_vision", "embed_audio", "vision_model", "vision_embedder", "audio_embedder",
-}  # fmt: skip
-"""Modules that tokens of text do not go through."""
-
-PLACEHOLDERS = r".*(image|video|audio|vision|speech).*_token_(id|index)"
-"""Settings that name tokens for something else than text."""
-
 ROTARY = ("rotary_emb", "pos_emb")
 """Names of the rotary embedding."""
 

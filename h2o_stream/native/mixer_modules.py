@@ -13,8 +13,8 @@ from h2o_stream.native.abi import NormKind
 from h2o_stream.native.matrix import DescriptionError, Norm
 from h2o_stream.native.mixer_layouts import DELTA_LAYOUTS, DeltaLayout
 from h2o_stream.native.mixers import Convolution, GatedDelta, Mamba2, Mixer, ShortConvolution
-from h2o_stream.native.modules import as_float32, matrix_of
 from h2o_stream.native.multipliers import scaled_projections
+from h2o_stream.native.torch_modules import as_float32, matrix_of
 
 
 def mixer_of(module: Any, name: str) -> Mixer:

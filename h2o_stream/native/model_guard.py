@@ -15,10 +15,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from h2o_stream.native.abi import BYTES
-from h2o_stream.native.describe import text_modules
 from h2o_stream.native.description import Description
-from h2o_stream.native.modules import has_active_hooks, raw_tensor, uses_dropout
 from h2o_stream.native.pointers import dtype_name, pointer
+from h2o_stream.native.torch_modules import has_active_hooks, raw_tensor, text_modules, uses_dropout
 
 _training = attrgetter("training")
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from h2o_stream.native import layouts
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
-from h2o_stream.native.modules import matrix_of, norm_of
+from h2o_stream.native.modules import norm_of
+from h2o_stream.native.torch_modules import matrix_of
 
 
 class ModuleReader:

@@ -1,4 +1,4 @@
-"""What individual modules compute: linear layers, norms, activations, embeddings.
+"""What individual modules compute: norms, activations, embeddings.
 
 Modules are evaluated on test inputs rather than recognized by class: that distinguishes layer norm from RMS norm, w
 from 1 + w, and one GELU from another.
@@ -7,20 +7,17 @@ from 1 + w, and one GELU from another.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from h2o_stream.native.abi import Activation, MatrixKind, NormKind
-from h2o_stream.native.description import DescriptionError, Matrix, Norm
-from h2o_stream.native.pointers import dtype_name
+from h2o_stream.native.abi import Activation, NormKind
+from h2o_stream.native.description import DescriptionError, Norm
 from h2o_stream.native.probing import evaluate, in_more_bits, only_match
-
-DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
-"""Dense weights that need no conversion."""
+from h2o_stream.native.torch_modules import as_float32
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: functional.silu,
@@ -32,112 +29,6 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 _EPSILONS = (1e-5, 1e-6)
 """For norms that have no such attribute."""
-
-_HARMLESS_HOOKS = "transformers.utils.output_capturing"
-"""Hooks that do nothing unless hidden states are requested; transformers never removes them."""
-
-
-def check_module(name: str, module: Any) -> None:
-    """Check that calling a module runs its class's forward, on weights that are there, and deterministically.
-
-    Raises:
-        DescriptionError: it is hooked, patched, offloaded, from an unknown package, or applies dropout.
-    """
-    kind = type(module).__name__
-    if hasattr(module, "_hf_hook"):
-        raise DescriptionError(f"{name} has a hook of accelerate")
-    if has_active_hooks(module._forward_hooks) or has_active_hooks(module._forward_pre_hooks):
-        raise DescriptionError(f"{name} has a forward hook")
-    if "forward" in vars(module):
-        raise DescriptionError(f"{name} has a patched forward")
-    package = type(module).forward.__module__.partition(".")[0]
-    if package not in ("torch", "transformers", "h2o_stream"):
-        raise DescriptionError(f"{name} is a {kind}, whose forward is from {package}")
-    if any(tensor.is_meta for tensor in module.parameters(recurse=False)):
-        raise DescriptionError(f"{name} has weights that are not there")
-    if module.training and uses_dropout(module):
-        raise DescriptionError(f"{name} uses dropout in training mode; call model.eval()")
-
-
-def has_active_hooks(hooks: Mapping[int, Any]) -> bool:
-    """Whether any of these hooks may have an effect."""
-    return any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks.values())
-
-
-def uses_dropout(module: Any) -> bool:
-    """Whether a module applies dropout in training mode."""
-    rates = (value for key, value in vars(module).items() if "drop" in key or key == "p")
-    return any(isinstance(value, float | int) and value > 0 for value in rates)
-
-
-def matrix_of(module: Any, name: str) -> Matrix:
-    """The weights of a plain `nn.Linear`, or of one that holds packed `tiles` of a `kind`, without copying.
-
-    Raises:
-        DescriptionError: it is neither, or its weights are not contiguous float32 or bfloat16.
-    """
-    if hasattr(module, "tiles"):
-        tiles = raw_tensor(module.tiles, name)
-        return Matrix(tiles, as_float32(module.bias, name), module.out_features, module.in_features, module.kind)
-    if hasattr(module, "blocks"):  # of a file, on a GPU
-        return module.matrix()  # type: ignore[no-any-return]
-    linear = _linear_in(module)
-    if linear is not None:
-        return dense_matrix(linear.weight, linear.bias, name)
-    raise DescriptionError(f"{name} is a {type(module).__name__} where a linear layer is expected")
-
-
-def _linear_in(module: Any) -> nn.Linear | None:
-    """A plain linear layer, or that in a module that does nothing else."""
-    if type(module) is nn.Linear:
-        return module
-    children = [*module.children()]
-    if len(children) != 1 or type(children[0]) is not nn.Linear or any(module.parameters(recurse=False)):
-        return None
-    linear = children[0]
-    x = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device="cpu")[None]
-    return linear if evaluate(module, x, "a linear layer").equal(evaluate(linear, x, "a linear layer")) else None
-
-
-def embedding_of(module: Any, name: str) -> Matrix:
-    """The weights of an embedding, without copying; see `matrix_of`."""
-    if hasattr(module, "tiles"):
-        return Matrix(raw_tensor(module.tiles, name), None, module.num_embeddings, module.embedding_dim, module.kind)
-    if hasattr(module, "blocks"):
-        return module.matrix()  # type: ignore[no-any-return]
-    if isinstance(module, nn.Embedding):
-        return dense_matrix(module.weight, None, name)
-    raise DescriptionError(f"{name} is a {type(module).__name__} where an embedding is expected")
-
-
-def dense_matrix(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
-    """Weights [rows, columns] as they are, and biases [rows] in float32.
-
-    Raises:
-        DescriptionError: the weights are not contiguous float32 or bfloat16.
-    """
-    if weights.dtype not in DTYPES:
-        raise DescriptionError(f"{name} has weights of {dtype_name(weights.dtype)}")
-    rows, columns = weights.shape
-    return Matrix(raw_tensor(weights, name), as_float32(bias, name), rows, columns, DTYPES[weights.dtype])
-
-
-def raw_tensor(tensor: Tensor, name: str) -> Tensor:
-    """The tensor without its gradient, sharing memory.
-
-    Raises:
-        DescriptionError: it is of a tensor subclass, or not contiguous.
-    """
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        raise DescriptionError(f"{name} has weights in a {type(tensor).__name__}")
-    if tensor.is_meta or not tensor.is_contiguous():
-        raise DescriptionError(f"{name} has weights that are not contiguous")
-    return tensor.detach()
-
-
-def as_float32(tensor: Tensor | None, name: str) -> Tensor | None:
-    """A small tensor in float32, copied only if necessary."""
-    return None if tensor is None else raw_tensor(tensor, name).float()
 
 
 def norm_of(module: Any, size: int, name: str) -> Norm:

@@ -9,7 +9,8 @@ from h2o_stream.native.altup import AltUp, Laurel, Versions
 from h2o_stream.native.attention_modules import AttentionReader
 from h2o_stream.native.description import DescriptionError, LayerEmbeddings, OwnEmbedding
 from h2o_stream.native.module_reader import has_modules
-from h2o_stream.native.modules import activation_of, as_float32, embedding_of, embedding_scale
+from h2o_stream.native.modules import activation_of, embedding_scale
+from h2o_stream.native.torch_modules import as_float32, embedding_of
 
 
 class ResidualReader(AttentionReader):

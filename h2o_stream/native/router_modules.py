@@ -16,8 +16,9 @@ from h2o_stream.native.abi import GroupWorth, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.experts import Router
 from h2o_stream.native.matrix import NO_NORM, Norm
-from h2o_stream.native.modules import apply_norm, as_float32, dense_matrix
+from h2o_stream.native.modules import apply_norm
 from h2o_stream.native.probing import in_more_bits, only_match
+from h2o_stream.native.torch_modules import as_float32, dense_matrix
 
 _ROUTERS = ("gate", "router")
 _CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")

@@ -17,12 +17,12 @@ from h2o_stream.native.description import Matrix
 from h2o_stream.native.packing import columns_fit, pack, packed_bytes, tiles_shape
 from h2o_stream.runtime.packed_file import Entry
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.weights import SAFETENSORS_DTYPES, CheckpointWeights
+from h2o_stream.runtime.weights import SAFETENSORS_DTYPES, CheckpointWeights, Weights
 
 KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 
 
-class PackedCheckpoint:
+class PackedCheckpoint(Weights):
     """The weights of a checkpoint, of which matrices are packed as they are asked for; see `runtime.weights.Weights`.
 
     Embedding and output layer have 8 bits. What is packed is as in the file, also if the model has another dtype.

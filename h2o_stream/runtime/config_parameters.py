@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy
-
-from h2o_stream.native.abi import Activation, NormKind, Scoring
+from h2o_stream.native.abi import Activation, Scoring
 from h2o_stream.native.description import DescriptionError
+from h2o_stream.native.latent import LatentSizes
+from h2o_stream.runtime.config_ropes import Config, ropes_of_config
 from h2o_stream.runtime.families import MODEL_TYPES
 from h2o_stream.runtime.families.architecture import Architecture, ModelType
-from h2o_stream.runtime.parameters import MAX_LAYERS, ExpertParameters, Parameters, check_range
-from h2o_stream.runtime.rotations import Floats, RopeParameters, rope_frequencies
-
-Config = Mapping[str, Any]
-
+from h2o_stream.runtime.file_ropes import yarn_magnitude
+from h2o_stream.runtime.parameters import MAX_LAYERS, ExpertParameters, MixerParameters, Parameters, check_range
 
 _ACTIVATIONS = {
     "silu": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
     "gelu": Activation.GELU_ERF,
     "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
+    "xielu": Activation.XIELU,
 }
 
-_NEUTRAL = ("quantization_config", "use_bidirectional_attention", "clip_qkv", "mlp_type")
+_NEUTRAL = ("quantization_config", "mlp_type", "moe_router_logit_softcapping")
 """Entries that change what is computed, unless they are missing or false."""
+
+_LATENT_EPSILON = 1e-6
+"""Of norms of latent vectors in all classes of transformers, whatever is said of others."""
+
+_DEFAULTS = {"rope_theta": 10_000.0, "tie_word_embeddings": False}
+"""Entries that nearly all published configs may leave out."""
+
+_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "attention", "moe", "mlp"}
+"""Of layers."""
+
+
+class Entries(dict[str, Any]):
+    """The entries of ``config.json``, which model types have under names of their own."""
+
+    def first(self, names: str) -> Any:
+        """The first of these that is there, and not null; None if there is none."""
+        return next((value for name in names.split() if (value := self.get(name)) is not None), None)
+
+    def number(self, names: str, otherwise: float = 0.0) -> float:
+        """The same as a number."""
+        value = self.first(names)
+        return otherwise if value is None else float(value)
+
+    def count(self, names: str, otherwise: int | None = None) -> int:
+        """The same as a whole number; raises LookupError if there is none."""
+        value = self.first(names)
+        if value is None:
+            value = otherwise
+        if value is None:
+            raise LookupError(names)
+        return int(value)
 
 
 def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
@@ -35,118 +66,163 @@ def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
     Raises:
         DescriptionError: its type or a parameter is not known here, or one is missing.
     """
-    kind = MODEL_TYPES.get(str(config.get("model_type")))
-    names = config.get("architectures") or []
-    if kind is None or not (isinstance(names, list) and all(str(name).endswith("ForCausalLM") for name in names)):
-        raise DescriptionError(f"{config.get('model_type')} is not in the table of checkpoints")
-    architecture = kind.architecture
-    for key in _NEUTRAL:
-        if config.get(key) and not (key == "quantization_config" and config[key].get("quant_method") == "h2o"):
-            raise DescriptionError(f"its {key} is {config[key]}")
     try:
-        activation = config.get("hidden_act") or config["hidden_activation"]
-        if _ACTIVATIONS.get(activation) != architecture.activation:
-            raise DescriptionError(f"its activation is {activation}")
-        hidden, heads, layers = (
-            int(config[key]) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-        )
-        check_range(layers, "num_hidden_layers", MAX_LAYERS)
-        head_size = int(config.get("head_dim") or kind.head_size or hidden // heads)
-        sliding = _sliding(kind, config, layers)
-        local, main = (None if rope is None else _scaled(rope, head_size) for rope in _ropes(config))
-        return architecture, Parameters(
-            num_layers=layers,
-            hidden_size=hidden,
-            inner_size=int(config["intermediate_size"]),
-            vocabulary=int(config["vocab_size"]),
-            query_heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_size=head_size,
-            norm=NormKind.RMS if "rms_norm_eps" in config else NormKind.LAYER,
-            epsilon=float(config["rms_norm_eps"] if "rms_norm_eps" in config else config["norm_epsilon"]),
-            context=int(config["max_position_embeddings"]),
-            ropes=tuple(main if local is None or window is None else local for window in sliding),
-            tied=bool(config.get("tie_word_embeddings", kind.tied)),
-            scaling=float(config.get("query_pre_attn_scalar") or head_size) ** -0.5,
-            sliding=sliding,
-            softcap=float(config.get("attn_logit_softcapping") or 0),
-            logit_softcap=float(config.get("final_logit_softcapping") or 0),
-            embedding_scale=hidden**0.5 if architecture.scales_embeddings else 1.0,
-            experts=_experts(kind, config),
-        )
+        kind, entries = _entries(config)
+        architecture = _architecture(kind, entries)
+        return architecture, Parameters(**_numbers(kind, architecture, entries))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
 
 
-def _experts(kind: ModelType, config: Config) -> ExpertParameters | None:
-    count = config.get("num_experts") or config.get("num_local_experts")
-    if count is None:
-        return None
-    return ExpertParameters(
-        count=int(count),
-        chosen=int(config["num_experts_per_tok"]),
-        inner_size=int(config[kind.expert_size]),
-        shared_size=int(config.get("shared_expert_intermediate_size") or 0),
-        scoring=Scoring.SOFTMAX,
-        normalized=bool(config.get("norm_topk_prob", kind.normalizes_experts)),
-        scale=1.0,
+def _entries(config: Config) -> tuple[ModelType, Entries]:
+    """The row of a checkpoint, and its entries with those that it leaves out; of one with images, those for text."""
+    text, names = config.get("text_config"), config.get("architectures") or []
+    said = config if text is None else {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    kind = MODEL_TYPES.get(str(said.get("model_type")))
+    ends = "ForCausalLM" if text is None else ("ForCausalLM", "ForConditionalGeneration")
+    if kind is None or not (isinstance(names, list) and all(str(name).endswith(ends) for name in names)):
+        raise DescriptionError(f"{said.get('model_type')} is not in the table of checkpoints")
+    for key in _NEUTRAL:
+        if config.get(key) and not (key == "quantization_config" and config[key].get("quant_method") == "h2o"):
+            raise DescriptionError(f"its {key} is {config[key]}")
+    if said.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise DescriptionError("its tokens attend to later ones")
+    return kind, Entries({**_DEFAULTS, **kind.defaults, **said, **kind.fixed})
+
+
+def _architecture(kind: ModelType, entries: Entries) -> Architecture:
+    """What the row says, with what it leaves to entries."""
+    architecture, name = kind.architecture, entries.first("hidden_act hidden_activation")
+    activation, parallel = architecture.activation, entries.first("use_parallel_residual")
+    reorders = entries.first("rope_interleave")
+    if activation == Activation.CLAMPED_SWIGLU:
+        parameters = entries.number("swiglu_alpha", 1.702), entries.number("swiglu_limit", 7.0), 1.0
+        return replace(architecture, activation_parameters=parameters)
+    if name is not None and name not in _ACTIVATIONS:
+        raise DescriptionError(f"its activation is {name}")
+    return replace(
+        architecture,
+        activation=activation if name is None else _ACTIVATIONS[name],
+        parallel=architecture.parallel if parallel is None else bool(parallel),
+        adjacent=architecture.adjacent and reorders is not False,
+        reorders_pairs=reorders,
     )
 
 
-def _sliding(kind: ModelType, config: Config, layers: int) -> tuple[int | None, ...]:
+def _numbers(kind: ModelType, architecture: Architecture, entries: Entries) -> dict[str, Any]:
+    """The fields of `Parameters`."""
+    hidden, heads, layers = (
+        entries.count(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
+    check_range(layers, "num_hidden_layers", MAX_LAYERS)
+    latent, sliding = _latent(entries), _sliding(kind, entries, layers)
+    head_size = latent.head_size if latent else entries.count("head_dim", hidden // heads)
+    scale = hidden**0.5 if architecture.scales_embeddings or entries.get("mup_enabled") else 1.0
+    rope = entries.first("rope_parameters rope_scaling") or {}
+    numbers = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "inner_size": entries.count("intermediate_size", 0),
+        "vocabulary": entries.count("vocab_size"),
+        "query_heads": heads,
+        "kv_heads": heads if latent else entries.count("num_key_value_heads", heads),
+        "head_size": head_size,
+        "norm": kind.norm,
+        "epsilon": float(entries.first("rms_norm_eps norm_eps layer_norm_eps norm_epsilon")),
+        "context": entries.count("max_position_embeddings"),
+        "tied": bool(entries.get("tie_word_embeddings", False)),
+        "scaling": _scaling(architecture, entries, head_size, rope),
+        "sliding": sliding,
+        "softcap": entries.number("attn_logit_softcapping"),
+        "logit_softcap": entries.number("final_logit_softcapping"),
+        "embedding_scale": entries.number("embedding_multiplier scale_emb", scale),
+        "residual_scale": entries.number("residual_multiplier", 1.0),
+        "logit_scale": entries.number("logit_scale lm_head_multiplier", 1.0) / entries.number("logits_scaling", 1.0),
+        "temperature": (float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+        if rope.get("llama_4_scaling_beta")
+        else None,
+        "norms_after_rope": architecture.norms_after_rope,
+        "clip": entries.number("clip_qkv"),
+        "value_scale": entries.number("attention_value_scale", 1.0),
+        "value_size": 0 if latent else entries.count("v_head_dim", 0),
+        "experts": _experts(architecture, entries),
+        "latent": latent,
+        "latent_queries": entries.count("q_lora_rank", 0) if latent else 0,
+        "latent_epsilon": _LATENT_EPSILON,
+        "mixer": _mixer(entries, hidden),
+        **kind.numbers(entries),
+    }
+    shapes = numbers.get("layer_shapes") or ()
+    sizes = [shape.head_size for shape in shapes] or [latent.rope_size if latent else head_size] * layers
+    return {"ropes": ropes_of_config(entries, architecture, sizes, sliding), **numbers}
+
+
+def _scaling(architecture: Architecture, entries: Entries, head_size: int, rope: Mapping[str, Any]) -> float:
+    """The factor on queries times keys; a latent attention has YaRN's magnitude in it."""
+    scaling = entries.first("attention_multiplier")
+    plain = architecture.scaling or entries.number("query_pre_attn_scalar", head_size) ** -0.5
+    share = float(rope.get("mscale_all_dim") or 0) if entries.get("kv_lora_rank") else 0.0
+    factor = float(rope.get("factor") or 1)
+    magnitude = yarn_magnitude(factor, share) ** 2 if share and factor > 1 else 1.0
+    return (plain if scaling is None else float(scaling)) * magnitude
+
+
+def _latent(entries: Entries) -> LatentSizes | None:
+    if not entries.get("kv_lora_rank"):
+        return None
+    rank, rope, nope, value = (
+        entries.count(name) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    return LatentSizes(rank, rope, nope, value)
+
+
+def _experts(architecture: Architecture, entries: Entries) -> ExpertParameters | None:
+    count = entries.count("num_experts num_local_experts n_routed_experts moe_num_experts", 0)
+    if not count:
+        return None
+    inner = entries.count("moe_intermediate_size intermediate_size")
+    shared = entries.count("n_shared_experts num_shared_experts moe_num_shared_experts num_shared_expert", 0) * inner
+    groups = entries.count("n_group", 0)
+    chosen = entries.count("topk_group", groups)
+    if groups <= chosen or entries.get("topk_method") == "greedy":
+        groups = chosen = 0
+    return ExpertParameters(
+        count=count,
+        chosen=entries.count("num_experts_per_tok moe_topk moe_k"),
+        inner_size=inner,
+        shared_size=entries.count("shared_expert_intermediate_size shared_intermediate_size", shared),
+        scoring=architecture.scoring,
+        normalized=bool(entries.get("norm_topk_prob", architecture.normalizes_experts)),
+        scale=entries.number("routed_scaling_factor route_scale router_scaling_factor moe_routed_scaling_factor", 1.0),
+        groups=groups,
+        chosen_groups=chosen,
+        jitter=entries.number("router_jitter_noise") if architecture.scoring == Scoring.SPARSE_MIXER else 0.0,
+    )
+
+
+def _mixer(entries: Entries, hidden: int) -> MixerParameters | None:
+    if heads := entries.count("linear_num_value_heads", 0):
+        keys, key_size, size = (f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim"))
+        return MixerParameters(entries.count(keys), heads, entries.count(key_size), entries.count(size))
+    if not (heads := entries.count("mamba_n_heads", 0)):
+        return None
+    said = entries.get("mamba_d_head")
+    value_size = entries.count("mamba_expand") * hidden // heads if said in (None, "auto") else int(said)
+    return MixerParameters(entries.count("mamba_n_groups"), heads, entries.count("mamba_d_state"), value_size)
+
+
+def _sliding(kind: ModelType, entries: Entries, layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer."""
-    window = config.get("sliding_window")
-    if kind.slides == "none" and config.get("use_sliding_window"):
-        raise DescriptionError(f"its sliding_window is {window}")
-    if not window or kind.slides == "none" or config.get("use_sliding_window") is False:
+    window, types = entries.get("sliding_window"), entries.get("layer_types")
+    if not window or entries.get("use_sliding_window") is False:
         return (None,) * layers
-    if kind.slides == "all":
+    if kind.slides_everywhere:
         return (int(window),) * layers
-    types, every = config.get("layer_types"), kind.architecture.full_every
     if types is None:
-        return tuple(None if every and (number + 1) % every == 0 else int(window) for number in range(layers))
-    if len(types) != layers or not {*types} <= {"sliding_attention", "full_attention"}:
+        every = entries.count("sliding_window_pattern", kind.architecture.full_every)
+        if not every:
+            raise DescriptionError(f"its sliding_window is {window}, in layers that it does not name")
+        return tuple(None if (number + 1) % every == 0 else int(window) for number in range(layers))
+    if len(types) != layers or not {*types} <= _KINDS:
         raise DescriptionError(f"its layers are {types}")
     return tuple(int(window) if name == "sliding_attention" else None for name in types)
-
-
-def _ropes(config: Config) -> tuple[Config | None, Config]:
-    """The parameters of RoPE in layers with a sliding window, where they are others, and in all others."""
-    rope = config.get("rope_parameters")
-    partial = {"partial_rotary_factor": config["partial_rotary_factor"]} if config.get("partial_rotary_factor") else {}
-    if rope is not None:
-        if "full_attention" in rope:
-            return rope["sliding_attention"], rope["full_attention"]
-        return None, {**partial, **rope}
-    scaling = config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    main = {**partial, **scaling, "rope_type": kind, "rope_theta": config["rope_theta"]}
-    local = config.get("rope_local_base_freq")
-    return ({"rope_theta": local} if local else None), main
-
-
-def _scaled(rope: Config, head_size: int) -> RopeParameters:
-    return RopeParameters(_frequencies(rope, head_size))
-
-
-@numpy.errstate(all="ignore")
-def _frequencies(rope: Config, head_size: int) -> Floats:
-    """[rotary_dims / 2] float32, computed as transformers does."""
-    plain = rope_frequencies(float(rope["rope_theta"]), int(head_size * float(rope.get("partial_rotary_factor", 1))))
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return plain
-    if kind == "linear":
-        return plain / numpy.float32(rope["factor"])
-    if kind != "llama3":
-        raise DescriptionError(f"it has RoPE of type {kind}")
-    factor, low, high, original = (
-        float(rope[key])
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
-    lengths = numpy.float32(2 * math.pi) / plain
-    smooth = (numpy.float32(original) / lengths - numpy.float32(low)) / numpy.float32(high - low)
-    between = (1 - smooth) * (plain / numpy.float32(factor)) + smooth * plain
-    long, short = lengths > original / low, lengths < original / high
-    scaled: Floats = numpy.where(long, plain / numpy.float32(factor), numpy.where(short, plain, between))
-    return scaled.astype(numpy.float32)

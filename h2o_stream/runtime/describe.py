@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.native.abi import GateKind, NormKind, Scoring
+from h2o_stream.native.abi import Activation, NormKind, Scoring
 from h2o_stream.native.attention import (
     Attention,
     Gate,
@@ -39,7 +40,7 @@ from h2o_stream.runtime.families.architecture import EMBEDDING, LAYER_EMBEDDINGS
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
-from h2o_stream.runtime.weights import Weights, small_matrix
+from h2o_stream.runtime.weights import Weights
 
 _BESIDE_NORMS = ("pre_ffw_norm_2", "post_ffw_norm_2", "post_ffw_norm_1")
 """llama.cpp's names of the norms of `BesideMlp`, in its order, but for the router's."""
@@ -66,13 +67,15 @@ class _FileReader:
         dense = embedding.kind in DENSE
         layers = [self._layer(number) for number in range(parameters.num_layers)]
         attentions = with_lent_columns([layer.attention for layer in layers])
+        final = self._norm(self._architecture.final_norm, None)
         return Description(
             layers=[replace(layer, attention=attention) for layer, attention in zip(layers, attentions, strict=True)],
             embedding=embedding,
             embedding_scale=self._scale_of(embedding, parameters.embedding_scale),
             learned_positions=None,
             learned_offset=0,
-            norm=self._norm(self._architecture.final_norm, None),
+            embedding_norm=final if self._architecture.norms_embedding else Norm(),
+            norm=final,
             output=embedding if parameters.tied else weights.matrix(OUTPUT, None, *shape),
             logit_scale=parameters.logit_scale,
             logit_softcap=parameters.logit_softcap,
@@ -119,20 +122,26 @@ class _FileReader:
         )
         return OwnEmbedding(gate, out, self._norm("post_norm", number))
 
-    def _norm(self, name: str, layer: int | None, needed: bool = True) -> Norm:
+    def _norm(self, name: str, layer: int | None, needed: bool = True, bare_size: int = 0) -> Norm:
+        """A norm of this name; `bare_size` is its size where norms have no weights, 0: the hidden size."""
         weight = self._weights.vector(name, layer)
+        if weight is None and self._architecture.bare_norms and name in self._architecture.checkpoint_names:
+            weight = numpy.ones(bare_size or self._parameters.hidden_size, numpy.float32)
         if weight is None:
             if needed:
                 raise DescriptionError(f"it has no {name}")
             return Norm()
         bias = self._weights.vector(name, layer, "bias")
-        return Norm(self._parameters.norm, weight, bias, self._parameters.epsilon)
+        latent = name in ("attn_q_a_norm", "attn_kv_a_norm") and self._parameters.latent_epsilon
+        return Norm(self._parameters.norm, weight, bias, latent or self._parameters.epsilon)
 
     def _layer(self, number: int) -> Layer:
         weights, experts, latent = self._weights, self._parameters.experts, self._parameters.latent
         attends, mixes = weights.has("attn_output", number), has_mixer(weights, number)
         mlp: Mlp | Experts | None = None
-        if experts and weights.has("ffn_gate_inp", number):
+        if weights.has("ffn_gate_inp", number):
+            if experts is None:
+                raise DescriptionError(f"layer {number} has experts, and it is not said how many")
             mlp = self._experts(number, experts)
         elif weights.has("ffn_down", number):
             mlp = self._mlp(number, self._parameters.layer_shape(number).inner_size)
@@ -142,7 +151,8 @@ class _FileReader:
         names = self._architecture.norms
         if self._architecture.one_part:
             names = {"before_attention" if attends or mixes else "before_mlp": names["before_attention"]}
-        norms = {role: self._norm(name, number) for role, name in names.items()}
+        optional = self._architecture.optional_norms
+        norms = {role: self._norm(name, number, role not in optional) for role, name in names.items()}
         by_role: dict[str, Any] = {role: norms.get(role, Norm()) for role in NORM_ROLES}
         scale, hidden, altup = weights.vector("layer_output_scale", number), self._parameters.hidden_size, None
         if numbers := self._parameters.altup:
@@ -164,19 +174,29 @@ class _FileReader:
 
     def _mlp(self, number: int, inner: int, kind: str = "") -> Mlp:
         """The MLP of a layer, or with `kind` ``_shexp`` the expert for all tokens."""
-        weights, hidden = self._weights, self._parameters.hidden_size
+        weights, hidden, family = self._weights, self._parameters.hidden_size, self._architecture
         gate: Matrix | None = None
-        if self._architecture.fused_mlp:
-            fused = weights.matrix("ffn_up", number, 2 * inner, hidden)
-            gate, up = fused.row_range(0, inner), fused.row_range(inner, inner)
+        fused = f"ffn_gate_up{kind}" if weights.has(f"ffn_gate_up{kind}", number) else "ffn_up"
+        if family.fused_mlp or fused != "ffn_up":
+            both = weights.matrix(fused, number, 2 * inner, hidden)
+            gate, up = both.row_range(0, inner), both.row_range(inner, inner)
         else:
             up = weights.matrix(f"ffn_up{kind}", number, inner, hidden)
             if weights.has(f"ffn_gate{kind}", number):
                 gate = weights.matrix(f"ffn_gate{kind}", number, inner, hidden)
-        down, family = weights.matrix(f"ffn_down{kind}", number, hidden, inner), self._architecture
-        altup = self._parameters.altup
-        cut = altup.gate_deviations[number] if altup else None
-        return Mlp(gate, up, down, family.activation, family.activation_parameters, gate_deviations=cut)
+        down, altup = weights.matrix(f"ffn_down{kind}", number, hidden, inner), self._parameters.altup
+        numbers = self._xielu(number) if family.activation == Activation.XIELU else family.activation_parameters
+        cut, inner_norm = altup.gate_deviations[number] if altup else None, self._norm("ffn_sub_norm", number, False)
+        return Mlp(gate, up, down, family.activation, numbers, inner_norm, cut)
+
+    def _xielu(self, number: int) -> tuple[float, ...]:
+        """The parameters of the activation of a layer, see `abi.h`."""
+        names = [f"ffn_act.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")]
+        values = [self._weights.vector(name, number) for name in names]
+        found = [math.nan if value is None or value.size != 1 else float(value[0]) for value in values]
+        require(not math.isnan(sum(found)), f"layer {number} does not have the four numbers of its activation")
+        positive, negative = (float(numpy.logaddexp(numpy.float32(0), numpy.float32(x))) for x in found[:2])
+        return positive, negative + found[2], found[2], found[3]
 
     def _experts(self, number: int, experts: ExpertParameters) -> Experts:
         weights, hidden, inner = self._weights, self._parameters.hidden_size, experts.inner_size
@@ -188,7 +208,9 @@ class _FileReader:
             up = weights.matrix("ffn_up_exps", number, rows, hidden)
             if not self._architecture.ungated_experts:
                 gate = weights.matrix("ffn_gate_exps", number, rows, hidden)
-        shared = self._mlp(number, experts.shared_size, "_shexp") if experts.shared_size else None
+        is_shared = experts.shared_size > 0
+        require(is_shared == weights.has("ffn_down_shexp", number), f"layer {number} has other shared experts")
+        shared = self._mlp(number, experts.shared_size, "_shexp") if is_shared else None
         beside = self._beside(number) if weights.has("pre_ffw_norm_2", number) else None
         if beside:
             shared = self._mlp(number, self._parameters.layer_shape(number).inner_size)
@@ -204,6 +226,8 @@ class _FileReader:
                 chosen_groups=experts.chosen_groups,
                 group_worth=experts.group_worth,
                 factors=weights.vector("ffn_down_exps.scale", number),
+                jitter=experts.jitter,
+                weighs_inputs=self._architecture.weighs_inputs,
             ),
             gate=gate,
             up=up,
@@ -228,42 +252,48 @@ class _FileReader:
 
     def _dense(self, name: str, number: int, rows: int) -> Matrix:
         """A small matrix [rows, hidden] that is not packed, in the dtype of the model."""
-        vector, hidden = self._weights.vector(name, number), self._parameters.hidden_size
-        bias = self._weights.vector(name, number, "bias")
-        return small_matrix(vector, bias, rows, hidden, self._dtype, f"{name} of layer {number}")
+        return self._weights.small_matrix(name, number, rows, self._parameters.hidden_size, self._dtype)
 
     def _attention(self, number: int) -> Attention:
         parameters, weights, shape = self._parameters, self._weights, self._parameters.layer_shape(number)
-        size, source, gated = shape.head_size, parameters.shared_kv_layer(number), self._architecture.gates_attention
-        query_rows, kv_rows = parameters.query_heads * size, shape.kv_heads * size
-        stride = 2 * size if gated else size
-        keys = parameters.query_heads * stride
-        rows = {"attn_q": keys, "attn_k": kv_rows, "attn_v": kv_rows}
+        size, source, family = shape.head_size, parameters.shared_kv_layer(number), self._architecture
+        heads, value_size = parameters.query_heads, parameters.value_size or size
+        keys, values = shape.kv_heads * size, shape.kv_heads * value_size
+        stride = 2 * size if family.gates_attention else size
+        queries = heads * stride
+        rows = {"attn_q": queries, "attn_k": keys, "attn_v": values}
         if weights.has("attn_qkv", number):
-            rows = {"attn_qkv": query_rows + 2 * kv_rows}
+            rows = {"attn_qkv": queries + keys + values}
         elif source is not None:
-            rows = {"attn_q": query_rows}
+            rows = {"attn_q": queries}
         elif not weights.has("attn_v", number):  # keys, before they are normed, are values, too
             del rows["attn_v"]
-        norms = [self._norm(name, number, needed=False) for name in ("attn_q_norm", "attn_k_norm")]
+        offsets = HeadOffsets(0, stride, queries, size, queries if len(rows) == 2 else queries + keys, value_size)
+        if family.qkv_by_head:
+            offsets = HeadOffsets(0, 3 * size, size, 3 * size, 2 * size, 3 * size)
+        gate = Gate(family.gate_kind, size, stride, size) if family.gates_attention else None
+        if weights.has("attn_output_gate", number):
+            width = parameters.gate_size or value_size
+            gate = Gate(family.gate_kind, sum(rows.values()), width, width)
+            rows["attn_output_gate"] = heads * width
+        norms = [self._norm(name, number, False, size) for name in ("attn_q_norm", "attn_k_norm")]
         qkv = [weights.matrix(name, number, count, parameters.hidden_size) for name, count in rows.items()]
-        out = weights.matrix("attn_output", number, parameters.hidden_size, query_rows)
+        out = weights.matrix("attn_output", number, parameters.hidden_size, heads * value_size)
         if source is not None:
             require(source in self._attentions, f"layer {number} uses keys of layer {source}, which has none")
             lender, name = self._attentions[source], f"the attention of layer {number}"
             rope = self._rope(number, size)
             return shared_kv_attention(lender, source, size, qkv[0], norms[0], rope, out, parameters.scaling, name)
-        values = keys if len(qkv) == 2 else keys + kv_rows
-        one = numpy.ones(size, numpy.float32)
+        one = numpy.ones(value_size, numpy.float32)
         described = Attention(
-            query_heads=parameters.query_heads,
+            query_heads=heads,
             kv_heads=shape.kv_heads,
             head_size=size,
-            value_size=size,
+            value_size=value_size,
             scaling=parameters.scaling,
             softcap=parameters.softcap,
             qkv=qkv,
-            heads=HeadOffsets(0, stride, keys, size, values, size),
+            heads=offsets,
             query_norm=norms[0],
             key_norm=norms[1],
             rope=self._rope(number, size),
@@ -272,10 +302,11 @@ class _FileReader:
             norms_after_rope=parameters.norms_after_rope,
             sink_logits=weights.vector("attn_sinks", number),
             temperature=self._temperature,
-            gate=Gate(GateKind.SIGMOID_GATE, size, stride, size) if gated else None,
-            value_norm=Norm(NormKind.RMS, one, None, parameters.epsilon)
-            if self._architecture.normed_values
-            else Norm(),
+            gate=gate,
+            value_norm=Norm(NormKind.RMS, one, None, parameters.epsilon) if family.normed_values else Norm(),
+            output_norm=self._norm("attn_sub_norm", number, needed=False),
+            clip=parameters.clip,
+            value_scale=parameters.value_scale,
         )
         self._attentions[number] = described
         return described
@@ -291,9 +322,12 @@ class _FileReader:
         rest, rope = numpy.arange(sizes.nope_size, dtype=numpy.int32), self._parameters.ropes[number]
         tail, elements = numpy.arange(sizes.nope_size, sizes.head_size, dtype=numpy.int32), None
         pairs = tail.reshape(-1, 2).T.ravel()
-        if parameters.experts and parameters.experts.scoring == Scoring.SIGMOID:  # transformers' class takes halves
+        reorders, experts = self._architecture.reorders_pairs, parameters.experts
+        if reorders is None:  # as transformers' class with such experts
+            reorders = experts is not None and experts.scoring == Scoring.SIGMOID
+        if reorders:
             elements = numpy.concatenate((rest, pairs))
-        else:
+        elif self._architecture.adjacent:
             tail = pairs
         return latent_attention(
             sizes,
@@ -324,4 +358,6 @@ class _FileReader:
         if self._architecture.adjacent:
             pairs, rest = numpy.split(numpy.arange(size, dtype=numpy.int32), [2 * len(rope.frequencies)])
             order = numpy.concatenate((pairs.reshape(-1, 2).T.ravel(), rest))
+        elif self._architecture.swaps_halves:
+            order = numpy.roll(numpy.arange(size, dtype=numpy.int32), size // 2)
         return Rope(rope.frequencies, rope.scale, rope.fixed, order)

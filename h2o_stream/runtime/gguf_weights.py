@@ -23,10 +23,10 @@ from h2o_stream.runtime.file_numbers import as_needed, row_orders
 from h2o_stream.runtime.merged import PARTS, WHOLES, dequantized, merged
 from h2o_stream.runtime.parameters import Parameters, tensor_name
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.weights import as_floats, dense_matrix, gguf_name, small_matrix
+from h2o_stream.runtime.weights import Weights, as_floats, dense_matrix, gguf_name, small_matrix
 
 
-class GgufWeights:
+class GgufWeights(Weights):
     """The weights of a GGUF file, repacked into tiles when asked for.
 
     Args:

@@ -17,7 +17,10 @@ MAX_SIZE, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW = 2**24, 2**16, 2**31 - 1, 2**20
 """Largest vectors, numbers of layers, token indices, and windows that are held whole: beyond all models."""
 
 
-_FACTORS = ("scaling", "softcap", "logit_softcap", "embedding_scale", "residual_scale", "logit_scale", "epsilon")
+_FACTORS = (
+    *("scaling", "softcap", "logit_softcap", "embedding_scale", "residual_scale", "logit_scale", "epsilon"),
+    *("clip", "value_scale", "latent_epsilon"),
+)
 
 
 def check_range(value: int, what: str, limit: int, minimum: int = 1) -> None:
@@ -43,6 +46,7 @@ class ExpertParameters:
         scale: factor on weights.
         groups: number of groups of equal size, 0 if there are none.
         chosen_groups: how many of them a token's experts are chosen from.
+        jitter: of a sparse mixer, see `Router`.
 
     Raises:
         DescriptionError: they do not fit each other.
@@ -57,6 +61,7 @@ class ExpertParameters:
     scale: float
     groups: int = 0
     chosen_groups: int = 0
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         check_range(self.count, "expert_count, num_experts", MAX_SIZE)
@@ -66,6 +71,7 @@ class ExpertParameters:
         check_range(self.groups, "expert_group_count", self.count, 0)
         check_range(self.chosen_groups, "expert_group_used_count", self.groups, 0)
         _check_number(self.scale, "expert_weights_scale")
+        _check_number(self.jitter, "router_jitter_noise")
 
     @property
     def group_worth(self) -> GroupWorth:
@@ -134,9 +140,14 @@ class Parameters:
         logit_softcap: limit of logits, 0 for none.
         temperature: temperature of queries, and the original model's number of positions; None for none.
         norms_after_rope: norms of queries and keys come after RoPE, so that it cannot be changed later.
+        clip: largest magnitude of queries, keys and values, 0 for any.
+        value_scale: factor on values.
+        value_size: size of values, 0 if it is that of queries and keys.
+        gate_size: numbers of a head's gate, 0 if it has one for each number of its output.
         experts: parameters of the experts, in layers that have them.
         latent: sizes of latent keys and values, None if there are none.
         latent_queries: size of latent queries, 0 if there are none.
+        latent_epsilon: epsilon of norms of latent vectors, 0 if it is that of all.
         mixer: parameters of recurrent layers that have heads.
         layer_shapes: shape of each layer, if they differ.
         shared_kv_layers: number of last layers that reuse the keys and values of an earlier layer of their type.
@@ -168,9 +179,14 @@ class Parameters:
     logit_scale: float = 1.0
     temperature: tuple[float, int] | None = None
     norms_after_rope: bool = False
+    clip: float = 0.0
+    value_scale: float = 1.0
+    value_size: int = 0
+    gate_size: int = 0
     experts: ExpertParameters | None = None
     latent: LatentSizes | None = None
     latent_queries: int = 0
+    latent_epsilon: float = 0.0
     mixer: MixerParameters | None = None
     layer_shapes: tuple[LayerShape, ...] = ()
     shared_kv_layers: int = 0
@@ -188,6 +204,8 @@ class Parameters:
         check_range(self.shared_kv_layers, "attention.shared_kv_layers", layers - 1, 0)
         check_range(self.own_embedding, "embedding_length_per_layer_input", MAX_SIZE // layers, 0)
         check_range(self.latent_queries, "attention.q_lora_rank", MAX_SIZE, 0)
+        check_range(self.value_size, "v_head_dim", MAX_SIZE // self.query_heads, 0)
+        check_range(self.gate_size, "the size of gates", MAX_SIZE // self.query_heads, 0)
         counts = {len(self.ropes), len(self.sliding), len(self.layer_shapes) or layers}
         counts |= {len(self.altup.gate_deviations)} if self.altup else set()
         require(counts == {layers}, f"numbers are not given for {layers} layers (block_count)")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +45,15 @@ class Weights(Protocol):
         Small matrices that are not packed are vectors, too; so are parameters of recurrent layers.
         """
 
+    def small_matrix(self, name: str, layer: int | None, rows: int, columns: int, dtype: str) -> Matrix:
+        """A small matrix that is not packed, in the dtype of the model.
+
+        Raises:
+            DescriptionError: it is missing, or of another size.
+        """
+        bias = self.vector(name, layer, "bias")
+        return small_matrix(self.vector(name, layer), bias, rows, columns, dtype, f"{name} of layer {layer}")
+
     def has(self, name: str, layer: int) -> bool:
         """Whether the layer has this weight."""
 
@@ -64,7 +74,7 @@ def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matr
     return Matrix(numbers, bias, rows, columns, kind)
 
 
-class FolderWeights:
+class FolderWeights(Weights):
     """The weights of a folder that `packed_file` has written, mapped; `kinds` are packed formats by module name.
 
     Raises:
@@ -105,7 +115,7 @@ class FolderWeights:
             forms = self._architecture, self._orders, self._dtype
             return None if numbers is None else as_needed(numbers, name, kind, *forms)
         numbers = self._floats(self._architecture.parameter_name(name, layer, kind))
-        return None if numbers is None else _with_offset(rounded(numbers, self._dtype), self._architecture, name, kind)
+        return None if numbers is None else as_used(rounded(numbers, self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
@@ -138,7 +148,7 @@ def small_matrix(numbers: Floats | None, bias: Floats | None, rows: int, columns
     return dense_matrix(numbers.reshape(rows, columns), bias, dtype)
 
 
-class CheckpointWeights:
+class CheckpointWeights(Weights):
     """The dense weights of a folder of safetensors files, mapped; they are copied only if they are rounded.
 
     Raises:
@@ -149,7 +159,9 @@ class CheckpointWeights:
         self._architecture, self._parameters, self._dtype = architecture, parameters, dtype
         self.arrays: dict[str, NDArray[Any]] = {}
         for path in checkpoint_files(folder):
-            self.arrays |= mapped_tensors(path)
+            for name, array in mapped_tensors(path).items():
+                if not _OTHER_SENSES.intersection(name.split(".")):
+                    self.arrays[_WITHIN.sub("", name)] = array
         self.num_weights = sum(array.size for array in self.arrays.values())
 
     def module_name(self, name: str, layer: int | None) -> str:
@@ -174,12 +186,29 @@ class CheckpointWeights:
             DescriptionError: it is missing or of another shape.
         """
         module = self.module_name(name, layer)
-        stored = self._of_experts(module) if _EXPERTS in module else self.arrays.get(f"{module}.weight")
+        stored = self._get(module, "weight")
+        if stored is None and _EXPERTS in module:
+            stored = self._of_experts(module)
+        if stored is not None and stored.ndim == 3:
+            stored = self._below_each_other(name, stored)
         if stored is None or stored.shape != (rows, columns) or stored.dtype == numpy.uint8:
             raise DescriptionError(
                 f"its {module}.weight is {None if stored is None else stored.shape}, not {(rows, columns)}"
             )
         return stored
+
+    def _get(self, module: str, kind: str) -> NDArray[Any] | None:
+        """The weight or bias of a module, which may be a parameter of another one; None if there is none."""
+        bare = module if kind == "weight" or module.endswith("_bias") else f"{module}_bias"
+        return self.arrays.get(f"{module}.{kind}", self.arrays.get(bare))
+
+    def _below_each_other(self, name: str, stored: NDArray[Any]) -> NDArray[Any]:
+        """The stacked matrices of experts as one, those of the next expert below; a copy if they are transposed."""
+        if self._architecture.transposed_experts or self._architecture.interleaved_experts:
+            stored = stored.swapaxes(1, 2)
+        if self._architecture.interleaved_experts and name == _GATES_AND_UPS:
+            stored = numpy.concatenate((stored[:, ::2], stored[:, 1::2]), 1)
+        return numpy.ascontiguousarray(stored).reshape(-1, stored.shape[-1])
 
     def _of_experts(self, module: str) -> NDArray[Any] | None:
         """The matrices of all experts of a layer below each other, as a copy; None if there are none."""
@@ -196,20 +225,28 @@ class CheckpointWeights:
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        stored = self.arrays.get(self._architecture.parameter_name(name, layer, kind))
+        module = self.module_name(name, layer)
+        stored = self._get(module, kind) if module else None
         if stored is None:
             return None
+        if kind == "bias" and name == _GATES_AND_UPS and self._architecture.interleaved_experts:
+            stored = numpy.concatenate((stored[..., ::2], stored[..., 1::2]), -1)
         numbers = as_floats(stored, name).reshape(-1)
-        return _with_offset(rounded(numbers, self._dtype), self._architecture, name, kind)
+        return as_used(rounded(numbers, self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
-        return f"{self.module_name(name, layer)}.weight" in self.arrays
+        module = self.module_name(name, layer)
+        first = module.replace(_EXPERTS, f"{_EXPERTS}0.")
+        return bool(module) and any(found in self.arrays for found in (f"{module}.weight", module, f"{first}.weight"))
 
 
-def _with_offset(numbers: Floats, architecture: Architecture, name: str, kind: str) -> Floats:
-    """The numbers of a checkpoint's vector with what the model adds to weights of norms."""
-    offset = architecture.norm_offset if name.endswith("norm") and kind == "weight" else 0
+def as_used(numbers: Floats, architecture: Architecture, name: str, kind: str) -> Floats:
+    """The numbers of a checkpoint's or a model's vector, with what is added to weights of norms, or made of logs."""
+    if name == "ssm_a":
+        return -numpy.exp(numbers)
+    has_offset = name.endswith("norm") and kind == "weight" and name != "ssm_norm"
+    offset = architecture.norm_offset if has_offset else 0
     return numbers + numpy.float32(offset) if offset else numbers
 
 
@@ -234,6 +271,15 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise DescriptionError(f"{folder} has no {WEIGHTS_FILE}, or not all of its parts")
     return paths
 
+
+_WITHIN = re.compile(r"(?<![^.])language_model\.")
+_OTHER_SENSES = {
+    "vision_tower", "audio_tower", "multi_modal_projector", "vision_embed_tokens", "embed_tokens_extend",
+    "embed_vision", "embed_audio", "vision_model", "vision_embedder", "audio_embedder", "visual",
+}  # fmt: skip
+"""Modules of models that take images, too: that for text is in one of its own, and tokens do not go through others."""
+
+_GATES_AND_UPS = "ffn_gate_up_exps"
 
 _EXPERTS = ".experts."
 """In names of modules of which each expert has one; on disk its number follows."""

@@ -11,7 +11,8 @@ import numpy
 
 from h2o_stream.config import CacheConfig, SamplingConfig, SpeculateMode
 from h2o_stream.engine.engine import Engine
-from h2o_stream.engine.sampling import Sampler, Scores, TokenIds, at_least, largest
+from h2o_stream.engine.logits import Logits, Scores, TokenIds
+from h2o_stream.engine.sampling import Sampler, at_least, largest
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native.batch import rules
@@ -50,11 +51,11 @@ class LogprobSampler(Sampler):
         super().__init__(config, recommended, model_defaults)
         self.sampled: list[Logprob] = []
 
-    def sample(self, logits: Scores, reply: Sequence[int] = (), mask: Callable[[Scores], Scores] | None = None) -> int:
+    def sample(self, logits: Logits, reply: Sequence[int] = (), mask: Callable[[Scores], Scores] | None = None) -> int:
         """The next token."""
         token = super().sample(logits, reply, mask)
         if self.logprobs is not None:
-            self.sampled.append(_logprob(logits, token, self.logprobs))
+            self.sampled.append(_logprob(numpy.asarray(logits), token, self.logprobs))
         return token
 
     def take(self) -> tuple[Logprob, ...]:
@@ -110,7 +111,7 @@ class WaitingEngine(Engine):
         self._pace = pace
         super().__init__(model.model, model.tokenizer, cache, sampling_defaults=model.sampling, speculate=speculate)
         self.waiting: Sequence[int] = ()
-        self._step: Callable[[], Scores] | None = None
+        self._step: Callable[[], Logits] | None = None
         self._rules: tuple[int, bytes] = (-1, b"")
 
     @property
@@ -154,7 +155,7 @@ class WaitingEngine(Engine):
         return sampler
 
     def forward(  # type: ignore[override]
-        self, tokens: Sequence[int], step: Callable[[], Scores] | None = None
+        self, tokens: Sequence[int], step: Callable[[], Logits] | None = None
     ) -> Iterator[Waits]:
         """Wait until `begin_waiting` or `step_alone` and then `finish` were called. If they are not, nothing was fed.
 
@@ -193,9 +194,9 @@ class WaitingEngine(Engine):
         """
         assert self._step, "it is a token of a reply"
         self.begin(self.waiting)
-        return self._step()
+        return numpy.asarray(self._step())
 
-    def finish(self, logits: Scores) -> None:
+    def finish(self, logits: Logits) -> None:
         """See `Engine`; the logits are valid until the next step."""
         super().finish(logits)
         self.waiting = ()

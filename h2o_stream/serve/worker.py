@@ -18,7 +18,7 @@ from functools import partial
 
 from h2o_stream.base.memory import trim_heap
 from h2o_stream.engine.events import PrefillProgress, Token
-from h2o_stream.engine.sampling import Scores
+from h2o_stream.engine.logits import Scores
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper
@@ -145,12 +145,12 @@ class Worker:
     def _step(self) -> None:
         """Take a token of every reply, and some of prompts, through the model."""
         chosen = self._schedule()
-        if len(chosen) == 1 and chosen[0].live.engine.can_guess:
-            self._process(self._step_alone(chosen[0]), several=False)
+        if len(chosen) == 1 and (engine := chosen[0].live.engine).can_guess:
+            self._forward(_Batch(chosen), lambda: [engine.step_alone()])
             return
         batches = self._batches(chosen)
         for batch in batches:
-            self._process(self._forward(batch), several=len(batches) > 1)
+            self._forward(batch, partial(self._logits, batch), several=len(batches) > 1)
 
     def _schedule(self) -> list[Job]:
         """Take replies to where they wait for the model. Returns those whose tokens are taken now."""
@@ -180,43 +180,32 @@ class Worker:
             batch.plans.append(plan)
         return list(batches.values())
 
-    def _forward(self, batch: _Batch) -> Iterable[tuple[Job, Scores]]:
-        """Take tokens through the model. Returns the logits after them, valid until the next time."""
-        started, engines = time.perf_counter(), [job.live.engine for job in batch.jobs]
-        steppers, steps = [engine.stepper for engine in engines], len(batch.steps)
+    def _forward(self, batch: _Batch, compute: Callable[[], Iterable[Scores]], several: bool = False) -> None:
+        """Take tokens through the model, and send what is in the caches then; some replies get their own logits."""
+        started = time.perf_counter()
         try:
-            if batch.plans:
-                tokens = [engine.waiting for engine in engines]
-                logits = self._batch.forward(steppers[:steps], steppers[steps:], tokens, batch.plans)
-            else:
-                logits = self._batch.step(steppers)
+            logits = compute()
         except Exception as error:  # noqa: BLE001 - a step must not end the server
             for job in batch.jobs:
                 self._endings.give_up(job, error)
-            return ()
+            return
         seconds = time.perf_counter() - started
-        self._metrics.stepped(len(engines), seconds)
+        self._metrics.stepped(len(batch.jobs), seconds)
         if batch.plans:
             self._conversations.pace.note(seconds, bool(batch.steps))
-        return zip(batch.jobs, logits, strict=True)
-
-    def _step_alone(self, job: Job) -> Iterable[tuple[Job, Scores]]:
-        """Take the token of the only reply through the model, and perhaps guesses."""
-        started = time.perf_counter()
-        try:
-            logits = job.live.engine.step_alone()
-        except Exception as error:  # noqa: BLE001 - a step must not end the server
-            self._endings.give_up(job, error)
-            return ()
-        self._metrics.stepped(1, time.perf_counter() - started)
-        return ((job, logits),)
-
-    def _process(self, forwarded: Iterable[tuple[Job, Scores]], several: bool) -> None:
-        """Send what is in the caches now. The next step does not wait for every reply: some get their own logits."""
-        for job, logits in forwarded:
+        for job, scores in zip(batch.jobs, logits, strict=True):
             engine = job.live.engine
-            engine.finish(logits.copy() if several or job.is_long or engine.grammar else logits)
+            engine.finish(scores.copy() if several or job.is_long or engine.grammar else scores)
             self._advance(job)
+
+    def _logits(self, batch: _Batch) -> Iterable[Scores]:
+        """Those after the tokens of a batch, valid until the next time."""
+        engines = [job.live.engine for job in batch.jobs]
+        steppers, steps = [engine.stepper for engine in engines], len(batch.steps)
+        if not batch.plans:
+            return self._batch.step(steppers)
+        tokens = [engine.waiting for engine in engines]
+        return self._batch.forward(steppers[:steps], steppers[steps:], tokens, batch.plans)
 
     def _chosen(self) -> Iterator[Job]:
         """Replies whose tokens are taken now: all steps, and parts of prompts in turn."""

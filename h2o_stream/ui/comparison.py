@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from h2o_stream.base.memory import release_memory
 from h2o_stream.base.processes import Processes
 from h2o_stream.base.resources import replace_surrogates
-from h2o_stream.compare.cluster import run_on_cluster
 from h2o_stream.compare.comparison import (
     Comparison,
     Job,
@@ -32,6 +31,7 @@ from h2o_stream.compare.comparison import (
 )
 from h2o_stream.compare.everything import AllOptions, LeftOut, lines_of, write_left_out
 from h2o_stream.compare.folder import Folder, JobResult
+from h2o_stream.compare.options import RUNNERS
 from h2o_stream.compare.pause import Pause
 from h2o_stream.errors import H2OStreamError, file_errors
 from h2o_stream.session.jsonl import JsonlWriter
@@ -88,7 +88,7 @@ def run_comparison(
             run_one = partial(run_job, folder, on_progress, pause)
             results: Iterable[JobResult]
             if comparison.options.ray:
-                results = run_on_cluster(comparison.options, jobs, folder, on_progress, terminal.note)
+                results = RUNNERS["ray"](comparison.options, jobs, folder, on_progress, terminal.note)
             elif on_failure is None:
                 results = run_jobs(jobs, comparison.exclusive, processes, run_one)
             else:

@@ -40,8 +40,8 @@ def test_all_lines_in_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert first.count('"type": "gpu"') == 1
     assert "lines are left" in first
     whole = run(tmp_path, capsys)
-    for line in ("bandwidth", "family Llama 3", "step, window 24", "step of 2 rows", "prompt of 60", "full cache",
-                 "stream", "batch of 20+8"):  # fmt: skip
+    for line in ("bandwidth", "family Llama 3", "step, window 24", "step of 2 rows", "prompt of 60",
+                 "full cache, compiled", "stream", "batch of 20+8"):  # fmt: skip
         assert f'"what": "{line}' in whole, line
     assert "failed" not in whole
 

@@ -26,6 +26,9 @@ SYSTEM, PACKAGES, LIBRARIES = FOLDER / "system", FOLDER / "packages", FOLDER / "
 COMPILER, PYTHON = "aarch64-linux-gnu-g++", "python3.11"
 """Debian's, of the release that this runs on."""
 
+CROSS = {"CXX": COMPILER, "H2O_CMAKE_ARGS": "-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64"}
+"""What hatch_build.py reads from the environment to compile for such processors."""
+
 TESTED = ("transformers", "pytest", "hypothesis", "sympy", "networkx", "typing-extensions")
 ALONE = ("torch==2.9.0", "accelerate", *DATA)
 """What the kernel tests need besides; of torch the last for Arm that asks for no GPU's libraries."""
@@ -44,7 +47,7 @@ PROCESSORS = {"portable": "cortex-a72", "neon": "neoverse-n1", "i8mm": "max"}
 
 def compile_library() -> None:
     """All instruction sets, by the cross compiler."""
-    os.environ |= {"CXX": COMPILER, "H2O_CMAKE_ARGS": "-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64"}
+    os.environ |= CROSS
     if failure := compile_to(FOLDER / "native", FOLDER, "all", echo=True):
         sys.exit(failure)
 

@@ -60,13 +60,23 @@ H2O_BFLOAT16_TARGET inline simd::Halves round(simd::Floats numbers) {
   return simd::Halves(_mm512_cvtneps_pbh(__m512(numbers)));
 }
 
-// Two registers of numbers as pairs of bfloat16: element i of `low`, then of `high`.
-H2O_BFLOAT16_TARGET inline __m512i round_pairs(simd::Floats low, simd::Floats high) {
+// Stores two registers of numbers as pairs of bfloat16: element i of `low`, then of `high`.
+H2O_BFLOAT16_TARGET inline void round_pairs(simd::Floats low, simd::Floats high, simd::BFloat16* to) {
   alignas(64) static constexpr uint16_t kPairs[2 * simd::kWidth] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,
                                                                     21, 6, 22, 7, 23, 8,  24, 9,  25, 10, 26,
                                                                     11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512bh halves = _mm512_cvtne2ps_pbh(__m512(high), __m512(low));
-  return _mm512_maskz_permutexvar_epi16(__mmask32(-1), _mm512_load_si512(kPairs), __m512i(halves));
+  const __m512i pairs = _mm512_maskz_permutexvar_epi16(__mmask32(-1), _mm512_load_si512(kPairs), __m512i(halves));
+  _mm512_storeu_si512(to, pairs);
+}
+
+// Stores a pair of each of up to `kSize` rows that are `stride` pairs apart, and zeros for missing rows.
+H2O_BFLOAT16_TARGET inline void gather_pairs(const simd::BFloat16* from, int64_t rows, int64_t stride,
+                                             simd::BFloat16* to) {
+  const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i offsets = _mm512_mullo_epi32(numbers, _mm512_set1_epi32(int32_t(stride)));
+  const __mmask16 present = __mmask16((1u << rows) - 1);
+  _mm512_store_si512(to, _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), present, offsets, from, 4));
 }
 
 #endif

@@ -20,7 +20,7 @@ using Factor = int32_t;
 #endif
 
 #if defined(H2O_NEON_DOT)
-using Columns = int8x16_t;
+using Columns = Bytes;
 using Factors = VectorGroup;
 #else
 using Columns = Pairs;
@@ -30,11 +30,11 @@ using Factors = PairGroup;
 // Adds products with the `tile`th vectors.
 [[gnu::always_inline]] inline Ints multiply_columns(Ints sums, Columns columns, const Factor* factors, int64_t tile) {
 #if defined(H2O_NEON_I8MM)
-  return Ints(vmmlaq_s32(int32x4_t(sums), columns, vld1q_s8(reinterpret_cast<const int8_t*>(factors + 2 * tile))));
+  return simd::add_products_of_eight(sums, columns, factors + 2 * tile);
 #elif defined(H2O_NEON_DOT)
-  return add_products(sums, columns, factors, tile);
+  return simd::add_quad_products(sums, columns, reinterpret_cast<const int8_t*>(factors), tile);
 #else
-  return multiply_add(sums, columns, factors + tile);
+  return simd::add_pair_products(sums, columns, factors + tile);
 #endif
 }
 
@@ -42,13 +42,13 @@ using Factors = PairGroup;
 template <int64_t kind, class At>
 [[gnu::always_inline]] inline void unpack_group(const uint8_t* lower, const uint8_t* upper, At at) {
 #if defined(H2O_NEON_I8MM)
-  int32x4_t quads[packed::kGroup / 4];
+  Ints quads[packed::kGroup / 4];
   for_each_quad<kind, 1>(lower, upper, [&](int64_t half, int64_t quad, int64_t, Bytes bytes) {
-    quads[4 * half + quad] = vreinterpretq_s32_s8(signed_bytes<kind>(bytes));
+    quads[4 * half + quad] = Ints(signed_bytes<kind>(bytes));
   });
   for (int64_t i = 0; i < packed::kGroup / kColumns; ++i) {
-    at(i)[0] = vreinterpretq_s8_s32(vzip1q_s32(quads[2 * i], quads[2 * i + 1]));
-    at(i)[1] = vreinterpretq_s8_s32(vzip2q_s32(quads[2 * i], quads[2 * i + 1]));
+    const auto both = simd::interleaved(quads[2 * i], quads[2 * i + 1]);
+    at(i)[0] = Columns(both.first), at(i)[1] = Columns(both.second);
   }
 #else
   for_each_quad<kind, 1>(lower, upper, [&](int64_t half, int64_t quad, int64_t, Bytes bytes) {
@@ -65,16 +65,19 @@ template <int64_t kind, class At>
 
 // Puts numbers of rows where sums of these rows are.
 inline void spread(simd::Floats numbers, simd::Floats* to) {
-  to[0] = numbers;
 #if defined(H2O_NEON_I8MM)
-  to[0] = vzip1q_f32(numbers, numbers), to[1] = vzip2q_f32(numbers, numbers);
+  const auto both = simd::interleaved(numbers, numbers);
+  to[0] = both.first, to[1] = both.second;
+#else
+  to[0] = numbers;
 #endif
 }
 
 // Of numbers of vectors those of a tile, as sums with it are multiplied by them.
 inline auto of_tile(const float* numbers, int64_t tile) {
 #if defined(H2O_NEON_I8MM)
-  return simd::Floats(vreinterpretq_f32_u64(vld1q_dup_u64(reinterpret_cast<const uint64_t*>(numbers + 2 * tile))));
+  const float *both = numbers + 2 * tile;
+  return simd::Floats{both[0], both[1], both[0], both[1]};
 #else
   return numbers[tile];
 #endif

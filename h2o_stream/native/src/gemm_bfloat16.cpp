@@ -70,7 +70,7 @@ H2O_BFLOAT16_TARGET void unpack_block(const uint8_t* block, int64_t groups, BFlo
       const simd::Ints codes = simd::Ints(pairs[i]);
       const Floats low = __builtin_convertvector(codes << 16 >> 16, Floats) * scale + offset;
       const Floats high = __builtin_convertvector(codes >> 16, Floats) * scale + offset;
-      _mm512_storeu_si512(tiles + i * kGroup, units::round_pairs(low, high));
+      units::round_pairs(low, high, tiles + i * kGroup);
     }
   }
 }

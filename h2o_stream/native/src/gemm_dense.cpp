@@ -80,13 +80,8 @@ H2O_BFLOAT16_TARGET void round_panel(const float* x, int64_t count, int64_t colu
 H2O_BFLOAT16_TARGET void load_tiles(const Matrix& matrix, int64_t row, int64_t first, int64_t steps, BFloat16* tiles) {
   const BFloat16* from = static_cast<const BFloat16*>(matrix.weights) + row * matrix.columns + first;
   const int64_t rows = std::clamp<int64_t>(matrix.rows - row, 0, units::kSize), pairs = matrix.columns / 2;
-  alignas(simd::kCacheLine) int32_t starts[units::kSize];
-  for (int64_t r = 0; r < units::kSize; ++r) starts[r] = int32_t(std::min(r, std::max<int64_t>(rows - 1, 0)) * pairs);
-  const __m512i offsets = _mm512_load_si512(starts);
-  const __mmask16 present = __mmask16((1u << rows) - 1);
   for (int64_t pair = 0; pair < steps * units::kDepth / 2; ++pair) {
-    const __m512i column = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), present, offsets, from + 2 * pair, 4);
-    _mm512_store_si512(tiles + pair * units::kSize * 2, column);
+    units::gather_pairs(from + 2 * pair, rows, pairs, tiles + pair * units::kSize * 2);
   }
 }
 

@@ -6,22 +6,8 @@ namespace {
 
 using simd::Floats;
 using simd::kWidth;
-
-// A single vector uses 32-byte registers: reading memory is faster that way than with 64-byte ones.
-#if defined(H2O_AVX512)
-using Narrow = float __attribute__((vector_size(32)));
-inline Narrow load_narrow(const float* from) { return Narrow(_mm256_loadu_ps(from)); }
-inline Narrow load_narrow(const simd::BFloat16* from) {
-  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return Narrow(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-}
-#else
-using Narrow = Floats;
-template <class Element>
-Narrow load_narrow(const Element* from) {
-  return simd::load(from);
-}
-#endif
+using simd::load_narrow;
+using simd::Narrow;  // of a single vector
 
 // Prefetch distance in bytes; the hardware prefetcher stops at page boundaries.
 constexpr int64_t kPrefetchBytes = 4096;

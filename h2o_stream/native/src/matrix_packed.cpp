@@ -12,8 +12,9 @@ using packed::kLine;
 using simd::Floats;
 using simd::kWidth;
 
-// Prefetch distance in blocks. Reads stay in memory order, as the hardware prefetcher expects.
-constexpr int64_t kPrefetchBlocks = 1;
+// Prefetch distance in bytes for several vectors, with which memory would not be read while they are multiplied. A
+// single one reads in memory order, as the hardware prefetcher expects: it is given the next block.
+constexpr int64_t kPrefetchDistance = 12 << 10;
 
 // A tile of 16 rows.
 template <int64_t kind>
@@ -32,27 +33,26 @@ class PackedTile {
   template <int64_t count>
   void multiply(const Vectors& vectors, int64_t first, bool prefetch, float* products) const {
     constexpr int64_t kGroups = kBlock / kGroup, kBytes = packed::block_bytes(kind, kGroups);
-    Floats sums[count][kVectorsPerTile] = {};
+    Sums<count> sums = {};
     const uint8_t* block = blocks_;
     for (int64_t group = 0; group < groups_; group += kGroups, block += kBytes) {
       add_block<count>(block, group, std::min(kGroups, groups_ - group), vectors, first, prefetch, sums);
     }
-    std::memcpy(products, sums, sizeof sums);
+    *reinterpret_cast<Sums<count>*>(products) = sums;
   }
 
  private:
   using Scales = packed::BlockScales<kind, Floats>;
   static constexpr int64_t kVectorsPerTile = kRows / kWidth;  // registers per column of a tile
-#if defined(H2O_NEON_DOT)
-  static constexpr int64_t kMaxRowVectors = 1;
-  template <int64_t count>
-  using Dots = dot::Bytes[kGroup / 4];  // the codes, which are multiplied last
-#else
   static constexpr int64_t kMaxRowVectors = std::min<int64_t>(kVectorsPerTile, 2);
   template <int64_t count>
   using Dots = dot::Accumulator<kind>[Scales::kScales][count];
-#endif
-  // Of them, those that a broadcast number of a single vector is multiplied by at a time.
+  // Copied as a whole: GCC keeps no array in registers that a function is given.
+  template <int64_t count>
+  struct [[gnu::may_alias]] Sums {
+    Floats rows[count][kVectorsPerTile];
+  };
+  // Of the registers of a column, those that a broadcast number of a single vector is multiplied by at a time.
   template <int64_t count>
   static constexpr int64_t kRowVectors = count == 1 ? kMaxRowVectors : 1;
   static constexpr int64_t kLowerBytes = packed::lower_bytes(kind, 1), kUpperBytes = packed::upper_bytes(kind, 1);
@@ -60,20 +60,29 @@ class PackedTile {
   template <int64_t count>
   [[gnu::always_inline]] static void add_block(const uint8_t* block, int64_t begin, int64_t groups,
                                                const Vectors& vectors, int64_t first, bool prefetch,
-                                               Floats (&sums)[count][kVectorsPerTile]) {
+                                               Sums<count>& sums) {
     constexpr int64_t kBytes = packed::block_bytes(kind, kBlock / kGroup);
     constexpr int64_t kPrefetchBytes = simd::padded(kBytes * kGroup / kBlock, kLine);  // per group
     const uint8_t* lower = block + packed::scale_bytes(kind, groups);
     const uint8_t* upper = lower + groups * kLowerBytes;
+    const dot::VectorGroup* vector_groups[count];
+    const rounding::Scale* vector_scales[count];
+    for (int64_t v = 0; v < count; ++v) {
+      vector_groups[v] = vectors.groups(first + v) + begin, vector_scales[v] = vectors.scales(first + v) + begin;
+    }
     for (int64_t group = 0; group < groups; ++group) {
       const uint8_t* group_lower = lower + group * kLowerBytes;
       const uint8_t* group_upper = upper + group * kUpperBytes;
-      if (prefetch) simd::prefetch(block + kPrefetchBlocks * kBytes + group * kPrefetchBytes, kPrefetchBytes);
+      if (prefetch && count == 1) {
+        simd::prefetch(block + kBytes + group * kPrefetchBytes, kPrefetchBytes);
+      } else if (prefetch) {
+        simd::prefetch<2>(block + kPrefetchDistance + group * kPrefetchBytes, kPrefetchBytes);
+      }
 #pragma GCC unroll 4
       for (int64_t row_vector = 0; row_vector < kVectorsPerTile; row_vector += kRowVectors<count>) {
         const int64_t offset = row_vector * 4 * kWidth;
-        add_group<count>(block, groups, group, group_lower + offset, group_upper + offset, vectors, first,
-                         begin + group, row_vector, sums);
+        add_group<count>(block, groups, group, group_lower + offset, group_upper + offset, vector_groups,
+                         vector_scales, row_vector, sums);
       }
     }
   }
@@ -81,17 +90,10 @@ class PackedTile {
   // Adds the products of a group for kRowVectors registers of rows.
   template <int64_t count>
   [[gnu::always_inline]] static void add_group(const uint8_t* block, int64_t groups, int64_t group,
-                                               const uint8_t* lower, const uint8_t* upper, const Vectors& vectors,
-                                               int64_t first, int64_t vector_group, int64_t row_vector,
-                                               Floats (&sums)[count][kVectorsPerTile]) {
-#if defined(H2O_NEON_DOT)
-    Dots<count> quads;
-    dot::for_each_quad<kind, 1>(lower, upper, [&](int64_t half, int64_t quad, int64_t, dot::Bytes bytes) {
-      quads[4 * half + quad] = bytes;
-    });
-    const Scales block_scales(block, groups, row_vector * kWidth);
-    add_scaled<count>(block_scales, group, quads, vectors, first, vector_group, row_vector, sums);
-#else
+                                               const uint8_t* lower, const uint8_t* upper,
+                                               const dot::VectorGroup* const* vectors,
+                                               const rounding::Scale* const* vector_scales, int64_t row_vector,
+                                               Sums<count>& sums) {
     constexpr int64_t kScales = Scales::kScales, kRegisters = kRowVectors<count>;
     Dots<count> dots[kRegisters];
     int64_t call = 0;
@@ -99,7 +101,7 @@ class PackedTile {
         lower, upper, [&](int64_t half, int64_t quad, int64_t row, dot::Bytes bytes) {
 #pragma GCC unroll 4
           for (int64_t v = 0; v < count; ++v) {
-            dots[row][kScales == 2 ? half : 0][v].add(bytes, vectors.groups(first + v)[vector_group],
+            dots[row][kScales == 2 ? half : 0][v].add(bytes, vectors[v][group],
                                                       16 * half + 4 * quad, kScales == 2 ? quad : call);
           }
           call += row + 1 == kRegisters;
@@ -107,16 +109,14 @@ class PackedTile {
 #pragma GCC unroll 4
     for (int64_t row = 0; row < kRegisters; ++row) {
       const Scales block_scales(block, groups, (row_vector + row) * kWidth);
-      add_scaled<count>(block_scales, group, dots[row], vectors, first, vector_group, row_vector + row, sums);
+      add_scaled<count>(block_scales, group, dots[row], vector_scales, row_vector + row, sums);
     }
-#endif
   }
 
   // Adds products of codes times scales, and offsets.
   template <int64_t count>
   [[gnu::always_inline]] static void add_scaled(const Scales& block_scales, int64_t group, const Dots<count>& dots,
-                                                const Vectors& vectors, int64_t first, int64_t vector_group,
-                                                int64_t row_vector, Floats (&sums)[count][kVectorsPerTile]) {
+                                                const rounding::Scale* const* vector_scales, int64_t row_vector, Sums<count>& sums) {
     constexpr int64_t kScales = Scales::kScales;
     Floats scales[kScales];
     for (int64_t i = 0; i < kScales; ++i) scales[i] = block_scales.scale(group, i);
@@ -124,16 +124,11 @@ class PackedTile {
     for (int64_t i = 0; i < Scales::kOffsets; ++i) offsets[i] = block_scales.offset(group, i);
 #pragma GCC unroll 4
     for (int64_t v = 0; v < count; ++v) {
-      Floats& sum = sums[v][row_vector];
-      const rounding::Scale& scale = vectors.scales(first + v)[vector_group];
+      Floats& sum = sums.rows[v][row_vector];
+      const rounding::Scale& scale = vector_scales[v][group];
       for (int64_t i = 0; i < kScales; ++i) {
         const int32_t code_sum = kScales == 2 ? scale.code_sums[i] : scale.code_sums[0] + scale.code_sums[1];
-#if defined(H2O_NEON_DOT)
-        const simd::Ints products = dot::products<kind>(dots, vectors.groups(first + v)[vector_group], 4 * i, code_sum);
-        sum += to_floats(products) * (scales[i] * scale.scale);
-#else
         sum += to_floats(dots[i][v].sums(code_sum)) * (scales[i] * scale.scale);
-#endif
       }
       if constexpr (Scales::kOffsets == 2) {
         for (int64_t i = 0; i < 2; ++i) sum += offsets[i] * scale.half_sum(i);

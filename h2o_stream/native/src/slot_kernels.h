@@ -60,17 +60,7 @@ inline Codes load_codes(const uint8_t* from) {
 inline Codes every_byte(uint32_t byte) { return Codes{} + byte * 0x01010101u; }
 
 // Unpacked bytes as floats. They are unpacked before, when they are a quarter as wide.
-inline Floats widened(Codes codes) {
-#if defined(H2O_AVX512)
-  return Floats(_mm512_cvtepi32_ps(_mm512_maskz_cvtepu8_epi32(__mmask16(-1), __m128i(codes))));
-#elif defined(H2O_AVX2)
-  int64_t bits;
-  std::memcpy(&bits, &codes, sizeof bits);
-  return Floats(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bits))));
-#else
-  return __builtin_convertvector(simd::Bytes(codes), Floats);
-#endif
-}
+inline Floats widened(Codes codes) { return simd::to_floats(simd::Bytes(codes)); }
 
 // Quantized rows of `fixed_size` elements, or of any number if that is 0. See store.h for the planes of a row.
 template <int64_t bits, int64_t fixed_size>

@@ -8,7 +8,7 @@
 
 namespace dot {
 
-// Orders codes as `multiply_add` (dot.h) takes them: swaps the second and third of every four.
+// Orders codes as `simd::add_pair_products` takes them: swaps the second and third of every four.
 template <size_t... i>
 rounding::Codes even_before_odd(rounding::Codes codes, std::index_sequence<i...>) {
   return __builtin_shufflevector(codes, codes, int(i % 4 == 1 ? i + 1 : i % 4 == 2 ? i - 1 : i)...);
@@ -43,19 +43,10 @@ class VectorGroup {
     std::memcpy(low_ + index * simd::kWidth, &low_bytes, sizeof low_bytes);
   }
 
-  int32_t high(int64_t column) const { return four(high_ + column); }
-  int32_t low(int64_t column) const { return four(low_ + column); }
-
   // The upper or the lower bytes of all codes.
   const int8_t* part(int64_t index) const { return index ? low_ : high_; }
 
  private:
-  static int32_t four(const int8_t* from) {
-    int32_t bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return bytes;
-  }
-
   int8_t high_[packed::kGroup], low_[packed::kGroup];
 };
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.native.abi import Activation, Scoring
+from h2o_stream.native.abi import Activation, GateKind, NormKind, Scoring
 from h2o_stream.runtime.parameters import Parameters
 
 EMBEDDING, OUTPUT, FINAL_NORM = "token_embd", "output", "output_norm"
@@ -44,6 +44,9 @@ SANDWICH = {
 }
 """The same where every block has a norm before and after it, or after it only."""
 
+AS_MLP = {"moe_intermediate_size": None}
+"""Of models whose experts have the size of an MLP, whatever else their config says."""
+
 SHARED_EXPERTS = mlp_names("mlp.shared_experts", "_shexp") | {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 """Of models whose experts for all tokens are several, as one."""
 
@@ -56,7 +59,7 @@ def state_space(module: str) -> dict[str, str]:
     return {name: f"{module}.{part}" for name, part in (MIXER_PARTS | {"ssm_in": "in_proj", "ssm_d": "D"}).items()}
 
 
-_PARAMETERS = ("_bias", ".A_log", ".D", ".sinks", ".layer_scalar", "scale")
+_PARAMETERS = ("_bias", ".A_log", ".D", ".sinks", ".softmax_offset", ".layer_scalar", "scale", ".beta", ".eps")
 """Ends of names that are of parameters, not of modules."""
 
 BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
@@ -93,6 +96,7 @@ class Architecture:
         rotates_sliding: where some layers slide, the others have no positions.
         scoring: how a router's logits become scores, unless the file says it.
         normalizes_experts: the weights of a token's experts are divided by their sum, unless the file says otherwise.
+        optional_norms: roles of norms that not all layers have.
         normed_values: values are normed, without weights.
         scaling: scaling of queries times keys, where it does not follow from the size of heads.
         scales_by_hidden_at_layers: models with this many layers scale queries by hidden_size / heads; 0: none.
@@ -105,7 +109,16 @@ class Architecture:
         one_part: a layer is an attention, a mixer or an MLP, which the first norm belongs to.
         ungated_experts: experts have no gates.
         rounds_constants: the factors on embeddings of layers are rounded to the model's dtype, as in transformers.
+        bare_norms: norms have no weights, and queries and keys are normed.
+        norms_embedding: what goes into the first layer is normed by the final norm.
+        swaps_halves: RoPE rotates in the other direction.
+        qkv_by_head: a fused matrix has queries, keys and values of each head together.
+        reorders_pairs: transformers puts pairs into halves before RoPE of latent attention; None: by the router.
+        gate_kind: what the gate of the attention's output goes through, if it has a matrix of its own.
+        weighs_inputs: the weights of a token's experts are factors on what goes into them.
+        transposed_experts: transformers has the matrices of experts transposed.
         checkpoint_names: transformers' names by those of llama.cpp, as in `NAMES`.
+        layers: transformers' name of the list of layers.
         stored_as_in_gguf: llama.cpp's names of tensors that transformers' checkpoints have in another form, or as one;
             folders of packed weights then have all tensors as the GGUF file has them.
     """
@@ -132,6 +145,7 @@ class Architecture:
     rotates_sliding: bool = False
     scoring: Scoring = Scoring.SOFTMAX
     normalizes_experts: bool = False
+    optional_norms: Collection[str] = ()
     normed_values: bool = False
     scaling: float = 0.0
     scales_by_hidden_at_layers: int = 0
@@ -144,7 +158,16 @@ class Architecture:
     one_part: bool = False
     ungated_experts: bool = False
     rounds_constants: bool = False
+    bare_norms: bool = False
+    norms_embedding: bool = False
+    swaps_halves: bool = False
+    qkv_by_head: bool = False
+    reorders_pairs: bool | None = None
+    gate_kind: GateKind = GateKind.SIGMOID_GATE
+    weighs_inputs: bool = False
+    transposed_experts: bool = False
     checkpoint_names: Mapping[str, str] = field(default_factory=lambda: NAMES)
+    layers: str = "model.layers"
     stored_as_in_gguf: Collection[str] = ()
 
     def with_names(self, names: Mapping[str, str], **changes: Any) -> Architecture:
@@ -158,7 +181,7 @@ class Architecture:
     def module_name(self, name: str, layer: int | None) -> str:
         """The name in transformers of a module, in a layer or outside of them; nothing if it is not known."""
         module = self.checkpoint_names.get(name, "")
-        return module if layer is None or not module else f"model.layers.{layer}.{module}"
+        return module if layer is None or not module else f"{self.layers}.{layer}.{module}"
 
     def parameter_name(self, name: str, layer: int | None, kind: str) -> str:
         """The name in transformers of a module's weight or bias; some parameters have no module of their own."""
@@ -168,23 +191,25 @@ class Architecture:
 
 @dataclass(frozen=True)
 class ModelType:
-    """What ``config.json`` of a transformers checkpoint may leave out.
+    """What the ``config.json`` of a transformers checkpoint does not say.
 
     Attributes:
-        architecture: row of the family.
-        tied: whether the output layer is the embedding.
-        head_size: 0 if it follows from the hidden size.
-        slides: ``all`` layers have the sliding window if there is one, ``some`` do, or ``none``.
-        expert_size: what the inner size of experts is called.
-        normalizes_experts: whether the weights of a token's experts are divided by their sum.
+        architecture: row of the family, with the names that checkpoints have.
+        defaults: entries that it may leave out, as in the published config class, and ones that all models have.
+        fixed: entries as its class has them, whatever is said.
+        norm: kind of all norms.
+        slides_everywhere: all layers have the sliding window if there is one.
+        numbers: fields of `Parameters` that follow from entries that only this type has.
+        module_names: names of modules in memory that checkpoints call otherwise.
     """
 
     architecture: Architecture
-    tied: bool = False
-    head_size: int = 0
-    slides: str = "none"
-    expert_size: str = "intermediate_size"
-    normalizes_experts: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    norm: NormKind = NormKind.RMS
+    slides_everywhere: bool = False
+    numbers: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    module_names: Mapping[str, str] = field(default_factory=dict)
 
 
 AFTER_ONLY = Architecture(norms=AFTER).with_names(SANDWICH)

@@ -1,8 +1,11 @@
 """Command R, R7B and A; their norms have no bias, and there are none of queries and keys."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from h2o_stream.runtime.families.architecture import FINAL_NORM, NAMES, Architecture
+from h2o_stream.native.abi import NormKind
+from h2o_stream.runtime.families.architecture import AS_MLP, FINAL_NORM, NAMES, Architecture, ModelType
 
 _COHERE = Architecture(
     model_type="cohere",
@@ -14,7 +17,28 @@ _COHERE = Architecture(
     },
 )
 
-ARCHITECTURES = {
-    "command-r": _COHERE,
-    "cohere2": replace(_COHERE, model_type="cohere2", full_every=4, rotates_sliding=True),
+_COHERE_2 = replace(_COHERE, model_type="cohere2", full_every=4, rotates_sliding=True)
+_DEFAULTS = {"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 0.0625}
+_SLIDING = {**_DEFAULTS, "head_dim": 128, "sliding_window": 4096}
+
+
+def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for what no published model has: shared experts, dense layers, norms of queries."""
+    named = ("use_qk_norm", "rms_norm_eps", "num_shared_experts")
+    if any(config.get(name) for name in named) or "dense" in (config.get("mlp_layer_types") or ()):
+        raise ValueError("norms of queries, dense layers, or shared experts")
+    return {}
+
+
+ARCHITECTURES = {"command-r": _COHERE, "cohere2": _COHERE_2}
+MODEL_TYPES = {
+    "cohere": ModelType(_COHERE, {**_DEFAULTS, "rope_theta": 500_000.0}, norm=NormKind.LAYER, numbers=_checked),
+    "cohere2": ModelType(_COHERE_2, _SLIDING, norm=NormKind.LAYER),
+    "cohere2_moe": ModelType(
+        _COHERE_2.with_names({}, normalizes_experts=True),
+        _SLIDING,
+        AS_MLP,
+        norm=NormKind.LAYER,
+        numbers=_checked,
+    ),
 }

@@ -122,7 +122,17 @@ ARCHITECTURES = {
     ),
     "gemma4": _WITH_OWN_EMBEDDINGS.with_names(_PARALLEL_EXPERTS, model_type="gemma4_text", normalizes_experts=True),
 }
+_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256}
+_SOFT = {**_DEFAULTS, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_TWO_ROPES = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
 MODEL_TYPES = {
-    "gemma2": ModelType(_GEMMA_2, tied=True, head_size=256, slides="some"),
-    "gemma3_text": ModelType(_GEMMA_3, tied=True, head_size=256, slides="some"),
+    "gemma": ModelType(_GEMMA, _DEFAULTS),
+    "gemma2": ModelType(_GEMMA_2, {**_SOFT, "sliding_window": 4096}),
+    "gemma3_text": ModelType(
+        _GEMMA_3, {**_DEFAULTS, **_TWO_ROPES, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+    ),
+    "vaultgemma": ModelType(
+        replace(_GEMMA_2, norms=BEFORE).with_names({"ffn_norm": "pre_feedforward_layernorm"}),
+        {**_SOFT, "sliding_window": 4096},
+    ),
 }

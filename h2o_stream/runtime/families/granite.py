@@ -1,6 +1,17 @@
-"""Granite 3 and 4, with experts and with state spaces."""
+"""Granite 3 and 4, with experts and with state spaces; HyperCLOVA X, which has its factors."""
 
-from h2o_stream.runtime.families.architecture import Architecture, mlp_names, state_space
+from dataclasses import replace
+
+from h2o_stream.runtime.families.architecture import (
+    AFTER,
+    AS_MLP,
+    BEFORE,
+    LATE_NORM,
+    Architecture,
+    ModelType,
+    mlp_names,
+    state_space,
+)
 
 _GRANITE = Architecture(rope_rows_permuted=True, divides_logits=True, normalizes_experts=True)
 _EXPERTS = mlp_names("block_sparse_moe.experts", "_exps") | {"ffn_gate_inp": "block_sparse_moe.router"}
@@ -11,6 +22,25 @@ _SHARED = {
     for kind in ("", "_shexp")
 }
 
+_STACKED = {
+    "ffn_gate_up_exps": "block_sparse_moe.input_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+"""In checkpoints."""
+_IN_MEMORY = {
+    "ffn_gate_up_exps": "block_sparse_moe.experts.gate_up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+    "ffn_gate_inp": "block_sparse_moe.router",
+}
+_SINKS = _IN_MEMORY | {"attn_sinks": "self_attn.sinks"}
+"""With sliding windows."""
+_DEFAULTS = dict.fromkeys(
+    ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+)
+
 ARCHITECTURES = {
     "granite": _GRANITE,
     "granitemoe": _GRANITE.with_names(_EXPERTS),
@@ -19,5 +49,22 @@ ARCHITECTURES = {
         model_type="granitemoehybrid",
         unrotated_if_original=True,
         stored_as_in_gguf={*_MIXER},
+    ),
+}
+MODEL_TYPES = {
+    "granite": ModelType(_GRANITE, _DEFAULTS),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"),
+        ModelType(_GRANITE.with_names(_STACKED), _DEFAULTS, AS_MLP, module_names=_IN_MEMORY),
+    ),
+    "granite_swa": ModelType(
+        _GRANITE.with_names(_SINKS), {**_DEFAULTS, "tie_word_embeddings": True, "sliding_window": 128}
+    ),
+    "granitemoe_swa": ModelType(_GRANITE.with_names(_STACKED | _SINKS), {**_DEFAULTS, "sliding_window": 128}, AS_MLP),
+    "hyperclovax": ModelType(
+        replace(LATE_NORM, norms=BEFORE | AFTER, optional_norms=set(AFTER)).with_names(
+            {"post_attention_norm": "post_norm1", "post_ffw_norm": "post_norm2"}
+        ),
+        {"head_dim": 128},
     ),
 }

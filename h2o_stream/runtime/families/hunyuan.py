@@ -1,16 +1,29 @@
 """HunYuan."""
 
-from h2o_stream.runtime.families.architecture import Architecture, mlp_names
+from h2o_stream.native.abi import Scoring
+from h2o_stream.runtime.families.architecture import AS_MLP, SHARED_EXPERTS, Architecture, ModelType, mlp_names
 
 _HUNYUAN = Architecture(model_type="hunyuan_v1_dense", norms_after_rope=True).with_names(
     {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 )
 
-ARCHITECTURES = {
-    "hunyuan-dense": _HUNYUAN,
-    "hunyuan-moe": _HUNYUAN.with_names(
-        mlp_names("mlp.shared_mlp", "_shexp") | {"ffn_gate_inp": "mlp.gate.wg"},
-        model_type="hunyuan_v1_moe",
-        normalizes_experts=True,
+_MOE = _HUNYUAN.with_names(
+    mlp_names("mlp.shared_mlp", "_shexp") | {"ffn_gate_inp": "mlp.gate.wg"},
+    model_type="hunyuan_v1_moe",
+    normalizes_experts=True,
+)
+
+ARCHITECTURES = {"hunyuan-dense": _HUNYUAN, "hunyuan-moe": _MOE}
+MODEL_TYPES = {
+    "hunyuan_v1_dense": ModelType(_HUNYUAN),
+    "hunyuan_v1_moe": ModelType(_MOE, {"moe_topk": 1}, {**AS_MLP, "num_shared_experts": 1}),
+    "hy_v3": ModelType(
+        Architecture(scoring=Scoring.SIGMOID).with_names(
+            mlp_names("mlp.shared_mlp", "_shexp")
+            | {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias"}
+        ),
+        {"norm_topk_prob": True, "head_dim": 128, "router_scaling_factor": 2.826, "rope_theta": 11158840.0},
+        {"norm_topk_prob": True},
+        module_names=SHARED_EXPERTS | {"ffn_gate_inp": "mlp.gate", "exp_probs_b": "mlp.e_score_correction_bias"},
     ),
 }

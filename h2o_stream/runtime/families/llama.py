@@ -1,9 +1,9 @@
-"""Llama, Mistral and Mixtral, SmolLM3, Arcee."""
+"""Llama and types that compute the same; Mixtral and others with its names; SmolLM3, Arcee."""
 
 from dataclasses import replace
 
-from h2o_stream.native.abi import Activation
-from h2o_stream.runtime.families.architecture import Architecture, ModelType
+from h2o_stream.native.abi import Activation, NormKind, Scoring
+from h2o_stream.runtime.families.architecture import AS_MLP, Architecture, ModelType, mlp_names
 
 _LLAMA = Architecture(
     model_type=lambda parameters: "mixtral" if parameters.experts else "llama",
@@ -16,6 +16,7 @@ _MIXTRAL = {
     "ffn_down_exps": "block_sparse_moe.experts.w2",
     "ffn_up_exps": "block_sparse_moe.experts.w3",
 }
+_IN_MEMORY = mlp_names("mlp.experts", "_exps") | {"ffn_gate_inp": "mlp.gate"}
 
 ARCHITECTURES = {
     "llama": _LLAMA,
@@ -25,6 +26,34 @@ ARCHITECTURES = {
 }
 MODEL_TYPES = {
     "llama": ModelType(_LLAMA),
-    "mistral": ModelType(_LLAMA, slides="all"),
-    "mixtral": ModelType(_LLAMA.with_names(_MIXTRAL), slides="all", normalizes_experts=True),
+    "internlm3": ModelType(_LLAMA, {"head_dim": 128}),
+    "iquestcoder": ModelType(_LLAMA, {"head_dim": 128}),
+    "emu3_text_model": ModelType(_LLAMA, {"rope_theta": 1e6}),
+    "mistral": ModelType(_LLAMA, {"sliding_window": 4096}, slides_everywhere=True),
+    "ministral": ModelType(_LLAMA, {"sliding_window": 4096}),
+    "ministral3": ModelType(_LLAMA, {"head_dim": 128, "rope_theta": None}, slides_everywhere=True),
+    "mixtral": ModelType(
+        _LLAMA.with_names(_MIXTRAL), {"rope_theta": 1e6}, AS_MLP, slides_everywhere=True, module_names=_IN_MEMORY
+    ),
+    "cwm": ModelType(_LLAMA, {"head_dim": 128, "sliding_window": 8192, "rope_theta": None}),
+    "smollm3": ModelType(
+        ARCHITECTURES["smollm3"], {"tie_word_embeddings": True, "use_sliding_window": False, "rope_theta": 2e6}
+    ),
+    "arcee": ModelType(ARCHITECTURES["arcee"]),
+    "phimoe": ModelType(
+        _LLAMA.with_names(_MIXTRAL, scoring=Scoring.SPARSE_MIXER, normalizes_experts=False),
+        {"router_jitter_noise": 0.01, "rope_theta": 1e6},
+        AS_MLP,
+        norm=NormKind.LAYER,
+        slides_everywhere=True,
+        module_names=_IN_MEMORY | {"ffn_gate_inp": "mlp.router"},
+    ),
+    "minimax_m2": ModelType(
+        _LLAMA.with_names(
+            _MIXTRAL | {"exp_probs_b": "block_sparse_moe.e_score_correction_bias"}, scoring=Scoring.SIGMOID
+        ),
+        {"head_dim": 128, "rope_theta": 5e6},
+        AS_MLP,
+        module_names=_IN_MEMORY | {"exp_probs_b": "mlp.e_score_correction_bias"},
+    ),
 }

@@ -35,9 +35,11 @@ ARCHITECTURES = {
         fused_by_key_head=True,
     ),
 }
+_WHOLE = {"use_sliding_window": False}
 MODEL_TYPES = {
-    "qwen2": ModelType(_QWEN, slides="some"),
-    "qwen3": ModelType(_QWEN, head_size=128, slides="some"),
-    "qwen2_moe": ModelType(_QWEN_2_MOE, expert_size="moe_intermediate_size"),
-    "qwen3_moe": ModelType(_QWEN_3_MOE, expert_size="moe_intermediate_size"),
+    "qwen2": ModelType(_QWEN, _WHOLE),
+    "qwen3": ModelType(_QWEN, {**_WHOLE, "head_dim": 128}),
+    "qwen2_moe": ModelType(_QWEN_2_MOE, _WHOLE),
+    "qwen3_moe": ModelType(_QWEN_3_MOE, {**_WHOLE, "norm_topk_prob": False}),
+    "mellum": ModelType(_QWEN_3_MOE, {"head_dim": 128, "rope_theta": None, "sliding_window": 1024}),
 }

@@ -8,7 +8,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.base.resources import version_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, cache_settings
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.config import CacheConfig
+from h2o_stream.config import CacheConfig, SamplingConfig
+from h2o_stream.engine.device_logits import TensorLogits
+from h2o_stream.engine.sampling import Sampler
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
 
 LLAMA_3_8B = {
@@ -82,12 +84,18 @@ class Gpu(Comparison[GpuOptions]):
         lines += [(f"prompt of {count}", partial(self._prompt, small, count)) for count in (*PROMPTS, LONG)]
         lines += [(f"prompt, window {window}", partial(self._prompt, window, LONG)) for window in others]
         lines += [(f"full cache, prompt of {count}", partial(self._full, count)) for count in (*PROMPTS, LONG)]
+        lines += [("full cache, compiled", partial(self._compiled, PROMPTS[-1]))]
+        if importlib.util.find_spec("flash_attn"):
+            lines += [(f"full cache, FlashAttention, prompt of {LONG}", partial(self._full, LONG, "flash_attention_2"))]
         lines += [("stream", self._stream)]
         lines += [(f"batch of {prompt}+{new}", partial(self._batch, prompt, new)) for prompt, new in SHAPES]
         lines += [(f"family {name}", partial(self._family, name)) for name in _families()]
         key = {"what": self.name, "device": self._device_name(), "versions": [*map(version_of, _VERSIONS)],
                "settings": self._config.to_dict(), "stream": self.options.stream}  # fmt: skip
-        return [Job(label, {**key, "line": label}, 1, partial(self._line, run)) for label, run in dict(lines).items()]
+        return [
+            Job(label, {**key, "line": label}, 1, partial(self._line, run, "full cache" in label))
+            for label, run in dict(lines).items()
+        ]
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each line, as long as there is time."""
@@ -107,13 +115,14 @@ class Gpu(Comparison[GpuOptions]):
         return torch.cuda.get_device_name() if self.device == "cuda" else self.device
 
     @torch.no_grad()
-    def _line(self, run: Callable[[], dict[str, Any]]) -> Iterator[JobResult]:
+    def _line(self, run: Callable[[], dict[str, Any]], of_others: bool) -> Iterator[JobResult]:
         try:
             figures = run()
-        except (RuntimeError, MemoryError) as error:
-            if not means_out_of_memory(error):
+        except Exception as error:
+            if not of_others and not means_out_of_memory(error):
                 raise
-            figures = {"failed": "out of memory"}
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            figures = {"failed": "out of memory" if means_out_of_memory(error) else reason}
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
@@ -135,11 +144,16 @@ class Gpu(Comparison[GpuOptions]):
             one = self._ids(rows, 1)
             for _ in range(6):
                 self._forward(one, cache)
-            took = self._seconds(lambda: self._forward(one, cache), STEPS)
+            took, sampler = self._seconds(lambda: self._forward(one, cache), STEPS), Sampler(SamplingConfig(), None)
+
+            def sample() -> int:
+                return sampler.sample(TensorLogits(self._forward(one, cache).logits[0, -1].float()))
+
+            sampled = self._seconds(sample, STEPS)
             floor = (weight_bytes(self._made()) + cache.nbytes) / (self._bytes_per_s or self._measured())
             return {
                 "window": window, "rows": rows, "ms": round(1e3 * took, 3), "tok_s": round(rows / took, 1),
-                "of_floor": round(floor / took, 3), "steps": cache.engine_note,
+                "sampled_ms": round(1e3 * sampled, 3), "of_floor": round(floor / took, 3), "steps": cache.engine_note,
             }  # fmt: skip
 
     def _prompt(self, window: int, count: int) -> dict[str, Any]:
@@ -151,21 +165,37 @@ class Gpu(Comparison[GpuOptions]):
             return {"window": window, "rows": 1, "tokens": count, "ms": round(1e3 * took, 1),
                     "tok_s": round(count / took, 1), "steps": cache.engine_note}  # fmt: skip
 
-    def _full(self, count: int) -> dict[str, Any]:
+    def _full(self, count: int, attention: str = "sdpa") -> dict[str, Any]:
         """A prompt and a step of transformers' own cache."""
         model, ids = self._made(), self._ids(1, count)
-        cache: Any = None
+        before, cache = model.config._attn_implementation, cast(Any, None)
 
         def read() -> None:
             nonlocal cache
             cache = DynamicCache(config=model.config)
             self._forward(ids, cache)
 
-        read()
-        took, one = self._seconds(read), self._ids(1, 1)
-        step = self._seconds(lambda: self._forward(one, cache), 10)
+        model.set_attn_implementation(attention)
+        try:
+            read()
+            took, one = self._seconds(read), self._ids(1, 1)
+            step = self._seconds(lambda: self._forward(one, cache), 10)
+        finally:
+            model.set_attn_implementation(before)
         return {"rows": 1, "tokens": count, "ms": round(1e3 * took, 1), "tok_s": round(count / took, 1),
                 "step_ms": round(1e3 * step, 3)}  # fmt: skip
+
+    def _compiled(self, count: int) -> dict[str, Any]:
+        """A step of transformers' static cache, which its `generate` compiles on a GPU."""
+        ids = self._ids(1, count)
+
+        def seconds(new: int) -> float:
+            more: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+            return self._seconds(lambda: self._made().generate(ids, cache_implementation="static", **more))
+
+        seconds(2 * STEPS)
+        step = (seconds(2 * STEPS) - seconds(STEPS)) / STEPS
+        return {"rows": 1, "tokens": count, "step_ms": round(1e3 * step, 3), "step_tok_s": round(1 / step, 1)}
 
     def _stream(self) -> dict[str, Any]:
         """Memory and speed at the beginning and at the end of a long stream."""

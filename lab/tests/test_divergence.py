@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_lab.divergence.comparison import divergence
 from h2o_stream.compare.catalog import PEERS
-from h2o_stream.compare.divergence import divergence
 from tests.commands import invoke, records
 from tests.family_models import MODELS, written
 from tests.likely_text import likely_lines

@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from h2o_lab.divergence.options import DivergenceOptions
 from h2o_stream.base.progress import ignore
 from h2o_stream.base.resources import version_of
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.compare.catalog import PEERS, DivergenceOptions, require_peer
+from h2o_stream.compare.catalog import PEERS, require_peer
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.models import Models

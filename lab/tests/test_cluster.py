@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from h2o_stream.compare import cluster
+from h2o_lab import cluster
 from tests.commands import invoke, records
 
 pytestmark = pytest.mark.usefixtures("no_charts")

@@ -1,0 +1,72 @@
+"""Sampling on the device of the logits, so that only the token goes to the host.
+
+It follows `Sampler.candidates` with masks in place of lists, as sizes that depend on numbers would wait for the device:
+while the device is still busy with a step, all of this is queued behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_stream.engine.logits import (
+    HIGH_SCORE,
+    LOW_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Changes,
+    Draw,
+    Scores,
+    changed,
+)
+
+
+class TensorLogits:
+    """See `DeviceLogits`.
+
+    Args:
+        logits: [V] float32.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Scores:
+        scores: Scores = self._logits.cpu().numpy()
+        return scores
+
+    @torch.no_grad()
+    def sample(self, changes: Sequence[Changes | None], draw: Draw | None) -> tuple[int, float]:
+        """The next token, and the largest logit."""
+        scores = self._logits
+        for change in filter(None, changes):
+            ids, factors, added, banned = (torch.from_numpy(x).to(scores.device, non_blocking=True) for x in change)
+            scores = scores.index_copy(0, ids, changed(scores[ids], factors, added, banned, torch.where))
+        token = scores.argmax() if draw is None else _drawn(scores, draw)
+        found, peak = torch.stack([token.double(), self._logits.max().double()]).tolist()
+        return min(int(found), len(scores) - 1), peak
+
+
+def _drawn(scores: Tensor, draw: Draw) -> Tensor:
+    """A token [] by its score [V]."""
+    peak = scores.max()
+    if draw.temperature != 1:
+        far = torch.full_like(peak, draw.temperature < LOW_TEMPERATURE, dtype=torch.bool) | (peak.abs() > HIGH_SCORE)
+        # By a tensor: a number would be inverted first, and other quotients give other tokens than on the host.
+        scores = torch.where(far, scores - peak, scores) / torch.full_like(peak, max(draw.temperature, MIN_TEMPERATURE))
+    relative = (scores - scores.max()).exp()
+    kept = relative > 0
+    if draw.top_k:
+        kept &= scores >= scores.topk(min(draw.top_k, len(scores))).values[-1]
+    if draw.top_p < 1:
+        order = scores.where(kept, -torch.inf).sort(descending=True, stable=True).indices
+        probs = relative.where(kept, 0.0)
+        before = (probs / probs.sum())[order].cumsum(0, dtype=torch.float64).roll(1)
+        before[:1] = 0
+        kept &= torch.empty_like(kept).index_copy_(0, order, before < draw.top_p)
+    if draw.min_p:
+        kept &= relative >= draw.min_p
+    mass = relative.where(kept, 0.0).cumsum(0, dtype=torch.float64)
+    return torch.searchsorted(mass, draw.place * mass[-1:], right=True)[0]

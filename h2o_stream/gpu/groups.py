@@ -1,0 +1,60 @@
+"""What the kernels need to know of a head group beside its tensors, and what keeps them from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.native.slots import POLICIES
+
+MAX_CHUNK = 64
+"""Tokens between two evictions of a prompt: scores decay by powers of up to so many, see `policies.accumulated`."""
+
+_MAX_SIZE = 256
+"""Numbers of a head that fit into registers."""
+
+_MAX_WINDOW = 1 << 15
+"""Slots whose numbers fit beside others into 32 bits."""
+
+
+def why_not(group: HeadGroup) -> str:
+    """Why the kernels cannot attend and evict as this group does, or nothing."""
+    if group.rule not in POLICIES:
+        return f"policy {group.rule.rpartition(':')[2]} is written in Python"
+    if group.plan.kv_bits < 16:
+        return "keys and values are in few bits"
+    shape = group.shape
+    if shape is not None and max(shape.key_size, shape.value_size) > _MAX_SIZE:
+        return f"heads are larger than {_MAX_SIZE}"
+    return ""
+
+
+def walks(group: HeadGroup) -> bool:
+    """Whether a prompt of any length can be taken at once: the slots that it ends with hold all of its chunks."""
+    fits = 0 < group.plan.chunk <= MAX_CHUNK and group.schedule.max_held < _MAX_WINDOW
+    return fits and not (group.schedule.fixed and group.schedule.stages)
+
+
+def limits_of(group: HeadGroup, rows: Sequence[tuple[int, int]], new: int) -> Tensor | None:
+    """[B, chunks] int32, tokens held after each chunk of rows with so many earlier and new ones; None for all slots."""
+    schedule, chunk = group.schedule, group.plan.chunk
+    if group.store.slots == schedule.window + 1 and (schedule.fixed or min(rows)[0] >= schedule.settled):
+        return None
+    ends = range(chunk, new + chunk, chunk)
+    held = [[schedule.held(before + min(end, count)) for end in ends] for before, count in rows]
+    return torch.tensor(held, dtype=torch.int32, device=group.device)
+
+
+def num_evictions(group: HeadGroup, lengths: tuple[int, ...]) -> set[int]:
+    """How many tokens the next one evicts, in the rows."""
+    return {group.schedule.num_evictions(length) for length in lengths}
+
+
+def bounds_of(ranges: tuple[range, ...], device: torch.device) -> Tensor | None:
+    """[n, 2] int64, where each range starts and stops; None without any."""
+    if not ranges:
+        return None
+    return torch.tensor([(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64, device=device)
