@@ -225,9 +225,9 @@ def _experts(architecture: Architecture, entries: Entries) -> ExpertParameters |
 
 def _mixer(entries: Entries, hidden: int) -> MixerParameters | None:
     if heads := entries.count("linear_num_value_heads", 0):
-        keys, key_size, value_size = (f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim"))
+        keys, key_name, value_name = (f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim"))
         scale = 2.0 if entries.get("linear_allow_neg_eigval") else 1.0
-        sizes = entries.count(key_size), entries.count(value_size)
+        sizes = entries.count(key_name), entries.count(value_name)
         return MixerParameters(
             entries.count(keys), heads, *sizes, beta_scale=scale, epsilon=entries.number("mixer_epsilon")
         )
