@@ -93,6 +93,7 @@ CASES = {
     "layers": layers,
     "layers of 3 rows": lambda: layers(3, attention_bias=True, mlp_bias=True),
     "layers with biases": lambda: layers(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+    "rows of blocks": lambda: layers(64, quantized="Q4_K"),
     **{kind: partial(layers, quantized=kind) for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
     "h2o": attention,
     "float32": lambda: attention(dtype=torch.float32),

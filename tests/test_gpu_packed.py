@@ -45,6 +45,9 @@ def test_as_the_package_gguf(name: str) -> None:
     linear = BlockLinear(torch.from_numpy(blocks), kind, columns, torch.randn(6))
     assert torch.allclose(unpack(linear.matrix(), torch.float32), expected, rtol=1e-6, atol=1e-7)
     x = torch.randn(3, columns)
+    few = linear(x.half()[None])
+    wanted = torch.nn.functional.linear(x.half().double(), expected.double(), linear.bias.double())[None]
+    assert torch.allclose(few.double(), wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()))
     for inputs in (x, x[:1]):
         wanted = torch.nn.functional.linear(inputs.double(), expected.double(), linear.bias.double()).float()
         assert torch.allclose(linear(inputs), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))

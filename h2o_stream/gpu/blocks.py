@@ -134,6 +134,32 @@ def blocks_gemv_kernel(
 
 
 @triton.jit
+def blocks_rows_kernel(
+    x, weight, bias, out, rows, lines_count, row_bytes, scale, K: tl.constexpr, TYPE: tl.constexpr, LANES: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """out [rows, lines_count] = scale * (x [rows, K] @ W' + bias), for at most BM rows; program: BN lines of blocks."""
+    lines = tl.program_id(0) * BN + tl.arange(0, BN)
+    number, within = tl.arange(0, BM), tl.arange(0, J * LANES)
+    of_block = lines.to(tl.int64)[:, None, None] * row_bytes
+    acc = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, K // (LANES * PARTS), J):
+        chunk, lane, inside = _line(of_block, first, J, LANES, PARTS, K)
+        ok = inside & (lines < lines_count)[:, None, None]
+        for part in tl.static_range(PARTS):
+            weights = unpacked(weight + of_block, chunk, lane, ok & (lane >= 0), part, TYPE)
+            column = (first + within // LANES) * (LANES * PARTS) + part * LANES + within % LANES
+            v = tl.load(x + number[:, None] * K + column[None, :],
+                        mask=(number < rows)[:, None] & (column < K)[None, :], other=0.0)  # fmt: skip
+            weights = tl.reshape(weights.to(v.dtype), [BN, J * LANES])
+            acc = tl.dot(v, tl.trans(weights), acc)
+    there = (number < rows)[:, None] & (lines < lines_count)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + lines, mask=lines < lines_count, other=0.0)[None, :]
+    tl.store(out + number[:, None] * lines_count + lines[None, :], (acc * scale).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def unpack_kernel(weight, out, rows, row_bytes, K: tl.constexpr, TYPE: tl.constexpr, LANES: tl.constexpr,
                   PARTS: tl.constexpr, BN: tl.constexpr, J: tl.constexpr):  # fmt: skip
     """out [rows, K] of blocks [rows, row_bytes]; program: BN rows, J chunks."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_stream.gpu import available
-from h2o_stream.gpu.packed import BlockMatrix, multiply_blocks, unpack
+from h2o_stream.gpu.packed import BlockMatrix, multiply_blocks, product_of_rows
 from h2o_stream.gpu.products import gate_kernel, gemv_kernel
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.description import Matrix, Norm
@@ -35,9 +35,11 @@ def multiply(matrices: Sequence[Matrix], x: Tensor, norm: Norm = NO_NORM, dtype:
     assert not norm.kind
     products = []
     for matrix in matrices:
+        if isinstance(matrix, BlockMatrix):
+            products.append(product_of_rows(matrix, x))
+            continue
         bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
-        weights = unpack(matrix, x.dtype) if isinstance(matrix, BlockMatrix) else matrix.weights.to(x.dtype)
-        product = functional.linear(x, weights, bias)
+        product = functional.linear(x, matrix.weights.to(x.dtype), bias)
         products.append(product if matrix.scale == 1 else product * matrix.scale)
     return (products[0] if len(products) == 1 else torch.cat(products, 1)).to(dtype or x.dtype)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from h2o_stream.gpu import available
-from h2o_stream.gpu.blocks import GEOMETRY, blocks_gemv_kernel, unpack_kernel
+from h2o_stream.gpu.blocks import GEOMETRY, blocks_gemv_kernel, blocks_rows_kernel, unpack_kernel
 from h2o_stream.native.description import Matrix, Norm
 from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.matrix import NO_NORM
@@ -22,6 +22,9 @@ from h2o_stream.native.packing import GGUF_KINDS
 
 _LINES, _CHUNKS = 4, 8
 """Rows and chunks of a program."""
+
+_FEW, _MANY_LINES = 64, 16
+"""Vectors that a matrix is multiplied by as it is in blocks, and rows of a program then."""
 
 _ROUNDING = 2.0**-7
 """Part of a number that is lost where a model has it in bfloat16."""
@@ -67,6 +70,22 @@ def multiply_blocks(
         )  # fmt: skip
 
 
+def product_of_rows(matrix: BlockMatrix, x: Tensor) -> Tensor:
+    """[n, rows] products with vectors [n, columns]; of many, or in float32, which fills registers, after unpacking."""
+    if len(x) > _FEW or x.dtype == torch.float32:
+        bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
+        product = functional.linear(x, unpack(matrix, x.dtype), bias)
+        return product if matrix.scale == 1 else product * matrix.scale
+    (lanes, parts), out = GEOMETRY[matrix.type], x.new_empty(len(x), matrix.rows)
+    with available.on(x.device):
+        blocks_rows_kernel[(triton.cdiv(matrix.rows, _MANY_LINES),)](
+            x.contiguous(), matrix.weights, matrix.bias, out, len(x), matrix.rows, matrix.weights.stride(0),
+            matrix.scale, K=matrix.columns, TYPE=matrix.type, LANES=lanes, PARTS=parts,
+            BM=max(triton.next_power_of_2(len(x)), 16), BN=_MANY_LINES, J=_CHUNKS // 2, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return out
+
+
 def unpack(matrix: BlockMatrix, dtype: torch.dtype) -> Tensor:
     """[rows, columns]"""
     lanes, parts = GEOMETRY[matrix.type]
@@ -98,7 +117,7 @@ class BlockLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         if x.numel() > self.in_features:
-            return functional.linear(x, unpack(self.matrix(), x.dtype), self.bias)
+            return product_of_rows(self.matrix(), x.flatten(0, -2)).view(*x.shape[:-1], -1)
         out = torch.empty(*x.shape[:-1], len(self.blocks), dtype=x.dtype, device=x.device)
         multiply_blocks([self.matrix()], x.contiguous(), out)
         return out

@@ -68,13 +68,15 @@ class Entries(dict[str, Any]):
         return otherwise if value is None else float(value)
 
     def count(self, names: str, otherwise: int | None = None) -> int:
-        """The same as a whole number, of layers that differ that of the first; raises LookupError if there is none."""
+        """The same as a whole number, which may be given for each layer; raises LookupError if there is none."""
         value = self.first(names)
         if value is None:
             value = otherwise
         if value is None:
             raise LookupError(names)
-        return int(value[0] if isinstance(value, list) else value)
+        if isinstance(value, list) and (len({*value}) == 1 or names == "intermediate_size"):
+            value = max(value)
+        return int(value)
 
 
 def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
@@ -127,6 +129,7 @@ def _architecture(kind: ModelType, entries: Entries) -> Architecture:
         adjacent=architecture.adjacent and reorders is not False,
         bare_norms=architecture.bare_norms and entries.get("use_qk_norm") is not False,
         reorders_pairs=reorders,
+        stored_as_in_gguf=(),
     )
 
 
@@ -222,9 +225,9 @@ def _experts(architecture: Architecture, entries: Entries) -> ExpertParameters |
 
 def _mixer(entries: Entries, hidden: int) -> MixerParameters | None:
     if heads := entries.count("linear_num_value_heads", 0):
-        keys, key_size, size = (f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim"))
+        keys, key_name, value_name = (f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim"))
         scale = 2.0 if entries.get("linear_allow_neg_eigval") else 1.0
-        sizes = entries.count(key_size), entries.count(size)
+        sizes = entries.count(key_name), entries.count(value_name)
         return MixerParameters(
             entries.count(keys), heads, *sizes, beta_scale=scale, epsilon=entries.number("mixer_epsilon")
         )
@@ -233,6 +236,7 @@ def _mixer(entries: Entries, hidden: int) -> MixerParameters | None:
     said = entries.first("mamba_d_head mamba_head_dim")
     value_size = entries.count("mamba_expand") * hidden // heads if said in (None, "auto") else int(said)
     low, high = entries.get("time_step_limit") or (0.0, math.inf)
+    high = math.inf if isinstance(high, dict) else high  # as transformers saves it
     norms = entries.get("mamba_rms_norm", True)
     return MixerParameters(
         entries.count("mamba_n_groups n_groups"),

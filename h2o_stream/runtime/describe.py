@@ -65,7 +65,7 @@ class _FileReader:
     def read(self) -> Description:
         parameters, weights = self._parameters, self._weights
         shape = parameters.vocabulary, parameters.hidden_size
-        embedding = weights.matrix(EMBEDDING, None, *shape)
+        embedding = weights.matrix(EMBEDDING, None, shape[0] + parameters.unsaid_tokens, shape[1])
         dense = embedding.kind in DENSE
         layers = [self._layer(number) for number in range(parameters.num_layers)]
         attentions = with_lent_columns([layer.attention for layer in layers])
@@ -111,7 +111,8 @@ class _FileReader:
         parameters, weights = self._parameters, self._weights
         size, hidden = parameters.own_embedding, parameters.hidden_size
         columns = size * parameters.num_layers
-        embedding = weights.matrix(LAYER_EMBEDDINGS, None, parameters.vocabulary, columns)
+        tokens = parameters.own_vocabulary or parameters.vocabulary
+        embedding = weights.matrix(LAYER_EMBEDDINGS, None, tokens, columns)
         return LayerEmbeddings(
             embedding=embedding,
             projection=weights.matrix("per_layer_model_proj", None, columns, hidden),
@@ -160,6 +161,8 @@ class _FileReader:
         names = self._architecture.norms
         if mixes and self._architecture.mixer_norms:
             names = self._architecture.mixer_norms
+        if self._architecture.parallel and weights.vector(names["before_mlp"], number) is None:
+            names = {**names, "before_mlp": names["before_attention"]}
         if self._architecture.one_part:
             names = {"before_attention" if attends or mixes else "before_mlp": names["before_attention"]}
         optional = self._architecture.optional_norms

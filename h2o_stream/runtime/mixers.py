@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
 
+import numpy
+
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.mixers import Convolution, DeltaColumns, GatedDelta, HeadColumns, Mamba2, Mixer, ShortConvolution
@@ -14,13 +16,13 @@ from h2o_stream.runtime.parameters import MixerParameters, Parameters
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights
 
-_CONVOLUTION, _STATE_SPACE, _DELTA = "shortconv.in_proj", "ssm_in", "ssm_conv1d"
+_CONVOLUTION, _STATE_SPACE, _DELTA, _APART = "shortconv.in_proj", "ssm_in", "ssm_conv1d", "ssm_conv1d.q"
 """Tensors by which kinds of mixers are recognized, in this order."""
 
 
 def has_mixer(weights: Weights, layer: int) -> bool:
     """Whether a layer has a recurrent mixer."""
-    return any(weights.has(name, layer) for name in (_CONVOLUTION, _STATE_SPACE, _DELTA))
+    return any(weights.has(name, layer) for name in (_CONVOLUTION, _STATE_SPACE, _DELTA, _APART))
 
 
 def describe_mixer(architecture: Architecture, parameters: Parameters, weights: Weights, layer: int) -> Mixer:
@@ -123,7 +125,10 @@ class _MixerReader:
 
     def _convolution(self, name: str, channels: int) -> Convolution:
         weight = self._weights.vector(name, self._layer)
-        if weight is None or weight.size % channels:
+        if weight is None:
+            parts = [self._weights.vector(f"{name}.{part}", self._layer) for part in "qkv"]
+            weight = numpy.concatenate([part for part in parts if part is not None] or [numpy.ones(0, numpy.float32)])
+        if weight.size == 0 or weight.size % channels:
             raise DescriptionError(f"{name} of layer {self._layer} is not of {channels} channels")
         return Convolution(weight.reshape(channels, -1), self._weights.vector(name, self._layer, "bias"))
 

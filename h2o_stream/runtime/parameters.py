@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from h2o_stream.native.abi import GroupWorth, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
@@ -109,6 +109,8 @@ class MixerParameters:
         require(self.heads % self.key_heads == 0, f"{self.heads} heads do not share {self.key_heads} (ssm.group_count)")
         check_range(self.key_size, "ssm.state_size", MAX_SIZE // self.key_heads)
         check_range(self.value_size, "ssm.inner_size of a head", MAX_SIZE // self.heads)
+        require(0 <= self.step_limits[0] < self.step_limits[1], f"time_step_limit is {self.step_limits}")
+        _check_number(self.epsilon, "the epsilon of a mixer's norm")
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,13 @@ class Multipliers:
     mixer_in: float = 1.0
     mixer_parts: tuple[float, ...] = (1.0,) * 5
     mixer_out: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(len(self.mixer_parts) == 5, f"ssm_multipliers are {len(self.mixer_parts)} numbers, not 5")
+        for field in fields(self):
+            for number in self.mixer_parts if field.name == "mixer_parts" else (getattr(self, field.name),):
+                _check_number(1 / number if number else math.inf, f"1 / {field.name}")
+                _check_number(number, field.name)
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,8 @@ class Parameters:
         layer_shapes: shape of each layer, if they differ.
         shared_kv_layers: number of last layers that reuse the keys and values of an earlier layer of their type.
         own_embedding: size of the embeddings of tokens in each layer, 0 for none.
+        own_vocabulary: for how many tokens there are such, 0 for all.
+        unsaid_tokens: number of tokens that can be read, but not said.
         altup: parameters of AltUp, None if there is one residual stream.
         multipliers: factors on matrices.
 
@@ -221,6 +232,8 @@ class Parameters:
     layer_shapes: tuple[LayerShape, ...] = ()
     shared_kv_layers: int = 0
     own_embedding: int = 0
+    own_vocabulary: int = 0
+    unsaid_tokens: int = 0
     altup: AltUpParameters | None = None
     multipliers: Multipliers = Multipliers()
 
@@ -234,6 +247,7 @@ class Parameters:
         check_range(self.context, "context_length, max_position_embeddings", MAX_TOKENS)
         check_range(self.shared_kv_layers, "attention.shared_kv_layers", layers - 1, 0)
         check_range(self.own_embedding, "embedding_length_per_layer_input", MAX_SIZE // layers, 0)
+        check_range(self.own_vocabulary, "vocab_size_per_layer_input", MAX_SIZE, 0)
         check_range(self.latent_queries, "attention.q_lora_rank", MAX_SIZE, 0)
         check_range(self.value_size, "v_head_dim", MAX_SIZE // self.query_heads, 0)
         check_range(self.gate_size, "the size of gates", MAX_SIZE // self.query_heads, 0)

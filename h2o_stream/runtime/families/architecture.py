@@ -122,6 +122,7 @@ class Architecture:
         learned_offset: row of the embedding of position 0, where positions have embeddings.
         heats_unrotated: only layers without positions have temperatures, by token index.
         only_modules: only models in memory are described: transformers' own cache is needed for them.
+        renamed: parts of names in checkpoints by which they differ from `checkpoint_names`, and what replaces them.
         layers: transformers' name of the list of layers.
         stored_as_in_gguf: llama.cpp's names of tensors that transformers' checkpoints have in another form, or as one;
             folders of packed weights then have all tensors as the GGUF file has them.
@@ -175,6 +176,7 @@ class Architecture:
     learned_offset: int = 0
     heats_unrotated: bool = False
     only_modules: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers"
     stored_as_in_gguf: Collection[str] = ()
 

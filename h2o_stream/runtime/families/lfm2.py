@@ -40,22 +40,22 @@ _LFM3 = replace(_LFM2, norms=BEFORE | AFTER, optional_norms=set(AFTER), gate_kin
     {f"attn_{name}_norm": f"self_attn.{name}_norm" for name in ("q", "k")}
     | {
         "attn_output": "self_attn.o_proj",
-        "attn_output_gate": "self_attn.g_proj",
+        "attn_output_gate": "self_attn.gate_proj",
         "post_attention_norm": "post_operator_norm",
         "post_ffw_norm": "post_ffn_norm",
     }
 )
 
 
-def _inner_size(config: Mapping[str, Any]) -> dict[str, int]:
-    """Two thirds of what is said, times a factor, up to a multiple."""
-    inner = int(config["intermediate_size"])
+def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Under older names; MLPs have two thirds of what is said, times a factor, up to a multiple."""
+    inner = int(config.get("block_ff_dim") or config["intermediate_size"])
     if config.get("block_auto_adjust_ff_dim"):
         inner, factor = int(2 * inner / 3), config.get("block_ffn_dim_multiplier")
         if factor is not None:
             multiple = config["block_multiple_of"]
             inner = -(-int(factor * inner) // multiple) * multiple
-    return {"inner_size": inner}
+    return {"inner_size": inner, "tied": bool(config.get("tie_embedding", config["tie_word_embeddings"]))}
 
 
 _DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 1e6}
@@ -66,8 +66,12 @@ MODEL_TYPES = {
     "lfm2": ModelType(
         _LFM2,
         _DEFAULTS | {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
-        numbers=_inner_size,
+        numbers=_numbers,
     ),
-    "lfm2_moe": ModelType(_LFM2_MOE.with_names(_EXPERTS), {**_DEFAULTS, "norm_topk_prob": True}),
-    "lfm3": ModelType(_LFM3, {"tie_word_embeddings": True}, numbers=lambda config: {"gate_size": 1}),
+    "lfm2_moe": ModelType(_LFM2_MOE.with_names(_EXPERTS), {**_DEFAULTS, "norm_topk_prob": True}, numbers=_numbers),
+    "lfm3": ModelType(
+        _LFM3,
+        {"tie_word_embeddings": True, "rope_theta": None, "head_dim": 128, "sliding_window": 256},
+        numbers=lambda config: {"gate_size": 1},
+    ),
 }

@@ -33,6 +33,7 @@ _LLAMA_4 = Architecture(
     weighs_inputs=True,
     transposed_experts=True,
     only_modules=True,
+    unrotated_every=4,
 ).with_names(
     mlp_names("feed_forward")
     | mlp_names("feed_forward.experts", "_exps")
@@ -47,7 +48,12 @@ def _llama_4(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MODEL_TYPES = {
-    "llama4_text": ModelType(_LLAMA_4, fixed={**AS_MLP, "num_shared_experts": 1}, numbers=_llama_4),
+    "llama4_text": ModelType(
+        _LLAMA_4,
+        {"head_dim": 128, "rope_theta": 5e5, "attn_temperature_tuning": True},
+        {**AS_MLP, "num_shared_experts": 1},
+        numbers=_llama_4,
+    ),
     "llama": ModelType(_LLAMA),
     "internlm3": ModelType(_LLAMA, {"head_dim": 128}),
     "iquestcoder": ModelType(_LLAMA, {"head_dim": 128}),

@@ -43,6 +43,6 @@ MODEL_TYPES = {
         replace(_NEMOTRON_H, layers="backbone.layers").with_names(
             {EMBEDDING: "backbone.embeddings", FINAL_NORM: "backbone.norm_f"}
         ),
-        {"norm_topk_prob": True, "rope_theta": 1e4},
+        {"norm_topk_prob": True, "time_step_min": 0.001},
     ),
 }

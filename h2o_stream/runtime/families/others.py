@@ -85,10 +85,11 @@ _MOSHI = Architecture(fused_mlp=True).with_names(
     | {"attn_output": "self_attn.o_proj.linear", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
 )
 _MIMO = Architecture(scoring=Scoring.SIGMOID, normalizes_experts=True).with_names(
-    {"attn_sinks": "self_attn.sinks", "exp_probs_b": "mlp.gate.e_score_correction_bias"}
+    {"attn_sinks": "self_attn.attention_sink_bias", "exp_probs_b": "mlp.gate.e_score_correction_bias"}
 )
 _LAGUNA = Architecture(scoring=Scoring.SIGMOID, normalizes_experts=True, gate_kind=GateKind.SOFTPLUS_GATE).with_names(
-    SHARED_EXPERTS | {"attn_output_gate": "self_attn.g_proj"}
+    {"attn_output_gate": "self_attn.g_proj", "exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    renamed={"mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
 )
 
 
@@ -99,14 +100,27 @@ def _opt(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"inner_size": int(config["ffn_dim"])}
 
 
+def _stablelm(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config.get("qk_layernorm"):
+        raise ValueError("norms of each head")
+    return {}
+
+
 def _laguna(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers have query heads of their own number, whose outputs have a gate each or for each number."""
+    if config.get("moe_apply_router_weight_on_input"):
+        raise ValueError("weights on the inputs of experts")
     sizes = int(config["head_dim"]), int(config["num_key_value_heads"]), int(config["intermediate_size"])
-    shapes = tuple(LayerShape(*sizes, int(heads)) for heads in config["num_attention_heads_per_layer"])
+    counts = config.get("num_attention_heads_per_layer")
+    counts = counts or [config["num_attention_heads"]] * int(config["num_hidden_layers"])
+    shapes = tuple(LayerShape(*sizes, int(heads)) for heads in counts)
     return {"layer_shapes": shapes, "gate_size": int(config["gating"] in (True, "per-head"))}
 
 
 def _mimo(config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers with a sliding window have twice as many heads."""
+    if config.get("sliding_window_size") is not None:
+        raise ValueError("a sliding window without the token itself")
     size, heads, inner = (int(config[name]) for name in ("head_dim", "num_key_value_heads", "intermediate_size"))
     factors = ((2 if kind == "sliding_attention" else 1) for kind in config["layer_types"])
     return {"layer_shapes": tuple(LayerShape(size, factor * heads, inner) for factor in factors)}
@@ -115,13 +129,28 @@ def _mimo(config: Mapping[str, Any]) -> dict[str, Any]:
 MODEL_TYPES = {
     "opt": ModelType(_OPT, {"tie_word_embeddings": True, "layer_norm_eps": 1e-5}, norm=NormKind.LAYER, numbers=_opt),
     "stablelm": ModelType(
-        ARCHITECTURES["stablelm"], {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5}, norm=NormKind.LAYER
+        ARCHITECTURES["stablelm"],
+        {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
+        norm=NormKind.LAYER,
+        numbers=_stablelm,
     ),
     "moshi": ModelType(
-        _MOSHI, slides_everywhere=True, numbers=lambda config: {"inner_size": int(config["ffn_dim"]) // 2}
+        _MOSHI,
+        {"head_dim": 128, "sliding_window": 3000, "rms_norm_eps": 1e-8},
+        slides_everywhere=True,
+        numbers=lambda config: {"inner_size": int(config["ffn_dim"]) // 2, "unsaid_tokens": 1},
     ),
-    "mimo_v2_flash": ModelType(_MIMO, {"norm_topk_prob": True}, numbers=_mimo),
-    "laguna": ModelType(_LAGUNA, {"norm_topk_prob": True, "head_dim": 128}, numbers=_laguna),
+    "mimo_v2_flash": ModelType(
+        _MIMO,
+        {"rope_theta": None, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "attention_value_scale": 0.707},
+        numbers=_mimo,
+    ),
+    "laguna": ModelType(
+        _LAGUNA,
+        {"rope_theta": None, "head_dim": 128, "sliding_window": 512, "gating": True},
+        {"norm_topk_prob": True},
+        numbers=_laguna,
+    ),
     "phi3": ModelType(_PHI_3, slides_everywhere=True),
     "phi4_multimodal": ModelType(_PHI_3, slides_everywhere=True),
     "starcoder2": ModelType(_STARCODER_2, {"tie_word_embeddings": True}, norm=NormKind.LAYER, slides_everywhere=True),
