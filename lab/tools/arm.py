@@ -33,7 +33,10 @@ TESTED = ("transformers", "pytest", "hypothesis", "sympy", "networkx", "typing-e
 ALONE = ("torch==2.9.0", "accelerate", *DATA)
 """What the kernel tests need besides; of torch the last for Arm that asks for no GPU's libraries."""
 
-KERNEL_TESTS = ("matrices", "experts", "pack", "packed", "native_step")
+KERNEL_TESTS = (
+    "matrices", "experts", "pack", "packed", "packed_experts", "mixers", "state_spaces", "native_step", "native_batch",
+    "native_prefill", "native_prompt",
+)  # fmt: skip
 """Those that start no other Python: only this one is emulated."""
 
 CAPITAL, NEXT = "What is the capital of France?", "And of Germany?"
