@@ -175,6 +175,8 @@ def kernels(tokens: int) -> str:
     """The kernel tests, with the best set, and those of products with each other one."""
     files = [ROOT / f"tests/test_{name}.py" for name in KERNEL_TESTS]
     for choice in PROCESSORS:
+        loads = f"from h2o_stream.native import library; assert library.name() == {choice!r}, library.why_not()"
+        _run(*emulated("-c", loads, choice=choice))  # without it, tests are skipped
         chosen = files if choice == "i8mm" else files[:1]
         _run(*emulated("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, choice=choice))
     return f"{len(files)} files"
