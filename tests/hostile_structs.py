@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 
+from h2o_stream.cache.rotations import FINE_ROWS
 from h2o_stream.native import abi, library
 from h2o_stream.native.abi import MatrixKind, MixerKind
 from h2o_stream.native.matrix import DENSE
@@ -213,6 +214,8 @@ def _run(native: Any, new: _Arrays, model: Any, layers: Any, cache: tuple[tuple[
             else:
                 setattr(attention, name, _number(value, dict(abi.AttentionLayer._fields_)[name]))
         attention.rope = new.new("float32", attention.rope_rows, attention.rotary_dims, value=0.5)
+        rows = FINE_ROWS + -(-attention.rope_rows // FINE_ROWS)
+        attention.rope_codes = new.new("int16", rows, attention.rotary_dims, value=0x4000)
         count.append(_slots(new, attention, slots, numbers))
         first += 1
     for layer in layers:

@@ -18,6 +18,7 @@ from h2o_stream.cache.audit import check_slots
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.policies.accumulated import Accumulated
+from h2o_stream.cache.rotations import Rotations
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library
 from h2o_stream.native.kernels import make_kernels
@@ -123,7 +124,7 @@ def test_few_bits(kv_bits: int, positions: Any) -> None:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("size", "kv_bits"), thinned(
-    product((32, 64, 128, 256), (16, 6)), lambda size, kv_bits: (size in (64, 256)) == (kv_bits == 16)
+    product((32, 64, 128, 256), (16, 8, 6)), lambda size, kv_bits: (size in (64, 256)) == (kv_bits == 16)
 ))  # fmt: skip
 def test_keys_rotated_in_registers(size: int, kv_bits: int) -> None:
     """Rotations are composed of two, which have the scale of YaRN twice."""
@@ -137,6 +138,21 @@ def test_keys_rotated_in_registers(size: int, kv_bits: int) -> None:
     assert scaled.model.rotary_emb.attention_scaling > 1.1
     rounding = EXACT if kv_bits == 16 else 2e-2
     assert_same(scaled, CacheConfig(window=48, kv_bits=kv_bits), tokens_of(2, PROMPT + 50), largest=rounding)
+
+
+@pytest.mark.parametrize("groups", [3, 6])
+def test_fixed_point(monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
+    """Attention to keys of 8 bits loses little beside their own rounding, of large keys too."""
+    model = make_llama(heads=1, size=64, groups=groups, layers=1, context=4096)
+    keys = model.model.layers[0].self_attn.k_proj.weight.data
+    keys *= 0.2
+    keys[[5, 40]] *= 10
+    config, tokens = CacheConfig(window=300, kv_bits=8), tokens_of(1, PROMPT + 200)
+    ours, _ = run(model, config, tokens, "auto")
+    monkeypatch.setattr(Rotations, "codes", lambda *_: None)
+    floats, _ = run(model, config, tokens, "auto")
+    exactly, _ = run(model, CacheConfig(window=300), tokens, "auto")
+    assert 0 < relative_error(ours, floats) < relative_error(floats, exactly) / 15
 
 
 @pytest.mark.every(2)

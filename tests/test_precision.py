@@ -5,7 +5,7 @@ import torch
 
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.fitting import WeightSizes, choose_precision
-from h2o_stream.models.precision import weight_sizes
+from h2o_stream.models.precision import device_of, weight_sizes
 from h2o_stream.models.quantize import packed_bytes
 from tests.fixtures import make_llama
 
@@ -67,3 +67,9 @@ def test_sizes_are_those_of_the_packed_model() -> None:
     assert sizes.float32 == 4 * numbers
     assert 1.06 * numbers < packed_bytes(model, "int8") < 1.2 * numbers
     assert sizes.int4 < sizes.int8 < sizes.float32
+
+
+def test_auto_is_the_cpu_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    assert device_of("auto") == torch.device("cpu")

@@ -1,5 +1,6 @@
 """Guesses change nothing but time: replies, states and random draws are those without them."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
@@ -15,6 +16,7 @@ from h2o_stream.engine.speculation import Speculation, followers
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.serve.grammars import Grammars
 from tests.test_native_batch import model  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -69,28 +71,36 @@ def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float,
 
 
 @pytest.mark.usefixtures("always")
-def test_what_a_grammar_leaves_is_guessed(opened: Callable[..., Engine], served_embedded: LoadedModel) -> None:
+@pytest.mark.parametrize("aside", [False, True])
+def test_what_a_grammar_leaves_is_guessed(
+    opened: Callable[..., Engine], served_embedded: LoadedModel, aside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of the server's, in a process of its own."""
+    monkeypatch.setattr("h2o_stream.serve.grammars._FORESEE_S", 60.0)
     engines = [opened(mode, SamplingConfig(0.0, seed=5, max_tokens=40)) for mode in ("auto", "off")]
-    tokenizer = served_embedded.tokenizer
+    values = served_embedded.tokenizer, engines[0].end_tokens, engines[0].served.vocabulary
+    grammars = Grammars(*values)
     for engine in engines:
-        engine.grammar = Grammar(tokenizer, engine.end_tokens, engine.served.vocabulary, SCHEMA)
+        engine.grammar = asyncio.run(grammars.make(SCHEMA, None)) if aside else Grammar(*values, SCHEMA)
     texts = ["".join(event.text for event in engine.decode()) for engine in engines]
     assert texts[0] == texts[1]
     assert texts[0].startswith("{")
     assert same_states(*engines)
     passes = [engine.speculation.passes for engine in engines]
-    assert passes[0] <= 0.8 * passes[1]
+    assert passes[0] <= 0.4 * passes[1]
+    grammars.close()
 
 
 def test_what_followed_the_longest_sequence_is_guessed_the_newest_first() -> None:
-    def guessed(*tokens: int) -> tuple[list[int], int]:
-        return followers(numpy.array(tokens, numpy.int32))
+    def guessed(*tokens: int) -> list[list[tuple[int, int]]]:
+        return [[*map(tuple, found)] for found in followers(numpy.array(tokens, numpy.int32))]
 
-    assert guessed(1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3) == ([9, 1, 2, 4, 8, 1, 2], 3)
-    assert guessed(1, 2, 7, 1, 2, 8, 1, 2)[0][0] == 8
-    assert guessed(1, 2, 3, 4, 1) == ([], 0)
-    assert guessed(1) == ([], 0)
-    assert guessed(3, 3, 3) == ([3], 2)
+    first, second = guessed(1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3)[0], guessed(1, 2, 7, 1, 2, 8, 1, 2)
+    assert first == [(9, 3), (1, 4), (2, 5), (4, 6), (8, 7), (1, 8), (2, 9)]
+    assert [found[0][0] for found in second] == [8, 7]
+    assert guessed(1, 2, 3, 4, 1) == []
+    assert guessed(1) == []
+    assert guessed(3, 3, 3) == [[(3, 2)]]
 
 
 def test_guesses_that_do_not_pay_are_not_made() -> None:
@@ -103,9 +113,9 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
             self.guesses = guess()
             return None, 1 + len(self.guesses)
 
-    for cost, right, wanted in ((1.0, 0.9, 2), (9.0, 0.9, 0), (1.0, 0.0, 0)):
+    for cost, right, wanted in ((1.0, 0.9, 2), (19.0, 0.9, 0), (1.0, 0.0, 0)):
         speculation, served = Speculation("auto"), Model()
-        speculation._step_s, speculation._cost_factor, speculation._right = 1.0, cost, [right] * 6
+        speculation._step_s, speculation._cost_factor, speculation._right = 1.0, cost, [right] * 8
         speculation.step(served, tokens, 2)  # type: ignore[arg-type]
         assert len(served.guesses) == wanted
     off = Speculation("off")

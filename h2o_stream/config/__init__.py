@@ -63,6 +63,7 @@ from h2o_stream.config.sampling import (
 )
 from h2o_stream.config.serve import ServeConfig
 from h2o_stream.config.speculation import (
+    FORCED,
     MATCHED_TOKENS,
     MAX_COST_FACTOR,
     MIN_GAIN,
@@ -71,5 +72,6 @@ from h2o_stream.config.speculation import (
     SEARCHED_TOKENS,
     SPECULATED_BYTES,
     SPECULATED_SHARE,
+    STRUCTURE,
     SpeculateMode,
 )

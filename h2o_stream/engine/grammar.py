@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
+from h2o_stream.config import FORCED, STRUCTURE
 from h2o_stream.engine.logits import BANNED
 from h2o_stream.errors import DataError
 
 _SAMPLE = (
-    '{\n  "a": "b",\n  "c": [\n    {\n      "d": "e",\n      "f": 1\n    },\n    {\n      "d": "e"\n    }\n  ],\n  "g":'
+    '{\n  "a": 1,\n  "b": "c",\n  "d": [\n    {\n      "e": "f",\n      "g": 1\n    },\n    {\n      "e": "f"\n    }\n'
+    '  ],\n  "h":'
 )
-"""As models write JSON: names and values are others. Its last token ends a name."""
+"""As models write JSON: names and values are others. Its last token ends a name, and `_LETTER` ends with a letter."""
+
+_LETTER = '{"a'
+
+
+class Guess(NamedTuple):
+    """A token that may come next; the length of the sequence that it followed before, or `STRUCTURE` or `FORCED`."""
+
+    token: int
+    length: int
+
+
+Follow = Callable[[Sequence[Guess]], Iterable[list[Guess]]]
+"""What may follow after some guesses: the likeliest sequence first, and others that begin otherwise."""
 
 
 class Thinking(Protocol):
@@ -66,7 +82,8 @@ class Grammar:
     ) -> None:
         self._ends = tuple(sorted(end_tokens))
         self._tokenizer, self._thinking = tokenizer, thinking
-        self._sample = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"] if isinstance(rules, Mapping) else ()
+        sample, letter = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (_SAMPLE, _LETTER))
+        self._sample = Sample(sample if isinstance(rules, Mapping) else (), letter[-1:])
         self._matcher, self._free = self._compile(vocabulary, rules)
 
     def _compile(self, vocabulary: int, rules: Mapping[str, Any] | str) -> tuple[Any, Any]:
@@ -84,6 +101,13 @@ class Grammar:
         return ThinkingMatcher(free, strict, self._thinking, self._tokenizer, self._ends, begun, self._sample)
 
 
+class Sample(NamedTuple):
+    """Tokens of a text like those that a grammar describes, and one that stands in free text only."""
+
+    tokens: Sequence[int]
+    letter: Sequence[int]
+
+
 class Matcher:
     """A reply that follows a grammar, token by token. See `Grammar`.
 
@@ -91,10 +115,10 @@ class Matcher:
     the model itself would.
 
     Attributes:
-        sample: tokens of a text like those that the grammar describes, from which what follows may be guessed.
+        sample: what may follow can be guessed from it.
     """
 
-    def __init__(self, matcher: Any, end_tokens: Sequence[int], sample: Sequence[int] = ()) -> None:
+    def __init__(self, matcher: Any, end_tokens: Sequence[int], sample: Sample) -> None:
         self._matcher, self._ends, self.sample = matcher, list(end_tokens), sample
 
     def allowed(self, size: int) -> NDArray[numpy.bool_]:
@@ -110,19 +134,35 @@ class Matcher:
         """Append the sampled token."""
         self._matcher.consume_token(token)
 
-    def foresee(self, follow: Callable[[list[int]], Sequence[int]], most: int) -> list[int]:
+    def foresee(self, follow: Follow, most: int) -> list[Guess]:
         """Tokens that may come next, at most so many: those of text that must, which may be divided into others, too;
-        and between them what `follow` gives after the ones so far, or what ends a name, as far as it is allowed.
+        and between them what `follow` gives, or what ends a name, as far as it is allowed.
         """
-        tokens = list[int]()
-        while len(tokens) < most:
-            more = [*(self._matcher.compute_ff_tokens() or follow(tokens) or self.sample[-1:])][: most - len(tokens)]
-            allowed = self._matcher.try_consume_tokens(more)
-            tokens += more[:allowed]
-            if not allowed:
+        matcher, guesses, likely = self._matcher, list[Guess](), list[Guess]()
+        while len(guesses) < most:
+            if forced := matcher.compute_ff_tokens():
+                likely = [Guess(token, FORCED) for token in forced]
+            elif not likely or not self._allows(likely[0].token):
+                ends_name = ([Guess(token, STRUCTURE)] for token in self.sample.tokens[-1:])
+                candidates = chain(follow(guesses), ends_name)
+                likely = next((found for found in candidates if self._allows(found[0].token)), [])
+            if not likely:
                 break
-        self._matcher.rollback(len(tokens))
-        return tokens
+            (token, length), *likely = likely
+            if not any(map(self._allows, self.sample.letter)):
+                length = max(length, STRUCTURE)
+            if not matcher.try_consume_tokens([token]):
+                break
+            guesses.append(Guess(token, length))
+        matcher.rollback(len(guesses))
+        return guesses
+
+    def _allows(self, token: int) -> bool:
+        """Whether it may come next."""
+        allowed = bool(self._matcher.try_consume_tokens([token]))
+        if allowed:
+            self._matcher.rollback(1)
+        return allowed
 
     @property
     def alive(self) -> bool:
@@ -151,7 +191,7 @@ class ThinkingMatcher(Matcher):
         tokenizer: Any,
         ends: Sequence[int],
         begun: str,
-        sample: Sequence[int] = (),
+        sample: Sample,
     ) -> None:
         self.sample = sample
         self._free, self._alive, self._thinking = free, [free, strict], thinking
@@ -182,10 +222,12 @@ class ThinkingMatcher(Matcher):
             allowed |= matcher.allowed(len(logits))
         return _masked(logits, allowed, self._ends)
 
-    def foresee(self, follow: Callable[[list[int]], Sequence[int]], most: int) -> list[int]:
+    def foresee(self, follow: Follow, most: int) -> list[Guess]:
         """See `Matcher`."""
-        if self._forced or len(self._alive) > 1 or self._within:
-            return [*(self._forced or follow([]))][:most]
+        if self._forced:
+            return [Guess(token, FORCED) for token in self._forced[:most]]
+        if len(self._alive) > 1 or self._within:
+            return next(iter(follow(())), [])[:most]
         return self._alive[0].foresee(follow, most)
 
     def accept(self, token: int) -> None:

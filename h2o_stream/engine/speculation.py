@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from heapq import merge
+from typing import TYPE_CHECKING
 
 import numpy
 from numpy.typing import NDArray
@@ -24,23 +25,16 @@ from h2o_stream.config import (
     SEARCHED_TOKENS,
     SpeculateMode,
 )
-from h2o_stream.engine.logits import Logits
-from h2o_stream.engine.served import Served
+from h2o_stream.engine.grammar import Guess, Matcher
 
-
-class Foresees(Protocol):
-    """See `Matcher`."""
-
-    sample: Sequence[int]
-
-    def foresee(self, follow: Callable[[list[int]], Sequence[int]], most: int) -> list[int]:
-        """Tokens that may come next."""
-
+if TYPE_CHECKING:
+    from h2o_stream.engine.logits import Logits
+    from h2o_stream.engine.served import Served
 
 _LENGTHS = tuple(RIGHT_GUESSES)
 
-_FORCED = MATCHED_TOKENS
-"""The length that stands for what a grammar leaves."""
+_CANDIDATES = 4
+"""Places of each length where what follows is looked up."""
 
 _NEWEST_TIME, _NEWEST_GUESS, _FORGOTTEN = 0.1, 0.02, 0.01
 """Weights in running averages: of the newest time, and of whether the newest guess was right. What is known of costs is
@@ -61,10 +55,10 @@ class Speculation:
         self.mode, self.passes = mode, 0
         self._right = [*RIGHT_GUESSES.values()]
         self._step_s, self._cost_factor = 0.0, 1.0
-        self._expected: Sequence[int] = ()
-        self._length = self._seen = 0
+        self._expected: Sequence[Guess] = ()
+        self._seen = 0
 
-    def step(self, served: Served, tokens: NDArray[numpy.int32], most: int, matcher: Foresees | None = None) -> Logits:
+    def step(self, served: Served, tokens: NDArray[numpy.int32], most: int, matcher: Matcher | None = None) -> Logits:
         """Take the last of some tokens through the model, perhaps with guesses, unless it was guessed before.
 
         Args:
@@ -88,7 +82,7 @@ class Speculation:
             if self.mode == "off":
                 return ()
             self._expect(tokens[-SEARCHED_TOKENS:], matcher)
-            guesses = self._expected[: self._count(min(most, len(self._expected)))]
+            guesses = [guess.token for guess in self._expected[: self._count(min(most, len(self._expected)))]]
             started = time.perf_counter()
             return guesses
 
@@ -102,33 +96,26 @@ class Speculation:
         """Note whether the token was the expected one."""
         if not self._expected:
             return
-        right, place = self._expected[0] == token, bisect_right(_LENGTHS, self._length) - 1
+        guess, place = self._expected[0], _place(self._expected[0])
+        right = guess.token == token
         self._right[place] += _NEWEST_GUESS * (right - self._right[place])
         self._expected = self._expected[1:] if right else ()
-        self._length = min(self._length + 1, MATCHED_TOKENS)
 
-    def _expect(self, tokens: NDArray[numpy.int32], matcher: Foresees | None) -> None:
+    def _expect(self, tokens: NDArray[numpy.int32], matcher: Matcher | None) -> None:
         """Look for what follows, unless it is known."""
         if self._expected:
             return
         if matcher is None:
-            self._expected, self._length = followers(tokens)
+            self._expected = next(followers(tokens), ())
             return
-        self._length, sample = _FORCED, numpy.array(matcher.sample, numpy.int32)
-
-        def follow(guessed: list[int]) -> list[int]:
-            following, length = followers(numpy.concatenate([sample, tokens, numpy.array(guessed, numpy.int32)]), 1)
-            self._length = self._length if guessed else length
-            return following
-
-        self._expected = matcher.foresee(follow, len(PASS_COSTS))
+        self._expected = foresee(matcher, tokens)
 
     def _count(self, most: int) -> int:
         """How many guesses pay, 0 to `most`."""
         if not most or not self._step_s:
             return 0
-        right = self._right[bisect_right(_LENGTHS, self._length) - 1]
-        gains = (1 + numpy.cumsum(right ** numpy.arange(1, most + 1))) / (1 + self._cost_factor * (_COSTS[:most] - 1))
+        right = numpy.cumprod([self._right[_place(guess)] for guess in self._expected[:most]])
+        gains = (1 + right.cumsum()) / (1 + self._cost_factor * (_COSTS[:most] - 1))
         best = int(gains.argmax())
         if gains[best] >= MIN_GAIN:
             return best + 1
@@ -143,20 +130,36 @@ class Speculation:
             self._cost_factor += _NEWEST_TIME * (min(max(factor, 0.0), MAX_COST_FACTOR) - self._cost_factor)
 
 
-def followers(tokens: NDArray[numpy.int32], least: int = 2) -> tuple[list[int], int]:
-    """What followed the longest sequence with which tokens [n] end, the newest time; and its length.
+def foresee(matcher: Matcher, tokens: NDArray[numpy.int32]) -> list[Guess]:
+    """What may follow tokens [n] where a grammar has a say: as there, or in the grammar's sample."""
+    sample = numpy.array(matcher.sample.tokens[:-1], numpy.int32)
 
-    Nothing and 0 if there was none of the least length.
+    def follow(guesses: Sequence[Guess]) -> Iterator[list[Guess]]:
+        guessed = numpy.array([guess.token for guess in guesses], numpy.int32)
+        before = followers(numpy.concatenate([tokens, guessed]), 1)
+        written = followers(numpy.concatenate([sample, tokens[-MATCHED_TOKENS:], guessed]), 1)
+        return merge(before, written, key=lambda found: -found[0].length)
+
+    return matcher.foresee(follow, len(PASS_COSTS))
+
+
+def _place(guess: Guess) -> int:
+    """Where it is counted whether such guesses are right."""
+    return bisect_right(_LENGTHS, guess.length) - 1
+
+
+def followers(tokens: NDArray[numpy.int32], least: int = 2) -> Iterator[list[Guess]]:
+    """What followed sequences of at least so many tokens with which tokens [n] end: the longest and newest first, and
+    others that begin otherwise.
     """
-    last = len(tokens) - 1
-    ends, length = numpy.flatnonzero(tokens[:last] == tokens[last]), 1
-    while length < MATCHED_TOKENS:
-        longer = ends[ends >= length]
-        longer = longer[tokens[longer - length] == tokens[last - length]]
-        if not len(longer):
-            break
-        ends, length = longer, length + 1
-    if length < least or not len(ends):
-        return [], 0
-    following = ends[-1] + 1
-    return tokens[following : following + len(PASS_COSTS)].tolist(), length
+    last, begun = len(tokens) - 1, set[int]()
+    ends = [numpy.flatnonzero(tokens[:last] == tokens[last])]
+    while len(ends[-1]) and len(ends) < MATCHED_TOKENS:
+        longer = ends[-1][ends[-1] >= len(ends)]
+        ends.append(longer[tokens[longer - len(ends)] == tokens[last - len(ends)]])
+    for length in range(len(ends), least - 1, -1):
+        for end in ends[length - 1][: -1 - _CANDIDATES : -1]:
+            following = tokens[end + 1 : end + 1 + len(PASS_COSTS)].tolist()
+            if following[0] not in begun:
+                begun.add(following[0])
+                yield [Guess(token, min(length + i, MATCHED_TOKENS)) for i, token in enumerate(following)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -121,13 +120,9 @@ def _why_not(config: ModelConfig, engine: EngineChoice) -> str:
         return "steps are computed in torch, too"
     if config.device_map or config.tensor_parallel:
         return "it is spread over devices or processes"
-    if config.device not in ("auto", "cpu") or (config.device == "auto" and _has_gpu()):
+    if config.device not in ("auto", "cpu") or (config.device == "auto" and any(map(os.path.exists, _GPUS))):
         return "it computes on another device than the CPU"
     return library.why_not()
-
-
-def _has_gpu() -> bool:
-    return any(map(os.path.exists, _GPUS)) or sys.platform == "darwin"
 
 
 def _dtype(name: str) -> str:

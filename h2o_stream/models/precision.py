@@ -24,10 +24,10 @@ def weight_sizes(model: Any) -> WeightSizes:
 
 
 def device_of(name: str) -> torch.device:
-    """The torch device for a name; ``auto`` is the best available. Raises ConfigError if it is not available."""
+    """The torch device for a name; ``auto`` is CUDA's or the CPU. Raises ConfigError if it is not available."""
     if name == "auto":
         rank = os.environ.get("LOCAL_RANK", "0")  # set by launchers of several processes
-        name = f"cuda:{rank}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"  # not a Mac's GPU: kernels are faster
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -153,6 +153,7 @@ class AttentionLayer(Structure):
         int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
         pointer2="sink_logits",
         int6="chunked",
+        pointer3="rope_codes",
     )
 
 

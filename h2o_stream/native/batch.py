@@ -151,6 +151,7 @@ def rules(stepper: Stepper) -> bytes:
     copies = []
     for layer in stepper.model.layers:
         attention = AttentionLayer.from_buffer_copy(layer.attention)
-        attention.rope, attention.rope_rows, attention.sink_logits = None, 0, None
+        attention.rope = attention.rope_codes = attention.sink_logits = None
+        attention.rope_rows = 0
         copies.append(bytes(attention) + bytes([layer.group_count]))
     return b"".join(copies)

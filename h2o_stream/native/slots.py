@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from h2o_stream import config
 from h2o_stream.cache.group_rules import HeadShape
+from h2o_stream.cache.rotations import FINE_ROWS
 from h2o_stream.cache.slots import Slots
 from h2o_stream.native.abi import SLOTS, AttentionLayer, PolicyKind, PositionMode
 from h2o_stream.native.pointers import Array, dtype_name, pointer, row_bytes
@@ -70,8 +71,8 @@ class BoundLayer:
         all_heads = [whole if group.heads is None or len(head_groups) == 1 else group.heads for group in head_groups]
         self._heads = [numpy.asarray(heads, numpy.int32) for heads in all_heads]
         pins, transient = _bounds(protection.pins), _bounds(protection.transient)
-        rope = self._rope(new_tokens)
-        self._alive = pins, transient, rope
+        rope, codes = self._rope(new_tokens)
+        self._alive = pins, transient, rope, codes
         self.attention = attention
         attention.policy = POLICIES[first.rule]
         attention.position_mode = _POSITIONS["absolute" if first.table is None else plan.positions]
@@ -86,6 +87,8 @@ class BoundLayer:
         attention.layer_index = int(first.layer)
         attention.rope_rows, attention.rotary_dims = (0, 0) if rope is None else rope.shape
         attention.rope = pointer(rope, "float32", attention.rope_rows * attention.rotary_dims)
+        rows = FINE_ROWS + -(-attention.rope_rows // FINE_ROWS)
+        attention.rope_codes = pointer(codes, "int16", rows * attention.rotary_dims)
         attention.in_bfloat16 = dtype_name(first.dtype) == "bfloat16"
         attention.kv_bits = plan.kv_bits
         attention.exact_sinks = first.exact_sinks
@@ -101,13 +104,18 @@ class BoundLayer:
         self._sinks = sinks  # kept alive
         self.attention.sink_logits = pointer(sinks, "float32", self.attention.query_heads)
 
-    def _rope(self, new_tokens: int) -> Array | None:
-        """The table of rotations: no longer than the stream, however long a context the model was trained for."""
-        table = self.head_groups[0].table
+    def _rope(self, new_tokens: int) -> tuple[Array | None, Array | None]:
+        """The table of rotations: no longer than the stream, however long a context the model was trained for.
+
+        The second one is for attention in fixed point, to keys of 8 bits.
+        """
+        first = self.head_groups[0]
+        table = first.table
         if table is None:
-            return None
+            return None, None
         limit = max(group.max_distance(group.num_slots + new_tokens) for group in self.head_groups)
-        return table.on_cpu(limit)
+        codes = table.codes(limit) if first.plan.kv_bits == 8 else None
+        return table.on_cpu(limit), codes
 
     @staticmethod
     def _fill(rows: Any, attention: AttentionLayer, group: Slots, heads: NDArray[Any]) -> None:

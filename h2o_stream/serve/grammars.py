@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -30,7 +29,7 @@ from typing import Any
 from h2o_stream.engine.grammar import Grammar, added_texts
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.grammar_process import step_message
+from h2o_stream.serve.grammar_process import foresee_message, read_answer, step_message
 from h2o_stream.serve.schemas import is_larger
 from h2o_stream.session.thinking import Markers
 
@@ -41,6 +40,9 @@ MAX_SIZE = 2**20
 """Characters of a grammar."""
 
 _POLL_S, _QUICK_S, _NICE = 0.02, 0.2, 15
+
+_FORESEE_S = 0.005
+"""Seconds that guesses are waited for."""
 
 ASKER: ContextVar[str] = ContextVar("asker", default="")
 """Whose request is answered: the owner, or the address where there are no keys."""
@@ -178,6 +180,7 @@ class _RemoteGrammar(Grammar):
         opening = self._thinking.opening if self._thinking else ""
         begun = self._tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
         asked = {"rules": rules, "thinking": asdict(self._thinking) if self._thinking else None, "begun": begun}  # type: ignore[call-overload]
+        asked["sample"] = self._sample
         try:
             with self._grammars.beginning:
                 process = self._process = _Process(self._grammars.connect())
@@ -209,10 +212,11 @@ class _Process:
     Attributes:
         connection: connection to the process.
         masks: what it allows, by the number of a reply.
+        foreseen: the tokens that a reply probably goes on with, likewise.
     """
 
     def __init__(self, connection: Connection) -> None:
-        self.connection, self.masks = connection, dict[int, bytes]()
+        self.connection, self.masks, self.foreseen = connection, dict[int, bytes](), dict[int, list[int]]()
         self._pid = int(connection.recv_bytes())
         self._waiting, self._asked, self._replies, self._slow = 0, 0.0, 0, False
 
@@ -273,10 +277,26 @@ class _Process:
             self.kill()
             raise DataError("the schema or grammar takes too much memory or time; use a simpler one") from error
 
+    def foresee(self, reply: int) -> list[int]:
+        """Tokens that it probably goes on with; none if they take long to find."""
+        self.foreseen.pop(reply, None)
+        if self._slow:
+            return []
+        deadline = time.monotonic() + _FORESEE_S
+        with suppress(OSError, EOFError):
+            self.connection.send_bytes(foresee_message(reply))
+            self._waiting += 1
+            while reply not in self.foreseen and self.connection.poll(max(deadline - time.monotonic(), 0)):
+                self._receive()
+        return self.foreseen.get(reply, [])
+
     def _receive(self) -> None:
-        answer = self.connection.recv_bytes()
+        reply, mask, foreseen = read_answer(self.connection.recv_bytes())
         self._waiting -= 1
-        self.masks[struct.unpack_from("<I", answer)[0]] = answer[4:]
+        if mask is None:
+            self.foreseen[reply] = foreseen
+        else:
+            self.masks[reply] = mask
 
     def slow_down(self) -> None:
         """Let others have the processors: it takes longer than most."""
@@ -299,6 +319,7 @@ class _RemoteMatcher:
     def __init__(self, process: _Process, grammar: int, begun: list[int], known: list[bytes]) -> None:
         self._process, self._grammar, self._begun, self._known = process, grammar, begun, known
         self._tokens, self._reply = list[int](), 0
+        self._guessed, self._foreseen = 0, list[int]()
 
     def deep_copy(self) -> _RemoteMatcher:
         """Another reply, which begins."""
@@ -322,15 +343,19 @@ class _RemoteMatcher:
         return mask
 
     def compute_ff_tokens(self) -> list[int]:
-        """Nothing: what must come next is not asked for."""
-        return []
+        """What probably comes next, before free text; asked for once for a place of the reply."""
+        if not self._guessed:
+            self._foreseen = self._process.foresee(self._reply) if self._reply else []
+        return self._foreseen[self._guessed :]
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
         """All, for guesses: whether they are allowed is not asked for, and they are not appended."""
+        self._guessed += len(tokens)
         return len(tokens)
 
     def rollback(self, count: int) -> None:
         """Take them back."""
+        self._guessed -= count
 
     def is_error(self) -> bool:
         """Whether the tokens are not allowed."""

@@ -117,7 +117,12 @@ struct AttentionLayer {
   int64_t exact_sinks, residual;
   const float* sink_logits;  // [query_heads] or null: a logit of each query head that stands for no token
   int64_t chunked;           // sliding_window is the length of pieces of the text that do not see each other
+  // Or null: rows of `rope` without a common factor, in units of 1 / 32767: the first kFineRows, then the multiples of
+  // kFineRows, [kFineRows + (rope_rows - 1) / kFineRows + 1][rotary_dims].
+  const int16_t* rope_codes;
 };
+
+constexpr uint32_t kFineRows = 32;
 
 constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
 

@@ -27,6 +27,7 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
     if (layer.kv_bits < 16) scratch.values.reserve(kBlockSlots * layer.value_size);
     scratch.rotated.reserve(2 * layer.head_size);
     scratch.products.reserve(layer.query_heads / layer.kv_heads * kWidth);
+    if (fixed_point::fits(layer)) scratch.rounded.reserve(layer);
     scratch.worth.reserve(max_slots_);
     scratch.factors.reserve(factor_count());
     scratch.distances.reserve(kBlockSlots);
@@ -68,7 +69,12 @@ void DecodeAttention::attend_block(const Row& row, const HeadSlots& head, Range 
                Rows(head.store.values, layer.value_size, exact.begin), exact);
   };
   layer.in_bfloat16 ? add_exact(BFloat16{}) : add_exact(float{});
-  if (quantized.size() > 0) {
+  if (quantized.size() > 0 && fixed_point::fits(layer)) {
+    const int64_t first = quantized.begin - head.exact, offset = quantized.begin - slots.begin;
+    fixed_point::query_key_dots(layer, head.store.key_codes + first * layer.head_size,
+                                {head.store.value_codes, layer.value_size, first}, quantized.size(),
+                                scratch.distances.at(offset), scratch.rounded, heads, probs + offset, max_slots_);
+  } else if (quantized.size() > 0) {
     const float *offsets = scratch.key_params.data(), *scales = scratch.key_params.at(layer.head_size);
     const int64_t first = quantized.begin - head.exact;
     const bool rotated_whole = layer.rope && layer.rotary_dims == layer.head_size;
@@ -150,7 +156,11 @@ void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantize
         for (int64_t i = 0; i < quantized.size(); ++i) weights[j * kBlockSlots + i] = row[i] * scales[i];
         for (int64_t i = 0; i < size; ++i) accum[(q + j) * size + i] += offset;
       }
-      accumulate_heads<kMaxHeads>(codes, quantized.size(), weights, kBlockSlots, count, accum + q * size);
+      if (layer_->kv_bits == 8 && size % (4 * kWidth) == 0) {
+        fixed_point::accumulate(codes.at(0), size, quantized.size(), weights, kBlockSlots, count, accum + q * size);
+      } else {
+        accumulate_heads<kMaxHeads>(codes, quantized.size(), weights, kBlockSlots, count, accum + q * size);
+      }
     }
   });
 }
@@ -272,4 +282,5 @@ void prefetch_slots(const Slots& slots, const Worker& worker) {
   simd::prefetch(slots.scores + range.begin, 4 * range.size());
   if (slots.long_term) simd::prefetch(slots.long_term + range.begin, 4 * range.size());
   simd::prefetch(slots.free, 8 * slots.head_count);
+  if (slots.value_grid) simd::prefetch(slots.value_grid + 2 * range.begin, 4 * range.size());
 }

@@ -6,14 +6,14 @@
 
 #pragma once
 
-#include "head_slots.h"
 #include "buffer.h"
+#include "fixed_point.h"
+#include "head_slots.h"
 #include "threads.h"
 
 #include <vector>
 
-// Slots per block.
-constexpr int64_t kBlockSlots = 64;
+using slot_kernels::kBlockSlots;
 
 class DecodeAttention {
  public:
@@ -103,6 +103,7 @@ class DecodeAttention {
     std::vector<Place> places;
     Buffer<int32_t> distances;
     Buffer<simd::Floats> products;
+    fixed_point::Rounded rounded;
   };
 
   bool has_scores() const { return layer_->policy == kAccumulated || layer_->policy == kTova; }
@@ -137,6 +138,9 @@ class DecodeAttention {
     if (layer_->kv_bits < 16) {
       store::key_params(head.store.key_range, layer_->head_size, layer_->kv_bits, scratch.key_params.data(),
                         scratch.key_params.at(layer_->head_size));
+      if (fixed_point::fits(*layer_)) {
+        scratch.rounded.round(*layer_, scratch.key_params.data(), scratch.queries.data(), head.query_heads());
+      }
     }
     for (int64_t begin = range.begin; begin < range.end; begin += kBlockSlots) {
       attend_block(row, head, {begin, std::min(begin + kBlockSlots, range.end)}, scratch);

@@ -16,6 +16,8 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define H2O_AVX2
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #if defined(H2O_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
@@ -59,6 +61,8 @@ using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
 using Halves = uint16_t __attribute__((vector_size(2 * kWidth)));
 using Bytes = uint8_t __attribute__((vector_size(kWidth)));
 using SignedBytes = int8_t __attribute__((vector_size(kWidth)));
+constexpr int64_t kShorts = 2 * kWidth;
+using Shorts = int16_t __attribute__((vector_size(2 * kShorts)));
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int64_t kCacheLine = 64;
@@ -341,21 +345,112 @@ template <class Vector, size_t width>
   }
 }
 
-// Adds the elements of each of kWidth vectors. Each stage halves the number of vectors.
-[[gnu::always_inline]] inline Floats sums_of_rows(const Floats* from) {
+// The elements of two vectors whose index has this bit, taken from the other place: those of a move up, of b down; or
+// those of a without it, and of b with it, in their places.
+template <int64_t bit, bool crossed, class Vector, size_t... i>
+Vector halves(Vector a, Vector b, std::index_sequence<i...>) {
+  return __builtin_shufflevector(
+      a, b, (int64_t(i) & bit ? kWidth + int64_t(i) - crossed * bit : int64_t(i) + crossed * bit)...);
+}
+
+// Adds up the elements of each of `count` vectors that are `count` apart.
+template <int64_t count, class Vector>
+[[gnu::always_inline]] inline Vector sums_of_rows(Vector* rows) {
   constexpr auto kIndices = std::make_index_sequence<kWidth>();
-  Floats rows[kWidth];
+  if constexpr (count == 1) {
+    return rows[0];
+  } else {
+    constexpr int64_t half = count / 2;
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < half; ++i) {
+      rows[i] = halves<half, false>(rows[i], rows[i + half], kIndices) +
+                halves<half, true>(rows[i], rows[i + half], kIndices);
+    }
+    return sums_of_rows<half>(rows);
+  }
+}
+
+// Adds the elements of each of kWidth vectors. Each stage halves the number of vectors.
+template <class Vector>
+[[gnu::always_inline]] inline Vector sums_of_rows(const Vector* from) {
+  Vector rows[kWidth];
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kWidth; ++i) rows[i] = from[i];
-#pragma GCC unroll 4
-  for (int64_t count = kWidth / 2; count > 0; count /= 2) {
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < count; ++i) {
-      rows[i] = interleave<0>(rows[i], rows[i + count], kIndices) +
-                interleave<kWidth / 2>(rows[i], rows[i + count], kIndices);
-    }
-  }
-  return rows[0];
+  return sums_of_rows<kWidth>(rows);
+}
+
+// a * b / 2^15, rounded to nearest.
+[[gnu::always_inline]] inline Shorts multiply_high(Shorts a, Shorts b) {
+#if defined(H2O_AVX512)
+  return Shorts(_mm512_mulhrs_epi16(__m512i(a), __m512i(b)));
+#elif defined(H2O_AVX2)
+  return Shorts(_mm256_mulhrs_epi16(__m256i(a), __m256i(b)));
+#elif defined(H2O_NEON)
+  return Shorts(vqrdmulhq_s16(int16x8_t(a), int16x8_t(b)));
+#elif defined(__SSE2__)
+  using Unsigned = uint16_t __attribute__((vector_size(2 * kShorts)));
+  const Unsigned rest = Unsigned(a * b) >> 14;
+  return Shorts((Unsigned(_mm_mulhi_epi16(__m128i(a), __m128i(b))) << 1) + ((rest + 1) >> 1));
+#else
+  Shorts product;
+  for (int64_t i = 0; i < kShorts; ++i) product[i] = int16_t((int32_t(a[i]) * b[i] + 0x4000) >> 15);
+  return product;
+#endif
+}
+
+// Adds the sums of products of two numbers in a row.
+[[gnu::always_inline]] inline Ints add_products(Ints sums, Shorts a, Shorts b) {
+#if defined(H2O_AVX512)
+  return Ints(_mm512_dpwssd_epi32(__m512i(sums), __m512i(a), __m512i(b)));
+#elif defined(H2O_VNNI)
+  return Ints(_mm256_dpwssd_avx_epi32(__m256i(sums), __m256i(a), __m256i(b)));
+#elif defined(H2O_AVX2)
+  return sums + Ints(_mm256_madd_epi16(__m256i(a), __m256i(b)));
+#elif defined(__SSE2__)
+  return sums + Ints(_mm_madd_epi16(__m128i(a), __m128i(b)));
+#elif defined(H2O_NEON)
+  const int32x4_t low = vmull_s16(vget_low_s16(int16x8_t(a)), vget_low_s16(int16x8_t(b)));
+  return sums + Ints(vpaddq_s32(low, vmull_high_s16(int16x8_t(a), int16x8_t(b))));
+#else
+  const Ints x = Ints(a), y = Ints(b);
+  return sums + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
+// Bytes less 128, times 256.
+[[gnu::always_inline]] inline Shorts load_centered(const uint8_t* from) {
+#if defined(H2O_AVX512)
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  const Shorts shorts = Shorts(_mm512_maskz_cvtepu8_epi16(__mmask32(-1), bytes));
+#elif defined(H2O_AVX2)
+  const Shorts shorts = Shorts(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(H2O_NEON)
+  const Shorts shorts = Shorts(vmovl_u8(vld1_u8(from)));
+#else
+  Shorts shorts;
+  for (int64_t i = 0; i < kShorts; ++i) shorts[i] = from[i];
+#endif
+  return (shorts << 8) ^ int16_t(-0x8000);
+}
+
+// Interleaves the lower or the upper halves of each 16 bytes of two vectors.
+template <bool upper, class Vector, size_t... i>
+Vector interleave_bytes(Vector a, Vector b, std::index_sequence<i...>) {
+  return __builtin_shufflevector(a, b, int(i / 16 * 16 + 8 * upper + i % 16 / 2 + i % 2 * sizeof...(i))...);
+}
+
+// The bytes of two rows, 4 * kWidth of each, as pairs of numbers: element 4 * i + j of vector k is the pair of column
+// 16 * i + 4 * k + j.
+[[gnu::always_inline]] inline void load_pairs(const uint8_t* first, const uint8_t* second, Shorts (&pairs)[4]) {
+  using Vector = uint8_t __attribute__((vector_size(4 * kWidth)));
+  constexpr auto kIndices = std::make_index_sequence<4 * kWidth>();
+  Vector a, b, zero{};
+  std::memcpy(&a, first, sizeof a), std::memcpy(&b, second, sizeof b);
+  const Vector low = interleave_bytes<false>(a, b, kIndices), high = interleave_bytes<true>(a, b, kIndices);
+  pairs[0] = Shorts(interleave_bytes<false>(low, zero, kIndices));
+  pairs[1] = Shorts(interleave_bytes<true>(low, zero, kIndices));
+  pairs[2] = Shorts(interleave_bytes<false>(high, zero, kIndices));
+  pairs[3] = Shorts(interleave_bytes<true>(high, zero, kIndices));
 }
 
 // Combines (by default, adds) the halves of 16, 8 or 4 elements until four are left.
@@ -427,11 +522,12 @@ inline Floats exp_nonpositive(Floats x) {
   return underflow ? Floats{} : polynomial * Floats(exponent);
 }
 
-// Into all levels of the cache.
-inline void prefetch(const void* from, int64_t bytes) {
+// Into all levels of the cache, or into the second one, which has room for what is read later.
+template <int level = 1>
+void prefetch(const void* from, int64_t bytes) {
   asm volatile("");  // GCC treats functions that only prefetch as pure and removes the calls
   for (int64_t i = 0; i < bytes; i += kCacheLine) {
-    __builtin_prefetch(static_cast<const uint8_t*>(from) + i, 0, 3);
+    __builtin_prefetch(static_cast<const uint8_t*>(from) + i, 0, level == 1 ? 3 : 2);
   }
 }
 

@@ -17,6 +17,9 @@ using simd::load;
 // Prefetch distance in slots.
 constexpr int64_t kPrefetchSlots = 24;
 
+// Slots per block of decode attention.
+constexpr int64_t kBlockSlots = 64;
+
 // Query heads whose accumulators fit into registers.
 constexpr int64_t kMaxHeads = 4;
 
@@ -141,19 +144,17 @@ void with_rows(int64_t bits, const uint8_t* codes, int64_t size, int64_t first, 
 }
 
 // The rotations of keys by their distances from the newest token. A rotation is composed of one by a multiple of
-// kFineDistances and one by the rest, whose rows stay in a cache close to the processor; all rows together do not.
+// kFineRows and one by the rest, whose rows stay in a cache close to the processor; all rows together do not.
 struct Rotation {
   const float* table;  // [distances][rotary_dims]: cosines, then sines; null for no rotation
   int64_t rotary_dims;
   const int32_t* distances;  // per slot
 
-  static constexpr int32_t kFineDistances = 32;
-
   const float* row(int64_t slot) const { return table + distances[slot] * rotary_dims; }
   const float* coarse(int64_t slot) const {
-    return table + distances[slot] / kFineDistances * kFineDistances * rotary_dims;
+    return table + distances[slot] / kFineRows * kFineRows * rotary_dims;
   }
-  const float* fine(int64_t slot) const { return table + distances[slot] % kFineDistances * rotary_dims; }
+  const float* fine(int64_t slot) const { return table + distances[slot] % kFineRows * rotary_dims; }
   float scale() const { return table[0]; }  // of every row, so that a composed rotation has its square
 };
 
