@@ -35,6 +35,10 @@ _SMALL_WINDOW, _SHARING_WINDOW = 512, 1024
 """Slots up to which a program of a step takes 64 of them, and from which on those of a prompt rotate for each other."""
 
 
+_WIDE_HEAD = 512
+"""Bytes of a head above which a program of a step takes fewer slots: of more, desktops' shared memory is too small."""
+
+
 class Norms(NamedTuple):
     """What becomes of the new token's queries and keys before they are rotated.
 
@@ -156,7 +160,9 @@ class GpuKernels:
         if not group.schedule.fixed:
             empty_first = num_evictions(group, lengths) == {0}
         heads, places = rules.constants["H"], group.store.slots - 1
-        size, warps = (64, 4) if places <= _SMALL_WINDOW else (128, 8)
+        wide = rules.constants["D"] * group.dtype.itemsize > _WIDE_HEAD
+        size = 64 if wide or places <= _SMALL_WINDOW else 128
+        warps = 8 if wide or size == 128 else 4
         splits, rows = triton.cdiv(places, size), len(new.out)
         groups, members = rules.constants["G"], triton.next_power_of_2(rules.constants["G"])
         space = self._space
