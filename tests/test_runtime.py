@@ -85,7 +85,7 @@ class TestDescription:
         last = model.model.layers[1].mlp
         last.experts.down_proj.tiles[6:8] = last.experts.down_proj.tiles[4:6]
         assert "down of mlp of 1 of layers" in difference(described, describe(model))
-        last.gate.norm_topk_prob = False
+        model.config.norm_topk_prob = False
         assert "normalized of router of mlp of 1 of layers" in difference(described, describe(model))
 
     def test_what_the_table_does_not_know(self, tmp_path: Path) -> None:
