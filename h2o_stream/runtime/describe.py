@@ -1,4 +1,4 @@
-"""Describes a model from a file, as `native.describe` does from a transformers model."""
+"""Describes a model by its parameters and weights, from a file or of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.native.abi import Activation, NormKind, Scoring
+from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, NormKind, Scoring
 from h2o_stream.native.attention import (
     Attention,
     Gate,
@@ -22,6 +22,7 @@ from h2o_stream.native.attention import (
 )
 from h2o_stream.native.description import (
     DENSE,
+    NORM_ROLES,
     Description,
     DescriptionError,
     Layer,
@@ -33,15 +34,16 @@ from h2o_stream.native.description import (
 )
 from h2o_stream.native.experts import BesideMlp, Experts, Router, halves_of
 from h2o_stream.native.latent import LatentSizes, latent_attention
-from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.matrix import require
 from h2o_stream.runtime.altup import layer_altup, layer_laurel, versions_of
-from h2o_stream.runtime.families.architecture import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, Architecture
+from h2o_stream.runtime.families.architecture import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, POSITIONS, Architecture
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
+from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights
 
+_COLUMNS = (MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16_COLUMNS)
 _BESIDE_NORMS = ("pre_ffw_norm_2", "post_ffw_norm_2", "post_ffw_norm_1")
 """llama.cpp's names of the norms of `BesideMlp`, in its order, but for the router's."""
 
@@ -63,7 +65,7 @@ class _FileReader:
     def read(self) -> Description:
         parameters, weights = self._parameters, self._weights
         shape = parameters.vocabulary, parameters.hidden_size
-        embedding = weights.matrix(EMBEDDING, None, *shape)
+        embedding = weights.matrix(EMBEDDING, None, shape[0] + parameters.unsaid_tokens, shape[1])
         dense = embedding.kind in DENSE
         layers = [self._layer(number) for number in range(parameters.num_layers)]
         attentions = with_lent_columns([layer.attention for layer in layers])
@@ -72,8 +74,8 @@ class _FileReader:
             layers=[replace(layer, attention=attention) for layer, attention in zip(layers, attentions, strict=True)],
             embedding=embedding,
             embedding_scale=self._scale_of(embedding, parameters.embedding_scale),
-            learned_positions=None,
-            learned_offset=0,
+            learned_positions=self._learned_positions(),
+            learned_offset=self._architecture.learned_offset,
             embedding_norm=final if self._architecture.norms_embedding else Norm(),
             norm=final,
             output=embedding if parameters.tied else weights.matrix(OUTPUT, None, *shape),
@@ -85,6 +87,13 @@ class _FileReader:
             layer_embeddings=self._layer_embeddings() if parameters.own_embedding else None,
             versions=versions_of(parameters.altup, weights, parameters.hidden_size) if parameters.altup else None,
         )
+
+    def _learned_positions(self) -> Floats | None:
+        """[n, hidden], positions that have embeddings."""
+        hidden, needed = self._parameters.hidden_size, self._parameters.context + self._architecture.learned_offset
+        rows = self._weights.vector(POSITIONS, None)
+        require(rows is None or rows.size >= needed * hidden, f"its learned positions are fewer than {needed}")
+        return None if rows is None else rows.reshape(-1, hidden)
 
     def _scale_of(self, embedding: Matrix, scale: float) -> float:
         """The factor on an embedding, rounded as transformers rounds it."""
@@ -102,7 +111,8 @@ class _FileReader:
         parameters, weights = self._parameters, self._weights
         size, hidden = parameters.own_embedding, parameters.hidden_size
         columns = size * parameters.num_layers
-        embedding = weights.matrix(LAYER_EMBEDDINGS, None, parameters.vocabulary, columns)
+        tokens = parameters.own_vocabulary or parameters.vocabulary
+        embedding = weights.matrix(LAYER_EMBEDDINGS, None, tokens, columns)
         return LayerEmbeddings(
             embedding=embedding,
             projection=weights.matrix("per_layer_model_proj", None, columns, hidden),
@@ -149,6 +159,10 @@ class _FileReader:
         if attends:
             attention = self._latent(number, latent) if latent else self._attention(number)
         names = self._architecture.norms
+        if mixes and self._architecture.mixer_norms:
+            names = self._architecture.mixer_norms
+        if self._architecture.parallel and weights.vector(names["before_mlp"], number) is None:
+            names = {**names, "before_mlp": names["before_attention"]}
         if self._architecture.one_part:
             names = {"before_attention" if attends or mixes else "before_mlp": names["before_attention"]}
         optional = self._architecture.optional_norms
@@ -187,7 +201,9 @@ class _FileReader:
         down, altup = weights.matrix(f"ffn_down{kind}", number, hidden, inner), self._parameters.altup
         numbers = self._xielu(number) if family.activation == Activation.XIELU else family.activation_parameters
         cut, inner_norm = altup.gate_deviations[number] if altup else None, self._norm("ffn_sub_norm", number, False)
-        return Mlp(gate, up, down, family.activation, numbers, inner_norm, cut)
+        factors = self._parameters.multipliers
+        gate = gate.scaled(factors.gate) if gate else None
+        return Mlp(gate, up, down.scaled(factors.down), family.activation, numbers, inner_norm, cut)
 
     def _xielu(self, number: int) -> tuple[float, ...]:
         """The parameters of the activation of a layer, see `abi.h`."""
@@ -202,8 +218,13 @@ class _FileReader:
         weights, hidden, inner = self._weights, self._parameters.hidden_size, experts.inner_size
         gated, fused = weights.has("ffn_gate_inp_shexp", number), weights.has("ffn_gate_up_exps", number)
         rows, gate = experts.count * inner, None
+        layout, up = GateLayout.APART, None
         if fused:
-            gate, up = halves_of(weights.matrix("ffn_gate_up_exps", number, 2 * rows, hidden), inner)
+            gate = weights.matrix("ffn_gate_up_exps", number, 2 * rows, hidden)
+            if gate.kind in _COLUMNS:
+                layout = GateLayout.IN_TURNS if self._architecture.interleaved_experts else GateLayout.HALVES
+            else:
+                gate, up = halves_of(gate, inner)
         else:
             up = weights.matrix("ffn_up_exps", number, rows, hidden)
             if not self._architecture.ungated_experts:
@@ -234,6 +255,7 @@ class _FileReader:
             down=weights.matrix("ffn_down_exps", number, experts.count * hidden, inner),
             inner_size=inner,
             stride=2 * inner if fused else inner,
+            gate_layout=layout,
             activation=self._architecture.activation,
             parameters=self._architecture.activation_parameters,
             shared=shared,
@@ -257,7 +279,7 @@ class _FileReader:
     def _attention(self, number: int) -> Attention:
         parameters, weights, shape = self._parameters, self._weights, self._parameters.layer_shape(number)
         size, source, family = shape.head_size, parameters.shared_kv_layer(number), self._architecture
-        heads, value_size = parameters.query_heads, parameters.value_size or size
+        heads, value_size = shape.query_heads or parameters.query_heads, parameters.value_size or size
         keys, values = shape.kv_heads * size, shape.kv_heads * value_size
         stride = 2 * size if family.gates_attention else size
         queries = heads * stride
@@ -277,13 +299,22 @@ class _FileReader:
             gate = Gate(family.gate_kind, sum(rows.values()), width, width)
             rows["attn_output_gate"] = heads * width
         norms = [self._norm(name, number, False, size) for name in ("attn_q_norm", "attn_k_norm")]
-        qkv = [weights.matrix(name, number, count, parameters.hidden_size) for name, count in rows.items()]
-        out = weights.matrix("attn_output", number, parameters.hidden_size, heads * value_size)
+        if family.bare_norms and parameters.ropes[number] is None:
+            norms = [Norm(), Norm()]
+        factors, hidden = parameters.multipliers, parameters.hidden_size
+        qkv = [
+            weights.matrix(name, number, count, hidden).scaled(
+                factors.key if name == "attn_k" else 1.0, factors.attention_in
+            )
+            for name, count in rows.items()
+        ]
+        out = weights.matrix("attn_output", number, hidden, heads * value_size).scaled(factors.attention_out)
         if source is not None:
             require(source in self._attentions, f"layer {number} uses keys of layer {source}, which has none")
             lender, name = self._attentions[source], f"the attention of layer {number}"
             rope = self._rope(number, size)
             return shared_kv_attention(lender, source, size, qkv[0], norms[0], rope, out, parameters.scaling, name)
+        require(not parameters.clip or not (gate or any(norm.kind for norm in norms)), "it clips what it has normed")
         one = numpy.ones(value_size, numpy.float32)
         described = Attention(
             query_heads=heads,
@@ -301,7 +332,7 @@ class _FileReader:
             norms_all_heads=any(norm.weight is not None and norm.weight.size > size for norm in norms),
             norms_after_rope=parameters.norms_after_rope,
             sink_logits=weights.vector("attn_sinks", number),
-            temperature=self._temperature,
+            temperature=self._temperature(number),
             gate=gate,
             value_norm=Norm(NormKind.RMS, one, None, parameters.epsilon) if family.normed_values else Norm(),
             output_norm=self._norm("attn_sub_norm", number, needed=False),
@@ -345,10 +376,12 @@ class _FileReader:
             f"the attention of layer {number}",
         )
 
-    @property
-    def _temperature(self) -> Temperature | None:
-        temperature = self._parameters.temperature
-        return Temperature(temperature[0], float(temperature[1]), 0, of_positions=True) if temperature else None
+    def _temperature(self, number: int) -> Temperature | None:
+        """The factors on queries: by position, or by token index in layers without positions."""
+        temperature, by_index = self._parameters.temperature, self._architecture.heats_unrotated
+        if not temperature or (by_index and self._parameters.ropes[number]):
+            return None
+        return Temperature(temperature[0], float(temperature[1]), int(by_index), of_positions=not by_index)
 
     def _rope(self, number: int, size: int) -> Rope | None:
         rope = self._parameters.ropes[number]
