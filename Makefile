@@ -80,7 +80,7 @@ sanitize: setup-dev
 	$(SANITIZED) -m tests.hostile --count $(HOSTILE)
 
 # The kernel tests, a reply, a long stream and a state of this machine on an emulated processor of Arm, in build/arm.
-# Needs Debian 12 with qemu-user-static and g++-aarch64-linux-gnu.
+# Needs Debian 12 with qemu-user-static and g++-aarch64-linux-gnu. Half an hour: run it each night.
 test-arm: setup-dev
 	$(BIN)/python -m lab.tools.arm $(ARGS)
 

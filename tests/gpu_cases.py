@@ -37,7 +37,7 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
     group.queries_per_key = groups
     group.allocate_like(key, key, window + 1)
     group.tokens.lengths = (5000,)
-    for count in (1, 200):
+    for count in settings.get("counts", (1, 200)):
         q, k = query[:, :, :count], key[:, :, :count]
         out = torch.zeros(1, count, heads * groups, size, dtype=dtype).transpose(1, 2)
         new = NewTokens(q, k, k, out, settings.get("heads"))
@@ -97,6 +97,7 @@ CASES = {
     **{kind: partial(layers, quantized=kind) for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
     "h2o": attention,
     "float32": lambda: attention(dtype=torch.float32),
+    "float32, window 4096, split": lambda: attention(dtype=torch.float32, window=4096, split=True),
     "float16, window 4096, split": lambda: attention(dtype=torch.float16, window=4096, split=True),
     "window 4096": lambda: attention(window=4096),
     "split": lambda: attention(split=True),
@@ -109,5 +110,7 @@ CASES = {
     "norms, some heads": lambda: attention(
         size=64, rotary=32, norms=Norms(torch.zeros(64), torch.zeros(64), 1e-6, 1e-6, 1.2), heads=torch.zeros(2).long()
     ),
+    "256 numbers, float32": lambda: attention(dtype=torch.float32, size=256, rotary=256, window=1024, counts=(1,)),
+    "256 numbers, window 4096, split": lambda: attention(size=256, rotary=256, window=4096, split=True),
     "256 numbers": lambda: attention("h2o-paper", size=256, rotary=256),
 }

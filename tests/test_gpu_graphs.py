@@ -36,13 +36,14 @@ FROM_HOST = {
 class HostFree(TorchDispatchMode):
     """Refuses operations that a captured graph cannot hold, and lists the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: set[Any] = FROM_HOST) -> None:
         super().__init__()
+        self.refused = refused
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         by_mask = func.overloadpacket is aten.index and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if func.overloadpacket in FROM_HOST or by_mask:
+        if func.overloadpacket in self.refused or by_mask:
             raise RuntimeError(f"{func} while a step is captured")
         result = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, result))

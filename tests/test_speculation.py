@@ -1,5 +1,6 @@
 """Guesses change nothing but time: replies, states and random draws are those without them."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
@@ -15,6 +16,7 @@ from h2o_stream.engine.speculation import Speculation, followers
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
 from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.serve.grammars import Grammars
 from tests.test_native_batch import model  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -33,8 +35,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(model: RuntimeModel, served_embedded: LoadedModel) -> Iterator[Callable[..., Engine]]:  # noqa: F811
     engines = list[Engine]()
 
-    def open_engine(mode: SpeculateMode, sampling: SamplingConfig) -> Engine:
-        engines.append(Engine(model, served_embedded.tokenizer, CacheConfig(window=64), sampling, speculate=mode))
+    def open_engine(mode: SpeculateMode, sampling: SamplingConfig, kv_bits: int = 16) -> Engine:
+        config = CacheConfig(window=64, kv_bits=kv_bits)
+        engines.append(Engine(model, served_embedded.tokenizer, config, sampling, speculate=mode))
         list(engines[-1].prefill([5 + 7 * i % 61 for i in range(150)]))
         return engines[-1]
 
@@ -49,12 +52,11 @@ def same_states(one: Engine, other: Engine) -> bool:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("temperature", [0.0, 0.4])
-@pytest.mark.parametrize("said", [9, 60])
-def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float, said: int) -> None:
+@pytest.mark.parametrize(("temperature", "said", "kv_bits"), [(0.0, 9, 16), (0.4, 60, 16), (0.4, 9, 8), (0.0, 60, 4)])
+def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float, said: int, kv_bits: int) -> None:
     """Also of one that is abandoned before its end."""
     sampling = SamplingConfig(temperature, seed=5, max_tokens=60, dry_multiplier=0.0)
-    engines = [opened(mode, sampling) for mode in ("auto", "off")]
+    engines = [opened(mode, sampling, kv_bits) for mode in ("auto", "off")]
     replies = [list(islice(engine.decode(), said)) for engine in engines]
     held = [[group.token_indices.copy() for group in engine.cache.head_groups] for engine in engines]  # type: ignore[union-attr]
     assert all(map(numpy.array_equal, *held)), "no guess is left"
@@ -69,17 +71,24 @@ def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float,
 
 
 @pytest.mark.usefixtures("always")
-def test_what_a_grammar_leaves_is_guessed(opened: Callable[..., Engine], served_embedded: LoadedModel) -> None:
+@pytest.mark.parametrize("aside", [False, True])
+def test_what_a_grammar_leaves_is_guessed(
+    opened: Callable[..., Engine], served_embedded: LoadedModel, aside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of the server's, in a process of its own."""
+    monkeypatch.setattr("h2o_stream.serve.grammar_client._FORESEE_S", 60.0)
     engines = [opened(mode, SamplingConfig(0.0, seed=5, max_tokens=40)) for mode in ("auto", "off")]
-    tokenizer = served_embedded.tokenizer
+    values = served_embedded.tokenizer, engines[0].end_tokens, engines[0].served.vocabulary
+    grammars = Grammars(*values)
     for engine in engines:
-        engine.grammar = Grammar(tokenizer, engine.end_tokens, engine.served.vocabulary, SCHEMA)
+        engine.grammar = asyncio.run(grammars.make(SCHEMA, None)) if aside else Grammar(*values, SCHEMA)
     texts = ["".join(event.text for event in engine.decode()) for engine in engines]
     assert texts[0] == texts[1]
     assert texts[0].startswith("{")
     assert same_states(*engines)
     passes = [engine.speculation.passes for engine in engines]
     assert passes[0] <= 0.4 * passes[1]
+    grammars.close()
 
 
 def test_what_followed_the_longest_sequence_is_guessed_the_newest_first() -> None:

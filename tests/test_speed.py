@@ -255,4 +255,5 @@ def test_replies_with_guesses_and_without(long_folder: Path, monkeypatch: pytest
     assert [(record["task"], record["speculate"]) for record in found] == [
         (task, mode) for task in ("edit", "json", "recall") for mode in ("off", "auto")
     ]
-    assert [record["text"] for record in found[::2]] == [record["text"] for record in found[1::2]]
+    replies = [(record["text"], record["state"]) for record in found]
+    assert replies[::2] == replies[1::2]

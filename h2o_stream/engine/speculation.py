@@ -11,6 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from heapq import merge
+from typing import TYPE_CHECKING
 
 import numpy
 from numpy.typing import NDArray
@@ -25,8 +26,10 @@ from h2o_stream.config import (
     SpeculateMode,
 )
 from h2o_stream.engine.grammar import Guess, Matcher
-from h2o_stream.engine.logits import Logits
-from h2o_stream.engine.served import Served
+
+if TYPE_CHECKING:
+    from h2o_stream.engine.logits import Logits
+    from h2o_stream.engine.served import Served
 
 _LENGTHS = tuple(RIGHT_GUESSES)
 
@@ -105,15 +108,7 @@ class Speculation:
         if matcher is None:
             self._expected = next(followers(tokens), ())
             return
-        sample = numpy.array(matcher.sample.tokens[:-1], numpy.int32)
-
-        def follow(guesses: Sequence[Guess]) -> Iterator[list[Guess]]:
-            guessed = numpy.array([guess.token for guess in guesses], numpy.int32)
-            before = followers(numpy.concatenate([tokens, guessed]), 1)
-            written = followers(numpy.concatenate([sample, tokens[-MATCHED_TOKENS:], guessed]), 1)
-            return merge(before, written, key=lambda found: -found[0].length)
-
-        self._expected = matcher.foresee(follow, len(PASS_COSTS))
+        self._expected = foresee(matcher, tokens)
 
     def _count(self, most: int) -> int:
         """How many guesses pay, 0 to `most`."""
@@ -133,6 +128,19 @@ class Speculation:
         elif self._step_s:
             factor = (seconds / self._step_s - 1) / (PASS_COSTS[taken - 2] - 1)
             self._cost_factor += _NEWEST_TIME * (min(max(factor, 0.0), MAX_COST_FACTOR) - self._cost_factor)
+
+
+def foresee(matcher: Matcher, tokens: NDArray[numpy.int32]) -> list[Guess]:
+    """What may follow tokens [n] where a grammar has a say: as there, or in the grammar's sample."""
+    sample = numpy.array(matcher.sample.tokens[:-1], numpy.int32)
+
+    def follow(guesses: Sequence[Guess]) -> Iterator[list[Guess]]:
+        guessed = numpy.array([guess.token for guess in guesses], numpy.int32)
+        before = followers(numpy.concatenate([tokens, guessed]), 1)
+        written = followers(numpy.concatenate([sample, tokens[-MATCHED_TOKENS:], guessed]), 1)
+        return merge(before, written, key=lambda found: -found[0].length)
+
+    return matcher.foresee(follow, len(PASS_COSTS))
 
 
 def _place(guess: Guess) -> int:

@@ -29,10 +29,15 @@ _EAGER = EagerKernels()
 _POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
 
 _TILE, _LARGE_SHARED, _LARGEST_SHARED = 1 << 16, 160 << 10, 220 << 10
-"""Bytes of keys that a prompt multiplies at once, and bytes of shared memory from which on they fit, and fit twice."""
+"""Bytes of keys that a prompt multiplies at once, and of shared memory from which on they fit, and those of usual heads
+twice."""
 
 _SMALL_WINDOW, _SHARING_WINDOW = 512, 1024
 """Slots up to which a program of a step takes 64 of them, and from which on those of a prompt rotate for each other."""
+
+
+_WIDE_HEAD = 512
+"""Bytes of a head above which a program of a step takes fewer slots: of more, desktops' shared memory is too small."""
 
 
 class Norms(NamedTuple):
@@ -156,7 +161,9 @@ class GpuKernels:
         if not group.schedule.fixed:
             empty_first = num_evictions(group, lengths) == {0}
         heads, places = rules.constants["H"], group.store.slots - 1
-        size, warps = (64, 4) if places <= _SMALL_WINDOW else (128, 8)
+        wide = rules.constants["D"] * group.dtype.itemsize > _WIDE_HEAD
+        size = 64 if wide or places <= _SMALL_WINDOW else 128
+        warps = 8 if wide or size == 128 else 4
         splits, rows = triton.cdiv(places, size), len(new.out)
         groups, members = rules.constants["G"], triton.next_power_of_2(rules.constants["G"])
         space = self._space
@@ -215,6 +222,7 @@ class GpuKernels:
         if split:
             arrived.zero_()
         tile = _TILE if self._shared >= _LARGE_SHARED else _TILE // 2
+        twice = self._shared >= _LARGEST_SHARED and head * group.dtype.itemsize <= _WIDE_HEAD // 2
         piece = min(places, 128 if share else 256, tile // (triton.next_power_of_2(head) * group.dtype.itemsize))
         prompt_kernel[heads, groups if split else 1](
             new.query, new.key, new.value, new.out, new.heads, counts, limits, **rules.tensors,
@@ -226,7 +234,7 @@ class GpuKernels:
             whole=space("whole", programs * (4 * places + chunk), torch.int32), arrived=arrived,
             **_strides(new, 0, 2, 1), tokens=tokens, offset=offset, step=step, **rules.numbers, factor=factor,
             **rules.constants, C=chunk, WP=places, WC=triton.next_power_of_2(places + chunk), P=piece, SPLIT=split,
-            SHARE=share, num_warps=8, num_stages=2 if share and self._shared >= _LARGEST_SHARED else 1,
+            SHARE=share, num_warps=8, num_stages=2 if share and twice else 1,
         )  # fmt: skip
 
     def _space(self, name: str, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

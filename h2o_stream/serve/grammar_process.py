@@ -14,11 +14,16 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from h2o_stream.engine.grammar import compile_rules, guided
+import numpy
+
+from h2o_stream.config import STRUCTURE
+from h2o_stream.engine.grammar import Matcher, Sample, compile_rules, guided
+from h2o_stream.engine.speculation import foresee
 from h2o_stream.errors import DataError
 from h2o_stream.session.thinking import Markers
 
@@ -27,7 +32,23 @@ MAX_BYTES, COMPILE_S, REPLY_S = 2**28, 5, 600
 the last limit only ends what its server has left behind."""
 
 _STEP = struct.Struct("<Ii")
-"""Number of a reply, and the grammar it begins with, or -1; the tokens follow."""
+"""Number of a reply, and the grammar it begins with, or -1; the tokens follow. In answers it is `ALLOWED`, and what may
+come next follows; or `FORESEEN`, and tokens."""
+
+FORESEEN, ALLOWED = -2, -1
+
+
+def foresee_message(reply: int) -> bytes:
+    """The message that asks for tokens that a reply probably goes on with, before free text."""
+    return _STEP.pack(reply, FORESEEN)
+
+
+def read_answer(answer: bytes) -> tuple[int, bytes | None, list[int]]:
+    """The number of a reply, what is allowed in it, and the tokens that were asked for, or None and no tokens."""
+    (number, kind), rest = _STEP.unpack_from(answer), answer[_STEP.size :]
+    if kind == ALLOWED:
+        return number, rest, []
+    return number, None, [token for (token,) in struct.iter_unpack("<i", rest)]
 
 
 def step_message(reply: int, grammar: int, tokens: Sequence[int]) -> bytes:
@@ -71,15 +92,22 @@ def _serve(client: Connection, tokenizer: Any, added: Mapping[int, str]) -> None
     for mask in (mask for of_one in masks for mask in of_one):
         client.send_bytes(mask)
     resource.setrlimit(resource.RLIMIT_CPU, (REPLY_S, REPLY_S))
-    replies = dict[int, Any]()
+    replies, said = dict[int, Any](), dict[int, list[int]]()
     while True:
         message = client.recv_bytes()
         number, grammar = _STEP.unpack_from(message)
+        if grammar == FORESEEN:
+            matcher = Matcher(replies[number], (), Sample(*asked["sample"]))
+            found = foresee(matcher, numpy.array(said[number], numpy.int32)) if matcher.alive else []
+            certain = takewhile(lambda guess: guess.length >= STRUCTURE, found)
+            client.send_bytes(step_message(number, FORESEEN, [guess.token for guess in certain]))
+            continue
         if grammar >= 0:
-            replies[number] = grammars[grammar].deep_copy()
+            replies[number], said[number] = grammars[grammar].deep_copy(), []
         for (token,) in struct.iter_unpack("<i", message[_STEP.size :]):
             replies[number].consume_token(token)
-        client.send_bytes(struct.pack("<I", number) + _mask(replies[number]))
+            said[number].append(token)
+        client.send_bytes(_STEP.pack(number, ALLOWED) + _mask(replies[number]))
 
 
 def _limit(seconds: int) -> None:

@@ -33,7 +33,10 @@ TESTED = ("transformers", "pytest", "hypothesis", "sympy", "networkx", "typing-e
 ALONE = ("torch==2.9.0", "accelerate", *DATA)
 """What the kernel tests need besides; of torch the last for Arm that asks for no GPU's libraries."""
 
-KERNEL_TESTS = ("matrices", "experts", "pack", "packed", "native_step")
+KERNEL_TESTS = (
+    "matrices", "experts", "pack", "packed", "packed_experts", "mixers", "state_spaces", "native_step", "native_batch",
+    "native_prefill", "native_prompt",
+)  # fmt: skip
 """Those that start no other Python: only this one is emulated."""
 
 CAPITAL, NEXT = "What is the capital of France?", "And of Germany?"
@@ -172,6 +175,8 @@ def kernels(tokens: int) -> str:
     """The kernel tests, with the best set, and those of products with each other one."""
     files = [ROOT / f"tests/test_{name}.py" for name in KERNEL_TESTS]
     for choice in PROCESSORS:
+        loads = f"from h2o_stream.native import library; assert library.name() == {choice!r}, library.why_not()"
+        _run(*emulated("-c", loads, choice=choice))  # without it, tests are skipped
         chosen = files if choice == "i8mm" else files[:1]
         _run(*emulated("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, choice=choice))
     return f"{len(files)} files"

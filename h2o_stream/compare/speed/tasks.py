@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from h2o_stream.base.resources import python_manual, version_of
 from h2o_stream.compare.catalog import SpeedOptions
@@ -22,7 +23,7 @@ from h2o_stream.session.turn import Turn
 
 _ROUNDS, _TOKENS = 3, 192
 _MODES: tuple[SpeculateMode, ...] = "off", "auto"
-_MANUAL = 6000  # characters between a passage and the question about it
+_MANUAL = 12000  # characters between a passage and the question about it
 
 _KEEPER = (
     "Elias Thorne kept the lighthouse of Skerry Point for thirty-one years. He oiled the brass on Mondays, trimmed the "
@@ -68,7 +69,7 @@ def _tasks() -> dict[str, _Task]:
             {"Write a Python class Stack with push, pop and peek, with a docstring for each method.": None},
         ),
         "recall": _Task(
-            "What did I tell you about Elias Thorne? Repeat the whole paragraph word for word.",
+            "What did I tell you about Elias Thorne, the keeper of the lighthouse of Skerry Point?",
             {_KEEPER: "Noted.", python_manual()[:_MANUAL]: "Noted."},
             recall=True,
         ),
@@ -79,6 +80,15 @@ def _tasks() -> dict[str, _Task]:
         ),
         "prose": _Task("Write a story about a lighthouse keeper who finds a letter in a bottle."),
     }
+
+
+class _Round(NamedTuple):
+    """Figures of a reply, its text, and a digest of what the cache holds after it."""
+
+    tok_s: float
+    tokens_per_pass: float = 0.0
+    text: str = ""
+    state: str = ""
 
 
 class SpeedTasks(Comparison[SpeedOptions]):
@@ -103,26 +113,25 @@ class SpeedTasks(Comparison[SpeedOptions]):
         ]
 
     def _race(self, name: str) -> Iterator[JobProgress | JobResult]:
-        task, found = _tasks()[name], dict[tuple[str, SpeculateMode], list[tuple[float, float, str]]]()
+        task, found = _tasks()[name], dict[tuple[str, SpeculateMode], list[_Round]]()
         done, talk = 0, list[dict[str, str]]()
         for _ in range(_ROUNDS):
             for mode in _MODES:
                 yield JobProgress(done, f"{name}, guesses {mode}")
-                turn, talk = self._reply(task, mode)
-                found.setdefault((OURS, mode), []).append(
-                    (turn.timings.decode_tok_s, turn.timings.tokens_per_pass, turn.text)
-                )
+                turn, talk, state = self._reply(task, mode)
+                figures = turn.timings.decode_tok_s, turn.timings.tokens_per_pass
+                found.setdefault((OURS, mode), []).append(_Round(*figures, turn.text, state))
                 done += 1
         for mode in _MODES if LLAMA_CPP in self.options.peers else ():
             llama = _llama(str(gguf_file(self.options.model.model)), self.options.threads, mode)
             for _ in range(_ROUNDS):
                 yield JobProgress(done, f"{name}, {LLAMA_CPP} {mode}")
-                found.setdefault((LLAMA_CPP, mode), []).append((_llama_speed(llama, task, talk), 0.0, ""))
+                found.setdefault((LLAMA_CPP, mode), []).append(_Round(_llama_speed(llama, task, talk)))
                 done += 1
         yield JobResult({"records": [self._record(name, *key, rounds) for key, rounds in found.items()]})
 
-    def _reply(self, task: _Task, mode: SpeculateMode) -> tuple[Turn, list[dict[str, str]]]:
-        """The last turn with guesses or without, and the messages before its reply."""
+    def _reply(self, task: _Task, mode: SpeculateMode) -> tuple[Turn, list[dict[str, str]], str]:
+        """The last turn with guesses or without, the messages before its reply, and a digest of the state after it."""
         with self.engine_for(self._config, SamplingConfig(0.0, max_tokens=_TOKENS)) as engine:
             engine.speculation.mode = mode
             recall = RecallConfig("auto" if task.recall else "off")
@@ -138,12 +147,13 @@ class SpeedTasks(Comparison[SpeedOptions]):
                     list(conversation.feed_turn(text, reply))
                 talk += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
             conversation.follow(task.schema)
-            return say(task.question), [*talk, {"role": "user", "content": task.question}]
+            turn, state = say(task.question), sha256()
+            for key, array in sorted(engine.served.state_dict().items()):
+                state.update(key.encode() + array.tobytes())
+            return turn, [*talk, {"role": "user", "content": task.question}], state.hexdigest()
 
-    def _record(
-        self, task: str, engine: str, mode: SpeculateMode, rounds: list[tuple[float, float, str]]
-    ) -> dict[str, Any]:
-        speed = median(tok_s for tok_s, _, _ in rounds)
+    def _record(self, task: str, engine: str, mode: SpeculateMode, rounds: list[_Round]) -> dict[str, Any]:
+        speed = median(reply.tok_s for reply in rounds)
         ours = engine == OURS and isinstance(self.model, RuntimeModel)
         floor = bandwidth(self.options.threads) / self.model.description.nbytes if ours else 0.0
         return {
@@ -154,9 +164,10 @@ class SpeedTasks(Comparison[SpeedOptions]):
             "policy": self._config.policy if ours else "full",
             "window": window_of(self._config) if ours else None,
             "decode_tok_s": round(speed, 2),
-            "tokens_per_pass": round(median(passed for _, passed, _ in rounds), 2) or None,
+            "tokens_per_pass": round(median(reply.tokens_per_pass for reply in rounds), 2) or None,
             "of_floor": round(speed / floor, 3) if floor else None,
-            "text": rounds[-1][2] or None,
+            "text": rounds[-1].text or None,
+            "state": rounds[-1].state or None,
         }
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:

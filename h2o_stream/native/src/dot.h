@@ -63,7 +63,9 @@ template <int64_t kind, int64_t rows, class Body>
 #pragma GCC unroll 8
     for (int64_t i = 0; i < 8; ++i) {
 #pragma GCC unroll 4
-      for (int64_t row = 0; row < rows; ++row) body(i / 4, i % 4, row, simd::load_quads(lower + i * kLine + row * kRegister));
+      for (int64_t row = 0; row < rows; ++row) {
+        body(i / 4, i % 4, row, simd::load_quads(lower + i * kLine + row * kRegister));
+      }
     }
     return;
   }
@@ -154,7 +156,8 @@ class Accumulator {
   int64_t last_;
 #else
   // Adds the products of four columns; `call` numbers the calls.
-  [[gnu::always_inline]] void add(Bytes bytes, const VectorGroup& vector, int64_t column, [[maybe_unused]] int64_t call) {
+  [[gnu::always_inline]] void add(Bytes bytes, const VectorGroup& vector, int64_t column,
+                                  [[maybe_unused]] int64_t call) {
 #if defined(H2O_AVX2)
     if (kind == kInt8) bytes ^= 0x8080;  // unsigned
 #endif

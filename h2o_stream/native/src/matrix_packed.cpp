@@ -13,8 +13,14 @@ using simd::Floats;
 using simd::kWidth;
 
 // Prefetch distance in bytes for several vectors, with which memory would not be read while they are multiplied. A
-// single one reads in memory order, as the hardware prefetcher expects: it is given the next block.
+// single one reads in memory order, as the hardware prefetcher expects: it is given the next block, but not on Arm,
+// where instructions were counted and nothing was timed yet.
 constexpr int64_t kPrefetchDistance = 12 << 10;
+#if defined(H2O_NEON)
+constexpr bool kPrefetchesNext = false;
+#else
+constexpr bool kPrefetchesNext = true;
+#endif
 
 // A tile of 16 rows.
 template <int64_t kind>
@@ -73,9 +79,9 @@ class PackedTile {
     for (int64_t group = 0; group < groups; ++group) {
       const uint8_t* group_lower = lower + group * kLowerBytes;
       const uint8_t* group_upper = upper + group * kUpperBytes;
-      if (prefetch && count == 1) {
+      if (prefetch && kPrefetchesNext && count == 1) {
         simd::prefetch(block + kBytes + group * kPrefetchBytes, kPrefetchBytes);
-      } else if (prefetch) {
+      } else if (prefetch && count > 1) {
         simd::prefetch<2>(block + kPrefetchDistance + group * kPrefetchBytes, kPrefetchBytes);
       }
 #pragma GCC unroll 4
@@ -116,7 +122,8 @@ class PackedTile {
   // Adds products of codes times scales, and offsets.
   template <int64_t count>
   [[gnu::always_inline]] static void add_scaled(const Scales& block_scales, int64_t group, const Dots<count>& dots,
-                                                const rounding::Scale* const* vector_scales, int64_t row_vector, Sums<count>& sums) {
+                                                const rounding::Scale* const* vector_scales, int64_t row_vector,
+                                                Sums<count>& sums) {
     constexpr int64_t kScales = Scales::kScales;
     Floats scales[kScales];
     for (int64_t i = 0; i < kScales; ++i) scales[i] = block_scales.scale(group, i);
