@@ -108,7 +108,7 @@ def row(
             if kind == "Gemma3n" and (".post_" in name or "post_laurel" in name):
                 weights *= 0.1  # its many layers each add little, as they would amplify rounding
         if kind == "NemotronH":  # without a limit of steps in prompts, which no file has
-            made.model.layers[0].mixer.time_step_limit = (0.0, math.inf)
+            made.model.layers[0].mixer.time_step_limit, made.config.time_step_min = (0.0, math.inf), 0.0
         return made
 
     return FamilyModel(

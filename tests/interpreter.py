@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +11,50 @@ from torch.nn import functional
 
 from h2o_stream.attachment.describe import describe
 from h2o_stream.native import abi
+from h2o_stream.native.abi import Activation, NormKind
 from h2o_stream.native.altup import AltUp, Laurel, Versions
 from h2o_stream.native.attention import Attention, Rope
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
 from h2o_stream.native.experts import Experts, Router
-from h2o_stream.native.modules import apply_norm, gated
 from tests.mixers import MIXERS
 from tests.packed_tiles import numbers as packed_numbers
 
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: functional.silu,
+    Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+    Activation.GELU_ERF: functional.gelu,
+    Activation.RELU: functional.relu,
+    Activation.RELU_SQUARED: lambda x: functional.relu(x).square(),
+}
+
 TOKENS = [1, 17, 4, 60, 33, 33, 9, 21]
+
+
+def apply_norm(norm: Norm, x: Tensor) -> Tensor:
+    """Apply a norm to vectors [..., n]."""
+    if norm.kind == NormKind.NONE:
+        return x
+    assert norm.weight is not None
+    centered = x - x.mean(-1, keepdim=True) if norm.kind == NormKind.LAYER else x
+    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + norm.epsilon) * norm.weight
+    shifted: Tensor = y if norm.bias is None else y + norm.bias
+    return shifted
+
+
+def xielu(parameters: Sequence[float], x: Tensor) -> Tensor:
+    """XIELU with the parameters that `Activation` in `abi.h` lists."""
+    positive, negative, slope, most = parameters
+    below = (torch.expm1(x.clamp_max(most)) - x) * negative
+    return torch.where(x > 0, positive * x * x, below) + slope * x
+
+
+def gated(activation: Activation, parameters: Sequence[float], gate: Tensor, up: Tensor) -> Tensor:
+    """The input of an MLP's `down`."""
+    if activation == Activation.CLAMPED_SWIGLU:
+        slope, limit, offset = parameters
+        gate, up = gate.clamp_max(limit), up.clamp(-limit, limit)
+        return gate * (gate * slope).sigmoid() * (up + offset)
+    return (xielu(parameters, gate) if activation == Activation.XIELU else ACTIVATIONS[activation](gate)) * up
 
 
 def numbers(matrix: Matrix) -> Tensor:

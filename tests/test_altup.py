@@ -72,7 +72,7 @@ def test_a_stream_that_is_undone_goes_on_as_before(model: Any) -> None:
 def test_a_router_without_a_norm_is_refused() -> None:
     model = copy.deepcopy(MORE[NAME]())
     model.model.layers[1].altup.router_norm = nn.Identity()
-    with pytest.raises(DescriptionError, match="altup of layer 1 has no router_norm"):
+    with pytest.raises(DescriptionError, match="it has no altup_router_norm"):
         describe(model)
 
 

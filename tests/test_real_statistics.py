@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment import native_steps, verification
@@ -20,10 +19,7 @@ from h2o_stream.attachment.support import layer_specs
 from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.config import ModelConfig
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.native.abi import NormKind
-from h2o_stream.native.description import Description, DescriptionError
-from h2o_stream.native.modules import norm_of
-from h2o_stream.native.probing import only_match
+from h2o_stream.native.description import Description
 from h2o_stream.runtime.sources import ModelFile
 from tests.descriptions import difference
 from tests.families import FAMILIES, GROUPED, tiny
@@ -77,27 +73,11 @@ def cases(names: Iterable[str], *rest: Iterable[Any]) -> list[Any]:
 
 
 def refused(reason: str, name: str, seed: int) -> bool:
-    """Whether one of the wilder models runs eagerly, as it should where rounding hides what its modules compute."""
-    return (name not in SOME or seed > 0) and ("cannot be told apart" in reason or reason.endswith("is rounding"))
+    """Whether one of the wilder models runs eagerly, as it should where rounding hides what it computes."""
+    return (name not in SOME or seed > 0) and reason.endswith("is rounding")
 
 
 class TestThroughTorch:
-    @pytest.mark.parametrize(("name", "seed"), cases(MADE))
-    def test_descriptions_do_not_depend_on_rounding(self, name: str, seed: int) -> None:
-        """In bfloat16 modules are what they are in float32, with the same numbers."""
-        rounded = made(name, seed, torch.bfloat16)
-        expected = describe(with_real_statistics(MADE[name](), seed).bfloat16().float())
-        try:
-            found = describe(rounded)
-        except DescriptionError as error:
-            if not refused(str(error), name, seed):
-                raise
-            return
-        names = {"dtype": expected.dtype, "logits_dtype": expected.logits_dtype}
-        scales = {"embedding_scale": expected.embedding_scale, "layer_embeddings": expected.layer_embeddings}
-        assert found.embedding_scale == pytest.approx(expected.embedding_scale, rel=2**-7)
-        assert difference(replace(found, **names, **scales), expected) == ""
-
     @pytest.mark.parametrize(("name", "seed", "dtype"), cases([name for name in MADE if name not in REFUSED], DTYPES))
     def test_are_attached_natively(self, name: str, seed: int, dtype: torch.dtype) -> None:
         positions: Any = "absolute" if name in ABSOLUTE else None
@@ -201,37 +181,3 @@ class TestMistakes:
 
             layer.self_attn.forward = patched
         assert "computes something else through this cache" in refusal(model)
-
-    def test_what_cannot_be_told_apart_is_refused(self) -> None:
-        x = torch.linspace(-1, 1, 16).double()
-        with pytest.raises(DescriptionError, match="cannot be told apart"):
-            only_match([("one", x), ("other", x + 1e-13)], x, "it", "is unknown")
-        assert only_match([("one", x), ("other", x + 1e-6)], x, "it", "is unknown") == "one"
-        with pytest.raises(DescriptionError, match="it is unknown"):
-            only_match([("one", x + 1e-3)], x, "it", "is unknown")
-
-
-class Norm(nn.Module):
-    """An RMS norm in the way of several families."""
-
-    def __init__(self, weight: Tensor, offset: float) -> None:
-        super().__init__()
-        self.weight, self.offset, self.eps = nn.Parameter(weight, requires_grad=False), offset, 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
-        return (y * (self.offset + self.weight.float())).type_as(x)
-
-
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("largest", [1.0, 16.5, 1649.0, 1e5])
-@pytest.mark.parametrize("seed", range(4))
-def test_an_offset_of_norms_is_told_in_bfloat16(offset: float, largest: float, seed: int) -> None:
-    """By its rounded outputs it cannot be: with Gemma 3's post_ffw_norm both candidates are off by rounding."""
-    weight = torch.randn(640, generator=torch.Generator().manual_seed(seed)).exp()
-    weight[[seed, 50]] = torch.tensor([largest, -0.2])
-    weight = weight.bfloat16()
-    found = norm_of(Norm(weight, offset), 640, "a norm")
-    assert found.kind == NormKind.RMS
-    assert found.weight is not None
-    assert torch.equal(found.weight, offset + weight.float())

@@ -85,8 +85,8 @@ class TestDescription:
         last = model.model.layers[1].mlp
         last.experts.down_proj.tiles[6:8] = last.experts.down_proj.tiles[4:6]
         assert "down of mlp of 1 of layers" in difference(described, describe(model))
-        last.gate.norm_topk_prob = False
-        assert "normalized of router of mlp of 1 of layers" in difference(described, describe(model))
+        model.config.norm_topk_prob = False
+        assert "normalized of router of mlp of 0 of layers" in difference(described, describe(model))
 
     def test_what_the_table_does_not_know(self, tmp_path: Path) -> None:
         path = written(tmp_path, "Llama, YaRN", **{"rope.scaling.yarn_ext_factor": 0.5})

@@ -35,8 +35,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(model: RuntimeModel, served_embedded: LoadedModel) -> Iterator[Callable[..., Engine]]:  # noqa: F811
     engines = list[Engine]()
 
-    def open_engine(mode: SpeculateMode, sampling: SamplingConfig) -> Engine:
-        engines.append(Engine(model, served_embedded.tokenizer, CacheConfig(window=64), sampling, speculate=mode))
+    def open_engine(mode: SpeculateMode, sampling: SamplingConfig, kv_bits: int = 16) -> Engine:
+        config = CacheConfig(window=64, kv_bits=kv_bits)
+        engines.append(Engine(model, served_embedded.tokenizer, config, sampling, speculate=mode))
         list(engines[-1].prefill([5 + 7 * i % 61 for i in range(150)]))
         return engines[-1]
 
@@ -51,12 +52,11 @@ def same_states(one: Engine, other: Engine) -> bool:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("temperature", [0.0, 0.4])
-@pytest.mark.parametrize("said", [9, 60])
-def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float, said: int) -> None:
+@pytest.mark.parametrize(("temperature", "said", "kv_bits"), [(0.0, 9, 16), (0.4, 60, 16), (0.4, 9, 8), (0.0, 60, 4)])
+def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float, said: int, kv_bits: int) -> None:
     """Also of one that is abandoned before its end."""
     sampling = SamplingConfig(temperature, seed=5, max_tokens=60, dry_multiplier=0.0)
-    engines = [opened(mode, sampling) for mode in ("auto", "off")]
+    engines = [opened(mode, sampling, kv_bits) for mode in ("auto", "off")]
     replies = [list(islice(engine.decode(), said)) for engine in engines]
     held = [[group.token_indices.copy() for group in engine.cache.head_groups] for engine in engines]  # type: ignore[union-attr]
     assert all(map(numpy.array_equal, *held)), "no guess is left"
@@ -76,7 +76,7 @@ def test_what_a_grammar_leaves_is_guessed(
     opened: Callable[..., Engine], served_embedded: LoadedModel, aside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of the server's, in a process of its own."""
-    monkeypatch.setattr("h2o_stream.serve.grammars._FORESEE_S", 60.0)
+    monkeypatch.setattr("h2o_stream.serve.grammar_client._FORESEE_S", 60.0)
     engines = [opened(mode, SamplingConfig(0.0, seed=5, max_tokens=40)) for mode in ("auto", "off")]
     values = served_embedded.tokenizer, engines[0].end_tokens, engines[0].served.vocabulary
     grammars = Grammars(*values)

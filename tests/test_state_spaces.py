@@ -35,6 +35,12 @@ def nemotron() -> Any:
     return nudged(next(family for family in FAMILIES if family.name == "Nemotron-H").make())
 
 
+def limit(model: Any) -> None:
+    """Steps of the first layer, in the module and in the config."""
+    model.model.layers[0].mixer.time_step_limit = model.config.time_step_limit = (0.9, 1.0)
+    model.config.time_step_min = 0.9
+
+
 def mixer_of(model: Any, layer: int = 0) -> Mamba2:
     mixer = describe(model).layers[layer].mixer
     assert isinstance(mixer, Mamba2)
@@ -71,7 +77,7 @@ def test_steps_are_limited_as_transformers_limits_them(monkeypatch: pytest.Monke
     """In prompts and for a stream's first token, but not for single tokens later, so that its own routes differ."""
     monkeypatch.setattr(Verification, "cached", lambda self, engine, check: "")
     model, tokens = nemotron(), tokens_of(1, 60)
-    model.model.layers[0].mixer.time_step_limit = (0.9, 1.0)
+    limit(model)
     for parts in ([1, 1], [30, 1, 1], [30]):
         ours, theirs = (
             streamed(model, CacheConfig(window=80), tokens, engine, parts=parts)[0] for engine in ("auto", "eager")
@@ -84,7 +90,7 @@ def test_another_limit_of_steps_is_described() -> None:
     """The description of a prompt has the limits that the module has."""
     model = nemotron()
     before = error(model)
-    model.model.layers[0].mixer.time_step_limit = (0.9, 1.0)
+    limit(model)
     assert mixer_of(model).step_limits == (0.9, 1.0)
     assert max(before, error(model)) < 2e-5
 

@@ -1,4 +1,4 @@
-"""Describes a transformers model: by the row of its type, as files are, or by inspecting its modules.
+"""Describes a transformers model by the row of its type, as files are.
 
 What `forward` of its classes does is not looked at, so callers verify a description by comparing logits.
 """
@@ -14,13 +14,11 @@ import torch
 
 from h2o_stream.attachment.module_weights import ModuleWeights
 from h2o_stream.cache.arrays import to_tensor
-from h2o_stream.native import describe as probing
-from h2o_stream.native.description import Description, DescriptionError
+from h2o_stream.native.description import Description
 from h2o_stream.native.pointers import dtype_name
 from h2o_stream.native.torch_modules import check_module, text_modules
 from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
-from h2o_stream.runtime.families import MODEL_TYPES
 
 _PLACEHOLDERS = r".*(image|video|audio|vision|speech).*_token_(id|index)"
 """Settings that name tokens for something else than text."""
@@ -37,17 +35,8 @@ def describe(model: Any) -> Description:
     """
     for name, module in text_modules(model):
         check_module(name or "the model", module)
-    try:
-        return describe_by_row(model)
-    except DescriptionError:
-        return replace(probing.describe(model), placeholders=_placeholders(model.config))
-
-
-def describe_by_row(model: Any) -> Description:
-    """The same, of a model whose type has a row."""
     config = model.config.get_text_config().to_dict()
     architecture, parameters = parameters_of_config(config)
-    architecture = architecture.with_names(MODEL_TYPES[config["model_type"]].module_names)
     weights, embedding = ModuleWeights(model, architecture), model.get_input_embeddings()
     dtype = embedding.dtype if hasattr(embedding, "dtype") else embedding.weight.dtype
     described = describe_file(architecture, replace(parameters, tied=False), weights, dtype_name(dtype))

@@ -2,102 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.torch_modules import dense_matrix, embedding_of, matrix_of, raw_tensor, text_modules
 from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights, as_used
 
-_STACKED, _FUSED = "ffn_up_exps", "ffn_gate_up_exps"
+_EXPERTS = {f"ffn_{name}_exps": f"{name}_proj" for name in ("gate_up", "gate", "up", "down")}
+"""Matrices of all experts, in what transformers, and `models.packed_experts`, make of those of each."""
+
+_FUSED, _APART = "ffn_gate_up_exps", "ffn_up_exps"
+
+_COLUMNS = {MatrixKind.FLOAT32: MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16: MatrixKind.BFLOAT16_COLUMNS}
 
 
 class ModuleWeights(Weights):
     """Matrices are tensors of the model; vectors are copied only if they are not in float32.
 
-    Args:
-        model: has a list of layers.
-        architecture: has the names of its modules.
+    Raises:
+        DescriptionError: the model has no list of layers, no embedding, or no output layer.
     """
 
     def __init__(self, model: Any, architecture: Architecture) -> None:
-        self._architecture, modules = architecture, dict(text_modules(model))
-        self._modules = modules | {"lm_head": model.get_output_embeddings(), "": model.get_input_embeddings()}
-        self._tensors: Mapping[str, Tensor] = {
+        self._model, self._architecture, self._read = model, architecture, set[int]()
+        modules = dict(text_modules(model))
+        self._tensors = {
             name: tensor for prefix, module in modules.items() for name, tensor in _tensors_of(module, prefix)
         }
+        self._modules = modules | {EMBEDDING: model.get_input_embeddings(), OUTPUT: model.get_output_embeddings()}
         layers = next((name for name in modules if name.rpartition(".")[2] == "layers"), None)
         if layers is None or None in self._modules.values():
-            raise DescriptionError(f"{type(model).__name__} has no list of layers, or no embedding or output layer")
+            raise DescriptionError(f"{type(model).__name__} has no list of layers, or no output layer")
         self._prefix = layers.removesuffix("layers")
-        self._read: set[int] = set()
-
-    def _name(self, name: str, layer: int | None) -> str:
-        """The name of a module or of a parameter that is in none of its own."""
-        if name in (EMBEDDING, OUTPUT):
-            return "" if name == EMBEDDING else "lm_head"
-        names = self._architecture.checkpoint_names
-        found = self._architecture.module_name(name, layer)
-        if name == _FUSED and name not in names:
-            found = self._architecture.module_name(_STACKED, layer).replace("up_proj", "gate_up_proj")
-        return found.replace("model.", self._prefix, 1) if found.startswith("model.") else found
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
         found = self._name(name, layer)
-        if found in self._modules:
-            module, where = self._modules[found], found or "the embedding"
-            matrix = (matrix_of if found else embedding_of)(module, where)
-            self._read.update(id(tensor) for _, tensor in _tensors_of(module, "", recurse=True))
+        module, weights = self._modules.get(found), self._tensors.get(found)
+        if module is not None:
+            matrix = (embedding_of if hasattr(module, "num_embeddings") else matrix_of)(module, found)
+            self._read.update(map(id, chain(module.parameters(), module.buffers())))
             rows = matrix.rows if layer is None else rows
-        elif found in self._tensors:
-            where, weights, bias = found, self._tensors[found], self._tensors.get(f"{found}_bias")
-            matrix = dense_matrix(weights.flatten(0, -2), None if bias is None else bias.flatten(), where)
-            self._read |= {id(weights), id(bias)}
+        elif weights is not None:
+            matrix = self._stacked(found, weights)
         else:
             raise DescriptionError(f"it has no {found or name}")
-        matrix.check_shape(rows, columns, where)
+        matrix.check_shape(rows, columns, found)
         return matrix
 
-    def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
-        """See `Weights`."""
-        module = self._name(name, layer)
-        tensor = self._tensors.get(module, self._tensors.get(f"{module}.{kind}")) if module else None
-        if tensor is None:
-            return None
-        self._read.add(id(tensor))
-        numbers: Floats = raw_tensor(tensor, module).float().cpu().numpy().reshape(-1)
-        return as_used(numbers, self._architecture, name, kind)
+    def _stacked(self, name: str, weights: Tensor) -> Matrix:
+        """The matrices of all experts, [experts, rows, columns], or columns before rows in some families."""
+        bias, family = self._tensors.get(f"{name}_bias"), self._architecture
+        self._read |= {id(weights), id(bias)}
+        bias = None if bias is None else bias.flatten()
+        if not (family.transposed_experts or family.interleaved_experts):
+            return dense_matrix(weights.flatten(0, -2), bias, name)
+        count, columns, rows = weights.shape
+        matrix = dense_matrix(raw_tensor(weights, name).view(count * rows, columns), bias, name)
+        return replace(matrix, kind=_COLUMNS[matrix.kind])
 
     def small_matrix(self, name: str, layer: int | None, rows: int, columns: int, dtype: str) -> Matrix:
         """See `Weights`."""
         found = self._name(name, layer)
-        if f"{found}.weight" not in self._tensors:
+        weights, bias = (self._tensors.get(f"{found}.{kind}") for kind in ("weight", "bias"))
+        if weights is None:
             raise DescriptionError(f"it has no {found or name}")
-        weights, bias = self._tensors[f"{found}.weight"], self._tensors.get(f"{found}.bias")
         self._read |= {id(weights), id(bias)}
         matrix = dense_matrix(weights, bias, found)
         matrix.check_shape(rows, columns, found)
         return matrix
 
+    def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
+        """See `Weights`."""
+        found = self._name(name, layer, kind)
+        tensor = self._tensors.get(f"{found}.{kind}", self._tensors.get(found))
+        if tensor is None:
+            return None
+        self._read.add(id(tensor))
+        numbers: Floats = raw_tensor(tensor, found).float().cpu().numpy().reshape(-1)
+        return as_used(numbers, self._architecture, name, kind)
+
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
-        found = self._name(name, layer)
-        return bool(found) and (found in self._modules or found in self._tensors)
+        return self._name(name, layer) != ""
 
     def check_all_read(self) -> None:
         """Raises DescriptionError if there is a weight that the description leaves out."""
         if unread := next((name for name, tensor in self._tensors.items() if id(tensor) not in self._read), None):
             raise DescriptionError(f"{unread} is left over")
 
+    def _name(self, name: str, layer: int | None, kind: str = "weight") -> str:
+        """The name of a module, or of a parameter that is in none of its own; nothing if there is none."""
+        if name in (EMBEDDING, OUTPUT):
+            return name
+        is_apart = name == _FUSED and name not in self._architecture.checkpoint_names
+        saved = self._architecture.module_name(_APART if is_apart else name, layer)
+        for found in (saved, self._renamed(saved, kind)) if saved else ():
+            local = self._local(found)
+            if name in _EXPERTS:
+                local = f"{local.rpartition('.')[0]}.{_EXPERTS[name]}"
+            if any(each in self._tensors or each in self._modules for each in (local, f"{local}.{kind}")):
+                return local
+        return ""
 
-def _tensors_of(module: nn.Module, prefix: str, recurse: bool = False) -> list[tuple[str, Tensor]]:
-    """The parameters of a module and the buffers that are saved with it, by name."""
-    parameters = module.named_parameters(prefix, recurse)
-    buffers = module.named_buffers(prefix, recurse)
-    passing = module._non_persistent_buffers_set
-    return [*parameters, *(x for x in buffers if x[0].rpartition(".")[2] not in passing)]
+    def _local(self, name: str) -> str:
+        """A name below the module that has the layers, wherever that is."""
+        for root in (self._architecture.layers.removesuffix("layers"), "model."):
+            if name.startswith(root):
+                return self._prefix + name.removeprefix(root)
+        return name
+
+    def _renamed(self, saved: str, kind: str) -> str:
+        """What transformers calls a weight that checkpoints have under this name."""
+        key = f"{saved.replace('.experts.', '.experts.0.')}.{kind}"
+        renamed: str = rename_source_key(key, *self._transforms)[0]
+        return renamed.replace(".experts.0.", ".experts.").removesuffix(f".{kind}")
+
+    @cached_property
+    def _transforms(self) -> tuple[list[Any], list[Any]]:
+        """How transformers renames the weights of checkpoints, and joins them."""
+        transforms = get_model_conversion_mapping(self._model)
+        kinds = WeightRenaming, WeightConverter
+        first, second = ([each for each in transforms if isinstance(each, kind)] for kind in kinds)
+        return first, second
+
+
+def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a module itself, and the buffers that are saved with it, by name."""
+    yield from module.named_parameters(prefix, recurse=False)
+    for name, buffer in module.named_buffers(prefix, recurse=False):
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+            yield name, buffer

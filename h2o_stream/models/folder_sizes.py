@@ -58,9 +58,11 @@ def _shapes(path: Path) -> Iterator[tuple[int, ...]]:
 
 
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries, also of objects in it."""
+    """The entries, also of objects in it, and sizes of MLPs that are given for each layer."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _entries(value)
+        elif key == "intermediate_size" and isinstance(value, list):
+            yield from ((key, size) for size in value)
         else:
             yield key, value

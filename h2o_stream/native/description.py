@@ -1,8 +1,8 @@
 """A decoder-only transformer as data: its matrices, norms and parameters, in the terms of `src/abi.h`.
 
-A description is independent of any cache. `describe` creates one from a transformers model; `NativeModel` converts it
-to C structures. Its arrays may be tensors of torch or arrays of numpy; nothing here imports torch. Parts whose sizes do
-not fit each other raise DescriptionError.
+A description is independent of any cache. `runtime.describe` makes one of parameters and weights; `NativeModel`
+converts it to C structures. Its arrays may be tensors of torch or arrays of numpy; nothing here imports torch. Parts
+whose sizes do not fit each other raise DescriptionError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from h2o_stream.native import abi
 from h2o_stream.native.abi import Activation
 from h2o_stream.native.altup import AltUp, Laurel, Versions, fill_altup, fill_laurel
 from h2o_stream.native.attention import Attention
-from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.matrix import DENSE as DENSE
 from h2o_stream.native.matrix import NO_NORM, require
 from h2o_stream.native.matrix import DescriptionError as DescriptionError
@@ -23,6 +22,9 @@ from h2o_stream.native.matrix import Matrix as Matrix
 from h2o_stream.native.matrix import Norm as Norm
 from h2o_stream.native.mixers import Mixer, check_mixer, fill_mixer
 from h2o_stream.native.pointers import Array
+
+NORM_ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+"""The norms of a layer."""
 
 
 class FeedForward(Protocol):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.pointers import dtype_name
-from h2o_stream.native.probing import evaluate
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
 """Dense weights that need no conversion."""
@@ -77,22 +76,9 @@ def matrix_of(module: Any, name: str) -> Matrix:
         return Matrix(tiles, as_float32(module.bias, name), module.out_features, module.in_features, module.kind)
     if hasattr(module, "blocks"):  # of a file, on a GPU
         return module.matrix()  # type: ignore[no-any-return]
-    linear = _linear_in(module)
-    if linear is not None:
-        return dense_matrix(linear.weight, linear.bias, name)
-    raise DescriptionError(f"{name} is a {type(module).__name__} where a linear layer is expected")
-
-
-def _linear_in(module: Any) -> nn.Linear | None:
-    """A plain linear layer, or that in a module that does nothing else."""
     if type(module) is nn.Linear:
-        return module
-    children = [*module.children()]
-    if len(children) != 1 or type(children[0]) is not nn.Linear or any(module.parameters(recurse=False)):
-        return None
-    linear = children[0]
-    x = torch.linspace(-1, 1, linear.in_features, dtype=linear.weight.dtype, device="cpu")[None]
-    return linear if evaluate(module, x, "a linear layer").equal(evaluate(linear, x, "a linear layer")) else None
+        return dense_matrix(module.weight, module.bias, name)
+    raise DescriptionError(f"{name} is a {type(module).__name__} where a linear layer is expected")
 
 
 def embedding_of(module: Any, name: str) -> Matrix:

@@ -26,13 +26,14 @@ def layer_altup(altup: AltUpParameters, weights: Weights, number: int, norm: Nor
     """
     assert norm.weight is not None
     count, hidden = altup.count, norm.weight.size
+    scale = _vector(weights, "altup_correct_scale", number, hidden)
     router = _vector(weights, "altup_router", number, count * hidden).reshape(count, hidden)
     return AltUp(
         router * norm.weight * input_scale,
         norm.epsilon,
         _vector(weights, "altup_predict_coef", number, count**3).reshape(count**2, count),
         _vector(weights, "altup_correct_coef", number, count**2).reshape(count, count),
-        _vector(weights, "altup_correct_scale", number, hidden),
+        scale if altup.corrects_scale else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,8 @@ _ACTIVATIONS = {
     "xielu": Activation.XIELU,
 }
 
+_ACTIVATION_NAMES = "hidden_act hidden_activation mlp_hidden_act activation_function"
+
 _NEUTRAL = ("quantization_config", "mlp_type", "moe_router_logit_softcapping")
 """Entries that change what is computed, unless they are missing or false."""
 
@@ -34,7 +37,21 @@ _LATENT_EPSILON = 1e-6
 _DEFAULTS = {"rope_theta": 10_000.0, "tie_word_embeddings": False}
 """Entries that nearly all published configs may leave out."""
 
-_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "attention", "moe", "mlp"}
+_SHARED_SIZES = """
+shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size
+"""
+
+_KINDS = {
+    "full_attention",
+    "sliding_attention",
+    "linear_attention",
+    "conv",
+    "mamba",
+    "attention",
+    "moe",
+    "mlp",
+    "chunked_attention",
+}
 """Of layers."""
 
 
@@ -51,12 +68,14 @@ class Entries(dict[str, Any]):
         return otherwise if value is None else float(value)
 
     def count(self, names: str, otherwise: int | None = None) -> int:
-        """The same as a whole number; raises LookupError if there is none."""
+        """The same as a whole number, which may be given for each layer; raises LookupError if there is none."""
         value = self.first(names)
         if value is None:
             value = otherwise
         if value is None:
             raise LookupError(names)
+        if isinstance(value, list) and (len({*value}) == 1 or names == "intermediate_size"):
+            value = max(value)
         return int(value)
 
 
@@ -92,7 +111,10 @@ def _entries(config: Config) -> tuple[ModelType, Entries]:
 
 def _architecture(kind: ModelType, entries: Entries) -> Architecture:
     """What the row says, with what it leaves to entries."""
-    architecture, name = kind.architecture, entries.first("hidden_act hidden_activation")
+    architecture, name = (
+        kind.architecture,
+        entries.first(_ACTIVATION_NAMES),
+    )
     activation, parallel = architecture.activation, entries.first("use_parallel_residual")
     reorders = entries.first("rope_interleave")
     if activation == Activation.CLAMPED_SWIGLU:
@@ -105,15 +127,16 @@ def _architecture(kind: ModelType, entries: Entries) -> Architecture:
         activation=activation if name is None else _ACTIVATIONS[name],
         parallel=architecture.parallel if parallel is None else bool(parallel),
         adjacent=architecture.adjacent and reorders is not False,
+        bare_norms=architecture.bare_norms and entries.get("use_qk_norm") is not False,
         reorders_pairs=reorders,
+        stored_as_in_gguf=(),
     )
 
 
 def _numbers(kind: ModelType, architecture: Architecture, entries: Entries) -> dict[str, Any]:
     """The fields of `Parameters`."""
-    hidden, heads, layers = (
-        entries.count(name) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
+    hidden, heads = entries.count("hidden_size"), entries.count("num_attention_heads")
+    layers = entries.count("num_hidden_layers", len(entries.get("layers_block_type") or ()))
     check_range(layers, "num_hidden_layers", MAX_LAYERS)
     latent, sliding = _latent(entries), _sliding(kind, entries, layers)
     head_size = latent.head_size if latent else entries.count("head_dim", hidden // heads)
@@ -128,7 +151,7 @@ def _numbers(kind: ModelType, architecture: Architecture, entries: Entries) -> d
         "kv_heads": heads if latent else entries.count("num_key_value_heads", heads),
         "head_size": head_size,
         "norm": kind.norm,
-        "epsilon": float(entries.first("rms_norm_eps norm_eps layer_norm_eps norm_epsilon")),
+        "epsilon": float(entries.first("rms_norm_eps norm_eps layer_norm_eps norm_epsilon layer_norm_epsilon")),
         "context": entries.count("max_position_embeddings"),
         "tied": bool(entries.get("tie_word_embeddings", False)),
         "scaling": _scaling(architecture, entries, head_size, rope),
@@ -178,7 +201,7 @@ def _latent(entries: Entries) -> LatentSizes | None:
 
 def _experts(architecture: Architecture, entries: Entries) -> ExpertParameters | None:
     count = entries.count("num_experts num_local_experts n_routed_experts moe_num_experts", 0)
-    if not count:
+    if not count or entries.get("enable_moe_block") is False:
         return None
     inner = entries.count("moe_intermediate_size intermediate_size")
     shared = entries.count("n_shared_experts num_shared_experts moe_num_shared_experts num_shared_expert", 0) * inner
@@ -188,9 +211,9 @@ def _experts(architecture: Architecture, entries: Entries) -> ExpertParameters |
         groups = chosen = 0
     return ExpertParameters(
         count=count,
-        chosen=entries.count("num_experts_per_tok moe_topk moe_k"),
+        chosen=entries.count("num_experts_per_tok moe_topk moe_k top_k_experts"),
         inner_size=inner,
-        shared_size=entries.count("shared_expert_intermediate_size shared_intermediate_size", shared),
+        shared_size=entries.count(_SHARED_SIZES, shared),
         scoring=architecture.scoring,
         normalized=bool(entries.get("norm_topk_prob", architecture.normalizes_experts)),
         scale=entries.number("routed_scaling_factor route_scale router_scaling_factor moe_routed_scaling_factor", 1.0),
@@ -202,13 +225,27 @@ def _experts(architecture: Architecture, entries: Entries) -> ExpertParameters |
 
 def _mixer(entries: Entries, hidden: int) -> MixerParameters | None:
     if heads := entries.count("linear_num_value_heads", 0):
-        keys, key_size, size = (f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim"))
-        return MixerParameters(entries.count(keys), heads, entries.count(key_size), entries.count(size))
-    if not (heads := entries.count("mamba_n_heads", 0)):
+        keys, key_name, value_name = (f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "value_head_dim"))
+        scale = 2.0 if entries.get("linear_allow_neg_eigval") else 1.0
+        sizes = entries.count(key_name), entries.count(value_name)
+        return MixerParameters(
+            entries.count(keys), heads, *sizes, beta_scale=scale, epsilon=entries.number("mixer_epsilon")
+        )
+    if not (heads := entries.count("mamba_n_heads mamba_num_heads", 0)):
         return None
-    said = entries.get("mamba_d_head")
+    said = entries.first("mamba_d_head mamba_head_dim")
     value_size = entries.count("mamba_expand") * hidden // heads if said in (None, "auto") else int(said)
-    return MixerParameters(entries.count("mamba_n_groups"), heads, entries.count("mamba_d_state"), value_size)
+    low, high = entries.get("time_step_limit") or (0.0, math.inf)
+    high = math.inf if isinstance(high, dict) else high  # as transformers saves it
+    norms = entries.get("mamba_rms_norm", True)
+    return MixerParameters(
+        entries.count("mamba_n_groups n_groups"),
+        heads,
+        entries.count("mamba_d_state ssm_state_size"),
+        value_size,
+        (entries.number("time_step_min", low), float(high)),
+        bool(norms and entries.get("mamba_norm_before_gate")),
+    )
 
 
 def _sliding(kind: ModelType, entries: Entries, layers: int) -> tuple[int | None, ...]:

@@ -1,15 +1,14 @@
-"""Describes a model from a file, as `native.describe` does from a transformers model."""
+"""Describes a model by its parameters and weights, from a file or of transformers."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.native.abi import Activation, NormKind, Scoring
+from h2o_stream.native.abi import NormKind, Scoring
 from h2o_stream.native.attention import (
     Attention,
     Gate,
@@ -22,6 +21,7 @@ from h2o_stream.native.attention import (
 )
 from h2o_stream.native.description import (
     DENSE,
+    NORM_ROLES,
     Description,
     DescriptionError,
     Layer,
@@ -31,19 +31,17 @@ from h2o_stream.native.description import (
     Norm,
     OwnEmbedding,
 )
-from h2o_stream.native.experts import BesideMlp, Experts, Router, halves_of
+from h2o_stream.native.experts import Experts
 from h2o_stream.native.latent import LatentSizes, latent_attention
-from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.matrix import require
 from h2o_stream.runtime.altup import layer_altup, layer_laurel, versions_of
-from h2o_stream.runtime.families.architecture import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, Architecture
+from h2o_stream.runtime.families.architecture import EMBEDDING, LAYER_EMBEDDINGS, OUTPUT, POSITIONS, Architecture
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.mixers import describe_mixer, has_mixer
-from h2o_stream.runtime.parameters import ExpertParameters, Parameters
+from h2o_stream.runtime.mlps import MlpReader
+from h2o_stream.runtime.parameters import Parameters
+from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights
-
-_BESIDE_NORMS = ("pre_ffw_norm_2", "post_ffw_norm_2", "post_ffw_norm_1")
-"""llama.cpp's names of the norms of `BesideMlp`, in its order, but for the router's."""
 
 
 def describe_file(architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> Description:
@@ -58,12 +56,13 @@ def describe_file(architecture: Architecture, parameters: Parameters, weights: W
 class _FileReader:
     def __init__(self, architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> None:
         self._architecture, self._parameters, self._weights, self._dtype = architecture, parameters, weights, dtype
+        self._mlps = MlpReader(architecture, parameters, weights, dtype, self._norm)
         self._attentions: dict[int, Attention] = {}
 
     def read(self) -> Description:
         parameters, weights = self._parameters, self._weights
         shape = parameters.vocabulary, parameters.hidden_size
-        embedding = weights.matrix(EMBEDDING, None, *shape)
+        embedding = weights.matrix(EMBEDDING, None, shape[0] + parameters.unsaid_tokens, shape[1])
         dense = embedding.kind in DENSE
         layers = [self._layer(number) for number in range(parameters.num_layers)]
         attentions = with_lent_columns([layer.attention for layer in layers])
@@ -72,8 +71,8 @@ class _FileReader:
             layers=[replace(layer, attention=attention) for layer, attention in zip(layers, attentions, strict=True)],
             embedding=embedding,
             embedding_scale=self._scale_of(embedding, parameters.embedding_scale),
-            learned_positions=None,
-            learned_offset=0,
+            learned_positions=self._learned_positions(),
+            learned_offset=self._architecture.learned_offset,
             embedding_norm=final if self._architecture.norms_embedding else Norm(),
             norm=final,
             output=embedding if parameters.tied else weights.matrix(OUTPUT, None, *shape),
@@ -85,6 +84,13 @@ class _FileReader:
             layer_embeddings=self._layer_embeddings() if parameters.own_embedding else None,
             versions=versions_of(parameters.altup, weights, parameters.hidden_size) if parameters.altup else None,
         )
+
+    def _learned_positions(self) -> Floats | None:
+        """[n, hidden], positions that have embeddings."""
+        hidden, needed = self._parameters.hidden_size, self._parameters.context + self._architecture.learned_offset
+        rows = self._weights.vector(POSITIONS, None)
+        require(rows is None or rows.size >= needed * hidden, f"its learned positions are fewer than {needed}")
+        return None if rows is None else rows.reshape(-1, hidden)
 
     def _scale_of(self, embedding: Matrix, scale: float) -> float:
         """The factor on an embedding, rounded as transformers rounds it."""
@@ -102,7 +108,8 @@ class _FileReader:
         parameters, weights = self._parameters, self._weights
         size, hidden = parameters.own_embedding, parameters.hidden_size
         columns = size * parameters.num_layers
-        embedding = weights.matrix(LAYER_EMBEDDINGS, None, parameters.vocabulary, columns)
+        tokens = parameters.own_vocabulary or parameters.vocabulary
+        embedding = weights.matrix(LAYER_EMBEDDINGS, None, tokens, columns)
         return LayerEmbeddings(
             embedding=embedding,
             projection=weights.matrix("per_layer_model_proj", None, columns, hidden),
@@ -142,13 +149,17 @@ class _FileReader:
         if weights.has("ffn_gate_inp", number):
             if experts is None:
                 raise DescriptionError(f"layer {number} has experts, and it is not said how many")
-            mlp = self._experts(number, experts)
+            mlp = self._mlps.experts(number, experts)
         elif weights.has("ffn_down", number):
-            mlp = self._mlp(number, self._parameters.layer_shape(number).inner_size)
+            mlp = self._mlps.mlp(number, self._parameters.layer_shape(number).inner_size)
         attention = None
         if attends:
             attention = self._latent(number, latent) if latent else self._attention(number)
         names = self._architecture.norms
+        if mixes and self._architecture.mixer_norms:
+            names = self._architecture.mixer_norms
+        if self._architecture.parallel and weights.vector(names["before_mlp"], number) is None:
+            names = {**names, "before_mlp": names["before_attention"]}
         if self._architecture.one_part:
             names = {"before_attention" if attends or mixes else "before_mlp": names["before_attention"]}
         optional = self._architecture.optional_norms
@@ -172,92 +183,10 @@ class _FileReader:
             else None,
         )
 
-    def _mlp(self, number: int, inner: int, kind: str = "") -> Mlp:
-        """The MLP of a layer, or with `kind` ``_shexp`` the expert for all tokens."""
-        weights, hidden, family = self._weights, self._parameters.hidden_size, self._architecture
-        gate: Matrix | None = None
-        fused = f"ffn_gate_up{kind}" if weights.has(f"ffn_gate_up{kind}", number) else "ffn_up"
-        if family.fused_mlp or fused != "ffn_up":
-            both = weights.matrix(fused, number, 2 * inner, hidden)
-            gate, up = both.row_range(0, inner), both.row_range(inner, inner)
-        else:
-            up = weights.matrix(f"ffn_up{kind}", number, inner, hidden)
-            if weights.has(f"ffn_gate{kind}", number):
-                gate = weights.matrix(f"ffn_gate{kind}", number, inner, hidden)
-        down, altup = weights.matrix(f"ffn_down{kind}", number, hidden, inner), self._parameters.altup
-        numbers = self._xielu(number) if family.activation == Activation.XIELU else family.activation_parameters
-        cut, inner_norm = altup.gate_deviations[number] if altup else None, self._norm("ffn_sub_norm", number, False)
-        return Mlp(gate, up, down, family.activation, numbers, inner_norm, cut)
-
-    def _xielu(self, number: int) -> tuple[float, ...]:
-        """The parameters of the activation of a layer, see `abi.h`."""
-        names = [f"ffn_act.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")]
-        values = [self._weights.vector(name, number) for name in names]
-        found = [math.nan if value is None or value.size != 1 else float(value[0]) for value in values]
-        require(not math.isnan(sum(found)), f"layer {number} does not have the four numbers of its activation")
-        positive, negative = (float(numpy.logaddexp(numpy.float32(0), numpy.float32(x))) for x in found[:2])
-        return positive, negative + found[2], found[2], found[3]
-
-    def _experts(self, number: int, experts: ExpertParameters) -> Experts:
-        weights, hidden, inner = self._weights, self._parameters.hidden_size, experts.inner_size
-        gated, fused = weights.has("ffn_gate_inp_shexp", number), weights.has("ffn_gate_up_exps", number)
-        rows, gate = experts.count * inner, None
-        if fused:
-            gate, up = halves_of(weights.matrix("ffn_gate_up_exps", number, 2 * rows, hidden), inner)
-        else:
-            up = weights.matrix("ffn_up_exps", number, rows, hidden)
-            if not self._architecture.ungated_experts:
-                gate = weights.matrix("ffn_gate_exps", number, rows, hidden)
-        is_shared = experts.shared_size > 0
-        require(is_shared == weights.has("ffn_down_shexp", number), f"layer {number} has other shared experts")
-        shared = self._mlp(number, experts.shared_size, "_shexp") if is_shared else None
-        beside = self._beside(number) if weights.has("pre_ffw_norm_2", number) else None
-        if beside:
-            shared = self._mlp(number, self._parameters.layer_shape(number).inner_size)
-        return Experts(
-            router=Router(
-                matrix=self._dense("ffn_gate_inp", number, experts.count),
-                chosen=experts.chosen,
-                scoring=experts.scoring,
-                normalized=experts.normalized,
-                scale=experts.scale,
-                choice_bias=weights.vector("exp_probs_b", number, "bias"),
-                groups=experts.groups,
-                chosen_groups=experts.chosen_groups,
-                group_worth=experts.group_worth,
-                factors=weights.vector("ffn_down_exps.scale", number),
-                jitter=experts.jitter,
-                weighs_inputs=self._architecture.weighs_inputs,
-            ),
-            gate=gate,
-            up=up,
-            down=weights.matrix("ffn_down_exps", number, experts.count * hidden, inner),
-            inner_size=inner,
-            stride=2 * inner if fused else inner,
-            activation=self._architecture.activation,
-            parameters=self._architecture.activation_parameters,
-            shared=shared,
-            shared_gate=self._dense("ffn_gate_inp_shexp", number, 1) if gated else None,
-            beside=beside,
-        )
-
-    def _beside(self, number: int) -> BesideMlp:
-        """The norms of experts beside an MLP; that of the router has a factor for each element."""
-        parameters, scale = self._parameters, self._weights.vector("ffn_gate_inp.scale", number)
-        if scale is None:
-            raise DescriptionError(f"layer {number} has no ffn_gate_inp.scale")
-        weight = scale * numpy.float32(parameters.hidden_size**-0.5)
-        router = Norm(parameters.norm, weight, None, parameters.epsilon)
-        return BesideMlp(router, *(self._norm(name, number) for name in _BESIDE_NORMS))
-
-    def _dense(self, name: str, number: int, rows: int) -> Matrix:
-        """A small matrix [rows, hidden] that is not packed, in the dtype of the model."""
-        return self._weights.small_matrix(name, number, rows, self._parameters.hidden_size, self._dtype)
-
     def _attention(self, number: int) -> Attention:
         parameters, weights, shape = self._parameters, self._weights, self._parameters.layer_shape(number)
         size, source, family = shape.head_size, parameters.shared_kv_layer(number), self._architecture
-        heads, value_size = parameters.query_heads, parameters.value_size or size
+        heads, value_size = shape.query_heads or parameters.query_heads, parameters.value_size or size
         keys, values = shape.kv_heads * size, shape.kv_heads * value_size
         stride = 2 * size if family.gates_attention else size
         queries = heads * stride
@@ -277,13 +206,22 @@ class _FileReader:
             gate = Gate(family.gate_kind, sum(rows.values()), width, width)
             rows["attn_output_gate"] = heads * width
         norms = [self._norm(name, number, False, size) for name in ("attn_q_norm", "attn_k_norm")]
-        qkv = [weights.matrix(name, number, count, parameters.hidden_size) for name, count in rows.items()]
-        out = weights.matrix("attn_output", number, parameters.hidden_size, heads * value_size)
+        if family.bare_norms and parameters.ropes[number] is None:
+            norms = [Norm(), Norm()]
+        factors, hidden = parameters.multipliers, parameters.hidden_size
+        qkv = [
+            weights.matrix(name, number, count, hidden).scaled(
+                factors.key if name == "attn_k" else 1.0, factors.attention_in
+            )
+            for name, count in rows.items()
+        ]
+        out = weights.matrix("attn_output", number, hidden, heads * value_size).scaled(factors.attention_out)
         if source is not None:
             require(source in self._attentions, f"layer {number} uses keys of layer {source}, which has none")
             lender, name = self._attentions[source], f"the attention of layer {number}"
             rope = self._rope(number, size)
             return shared_kv_attention(lender, source, size, qkv[0], norms[0], rope, out, parameters.scaling, name)
+        require(not parameters.clip or not (gate or any(norm.kind for norm in norms)), "it clips what it has normed")
         one = numpy.ones(value_size, numpy.float32)
         described = Attention(
             query_heads=heads,
@@ -301,7 +239,7 @@ class _FileReader:
             norms_all_heads=any(norm.weight is not None and norm.weight.size > size for norm in norms),
             norms_after_rope=parameters.norms_after_rope,
             sink_logits=weights.vector("attn_sinks", number),
-            temperature=self._temperature,
+            temperature=self._temperature(number),
             gate=gate,
             value_norm=Norm(NormKind.RMS, one, None, parameters.epsilon) if family.normed_values else Norm(),
             output_norm=self._norm("attn_sub_norm", number, needed=False),
@@ -345,10 +283,12 @@ class _FileReader:
             f"the attention of layer {number}",
         )
 
-    @property
-    def _temperature(self) -> Temperature | None:
-        temperature = self._parameters.temperature
-        return Temperature(temperature[0], float(temperature[1]), 0, of_positions=True) if temperature else None
+    def _temperature(self, number: int) -> Temperature | None:
+        """The factors on queries: by position, or by token index in layers without positions."""
+        temperature, by_index = self._parameters.temperature, self._architecture.heats_unrotated
+        if not temperature or (by_index and self._parameters.ropes[number]):
+            return None
+        return Temperature(temperature[0], float(temperature[1]), int(by_index), of_positions=not by_index)
 
     def _rope(self, number: int, size: int) -> Rope | None:
         rope = self._parameters.ropes[number]

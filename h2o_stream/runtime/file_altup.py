@@ -18,6 +18,7 @@ class AltUpParameters:
 
     Attributes:
         gate_deviations: deviations of each layer, see `native.description.Mlp`.
+        corrects_scale: whether the active version is scaled before a layer's embedding is added.
 
     Raises:
         DescriptionError: they do not fit each other.
@@ -27,6 +28,7 @@ class AltUpParameters:
     active: int
     rank: int
     gate_deviations: tuple[float | None, ...]
+    corrects_scale: bool = True
 
     def __post_init__(self) -> None:
         count = f"altup.num_inputs is {self.count}, not a number from 2 to {MAX_VERSIONS}"

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import groupby
+
+import numpy
 
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
-from h2o_stream.native.mixer_layouts import paired_columns, separate_columns
-from h2o_stream.native.mixers import Convolution, GatedDelta, Mamba2, Mixer, ShortConvolution
+from h2o_stream.native.mixers import Convolution, DeltaColumns, GatedDelta, HeadColumns, Mamba2, Mixer, ShortConvolution
 from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.parameters import MixerParameters, Parameters
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights
 
-_CONVOLUTION, _STATE_SPACE, _DELTA = "shortconv.in_proj", "ssm_in", "ssm_conv1d"
+_CONVOLUTION, _STATE_SPACE, _DELTA, _APART = "shortconv.in_proj", "ssm_in", "ssm_conv1d", "ssm_conv1d.q"
 """Tensors by which kinds of mixers are recognized, in this order."""
 
 
 def has_mixer(weights: Weights, layer: int) -> bool:
     """Whether a layer has a recurrent mixer."""
-    return any(weights.has(name, layer) for name in (_CONVOLUTION, _STATE_SPACE, _DELTA))
+    return any(weights.has(name, layer) for name in (_CONVOLUTION, _STATE_SPACE, _DELTA, _APART))
 
 
 def describe_mixer(architecture: Architecture, parameters: Parameters, weights: Weights, layer: int) -> Mixer:
@@ -41,6 +43,9 @@ class _MixerReader:
     def __init__(self, architecture: Architecture, parameters: Parameters, weights: Weights, layer: int) -> None:
         self._architecture, self._weights, self._layer = architecture, weights, layer
         self._hidden, self._epsilon = parameters.hidden_size, parameters.epsilon
+        if parameters.mixer and parameters.mixer.epsilon:
+            self._epsilon = parameters.mixer.epsilon
+        self._multipliers = parameters.multipliers
 
     def short_convolution(self) -> ShortConvolution:
         """As in LFM2."""
@@ -56,7 +61,7 @@ class _MixerReader:
         inner, keys = sizes.heads * sizes.value_size, sizes.key_heads * sizes.key_size
         weight = self._weights.vector("ssm_norm", self._layer)
         return Mamba2(
-            projections=[self._matrix("ssm_in", 2 * (inner + keys) + sizes.heads)],
+            projections=self._scaled_parts((inner, inner, keys, keys, sizes.heads)),
             convolution=self._convolution("ssm_conv1d", inner + 2 * keys),
             key_heads=sizes.key_heads,
             heads=sizes.heads,
@@ -64,13 +69,23 @@ class _MixerReader:
             value_size=sizes.value_size,
             rate=self._vector("ssm_a", sizes.heads),
             decay_bias=self._vector("ssm_dt", sizes.heads, "bias"),
-            step_limits=(0.0, math.inf),
+            step_limits=sizes.step_limits,
             skip=self._vector("ssm_d", sizes.heads),
             norm=Norm() if weight is None else Norm(NormKind.RMS, weight, None, self._epsilon),
             norm_groups=1 if weight is None else sizes.key_heads,
-            norm_before_gate=False,
-            out=self._matrix("ssm_out", self._hidden, inner),
+            norm_before_gate=sizes.norm_before_gate,
+            out=self._matrix("ssm_out", self._hidden, inner).scaled(self._multipliers.mixer_out),
         )
+
+    def _scaled_parts(self, rows: tuple[int, ...]) -> list[Matrix]:
+        """The first matrix, in parts below each other that have factors of their own."""
+        whole, factors = self._matrix("ssm_in", sum(rows)), self._multipliers.mixer_parts
+        matrices, first = [], 0
+        for factor, parts in groupby(zip(rows, factors, strict=True), lambda part: part[1]):
+            count = sum(size for size, _ in parts)
+            matrices.append(whole.row_range(first, count).scaled(factor, self._multipliers.mixer_in))
+            first += count
+        return matrices
 
     def delta(self, sizes: MixerParameters) -> GatedDelta:
         """As in Qwen3-Next and Qwen 3.5; betas and decays may be one matrix, those of each key head together."""
@@ -78,7 +93,11 @@ class _MixerReader:
         paired = self._weights.has("ssm_ba", self._layer)
         pairs = {"ssm_ba": 2 * sizes.heads} if paired else dict.fromkeys(("ssm_beta", "ssm_alpha"), sizes.heads)
         rows: Mapping[str, int] = {"attn_qkv": 2 * keys + inner, "attn_gate": inner, **pairs}
-        columns = paired_columns if paired else separate_columns
+        columns = _paired_columns if paired else _separate_columns
+        if self._weights.has("ssm_qkvz", self._layer):
+            rows, columns = {"ssm_qkvz": 2 * (keys + inner), **pairs}, _columns_by_key_head
+        elif self._weights.has("ssm_q", self._layer):
+            rows = {"ssm_q": keys, "ssm_k": keys, "ssm_v": inner, "attn_gate": inner, **pairs}
         return GatedDelta(
             projections=[self._matrix(name, count) for name, count in rows.items()],
             columns=columns(sizes.key_heads, sizes.heads, sizes.key_size, sizes.value_size),
@@ -89,7 +108,7 @@ class _MixerReader:
             value_size=sizes.value_size,
             rate=self._vector("ssm_a", sizes.heads),
             decay_bias=self._vector("ssm_dt", sizes.heads, "bias"),
-            beta_scale=1.0,
+            beta_scale=sizes.beta_scale,
             norm=Norm(NormKind.RMS, self._vector("ssm_norm", sizes.value_size), None, self._epsilon),
             out=self._matrix("ssm_out", self._hidden, inner),
             out_in_turns=self._architecture.interleaved_heads and sizes.heads != sizes.key_heads,
@@ -106,6 +125,40 @@ class _MixerReader:
 
     def _convolution(self, name: str, channels: int) -> Convolution:
         weight = self._weights.vector(name, self._layer)
-        if weight is None or weight.size % channels:
+        if weight is None:
+            parts = [self._weights.vector(f"{name}.{part}", self._layer) for part in "qkv"]
+            weight = numpy.concatenate([part for part in parts if part is not None] or [numpy.ones(0, numpy.float32)])
+        if weight.size == 0 or weight.size % channels:
             raise DescriptionError(f"{name} of layer {self._layer} is not of {channels} channels")
         return Convolution(weight.reshape(channels, -1), self._weights.vector(name, self._layer, "bias"))
+
+
+def _separate_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+    """Everything of all heads together: queries, keys, values, gates, betas, decays."""
+    shared, offset, parts = heads // key_heads, 0, []
+    for size in (key_size, key_size, shared * value_size, shared * value_size, shared, shared):
+        parts.append(HeadColumns(offset, size))
+        offset += key_heads * size
+    return DeltaColumns(*parts)
+
+
+def _paired_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+    """The same, but betas and decays of each key head together."""
+    shared, separate = heads // key_heads, _separate_columns(key_heads, heads, key_size, value_size)
+    first = separate.beta.offset
+    return replace(separate, beta=HeadColumns(first, 2 * shared), decay=HeadColumns(first + shared, 2 * shared))
+
+
+def _columns_by_key_head(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+    """Query, key, values and gates of each key head together; then its betas and decays."""
+    shared = heads // key_heads
+    stride = 2 * (key_size + shared * value_size)
+    both, rest = 2 * key_size, key_heads * stride
+    return DeltaColumns(
+        query=HeadColumns(0, stride),
+        key=HeadColumns(key_size, stride),
+        value=HeadColumns(both, stride),
+        gate=HeadColumns(both + shared * value_size, stride),
+        beta=HeadColumns(rest, 2 * shared),
+        decay=HeadColumns(rest + shared, 2 * shared),
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from h2o_stream.native.abi import GroupWorth, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
@@ -86,6 +87,8 @@ class MixerParameters:
     Attributes:
         key_heads: number of heads of queries and keys.
         heads: number of value heads.
+        step_limits, norm_before_gate, beta_scale: see `native.mixers`.
+        epsilon: epsilon of the norm, 0 if it is that of all.
 
     Raises:
         DescriptionError: they do not fit each other.
@@ -95,6 +98,10 @@ class MixerParameters:
     heads: int
     key_size: int
     value_size: int
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    norm_before_gate: bool = False
+    beta_scale: float = 1.0
+    epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         check_range(self.heads, "ssm.time_step_rank", MAX_SIZE)
@@ -102,11 +109,40 @@ class MixerParameters:
         require(self.heads % self.key_heads == 0, f"{self.heads} heads do not share {self.key_heads} (ssm.group_count)")
         check_range(self.key_size, "ssm.state_size", MAX_SIZE // self.key_heads)
         check_range(self.value_size, "ssm.inner_size of a head", MAX_SIZE // self.heads)
+        require(0 <= self.step_limits[0] < self.step_limits[1], f"time_step_limit is {self.step_limits}")
+        _check_number(self.epsilon, "the epsilon of a mixer's norm")
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors on what matrices take and give (Falcon-H1).
+
+    Attributes:
+        mixer_parts: on gates, inputs, keys, queries and steps of a state space.
+    """
+
+    attention_in: float = 1.0
+    key: float = 1.0
+    attention_out: float = 1.0
+    gate: float = 1.0
+    down: float = 1.0
+    mixer_in: float = 1.0
+    mixer_parts: tuple[float, ...] = (1.0,) * 5
+    mixer_out: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(len(self.mixer_parts) == 5, f"ssm_multipliers are {len(self.mixer_parts)} numbers, not 5")
+        for field in fields(self):
+            for number in self.mixer_parts if field.name == "mixer_parts" else (getattr(self, field.name),):
+                _check_number(1 / number if number else math.inf, f"1 / {field.name}")
+                _check_number(number, field.name)
 
 
 @dataclass(frozen=True)
 class LayerShape:
     """Sizes of a layer, where they are not those of all: see `Parameters`. A layer without attention has no heads.
+
+    Without `query_heads`, they are as many as in all layers.
 
     Raises:
         DescriptionError: one is out of range.
@@ -115,8 +151,10 @@ class LayerShape:
     head_size: int
     kv_heads: int
     inner_size: int
+    query_heads: int = 0
 
     def __post_init__(self) -> None:
+        check_range(self.query_heads, "num_attention_heads_per_layer", MAX_SIZE, 0)
         check_range(self.head_size, "attention.key_length, head_dim", MAX_SIZE)
         check_range(self.kv_heads, "attention.head_count_kv, num_key_value_heads", MAX_SIZE, 0)
         check_range(self.inner_size, "feed_forward_length, intermediate_size", MAX_SIZE, 0)
@@ -152,7 +190,10 @@ class Parameters:
         layer_shapes: shape of each layer, if they differ.
         shared_kv_layers: number of last layers that reuse the keys and values of an earlier layer of their type.
         own_embedding: size of the embeddings of tokens in each layer, 0 for none.
+        own_vocabulary: for how many tokens there are such, 0 for all.
+        unsaid_tokens: number of tokens that can be read, but not said.
         altup: parameters of AltUp, None if there is one residual stream.
+        multipliers: factors on matrices.
 
     Raises:
         DescriptionError: they do not fit each other.
@@ -191,7 +232,10 @@ class Parameters:
     layer_shapes: tuple[LayerShape, ...] = ()
     shared_kv_layers: int = 0
     own_embedding: int = 0
+    own_vocabulary: int = 0
+    unsaid_tokens: int = 0
     altup: AltUpParameters | None = None
+    multipliers: Multipliers = Multipliers()
 
     def __post_init__(self) -> None:
         layers = self.num_layers
@@ -203,6 +247,7 @@ class Parameters:
         check_range(self.context, "context_length, max_position_embeddings", MAX_TOKENS)
         check_range(self.shared_kv_layers, "attention.shared_kv_layers", layers - 1, 0)
         check_range(self.own_embedding, "embedding_length_per_layer_input", MAX_SIZE // layers, 0)
+        check_range(self.own_vocabulary, "vocab_size_per_layer_input", MAX_SIZE, 0)
         check_range(self.latent_queries, "attention.q_lora_rank", MAX_SIZE, 0)
         check_range(self.value_size, "v_head_dim", MAX_SIZE // self.query_heads, 0)
         check_range(self.gate_size, "the size of gates", MAX_SIZE // self.query_heads, 0)
@@ -219,9 +264,9 @@ class Parameters:
 
     def _check_layer(self, shape: LayerShape, rope: RopeParameters | None, window: int | None) -> None:
         """Check what may differ from layer to layer."""
-        size, heads = shape.head_size, shape.kv_heads or 1
-        require(self.query_heads % heads == 0, f"{self.query_heads} query heads do not share {heads} (head_count_kv)")
-        check_range(size, "the size of a head", MAX_SIZE // self.query_heads)
+        size, heads, queries = shape.head_size, shape.kv_heads or 1, shape.query_heads or self.query_heads
+        require(queries % heads == 0, f"{queries} query heads do not share {heads} (head_count_kv)")
+        check_range(size, "the size of a head", MAX_SIZE // queries)
         if rope:
             limit = self.latent.rope_size if self.latent else size
             rope.check_head(limit)

@@ -225,6 +225,7 @@ class Checkpoint(Source):
         check_folder(path)
         config = read_object(path / "config.json")
         architecture, parameters = parameters_of_config(config)
+        require(not architecture.only_modules, f"{config.get('model_type')} needs a cache of transformers")
         self._dense = CheckpointWeights(path, architecture, parameters, dtype)
         precision = self._precision(name, quantize, dtype)
         if precision.reason:

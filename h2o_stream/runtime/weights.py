@@ -161,7 +161,10 @@ class CheckpointWeights(Weights):
         for path in checkpoint_files(folder):
             for name, array in mapped_tensors(path).items():
                 if not _OTHER_SENSES.intersection(name.split(".")):
-                    self.arrays[_WITHIN.sub("", name)] = array
+                    name = _WITHIN.sub("", name)
+                    for part, other in architecture.renamed.items():
+                        name = name.replace(part, other)
+                    self.arrays[name] = array
         self.num_weights = sum(array.size for array in self.arrays.values())
 
     def module_name(self, name: str, layer: int | None) -> str:

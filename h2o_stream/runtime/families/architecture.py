@@ -11,7 +11,7 @@ from h2o_stream.native.abi import Activation, GateKind, NormKind, Scoring
 from h2o_stream.runtime.parameters import Parameters
 
 EMBEDDING, OUTPUT, FINAL_NORM = "token_embd", "output", "output_norm"
-LAYER_EMBEDDINGS = "per_layer_token_embd"
+LAYER_EMBEDDINGS, POSITIONS = "per_layer_token_embd", "position_embd"
 """llama.cpp's names of what is outside of layers, without ``.weight``."""
 
 
@@ -96,6 +96,7 @@ class Architecture:
         rotates_sliding: where some layers slide, the others have no positions.
         scoring: how a router's logits become scores, unless the file says it.
         normalizes_experts: the weights of a token's experts are divided by their sum, unless the file says otherwise.
+        mixer_norms: norms of layers with a recurrent mixer, if they are others.
         optional_norms: roles of norms that not all layers have.
         normed_values: values are normed, without weights.
         scaling: scaling of queries times keys, where it does not follow from the size of heads.
@@ -109,7 +110,7 @@ class Architecture:
         one_part: a layer is an attention, a mixer or an MLP, which the first norm belongs to.
         ungated_experts: experts have no gates.
         rounds_constants: the factors on embeddings of layers are rounded to the model's dtype, as in transformers.
-        bare_norms: norms have no weights, and queries and keys are normed.
+        bare_norms: norms have no weights; queries and keys are normed in layers with RoPE.
         norms_embedding: what goes into the first layer is normed by the final norm.
         swaps_halves: RoPE rotates in the other direction.
         qkv_by_head: a fused matrix has queries, keys and values of each head together.
@@ -118,6 +119,10 @@ class Architecture:
         weighs_inputs: the weights of a token's experts are factors on what goes into them.
         transposed_experts: transformers has the matrices of experts transposed.
         checkpoint_names: transformers' names by those of llama.cpp, as in `NAMES`.
+        learned_offset: row of the embedding of position 0, where positions have embeddings.
+        heats_unrotated: only layers without positions have temperatures, by token index.
+        only_modules: only models in memory are described: transformers' own cache is needed for them.
+        renamed: parts of names in checkpoints by which they differ from `checkpoint_names`, and what replaces them.
         layers: transformers' name of the list of layers.
         stored_as_in_gguf: llama.cpp's names of tensors that transformers' checkpoints have in another form, or as one;
             folders of packed weights then have all tensors as the GGUF file has them.
@@ -145,6 +150,7 @@ class Architecture:
     rotates_sliding: bool = False
     scoring: Scoring = Scoring.SOFTMAX
     normalizes_experts: bool = False
+    mixer_norms: Mapping[str, str] = field(default_factory=dict)
     optional_norms: Collection[str] = ()
     normed_values: bool = False
     scaling: float = 0.0
@@ -167,6 +173,10 @@ class Architecture:
     weighs_inputs: bool = False
     transposed_experts: bool = False
     checkpoint_names: Mapping[str, str] = field(default_factory=lambda: NAMES)
+    learned_offset: int = 0
+    heats_unrotated: bool = False
+    only_modules: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers"
     stored_as_in_gguf: Collection[str] = ()
 
@@ -200,7 +210,6 @@ class ModelType:
         norm: kind of all norms.
         slides_everywhere: all layers have the sliding window if there is one.
         numbers: fields of `Parameters` that follow from entries that only this type has.
-        module_names: names of modules in memory that checkpoints call otherwise.
     """
 
     architecture: Architecture
@@ -209,7 +218,6 @@ class ModelType:
     norm: NormKind = NormKind.RMS
     slides_everywhere: bool = False
     numbers: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
-    module_names: Mapping[str, str] = field(default_factory=dict)
 
 
 AFTER_ONLY = Architecture(norms=AFTER).with_names(SANDWICH)

@@ -44,7 +44,6 @@ MODEL_TYPES = {
             optional_norms={"after_mlp"},
         ),
         _DEFAULTS,
-        module_names={"post_ffw_norm": "mlp.post_mlp_layernorm"},
     ),
     "glm4_moe_lite": ModelType(_DEEPSEEK_3, {**_DEFAULTS, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1}),
     "youtu": ModelType(_DEEPSEEK, {"tie_word_embeddings": True, "rope_interleave": True}),

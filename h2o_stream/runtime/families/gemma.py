@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.abi import MAX_VERSIONS, Activation
 from h2o_stream.runtime.families.architecture import AFTER, BEFORE, LAYER_EMBEDDINGS, SANDWICH, Architecture, ModelType
-from h2o_stream.runtime.parameters import Parameters
+from h2o_stream.runtime.file_altup import AltUpParameters
+from h2o_stream.runtime.parameters import LayerShape, Parameters
 
 _OWN_EMBEDDINGS = {
     LAYER_EMBEDDINGS: "model.embed_tokens_per_layer",
@@ -113,23 +116,90 @@ _WITH_OWN_EMBEDDINGS = _SANDWICHED.with_names(
     _OWN_EMBEDDINGS, config=_config, norm_offset=0.0, local_plain=True, normed_values=True, scaling=1.0
 )
 
+_GEMMA_3N = _WITH_OWN_EMBEDDINGS.with_names(
+    _ALTUP, model_type="gemma3n_text", local_theta=10_000.0, rounds_constants=True
+)
+_GEMMA_4 = _WITH_OWN_EMBEDDINGS.with_names(_PARALLEL_EXPERTS, model_type="gemma4_text", normalizes_experts=True)
+
+
+def _shared(config: Mapping[str, Any]) -> dict[str, int]:
+    names = {"shared_kv_layers": "num_kv_shared_layers", "own_embedding": "hidden_size_per_layer_input"}
+    if config.get("hidden_size_per_layer_input"):
+        names["own_vocabulary"] = "vocab_size_per_layer_input"
+    return {name: int(config.get(entry) or 0) for name, entry in names.items()}
+
+
+def _altup(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, sizes = int(config["num_hidden_layers"]), config["intermediate_size"]
+    heads = int(config["head_dim"]), int(config["num_key_value_heads"])
+    sizes = sizes if isinstance(sizes, list) else [sizes] * layers
+    shares = config["activation_sparsity_pattern"]
+    return _shared(config) | {
+        "inner_size": int(sizes[0]),
+        "layer_shapes": tuple(LayerShape(*heads, int(size)) for size in sizes),
+        "altup": AltUpParameters(
+            int(config["altup_num_inputs"]),
+            int(config["altup_active_idx"]),
+            int(config["laurel_rank"]),
+            tuple(NormalDist().inv_cdf(share) if share > 0 else None for share in shares),
+            bool(config.get("altup_correct_scale", True)),
+        ),
+    }
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of Gemma 4, some layers of which have larger heads, or are wider."""
+    shared, count, own = _shared(config), int(config["num_hidden_layers"]), config.get("per_layer_config")
+    if config["layer_types"][-1] != "full_attention":
+        raise ValueError("its last layer does not see everything")
+    if own is None:
+        whole = {"head_dim": config["global_head_dim"]}
+        if config["attention_k_eq_v"] and config.get("num_global_key_value_heads"):
+            whole["num_key_value_heads"] = config["num_global_key_value_heads"]
+        own = {number: whole for number, kind in enumerate(config["layer_types"]) if kind == "full_attention"}
+    sizes = {int(number): entries for number, entries in own.items()}
+    wide = shared["shared_kv_layers"] if config.get("use_double_wide_mlp") else 0
+    shapes = []
+    for number in range(count):
+        said = {**config, **sizes.get(number, {})}
+        factor = 2 if number >= count - wide else 1
+        shapes.append(
+            LayerShape(
+                int(said["head_dim"]), int(said["num_key_value_heads"]), factor * int(config["intermediate_size"])
+            )
+        )
+    return {**shared, "layer_shapes": tuple(shapes)}
+
+
 ARCHITECTURES = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA_2,
     "gemma3": _GEMMA_3,
-    "gemma3n": _WITH_OWN_EMBEDDINGS.with_names(
-        _ALTUP, model_type="gemma3n_text", local_theta=10_000.0, rounds_constants=True
-    ),
-    "gemma4": _WITH_OWN_EMBEDDINGS.with_names(_PARALLEL_EXPERTS, model_type="gemma4_text", normalizes_experts=True),
+    "gemma3n": _GEMMA_3N,
+    "gemma4": _GEMMA_4,
 }
 _DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256}
 _SOFT = {**_DEFAULTS, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _TWO_ROPES = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+_EMBEDDED = {"sliding_window": 512, "hidden_size_per_layer_input": 256}
+_GLOBAL = {**_DEFAULTS, "rope_theta": None, "global_head_dim": 512, "enable_moe_block": False}
 MODEL_TYPES = {
     "gemma": ModelType(_GEMMA, _DEFAULTS),
     "gemma2": ModelType(_GEMMA_2, {**_SOFT, "sliding_window": 4096}),
     "gemma3_text": ModelType(
         _GEMMA_3, {**_DEFAULTS, **_TWO_ROPES, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+    ),
+    "gemma3n_text": ModelType(
+        replace(_GEMMA_3N, full_every=5),
+        {**_DEFAULTS, **_TWO_ROPES, **_EMBEDDED, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15},
+        numbers=_altup,
+    ),
+    "gemma4_text": ModelType(_GEMMA_4, {**_GLOBAL, **_EMBEDDED, "attention_k_eq_v": False}, numbers=_shapes),
+    "gemma4_unified_text": ModelType(
+        _GEMMA_4,
+        {**_GLOBAL, "sliding_window": 1024},
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": False},
+        numbers=_shapes,
     ),
     "vaultgemma": ModelType(
         replace(_GEMMA_2, norms=BEFORE).with_names({"ffn_norm": "pre_feedforward_layernorm"}),

@@ -1,6 +1,8 @@
 """Granite 3 and 4, with experts and with state spaces; HyperCLOVA X, which has its factors."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from h2o_stream.runtime.families.architecture import (
     AFTER,
@@ -30,35 +32,49 @@ _STACKED = {
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
 """In checkpoints."""
-_IN_MEMORY = {
+_SINKS = {
     "ffn_gate_up_exps": "block_sparse_moe.experts.gate_up_proj",
     "ffn_down_exps": "block_sparse_moe.experts.down_proj",
     "ffn_gate_inp": "block_sparse_moe.router",
+    "attn_sinks": "self_attn.sinks",
 }
-_SINKS = _IN_MEMORY | {"attn_sinks": "self_attn.sinks"}
 """With sliding windows."""
 _DEFAULTS = dict.fromkeys(
     ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
 )
 
+_HYBRID = _GRANITE.with_names(
+    _EXPERTS | _MIXER,
+    model_type="granitemoehybrid",
+    unrotated_if_original=True,
+    stored_as_in_gguf={*_MIXER},
+)
+
+
+def _dense_size(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without experts, there is only the MLP for all tokens."""
+    return {} if config.get("num_local_experts") else {"inner_size": int(config["shared_intermediate_size"])}
+
+
 ARCHITECTURES = {
     "granite": _GRANITE,
     "granitemoe": _GRANITE.with_names(_EXPERTS),
-    "granitehybrid": _GRANITE.with_names(
-        _EXPERTS | _MIXER | _SHARED,
-        model_type="granitemoehybrid",
-        unrotated_if_original=True,
-        stored_as_in_gguf={*_MIXER},
-    ),
+    "granitehybrid": _HYBRID.with_names(_SHARED),
 }
 MODEL_TYPES = {
     "granite": ModelType(_GRANITE, _DEFAULTS),
-    **dict.fromkeys(
-        ("granitemoe", "granitemoeshared"),
-        ModelType(_GRANITE.with_names(_STACKED), _DEFAULTS, AS_MLP, module_names=_IN_MEMORY),
-    ),
+    "granitemoe": ModelType(_GRANITE.with_names(_STACKED), _DEFAULTS, AS_MLP),
+    "granitemoeshared": ModelType(_GRANITE.with_names(_STACKED), _DEFAULTS, AS_MLP),
     "granite_swa": ModelType(
         _GRANITE.with_names(_SINKS), {**_DEFAULTS, "tie_word_embeddings": True, "sliding_window": 128}
+    ),
+    "granitemoehybrid": ModelType(
+        _HYBRID.with_names(
+            _STACKED | {"ffn_gate_up": "shared_mlp.input_linear", "ffn_down": "shared_mlp.output_linear"}
+        ),
+        _DEFAULTS,
+        {**AS_MLP, "num_experts": None},
+        numbers=_dense_size,
     ),
     "granitemoe_swa": ModelType(_GRANITE.with_names(_STACKED | _SINKS), {**_DEFAULTS, "sliding_window": 128}, AS_MLP),
     "hyperclovax": ModelType(

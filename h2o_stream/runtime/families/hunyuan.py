@@ -1,7 +1,7 @@
 """HunYuan."""
 
 from h2o_stream.native.abi import Scoring
-from h2o_stream.runtime.families.architecture import AS_MLP, SHARED_EXPERTS, Architecture, ModelType, mlp_names
+from h2o_stream.runtime.families.architecture import AS_MLP, Architecture, ModelType, mlp_names
 
 _HUNYUAN = Architecture(model_type="hunyuan_v1_dense", norms_after_rope=True).with_names(
     {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
@@ -24,6 +24,5 @@ MODEL_TYPES = {
         ),
         {"norm_topk_prob": True, "head_dim": 128, "router_scaling_factor": 2.826, "rope_theta": 11158840.0},
         {"norm_topk_prob": True},
-        module_names=SHARED_EXPERTS | {"ffn_gate_inp": "mlp.gate", "exp_probs_b": "mlp.e_score_correction_bias"},
     ),
 }

@@ -1,6 +1,8 @@
 """Llama and types that compute the same; Mixtral and others with its names; SmolLM3, Arcee."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from h2o_stream.native.abi import Activation, NormKind, Scoring
 from h2o_stream.runtime.families.architecture import AS_MLP, Architecture, ModelType, mlp_names
@@ -16,7 +18,6 @@ _MIXTRAL = {
     "ffn_down_exps": "block_sparse_moe.experts.w2",
     "ffn_up_exps": "block_sparse_moe.experts.w3",
 }
-_IN_MEMORY = mlp_names("mlp.experts", "_exps") | {"ffn_gate_inp": "mlp.gate"}
 
 ARCHITECTURES = {
     "llama": _LLAMA,
@@ -24,7 +25,35 @@ ARCHITECTURES = {
     "smollm3": Architecture(rope_rows_permuted=True, unrotated_every=4),
     "arcee": Architecture(rope_rows_permuted=True, activation=Activation.RELU_SQUARED),
 }
+_LLAMA_4 = Architecture(
+    adjacent=True,
+    bare_norms=True,
+    heats_unrotated=True,
+    scoring=Scoring.SIGMOID,
+    weighs_inputs=True,
+    transposed_experts=True,
+    only_modules=True,
+    unrotated_every=4,
+).with_names(
+    mlp_names("feed_forward")
+    | mlp_names("feed_forward.experts", "_exps")
+    | mlp_names("feed_forward.shared_expert", "_shexp")
+    | {"ffn_gate_inp": "feed_forward.router"}
+)
+
+
+def _llama_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    heat = (float(config["attn_scale"]), int(config["floor_scale"])) if config.get("attn_temperature_tuning") else None
+    return {"inner_size": int(config["intermediate_size_mlp"]), "temperature": heat}
+
+
 MODEL_TYPES = {
+    "llama4_text": ModelType(
+        _LLAMA_4,
+        {"head_dim": 128, "rope_theta": 5e5, "attn_temperature_tuning": True},
+        {**AS_MLP, "num_shared_experts": 1},
+        numbers=_llama_4,
+    ),
     "llama": ModelType(_LLAMA),
     "internlm3": ModelType(_LLAMA, {"head_dim": 128}),
     "iquestcoder": ModelType(_LLAMA, {"head_dim": 128}),
@@ -32,9 +61,7 @@ MODEL_TYPES = {
     "mistral": ModelType(_LLAMA, {"sliding_window": 4096}, slides_everywhere=True),
     "ministral": ModelType(_LLAMA, {"sliding_window": 4096}),
     "ministral3": ModelType(_LLAMA, {"head_dim": 128, "rope_theta": None}, slides_everywhere=True),
-    "mixtral": ModelType(
-        _LLAMA.with_names(_MIXTRAL), {"rope_theta": 1e6}, AS_MLP, slides_everywhere=True, module_names=_IN_MEMORY
-    ),
+    "mixtral": ModelType(_LLAMA.with_names(_MIXTRAL), {"rope_theta": 1e6}, AS_MLP, slides_everywhere=True),
     "cwm": ModelType(_LLAMA, {"head_dim": 128, "sliding_window": 8192, "rope_theta": None}),
     "smollm3": ModelType(
         ARCHITECTURES["smollm3"], {"tie_word_embeddings": True, "use_sliding_window": False, "rope_theta": 2e6}
@@ -46,7 +73,6 @@ MODEL_TYPES = {
         AS_MLP,
         norm=NormKind.LAYER,
         slides_everywhere=True,
-        module_names=_IN_MEMORY | {"ffn_gate_inp": "mlp.router"},
     ),
     "minimax_m2": ModelType(
         _LLAMA.with_names(
@@ -54,6 +80,5 @@ MODEL_TYPES = {
         ),
         {"head_dim": 128, "rope_theta": 5e6},
         AS_MLP,
-        module_names=_IN_MEMORY | {"exp_probs_b": "mlp.e_score_correction_bias"},
     ),
 }

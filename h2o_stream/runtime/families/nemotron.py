@@ -1,7 +1,9 @@
 """Nemotron, and Nemotron-H, whose layers are one thing each."""
 
-from h2o_stream.native.abi import Activation, Scoring
-from h2o_stream.runtime.families.architecture import EMBEDDING, FINAL_NORM, Architecture, state_space
+from dataclasses import replace
+
+from h2o_stream.native.abi import Activation, NormKind, Scoring
+from h2o_stream.runtime.families.architecture import EMBEDDING, FINAL_NORM, Architecture, ModelType, state_space
 
 _MIXER = state_space("mixer")
 _NEMOTRON_H = Architecture(
@@ -32,8 +34,15 @@ _NEMOTRON_H = Architecture(
     }
 )
 
-ARCHITECTURES = {
-    "nemotron": Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0),
-    "nemotron_h": _NEMOTRON_H,
-    "nemotron_h_moe": _NEMOTRON_H,
+_NEMOTRON = Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0)
+
+ARCHITECTURES = {"nemotron": _NEMOTRON, "nemotron_h": _NEMOTRON_H, "nemotron_h_moe": _NEMOTRON_H}
+MODEL_TYPES = {
+    "nemotron": ModelType(_NEMOTRON, {"partial_rotary_factor": 0.5}, norm=NormKind.LAYER),
+    "nemotron_h": ModelType(
+        replace(_NEMOTRON_H, layers="backbone.layers").with_names(
+            {EMBEDDING: "backbone.embeddings", FINAL_NORM: "backbone.norm_f"}
+        ),
+        {"norm_topk_prob": True, "time_step_min": 0.001},
+    ),
 }

@@ -3,11 +3,23 @@
 from dataclasses import replace
 
 from h2o_stream.native.abi import NormKind
-from h2o_stream.runtime.families.architecture import AFTER_ONLY, AS_MLP, NAMES, Architecture, ModelType
+from h2o_stream.runtime.families.architecture import AFTER_ONLY, AS_MLP, MIXER_PARTS, NAMES, Architecture, ModelType
 
 _OLMO = Architecture(
     bare_norms=True,
     checkpoint_names={name: part for name, part in NAMES.items() if name[4:] not in ("_q_norm", "_k_norm")},
+)
+
+_HYBRID = replace(
+    AFTER_ONLY,
+    mixer_norms={"before_attention": "attn_norm", "before_mlp": "post_attention_norm"},
+    renamed={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
+).with_names(
+    {f"ssm_{name}": f"linear_attn.{name}_proj" for name in ("q", "k", "v")}
+    | {"attn_gate": "linear_attn.g_proj", "ssm_beta": "linear_attn.b_proj", "ssm_alpha": "linear_attn.a_proj"}
+    | {name: f"linear_attn.{part}" for name, part in MIXER_PARTS.items()}
+    | {f"ssm_conv1d.{name}": f"linear_attn.{name}_conv1d" for name in ("q", "k", "v")}
+    | {"ssm_norm": "linear_attn.o_norm", "ssm_out": "linear_attn.o_proj"}
 )
 
 ARCHITECTURES = {
@@ -24,5 +36,6 @@ MODEL_TYPES = {
     "olmo2": ModelType(ARCHITECTURES["olmo2"]),
     "olmo3": ModelType(ARCHITECTURES["olmo2"], {"rope_theta": 500_000.0, "sliding_window": 4096}),
     "olmoe": ModelType(ARCHITECTURES["olmoe"], fixed=AS_MLP),
+    "olmo_hybrid": ModelType(_HYBRID, {"linear_allow_neg_eigval": True}, {"mixer_epsilon": 1e-5}),
     "flex_olmo": ModelType(AFTER_ONLY, {"rope_theta": 500_000.0}, AS_MLP),
 }

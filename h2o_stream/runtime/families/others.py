@@ -1,8 +1,10 @@
 """Families of a few lines."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from h2o_stream.native.abi import Activation, NormKind, Scoring
+from h2o_stream.native.abi import Activation, GateKind, NormKind, Scoring
 from h2o_stream.runtime.families.architecture import (
     AFTER,
     AFTER_ONLY,
@@ -12,10 +14,12 @@ from h2o_stream.runtime.families.architecture import (
     FINAL_NORM,
     LATE_NORM,
     OUTPUT,
+    POSITIONS,
     SHARED_EXPERTS,
     Architecture,
     ModelType,
 )
+from h2o_stream.runtime.parameters import LayerShape
 
 _PHI_3 = Architecture(fused_mlp=True).with_names({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"})
 _STARCODER_2 = Architecture(activation=Activation.GELU_TANH).with_names(
@@ -63,7 +67,90 @@ _PHI = Architecture(
 _SLIDING_BESIDE_PLAIN = Architecture(rotates_sliding=True, scoring=Scoring.SIGMOID).with_names(SHARED_EXPERTS)
 """Layers with a sliding window have RoPE, the others no positions; experts are chosen by sigmoids."""
 
+_OPT = Architecture(activation=Activation.RELU, learned_offset=2, only_modules=True, unrotated_every=1).with_names(
+    {
+        EMBEDDING: "model.decoder.embed_tokens",
+        POSITIONS: "model.decoder.embed_positions",
+        FINAL_NORM: "model.decoder.final_layer_norm",
+        "attn_norm": "self_attn_layer_norm",
+        "attn_output": "self_attn.out_proj",
+        "ffn_norm": "final_layer_norm",
+        "ffn_up": "fc1",
+        "ffn_down": "fc2",
+    },
+    layers="model.decoder.layers",
+)
+_MOSHI = Architecture(fused_mlp=True).with_names(
+    {f"attn_{name}": f"self_attn.{name}_proj.linear" for name in ("q", "k", "v")}
+    | {"attn_output": "self_attn.o_proj.linear", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+)
+_MIMO = Architecture(scoring=Scoring.SIGMOID, normalizes_experts=True).with_names(
+    {"attn_sinks": "self_attn.attention_sink_bias", "exp_probs_b": "mlp.gate.e_score_correction_bias"}
+)
+_LAGUNA = Architecture(scoring=Scoring.SIGMOID, normalizes_experts=True, gate_kind=GateKind.SOFTPLUS_GATE).with_names(
+    {"attn_output_gate": "self_attn.g_proj", "exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    renamed={"mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
+)
+
+
+def _opt(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ValueError if norms come after the blocks."""
+    if not config["do_layer_norm_before"]:
+        raise ValueError("norms after the blocks")
+    return {"inner_size": int(config["ffn_dim"])}
+
+
+def _stablelm(config: Mapping[str, Any]) -> dict[str, Any]:
+    if config.get("qk_layernorm"):
+        raise ValueError("norms of each head")
+    return {}
+
+
+def _laguna(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers have query heads of their own number, whose outputs have a gate each or for each number."""
+    if config.get("moe_apply_router_weight_on_input"):
+        raise ValueError("weights on the inputs of experts")
+    sizes = int(config["head_dim"]), int(config["num_key_value_heads"]), int(config["intermediate_size"])
+    counts = config.get("num_attention_heads_per_layer")
+    counts = counts or [config["num_attention_heads"]] * int(config["num_hidden_layers"])
+    shapes = tuple(LayerShape(*sizes, int(heads)) for heads in counts)
+    return {"layer_shapes": shapes, "gate_size": int(config["gating"] in (True, "per-head"))}
+
+
+def _mimo(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a sliding window have twice as many heads."""
+    if config.get("sliding_window_size") is not None:
+        raise ValueError("a sliding window without the token itself")
+    size, heads, inner = (int(config[name]) for name in ("head_dim", "num_key_value_heads", "intermediate_size"))
+    factors = ((2 if kind == "sliding_attention" else 1) for kind in config["layer_types"])
+    return {"layer_shapes": tuple(LayerShape(size, factor * heads, inner) for factor in factors)}
+
+
 MODEL_TYPES = {
+    "opt": ModelType(_OPT, {"tie_word_embeddings": True, "layer_norm_eps": 1e-5}, norm=NormKind.LAYER, numbers=_opt),
+    "stablelm": ModelType(
+        ARCHITECTURES["stablelm"],
+        {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
+        norm=NormKind.LAYER,
+        numbers=_stablelm,
+    ),
+    "moshi": ModelType(
+        _MOSHI,
+        {"head_dim": 128, "sliding_window": 3000, "rms_norm_eps": 1e-8},
+        slides_everywhere=True,
+        numbers=lambda config: {"inner_size": int(config["ffn_dim"]) // 2, "unsaid_tokens": 1},
+    ),
+    "mimo_v2_flash": ModelType(
+        _MIMO,
+        {"rope_theta": None, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "attention_value_scale": 0.707},
+        numbers=_mimo,
+    ),
+    "laguna": ModelType(
+        _LAGUNA,
+        {"rope_theta": None, "head_dim": 128, "sliding_window": 512, "gating": True},
+        {"norm_topk_prob": True},
+        numbers=_laguna,
+    ),
     "phi3": ModelType(_PHI_3, slides_everywhere=True),
     "phi4_multimodal": ModelType(_PHI_3, slides_everywhere=True),
     "starcoder2": ModelType(_STARCODER_2, {"tie_word_embeddings": True}, norm=NormKind.LAYER, slides_everywhere=True),
@@ -71,7 +158,6 @@ MODEL_TYPES = {
     "exaone_moe": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, full_every=4).with_names({"exp_probs_b": "mlp.e_score_correction_bias"}),
         {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": 4096},
-        module_names=SHARED_EXPERTS,
     ),
     "seed_oss": ModelType(LATE_NORM, {"head_dim": 128}),
     "gpt_neox": ModelType(_GPT_NEOX, {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5}, norm=NormKind.LAYER),
@@ -141,7 +227,6 @@ MODEL_TYPES = {
     "flint": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, scoring=Scoring.SOFTMAX).with_names({"attn_sinks": "self_attn.softmax_offset"}),
         {"head_dim": 128, "sliding_window": 513, "norm_topk_prob": True},
-        module_names={"attn_sinks": "self_attn.sinks"},
     ),
     "kolibri1": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, full_every=5, norms=BEFORE | AFTER).with_names(
@@ -152,7 +237,5 @@ MODEL_TYPES = {
             }
         ),
         {"head_dim": 128, "norm_topk_prob": False, "sliding_window": 513},
-        module_names=SHARED_EXPERTS
-        | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
     ),
 }
