@@ -97,6 +97,7 @@ CASES = {
     **{kind: partial(layers, quantized=kind) for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
     "h2o": attention,
     "float32": lambda: attention(dtype=torch.float32),
+    "float32, window 4096, split": lambda: attention(dtype=torch.float32, window=4096, split=True),
     "float16, window 4096, split": lambda: attention(dtype=torch.float16, window=4096, split=True),
     "window 4096": lambda: attention(window=4096),
     "split": lambda: attention(split=True),

@@ -34,7 +34,7 @@ def test_the_numbers_of_unpacked_ones(name: str, tmp_path: Path) -> None:
     assert isinstance(packed.model.layers[1].mlp.experts, SplitExperts)
     assert isinstance(dense.model.layers[1].mlp.experts.gate_up_proj, nn.Parameter)
     ids = torch.tensor([TEXT[:40]])
-    assert relative_error(packed(ids).logits, dense(ids).logits) < 5e-3  # activations are rounded to 14 bits
+    assert relative_error(packed(ids).logits, dense(ids).logits) < 6e-3  # activations are rounded to 14 bits
 
 
 def test_experts_without_blocks_stay_unpacked(tmp_path: Path) -> None:

@@ -21,14 +21,13 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, SamplingConfig
 from h2o_stream.config import BENCH_TEMPERATURES, DEFAULT_TEMPERATURE, FOCUSED_TEMPERATURE, model_sampling
 from h2o_stream.engine.device_logits import TensorLogits
 from h2o_stream.engine.engine import Engine
+from h2o_stream.engine.nucleus import largest, nucleus
 from h2o_stream.engine.sampling import (
     LOOP_LENGTH,
     MAX_SAID_LOSS,
     SAID_LENGTH,
     Sampler,
     check_rng_state,
-    largest,
-    nucleus,
     repeating,
     resolve,
     with_changes,

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.models import tokenizer
 from h2o_stream.native import library
-from h2o_stream.serve import aside, chat, grammars, service, worker
+from h2o_stream.serve import aside, chat, grammar_client, grammars, service, worker
 from h2o_stream.serve.app import make_app
 from h2o_stream.serve.conversations import Conversations, Live
 from h2o_stream.serve.endings import Endings
@@ -350,7 +350,7 @@ def form(schema: Any) -> dict[str, Any]:
 def test_schemas_without_an_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is refused and its process ended, and neither other schemas nor other requests wait for them."""
     server.say("A number?", **form({"const": 1}))
-    monkeypatch.setattr(grammars, "COMPILE_S", 1.0)
+    monkeypatch.setattr(grammar_client, "COMPILE_S", 1.0)
     with ThreadPoolExecutor(3) as executor:
         bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(3)]
         assert server.ask("Others?")[0] == 200
@@ -393,8 +393,8 @@ def test_any_schema(server: Running, monkeypatch: pytest.MonkeyPatch, schema: An
     """It is followed or refused, in the time that there is, and leaves no process."""
     monkeypatch.undo()
     server.say("A number?", **form({"const": 1}))
-    monkeypatch.setattr(grammars, "COMPILE_S", 0.3)
-    monkeypatch.setattr(grammars, "STEP_S", 0.3)
+    monkeypatch.setattr(grammar_client, "COMPILE_S", 0.3)
+    monkeypatch.setattr(grammar_client, "STEP_S", 0.3)
     whole = {**schema, "$defs": {"a": a, "b": b}} if isinstance(schema, dict) else schema
     assume(not is_larger(whole, 2**21))  # as JSON, where nothing is shared: there were some of gigabytes
     status, answer = server.ask("Any?", **form(whole))
@@ -409,7 +409,7 @@ def test_any_schema(server: Running, monkeypatch: pytest.MonkeyPatch, schema: An
 
 def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are no places left, one has little time; a client that leaves gives its place back."""
-    monkeypatch.setattr(grammars, "SHORT_S", 0.1)
+    monkeypatch.setattr(grammar_client, "SHORT_S", 0.1)
     monkeypatch.setattr(server.service.grammars, "_free", 1)
     body = json.dumps({"messages": [{"role": "user", "content": "A bomb?"}], **form(BOMB)}).encode()
     with connected(server, body), connected(server, body):
@@ -417,7 +417,7 @@ def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> 
     with ThreadPoolExecutor(2) as executor:
         bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(2)]
         assert reply(server.say("A number?", **form({"const": 1}))) == "1"
-        monkeypatch.setattr(grammars, "COMPILE_S", 0.2)
+        monkeypatch.setattr(grammar_client, "COMPILE_S", 0.2)
         assert {bomb.result()[0] for bomb in bombs} <= {503, 400}
     assert server.service.grammars._free == 1
 
@@ -446,8 +446,8 @@ def test_schemas_of_one_owner_do_not_keep_another_waiting() -> None:
 
 def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others go on while what it allows is being found."""
-    monkeypatch.setattr(grammars, "STEP_S", 1.0)
-    original, stopped = grammars._Process.append, list[int]()
+    monkeypatch.setattr(grammar_client, "STEP_S", 1.0)
+    original, stopped = grammar_client.GrammarProcess.append, list[int]()
 
     def stop(self: Any, reply: int, message: bytes) -> None:
         if not stopped:
@@ -455,7 +455,7 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, m
             os.kill(self._pid, signal.SIGSTOP)
         original(self, reply, message)
 
-    monkeypatch.setattr(grammars._Process, "append", stop)
+    monkeypatch.setattr(grammar_client.GrammarProcess, "append", stop)
     with ThreadPoolExecutor(1) as executor:
         slow = executor.submit(server.ask, "A number?", **form({"type": "string", "minLength": 4}))
         while not stopped:

@@ -76,7 +76,7 @@ def test_what_a_grammar_leaves_is_guessed(
     opened: Callable[..., Engine], served_embedded: LoadedModel, aside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of the server's, in a process of its own."""
-    monkeypatch.setattr("h2o_stream.serve.grammars._FORESEE_S", 60.0)
+    monkeypatch.setattr("h2o_stream.serve.grammar_client._FORESEE_S", 60.0)
     engines = [opened(mode, SamplingConfig(0.0, seed=5, max_tokens=40)) for mode in ("auto", "off")]
     values = served_embedded.tokenizer, engines[0].end_tokens, engines[0].served.vocabulary
     grammars = Grammars(*values)

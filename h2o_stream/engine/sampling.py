@@ -42,19 +42,13 @@ from h2o_stream.engine.logits import (
     TokenIds,
     changed,
 )
+from h2o_stream.engine.nucleus import at_least, largest, nucleus, relative
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 RngState = NDArray[np.uint8]
 
-_NUCLEUS_CUTOFFS = 1e-4, 1e-6, 1e-45
-"""The nucleus is searched among tokens above the first probability, then above the second, then among all that have
-one: float32 has no smaller number than the third."""
-
 _MIN_SCORE = float(np.finfo(np.float32).min)
 """All scores but -inf are at least this."""
-
-_BLOCKS = 1024
-"""Blocks of scores whose peaks bound the largest scores: partitioning all of them takes longer than all else."""
 
 _GREEDY_BELOW = 1e-6
 """Float32 has no differences between logits that such a temperature would not make certain."""
@@ -170,7 +164,7 @@ class Sampler:
         if self.greedy:
             return top
         ids, scores = self.candidates(scores)
-        mass = _relative(scores).cumsum(dtype=np.float64)
+        mass = relative(scores).cumsum(dtype=np.float64)
         return int(ids[mass.searchsorted(self._random.random() * mass[-1], side="right")])
 
     def _sample_there(self, logits: DeviceLogits, reply: Sequence[int]) -> int:
@@ -245,7 +239,7 @@ class Sampler:
             scores, ids = scores[kept], kept if ids is None else ids[kept]
         assert ids is not None
         if self._min_p:
-            kept = at_least(_relative(scores), self._min_p)
+            kept = at_least(relative(scores), self._min_p)
             scores, ids = scores[kept], ids[kept]
         return ids, scores
 
@@ -324,40 +318,3 @@ def _dry_losses(multiplier: float, base: float, lengths: NDArray[np.int64], allo
     excess = lengths - allowed
     losses = multiplier * np.power(base, np.clip(excess, 0, _MAX_DRY_EXCESS), dtype=np.float64)
     return np.where(excess < 0, 0, np.minimum(losses, -BANNED)).astype(np.float32)
-
-
-def nucleus(scores: Scores, top_p: float) -> TokenIds:
-    """Indices of the likeliest tokens that together reach `top_p`, below 1, in ascending order. Scores are logits.
-
-    Among equally likely tokens, the first ones are included. All tokens are sorted, as in transformers, only if the
-    likely ones are not enough.
-    """
-    probs = _relative(scores)
-    probs /= probs.sum()
-    for cutoff in _NUCLEUS_CUTOFFS:
-        ids = at_least(probs, cutoff)
-        order = ids[(-scores[ids]).argsort(kind="stable")]
-        mass = probs[order].cumsum(dtype=np.float64)
-        if len(mass) and mass[-1] >= top_p:
-            break
-    return np.sort(order[: mass.searchsorted(top_p) + 1])
-
-
-def _relative(scores: Scores) -> Scores:
-    """Probabilities by that of the likeliest token, 0 to 1, of scores [n]."""
-    ratios: Scores = np.exp(scores - scores.max())
-    return ratios
-
-
-def largest(scores: Scores, count: int) -> float:
-    """The smallest of the `count` largest scores. All of them are partitioned only if they are few: that is slow."""
-    count, width = min(count, len(scores)), max(len(scores) // _BLOCKS, 1)
-    peaks = np.maximum.reduceat(scores, np.arange(0, len(scores), width))
-    if count < len(peaks):
-        scores = scores[scores >= np.partition(peaks, -count)[-count]]
-    return float(np.partition(scores, -count)[-count])
-
-
-def at_least(scores: Scores, threshold: float) -> TokenIds:
-    """Indices of the scores [n] that are at least the threshold, in ascending order."""
-    return (scores >= threshold).nonzero()[0]

@@ -29,7 +29,8 @@ _EAGER = EagerKernels()
 _POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
 
 _TILE, _LARGE_SHARED, _LARGEST_SHARED = 1 << 16, 160 << 10, 220 << 10
-"""Bytes of keys that a prompt multiplies at once, and bytes of shared memory from which on they fit, and fit twice."""
+"""Bytes of keys that a prompt multiplies at once, and of shared memory from which on they fit, and those of usual heads
+twice."""
 
 _SMALL_WINDOW, _SHARING_WINDOW = 512, 1024
 """Slots up to which a program of a step takes 64 of them, and from which on those of a prompt rotate for each other."""
@@ -221,6 +222,7 @@ class GpuKernels:
         if split:
             arrived.zero_()
         tile = _TILE if self._shared >= _LARGE_SHARED else _TILE // 2
+        twice = self._shared >= _LARGEST_SHARED and head * group.dtype.itemsize <= _WIDE_HEAD // 2
         piece = min(places, 128 if share else 256, tile // (triton.next_power_of_2(head) * group.dtype.itemsize))
         prompt_kernel[heads, groups if split else 1](
             new.query, new.key, new.value, new.out, new.heads, counts, limits, **rules.tensors,
@@ -232,7 +234,7 @@ class GpuKernels:
             whole=space("whole", programs * (4 * places + chunk), torch.int32), arrived=arrived,
             **_strides(new, 0, 2, 1), tokens=tokens, offset=offset, step=step, **rules.numbers, factor=factor,
             **rules.constants, C=chunk, WP=places, WC=triton.next_power_of_2(places + chunk), P=piece, SPLIT=split,
-            SHARE=share, num_warps=8, num_stages=2 if share and self._shared >= _LARGEST_SHARED else 1,
+            SHARE=share, num_warps=8, num_stages=2 if share and twice else 1,
         )  # fmt: skip
 
     def _space(self, name: str, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,7 +1,7 @@
 """Grammars in processes of their own, which can be ended: what a client asks for stops neither others nor the server.
 
 Compiling a grammar, and finding what it allows after a token, may take any time and memory. The process of a grammar
-works while the model takes its step; see `grammar_process`.
+works while the model takes its step; see `grammar_process` and `grammar_client`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,21 +27,15 @@ from typing import Any
 
 from h2o_stream.engine.grammar import Grammar, added_texts
 from h2o_stream.errors import DataError
-from h2o_stream.serve.errors import ApiError
-from h2o_stream.serve.grammar_process import foresee_message, read_answer, step_message
+from h2o_stream.serve.grammar_client import QUICK_S, GrammarProcess, RemoteMatcher
 from h2o_stream.serve.schemas import is_larger
 from h2o_stream.session.thinking import Markers
 
-PLACES, COMPILE_S, SHORT_S, STEP_S = 8, 10.0, 0.5, 2.0
-"""Grammars that are compiled at once, seconds that each has, also while others wait, and seconds of a token."""
+PLACES = 8
+"""Grammars that are compiled at once."""
 
 MAX_SIZE = 2**20
 """Characters of a grammar."""
-
-_POLL_S, _QUICK_S, _NICE = 0.02, 0.2, 15
-
-_FORESEE_S = 0.005
-"""Seconds that guesses are waited for."""
 
 ASKER: ContextVar[str] = ContextVar("asker", default="")
 """Whose request is answered: the owner, or the address where there are no keys."""
@@ -183,11 +176,11 @@ class _RemoteGrammar(Grammar):
         asked["sample"] = self._sample
         try:
             with self._grammars.beginning:
-                process = self._process = _Process(self._grammars.connect())
+                process = self._process = GrammarProcess(self._grammars.connect())
                 process.connection.send_bytes(json.dumps(asked).encode())
-                if not process.connection.poll(_QUICK_S):
+                if not process.connection.poll(QUICK_S):
                     process.slow_down()
-            process.wait_compiled(self._grammars, self._left)
+            process.wait_compiled(lambda: self._grammars.crowded, self._left)
             answer = process.connection.recv_bytes()
             if not answer.startswith(b"+"):
                 raise DataError(answer[1:].decode(errors="replace"))
@@ -197,166 +190,10 @@ class _RemoteGrammar(Grammar):
             raise
         except (EOFError, OSError) as error:
             raise DataError("it takes too much memory or time; use a simpler one") from error
-        strict, *free = (_RemoteMatcher(process, number, begun, known) for number, known in enumerate(masks))
+        strict, *free = (RemoteMatcher(process, number, begun, known) for number, known in enumerate(masks))
         return strict, free[0] if free else None
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
         """Whether its matchers answer at once; they raise an error if they take too long."""
         return self._process.ready
-
-
-class _Process:
-    """A grammar's process.
-
-    Attributes:
-        connection: connection to the process.
-        masks: what it allows, by the number of a reply.
-        foreseen: the tokens that a reply probably goes on with, likewise.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection, self.masks, self.foreseen = connection, dict[int, bytes](), dict[int, list[int]]()
-        self._pid = int(connection.recv_bytes())
-        self._waiting, self._asked, self._replies, self._slow = 0, 0.0, 0, False
-
-    def wait_compiled(self, grammars: Grammars, left: threading.Event) -> None:
-        """Wait until it is compiled, or nobody waits for it.
-
-        Raises:
-            DataError, ApiError: it takes too long.
-        """
-        began = time.monotonic()
-        while not self.connection.poll(_POLL_S):
-            took = time.monotonic() - began
-            if grammars.crowded and took > SHORT_S:
-                self.kill()
-                message = f"it was not compiled in {SHORT_S:g} s, and others wait; ask again, or use a simpler one"
-                raise ApiError(503, message, code="grammar_busy", retry_after_s=2)
-            if took > COMPILE_S or left.is_set():
-                self.kill()
-                raise DataError(f"it was not compiled in {COMPILE_S:g} s; use a simpler one")
-
-    def begin(self) -> int:
-        """The number of a new reply."""
-        self._replies += 1
-        return self._replies
-
-    def append(self, reply: int, message: bytes) -> None:
-        """Append tokens to a reply, see `step_message`."""
-        self.masks.pop(reply, None)
-        self._waiting, self._asked = self._waiting + 1, time.monotonic()
-        with suppress(OSError):  # it is found when the answer is awaited
-            self.connection.send_bytes(message)
-
-    @property
-    def ready(self) -> bool:
-        """Whether `mask` answers at once, with an error perhaps."""
-        with suppress(OSError, EOFError):
-            while self._waiting and self.connection.poll(0):
-                self._receive()
-            if not self._waiting:
-                return True
-            took = time.monotonic() - self._asked
-            if took > _QUICK_S:
-                self.slow_down()
-            return took > STEP_S
-        return True
-
-    def mask(self, reply: int) -> bytes:
-        """What may come next.
-
-        Raises:
-            DataError: it takes too long.
-        """
-        try:
-            while reply not in self.masks and self.connection.poll(max(self._asked + STEP_S - time.monotonic(), 0)):
-                self._receive()
-            return self.masks[reply]
-        except (OSError, EOFError, KeyError) as error:
-            self.kill()
-            raise DataError("the schema or grammar takes too much memory or time; use a simpler one") from error
-
-    def foresee(self, reply: int) -> list[int]:
-        """Tokens that it probably goes on with; none if they take long to find."""
-        self.foreseen.pop(reply, None)
-        if self._slow:
-            return []
-        deadline = time.monotonic() + _FORESEE_S
-        with suppress(OSError, EOFError):
-            self.connection.send_bytes(foresee_message(reply))
-            self._waiting += 1
-            while reply not in self.foreseen and self.connection.poll(max(deadline - time.monotonic(), 0)):
-                self._receive()
-        return self.foreseen.get(reply, [])
-
-    def _receive(self) -> None:
-        reply, mask, foreseen = read_answer(self.connection.recv_bytes())
-        self._waiting -= 1
-        if mask is None:
-            self.foreseen[reply] = foreseen
-        else:
-            self.masks[reply] = mask
-
-    def slow_down(self) -> None:
-        """Let others have the processors: it takes longer than most."""
-        if not self._slow:
-            self._slow = True
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._pid, _NICE)
-
-    def kill(self) -> None:
-        """End it."""
-        with suppress(OSError, EOFError):
-            if not self.connection.poll(0):  # else it has answered, or is gone
-                os.kill(self._pid, signal.SIGKILL)
-        self.connection.close()
-
-
-class _RemoteMatcher:
-    """A reply that follows a grammar in a process; does what llguidance's matcher does."""
-
-    def __init__(self, process: _Process, grammar: int, begun: list[int], known: list[bytes]) -> None:
-        self._process, self._grammar, self._begun, self._known = process, grammar, begun, known
-        self._tokens, self._reply = list[int](), 0
-        self._guessed, self._foreseen = 0, list[int]()
-
-    def deep_copy(self) -> _RemoteMatcher:
-        """Another reply, which begins."""
-        return _RemoteMatcher(self._process, self._grammar, self._begun, self._known)
-
-    def consume_token(self, token: int) -> None:
-        """Append a token."""
-        if self._reply:
-            self._process.append(self._reply, step_message(self._reply, -1, [token]))
-            return
-        self._tokens.append(token)
-        if self._tokens != self._begun[: len(self._tokens)]:
-            self._reply = self._process.begin()
-            self._process.append(self._reply, step_message(self._reply, self._grammar, self._tokens))
-
-    def compute_bitmask(self) -> bytes:
-        """What may come next, a bit for each token."""
-        mask = self._process.mask(self._reply) if self._reply else self._known[len(self._tokens)]
-        if not mask:
-            raise DataError("the schema or grammar is too complex to be followed further; use a simpler one")
-        return mask
-
-    def compute_ff_tokens(self) -> list[int]:
-        """What probably comes next, before free text; asked for once for a place of the reply."""
-        if not self._guessed:
-            self._foreseen = self._process.foresee(self._reply) if self._reply else []
-        return self._foreseen[self._guessed :]
-
-    def try_consume_tokens(self, tokens: list[int]) -> int:
-        """All, for guesses: whether they are allowed is not asked for, and they are not appended."""
-        self._guessed += len(tokens)
-        return len(tokens)
-
-    def rollback(self, count: int) -> None:
-        """Take them back."""
-        self._guessed -= count
-
-    def is_error(self) -> bool:
-        """Whether the tokens are not allowed."""
-        return not (self._process.mask(self._reply) if self._reply else self._known[len(self._tokens)])

@@ -12,7 +12,8 @@ import numpy
 from h2o_stream.config import CacheConfig, SamplingConfig, SpeculateMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.logits import Logits, Scores, TokenIds
-from h2o_stream.engine.sampling import Sampler, at_least, largest
+from h2o_stream.engine.nucleus import at_least, largest
+from h2o_stream.engine.sampling import Sampler
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native.batch import rules
