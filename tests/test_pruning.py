@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from h2o_stream.base.resources import oldest
 from h2o_stream.cache import measurements
 from h2o_stream.models import gguf_export
 from h2o_stream.models import packed_cache as packed_models
@@ -52,6 +53,15 @@ def test_exports_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     os.utime(path, ns=(2, 2))
     assert [folder.exists() for folder in made] == [False, True, True]
     assert export_tokenizer(GgufFile(path), pytest.fail) == made[1]
+
+
+def test_what_another_program_removes_meanwhile(tmp_path: Path) -> None:
+    """Regression: two chats that began at once removed the same export, and one of them ended."""
+    paths = [tmp_path / name for name in "abc"]
+    for time_ns, path in enumerate(paths):
+        path.mkdir()
+        os.utime(path, ns=(time_ns, time_ns))
+    assert oldest([tmp_path / "gone", *paths], 2) == paths[:1]
 
 
 def test_packed_weights_of_files_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -173,13 +173,18 @@ def make_private_folder(path: Path) -> None:
 
 def remove_oldest(folder: Path, pattern: str, keep: int) -> None:
     """Remove the files of a pattern that were changed longest ago, all but `keep`. Errors are ignored."""
-    times = dict[Path, int]()
-    for path in folder.glob(pattern):
-        with suppress(OSError):
-            times[path] = path.stat().st_mtime_ns
-    for path in sorted(times, key=times.__getitem__)[: max(0, len(times) - keep)]:
+    for path in oldest(folder.glob(pattern), keep):
         with suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def oldest(paths: Iterable[Path], keep: int) -> list[Path]:
+    """Those that were changed longest ago, all but `keep`; others may remove some meanwhile."""
+    times = dict[Path, int]()
+    for path in paths:
+        with suppress(OSError):
+            times[path] = path.stat().st_mtime_ns
+    return sorted(times, key=times.__getitem__)[: max(0, len(times) - keep)]
 
 
 def config_file() -> Path:

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from h2o_stream.base.processes import python_command
 from h2o_stream.base.progress import ignore
-from h2o_stream.base.resources import atomic_folder, cache_folder
+from h2o_stream.base.resources import atomic_folder, cache_folder, oldest
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.generation_config import end_token_ids
@@ -94,8 +94,7 @@ def _prune(parent: Path) -> None:
     """Remove exports in older formats, and those that were used longest ago."""
     folders = [path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")]
     current = [path for path in folders if path.name.endswith(f"-{_FORMAT}")]
-    kept = sorted(current, key=lambda path: path.stat().st_mtime_ns)[-_MAX_FOLDERS:]
-    for path in set(folders).difference(kept):
+    for path in [*set(folders).difference(current), *oldest(current, _MAX_FOLDERS)]:
         shutil.rmtree(path, ignore_errors=True)
         (parent / f"{path.name}.lock").unlink(missing_ok=True)
 
