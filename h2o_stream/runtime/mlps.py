@@ -82,7 +82,9 @@ class MlpReader:
             up = weights.matrix("ffn_up_exps", number, rows, hidden)
             if not self._architecture.ungated_experts:
                 gate = weights.matrix("ffn_gate_exps", number, rows, hidden)
-        is_shared = experts.shared_size > 0
+        is_shared, bias = experts.shared_size > 0, weights.vector("exp_probs_b", number, "bias")
+        fits = bias is None or not (self._architecture.biases_logits and bias.any())
+        require(fits, f"layer {number} adds something to logits for the choice of experts")
         require(is_shared == weights.has("ffn_down_shexp", number), f"layer {number} has other shared experts")
         shared = self.mlp(number, experts.shared_size, "_shexp") if is_shared else None
         beside = self._beside(number) if weights.has("pre_ffw_norm_2", number) else None
@@ -95,7 +97,7 @@ class MlpReader:
                 scoring=experts.scoring,
                 normalized=experts.normalized,
                 scale=experts.scale,
-                choice_bias=weights.vector("exp_probs_b", number, "bias"),
+                choice_bias=bias,
                 groups=experts.groups,
                 chosen_groups=experts.chosen_groups,
                 group_worth=experts.group_worth,

@@ -117,6 +117,7 @@ class Architecture:
         reorders_pairs: transformers puts pairs into halves before RoPE of latent attention; None: by the router.
         gate_kind: what the gate of the attention's output goes through, if it has a matrix of its own.
         weighs_inputs: the weights of a token's experts are factors on what goes into them.
+        biases_logits: what is added for the choice of experts is added to logits, so that only zeros are described.
         transposed_experts: transformers has the matrices of experts transposed.
         checkpoint_names: transformers' names by those of llama.cpp, as in `NAMES`.
         learned_offset: row of the embedding of position 0, where positions have embeddings.
@@ -171,6 +172,7 @@ class Architecture:
     reorders_pairs: bool | None = None
     gate_kind: GateKind = GateKind.SIGMOID_GATE
     weighs_inputs: bool = False
+    biases_logits: bool = False
     transposed_experts: bool = False
     checkpoint_names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     learned_offset: int = 0

@@ -44,5 +44,6 @@ MODEL_TYPES = {
             {EMBEDDING: "backbone.embeddings", FINAL_NORM: "backbone.norm_f"}
         ),
         {"norm_topk_prob": True, "time_step_min": 0.001},
+        {"sliding_window": None},
     ),
 }

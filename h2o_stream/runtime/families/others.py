@@ -229,7 +229,7 @@ MODEL_TYPES = {
         {"head_dim": 128, "sliding_window": 513, "norm_topk_prob": True},
     ),
     "kolibri1": ModelType(
-        replace(_SLIDING_BESIDE_PLAIN, full_every=5, norms=BEFORE | AFTER).with_names(
+        replace(_SLIDING_BESIDE_PLAIN, full_every=5, norms=BEFORE | AFTER, biases_logits=True).with_names(
             {
                 "post_attention_norm": "post_attn_norm",
                 "post_ffw_norm": "post_ffn_norm",
