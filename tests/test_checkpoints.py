@@ -40,10 +40,7 @@ ENTRIES = {"emu3_text_model": "emu3"}
 """In transformers' map, of types with another name."""
 
 IN_MEMORY = {name for name, kind in MODEL_TYPES.items() if kind.architecture.only_modules}
-ENDLESS_STEPS = {"nemotron_h"}
-"""Transformers' prompts do not have the limits that its steps have; families have models without any."""
-
-NO_ROWS = {name for name in DESCRIBED if name.startswith(("Llama 4", "Moshi", "OPT"))}
+NO_ROWS = {name for name in DESCRIBED if name.startswith(("Llama 4", "Moshi", "Nemotron-H", "OPT"))}
 """What is described only in memory."""
 
 SMALL_CONFIGS = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
@@ -131,9 +128,7 @@ class TestRows:
     """Every type in the table, and families with settings of their own."""
 
     @pytest.mark.every(8)
-    @pytest.mark.parametrize(
-        "name", sorted((MODEL_TYPES.keys() - IN_MEMORY - ENDLESS_STEPS) | (DESCRIBED.keys() - NO_ROWS))
-    )
+    @pytest.mark.parametrize("name", sorted((MODEL_TYPES.keys() - IN_MEMORY) | (DESCRIBED.keys() - NO_ROWS)))
     def test_the_logits_of_transformers(self, name: str, tmp_path: Path) -> None:
         model = make(ENTRIES.get(name, name)) if name in MODEL_TYPES else DESCRIBED[name]()
         model = model if name == "kolibri1" else nudged(model)  # its biases of experts can only be zeros

@@ -40,7 +40,8 @@ ARCHITECTURES = {"nemotron": _NEMOTRON, "nemotron_h": _NEMOTRON_H, "nemotron_h_m
 MODEL_TYPES = {
     "nemotron": ModelType(_NEMOTRON, {"partial_rotary_factor": 0.5}, norm=NormKind.LAYER),
     "nemotron_h": ModelType(
-        replace(_NEMOTRON_H, layers="backbone.layers").with_names(
+        # Not its folders: transformers' prompts limit steps otherwise than its single tokens. Modules are compared.
+        replace(_NEMOTRON_H, layers="backbone.layers", only_modules=True).with_names(
             {EMBEDDING: "backbone.embeddings", FINAL_NORM: "backbone.norm_f"}
         ),
         {"norm_topk_prob": True, "time_step_min": 0.001},
