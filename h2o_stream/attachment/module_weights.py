@@ -108,13 +108,17 @@ class ModuleWeights(Weights):
             return name
         is_apart = name == _FUSED and name not in self._architecture.checkpoint_names
         saved = self._architecture.module_name(_APART if is_apart else name, layer)
-        for found in (saved, self._renamed(saved, kind)) if saved else ():
-            local = self._local(found)
-            if name in _EXPERTS:
-                local = f"{local.rpartition('.')[0]}.{_EXPERTS[name]}"
-            if any(each in self._tensors or each in self._modules for each in (local, f"{local}.{kind}")):
-                return local
-        return ""
+        if not saved:
+            return ""
+        return self._found(name, saved, kind) or self._found(name, self._renamed(saved, kind), kind)
+
+    def _found(self, name: str, saved: str, kind: str) -> str:
+        """The name here of what transformers calls so; nothing if there is none."""
+        local = self._local(saved)
+        if name in _EXPERTS:
+            local = f"{local.rpartition('.')[0]}.{_EXPERTS[name]}"
+        there = any(each in self._tensors or each in self._modules for each in (local, f"{local}.{kind}"))
+        return local if there else ""
 
     def _local(self, name: str) -> str:
         """A name below the module that has the layers, wherever that is."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_stream.gpu import available
-from h2o_stream.gpu.packed import BlockMatrix, multiply_blocks, product_of_rows
+from h2o_stream.gpu.packed import BlockMatrix, dense_product, multiply_blocks, product_of_rows
 from h2o_stream.gpu.products import gate_kernel, gemv_kernel
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.description import Matrix, Norm
@@ -37,10 +37,8 @@ def multiply(matrices: Sequence[Matrix], x: Tensor, norm: Norm = NO_NORM, dtype:
     for matrix in matrices:
         if isinstance(matrix, BlockMatrix):
             products.append(product_of_rows(matrix, x))
-            continue
-        bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
-        product = functional.linear(x, matrix.weights.to(x.dtype), bias)
-        products.append(product if matrix.scale == 1 else product * matrix.scale)
+        else:
+            products.append(dense_product(matrix, matrix.weights.to(x.dtype), x))
     return (products[0] if len(products) == 1 else torch.cat(products, 1)).to(dtype or x.dtype)
 
 

@@ -70,12 +70,17 @@ def multiply_blocks(
         )  # fmt: skip
 
 
+def dense_product(matrix: Matrix, weights: Tensor, x: Tensor) -> Tensor:
+    """[n, rows] products of vectors [n, columns] with a matrix whose weights are these, in the dtype of the vectors."""
+    bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
+    product = functional.linear(x, weights, bias)
+    return product if matrix.scale == 1 else product * matrix.scale
+
+
 def product_of_rows(matrix: BlockMatrix, x: Tensor) -> Tensor:
     """[n, rows] products with vectors [n, columns]; of many, or in float32, which fills registers, after unpacking."""
     if len(x) > _FEW or x.dtype == torch.float32:
-        bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
-        product = functional.linear(x, unpack(matrix, x.dtype), bias)
-        return product if matrix.scale == 1 else product * matrix.scale
+        return dense_product(matrix, unpack(matrix, x.dtype), x)
     (lanes, parts), out = GEOMETRY[matrix.type], x.new_empty(len(x), matrix.rows)
     with available.on(x.device):
         blocks_rows_kernel[(triton.cdiv(matrix.rows, _MANY_LINES),)](

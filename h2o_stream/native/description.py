@@ -26,6 +26,12 @@ from h2o_stream.native.pointers import Array
 NORM_ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 """The norms of a layer."""
 
+OTHER_SENSES = {
+    "vision_tower", "audio_tower", "multi_modal_projector", "vision_embed_tokens", "embed_tokens_extend",
+    "embed_vision", "embed_audio", "vision_model", "vision_embedder", "audio_embedder",
+}  # fmt: skip
+"""Modules of models that take images or sounds, too, which tokens of text do not go through."""
+
 
 class FeedForward(Protocol):
     """What follows attention and mixer in a layer: an `Mlp` or `experts.Experts`."""

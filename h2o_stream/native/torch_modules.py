@@ -9,17 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.description import DescriptionError, Matrix
+from h2o_stream.native.description import OTHER_SENSES, DescriptionError, Matrix
 from h2o_stream.native.pointers import dtype_name
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
 """Dense weights that need no conversion."""
-
-OTHER_SENSES = {
-    "vision_tower", "audio_tower", "multi_modal_projector", "vision_embed_tokens", "embed_tokens_extend",
-    "embed_vision", "embed_audio", "vision_model", "vision_embedder", "audio_embedder",
-}  # fmt: skip
-"""Modules that tokens of text do not go through."""
 
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
 """Hooks that do nothing unless hidden states are requested; transformers never removes them."""

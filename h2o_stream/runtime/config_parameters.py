@@ -42,16 +42,9 @@ shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_inter
 """
 
 _KINDS = {
-    "full_attention",
-    "sliding_attention",
-    "linear_attention",
-    "conv",
-    "mamba",
-    "attention",
-    "moe",
-    "mlp",
+    "full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "attention", "moe", "mlp",
     "chunked_attention",
-}
+}  # fmt: skip
 """Of layers."""
 
 
@@ -111,10 +104,7 @@ def _entries(config: Config) -> tuple[ModelType, Entries]:
 
 def _architecture(kind: ModelType, entries: Entries) -> Architecture:
     """What the row says, with what it leaves to entries."""
-    architecture, name = (
-        kind.architecture,
-        entries.first(_ACTIVATION_NAMES),
-    )
+    architecture, name = kind.architecture, entries.first(_ACTIVATION_NAMES)
     activation, parallel = architecture.activation, entries.first("use_parallel_residual")
     reorders = entries.first("rope_interleave")
     if activation == Activation.CLAMPED_SWIGLU:

@@ -123,10 +123,8 @@ class _FileReader:
         size, hidden = self._parameters.own_embedding, self._parameters.hidden_size
         if not size:
             return None
-        gate, out = (
-            self._weights.matrix("inp_gate", number, size, hidden),
-            self._weights.matrix("proj", number, hidden, size),
-        )
+        gate = self._weights.matrix("inp_gate", number, size, hidden)
+        out = self._weights.matrix("proj", number, hidden, size)
         return OwnEmbedding(gate, out, self._norm("post_norm", number))
 
     def _norm(self, name: str, layer: int | None, needed: bool = True, bare_size: int = 0) -> Norm:

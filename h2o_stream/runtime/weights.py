@@ -19,7 +19,7 @@ from h2o_stream.base.json_text import parse_json
 from h2o_stream.models.packed_cache import WEIGHTS_FILE
 from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.description import DescriptionError, Matrix
+from h2o_stream.native.description import OTHER_SENSES, DescriptionError, Matrix
 from h2o_stream.native.packing import tiles_shape
 from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.file_numbers import as_needed, rounded, row_orders
@@ -276,11 +276,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 _WITHIN = re.compile(r"(?<![^.])language_model\.")
-_OTHER_SENSES = {
-    "vision_tower", "audio_tower", "multi_modal_projector", "vision_embed_tokens", "embed_tokens_extend",
-    "embed_vision", "embed_audio", "vision_model", "vision_embedder", "audio_embedder", "visual",
-}  # fmt: skip
-"""Modules of models that take images, too: that for text is in one of its own, and tokens do not go through others."""
+"""The module for text, in models that take images, too."""
+
+_OTHER_SENSES = OTHER_SENSES | {"visual"}
+"""Modules that tokens of text do not go through, by their names in checkpoints."""
 
 _GATES_AND_UPS = "ffn_gate_up_exps"
 
