@@ -45,24 +45,28 @@ def gguf_seed(name: str, path: Path) -> Gguf:
 
 
 def checkpoint_seed(name: str, path: Path) -> Folder:
-    """The checkpoint of a family, written to this folder."""
+    """The checkpoint of a family or of a type of models, written to this folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    from tests.causal_models import make
     from tests.family_models import MODELS
 
     words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "the"])}
     backend = Tokenizer(models.WordLevel(words, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    MODELS[name].make().save_pretrained(path)
+    (MODELS[name].make() if name in MODELS else make(name)).save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>").save_pretrained(path)
     return Folder.read(path, "config.json")
 
 
 def _checkpoints(folder: Path) -> Makers:
+    from h2o_stream.runtime.families import MODEL_TYPES
+    from tests.causal_models import ENTRIES
     from tests.family_models import CHECKPOINTS
 
-    return {name: partial(checkpoint_seed, name, folder / name) for name in CHECKPOINTS}
+    names = [*CHECKPOINTS, *MODEL_TYPES.keys() & {*ENTRIES}]
+    return {name: partial(checkpoint_seed, name, folder / name) for name in names}
 
 
 def _adapters(folder: Path) -> Makers:
