@@ -213,7 +213,7 @@ class TestServed:
 
     @pytest.mark.every(2)
     @pytest.mark.parametrize(("name", "quantize", "min_bytes"), with_exhaustive(
-        [("Gemma 2", "int4", 0), ("Gemma 2", "int8", 2**30), ("Llama, biases", "int8", 0)],
+        [("Gemma 2", "int4", 0), ("Gemma 2", "int8", 2**30), ("Llama, biases", "int8", 0), ("OLMoE", "int4", 0)],
         [("Gemma 2", "int8", 0), ("Gemma 2", "int4", 2**30)],
     ))  # fmt: skip
     def test_packed_weights(

@@ -16,14 +16,14 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.base.progress import Progress
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.loading import saved_model
+from h2o_stream.loading import hf_weights, saved_model
 from h2o_stream.loading import transformers_model as loading
 from h2o_stream.loading.hf_weights import HfWeights
 from h2o_stream.loading.transformers_model import LoadedModel, load
-from h2o_stream.models import packed_cache, quantize
+from h2o_stream.models import packed_cache
 from h2o_stream.models.packed_cache import cached_folders
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
-from h2o_stream.models.quantize import FORMAT, PackedConfig
+from h2o_stream.models.quantize import FORMAT, pack_model
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
@@ -48,7 +48,8 @@ def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
 
 
 def packed(folder: Path, quantize: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=PackedConfig(quantize), dtype=torch.float32)
+    model: PreTrainedModel = pack_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), quantize)
+    return model
 
 
 def as_file(model: PreTrainedModel, folder: Path) -> Path:
@@ -119,13 +120,13 @@ class TestQuantizer:
 
     def test_it_is_refused_where_it_cannot_be(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="int8, int4"):
-            PackedConfig("int3")
-        folder = as_file(make_llama(heads=4, size=16), tmp_path)
+            pack_model(make_llama(), "int3")
+        folder = as_file(packed(as_file(make_llama(heads=4, size=16), tmp_path / "a"), "int4"), tmp_path / "b")
         with pytest.raises(ConfigError, match="--device-map"):
-            AutoModelForCausalLM.from_pretrained(folder, quantization_config=PackedConfig(), device_map="cpu")
+            AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
         monkeypatch.setattr(library, "loaded", lambda: None)
         with pytest.raises(ConfigError, match="compiled library"):
-            packed(folder, "int4")
+            pack_model(make_llama(), "int4")
 
 
 class TestKept:
@@ -254,7 +255,7 @@ class TestGguf:
     def test_repacking_reads_matrix_by_matrix(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """No more than one matrix exists unpacked."""
         unpacked = most_unpacked = 0
-        read, packed = HfWeights.values, quantize.pack
+        read, packed = HfWeights.values, hf_weights.pack
 
         def counted(weights: HfWeights, name: str) -> torch.Tensor:
             nonlocal unpacked, most_unpacked
@@ -269,7 +270,7 @@ class TestGguf:
             return packed(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(HfWeights, "values", counted)
-        monkeypatch.setattr(quantize, "pack", packing)
+        monkeypatch.setattr(hf_weights, "pack", packing)
         load(ModelConfig(str(write_gguf(tmp_path, "Llama")), device="cpu", quantize="int4"))
         assert (unpacked, most_unpacked) == (0, 1)
 

@@ -10,10 +10,9 @@ from typing import Any
 from h2o_stream.native.abi import Activation, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
-from h2o_stream.runtime.config_ropes import Config, ropes_of_config
+from h2o_stream.runtime.config_ropes import Config, latent_magnitude, ropes_of_config
 from h2o_stream.runtime.families import MODEL_TYPES, published
 from h2o_stream.runtime.families.architecture import Architecture, ModelType
-from h2o_stream.runtime.file_ropes import yarn_magnitude
 from h2o_stream.runtime.parameters import MAX_LAYERS, ExpertParameters, MixerParameters, Parameters, check_range
 
 _ACTIVATIONS = {
@@ -176,9 +175,7 @@ def _scaling(architecture: Architecture, entries: Entries, head_size: int, rope:
     """The factor on queries times keys; a latent attention has YaRN's magnitude in it."""
     scaling = entries.first("attention_multiplier")
     plain = architecture.scaling or entries.number("query_pre_attn_scalar", head_size) ** -0.5
-    share = float(rope.get("mscale_all_dim") or 0) if entries.get("kv_lora_rank") else 0.0
-    factor = float(rope.get("factor") or 1)
-    magnitude = yarn_magnitude(factor, share) ** 2 if share and factor > 1 else 1.0
+    magnitude = latent_magnitude(rope) if entries.get("kv_lora_rank") else 1.0
     return (plain if scaling is None else float(scaling)) * magnitude
 
 
