@@ -57,7 +57,8 @@ def _rotates(config: Config, architecture: Architecture, number: int, sliding: S
 
 def rope_entries(config: Config, architecture: Architecture) -> tuple[Config, Config]:
     """The entries for RoPE in layers with a sliding window, and in all others."""
-    named = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    entries = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    named = {key: config[key] for key in entries if config.get(key) is not None}
     if config.get("rotary_dim") is not None and config.get("head_dim"):
         named["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
     rope = config.get("rope_parameters")
