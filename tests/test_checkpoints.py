@@ -16,7 +16,6 @@ from h2o_stream.attachment.describe import describe
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.loading import saved_model
 from h2o_stream.loading.loading import load_model
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import packed_cache
@@ -220,8 +219,7 @@ class TestServed:
         self, name: str, quantize: str, min_bytes: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
-        for module in (saved_model, sources):
-            monkeypatch.setattr(module, "MIN_BYTES", min_bytes)
+        monkeypatch.setattr(sources, "MIN_BYTES", min_bytes)
         path = saved(name, tmp_path / "model", words)
         config = ModelConfig(str(path), dtype="float32", quantize=quantize)
         cache = CacheConfig(window=20, chunk=4)

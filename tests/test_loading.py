@@ -16,7 +16,7 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.base.progress import Progress
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.loading import hf_weights, saved_model
+from h2o_stream.loading import hf_weights
 from h2o_stream.loading import transformers_model as loading
 from h2o_stream.loading.hf_weights import HfWeights
 from h2o_stream.loading.transformers_model import LoadedModel, load
@@ -27,6 +27,7 @@ from h2o_stream.models.quantize import FORMAT, pack_model
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
+from h2o_stream.runtime import sources
 from tests.family_models import written as write_gguf
 from tests.fixtures import make_llama, saved
 from tests.tolerance import relative_error
@@ -38,7 +39,7 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, with every conversion cached."""
     monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(saved_model, "MIN_BYTES", 0)
+    monkeypatch.setattr(sources, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
 
 
@@ -136,7 +137,7 @@ class TestKept:
         (entry,) = cached_folders()
         assert str(folder) in entry.names
         assert any("MiB" in line and str(entry.path) in line for line in said)
-        monkeypatch.setattr("h2o_stream.models.quantize.pack", lambda *_: pytest.fail("packed again"))
+        monkeypatch.setattr("h2o_stream.runtime.checkpoint_packing.pack", lambda *_: pytest.fail("packed again"))
         second = load(config, notify=said.append).model
         assert second(IDS).logits.equal(first(IDS).logits)
         assert len(said) == 1
@@ -153,28 +154,28 @@ class TestKept:
 
     def test_damaged_ones_are_made_again(self, folder: Path, cache: Path) -> None:
         config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
-        first = load(config).model
+        expected = load(config).model(IDS).logits
         (entry,) = cached_folders()
         weights = entry.path / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:5000])
         again = load(config, notify=said.append).model
-        assert again(IDS).logits.equal(first(IDS).logits)
+        assert again(IDS).logits.equal(expected)
         assert "damaged" in said[0]
         assert weights.stat().st_size > 5000
 
     def test_those_that_lack_weights_are_made_again(self, folder: Path, cache: Path) -> None:
         config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
-        first = load(config).model
+        expected = load(config).model(IDS).logits
         (entry,) = cached_folders()
         weights = load_file(entry.path / "model.safetensors")
         del weights["model.norm.weight"]
         save_file(weights, entry.path / "model.safetensors", {"format": "pt"})
         again = load(config, notify=said.append).model
-        assert again(IDS).logits.equal(first(IDS).logits)
+        assert again(IDS).logits.equal(expected)
         assert "it has no model.norm.weight" in said[0]
 
     def test_small_ones_are_not_kept(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(saved_model, "MIN_BYTES", 2**30)
+        monkeypatch.setattr(sources, "MIN_BYTES", 2**30)
         load(ModelConfig(str(folder), quantize="int4", device="cpu"))
         assert not cached_folders()
 
@@ -216,14 +217,8 @@ class TestKept:
         load(config)
         (entry,) = cached_folders()
         packed_cache.forget(str(folder))
-        lock = FileLock(entry.path.with_name(f"{entry.path.name}.lock"))
-
-        def progress(step: Progress) -> None:
-            if step.what == "packing" and not lock.is_locked:
-                lock.acquire()
-
-        assert load(config, progress=progress).model
-        lock.release()
+        with FileLock(entry.path.with_name(f"{entry.path.name}.lock")):
+            assert load(config).model
         assert not cached_folders()
 
 

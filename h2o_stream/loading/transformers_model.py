@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +41,7 @@ from h2o_stream.errors import (
 from h2o_stream.gpu import available
 from h2o_stream.loading.hf_config import config_by_transformers, described, hf_config
 from h2o_stream.loading.hf_weights import HfWeights
-from h2o_stream.loading.saved_model import report_progress, save_packed
+from h2o_stream.loading.reading_progress import report_progress
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.fitting import Precision, choose_precision, dtype_name
@@ -55,7 +52,6 @@ from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.models.packed_cache import folder_lock, packed_folder
 from h2o_stream.models.packed_experts import SplitExperts, split_stacked_experts
 from h2o_stream.models.precision import (
     allowed_dtypes,
@@ -69,7 +65,8 @@ from h2o_stream.models.quantize import PackedConfig, pack_model, set_dtype
 from h2o_stream.models.templates import with_template
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime.sources import ModelFile
+from h2o_stream.runtime.sources import Checkpoint, ModelFile
+from h2o_stream.runtime.weights import FolderWeights, Weights
 
 
 def load(
@@ -267,31 +264,30 @@ class _Loader:
         if self._file is not None:
             return read()
         path = local_path(self._source, self._config.offline)
-        kept = self._from_packed and not any(isinstance(module, SplitExperts) for module in skeleton.modules())
-        model = self._load_cached(path, quantize, dtype, read) if kept else read()
-        return self._with_digest(model, f"{dtype_name(dtype)} {quantize}")
+        splits = any(isinstance(module, SplitExperts) for module in skeleton.modules())
+        model = self._load_kept(path, precision) if self._from_packed and not splits else None
+        return self._with_digest(model or read(), f"{dtype_name(dtype)} {quantize}")
 
-    def _load_cached(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:
-        """Load the cached packed weights of `source`, or call `read` and cache its result."""
-        name = self._config.model
-        folder = packed_folder(name, source, quantize)
-        with suppress(OSError), folder_lock(folder):
-            if folder.exists():
-                try:
-                    packed = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-                    config = deepcopy(self._hf_config)
-                    config.quantization_config = packed
-                    model = self._with_generation(self._read(folder, config=config, dtype=dtype))
-                    advise_huge_pages(model.buffers())
-                    return model
-                except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, DataError) as error:
-                    reason = (str(error) or type(error).__name__).splitlines()[0]
-                    self._notify(f"The packed weights in {folder} are damaged and will be recreated: {reason}")
-                    shutil.rmtree(folder)
-        model = read()
-        metadata = {"model": name, "quantize": quantize, "source": str(source.absolute())}
-        save_packed(model, folder, metadata, self._notify)
-        return model
+    def _load_kept(self, path: Path, precision: Precision) -> Any:
+        """Load what the runtime keeps of a checkpoint, packed now or before; None if it keeps nothing of it."""
+
+        def read(weights: Weights) -> Any:
+            if not isinstance(weights, FolderWeights):
+                return None
+            config = deepcopy(self._hf_config)
+            config.quantization_config = PackedConfig(weights.kinds).to_dict()
+            try:
+                model = self._with_generation(self._read(source.folder, config=config, dtype=precision.dtype))
+            except (OSError, ValueError, RuntimeError, SafetensorError, DataError) as error:
+                raise DescriptionError(str(error) or type(error).__name__) from error
+            advise_huge_pages(model.buffers())
+            return model
+
+        try:
+            source = Checkpoint(self._config.model, path, dtype_name(precision.dtype), precision.quantize)
+            return source.with_weights(read, self._progress, self._notify)
+        except DescriptionError:
+            return None
 
     def _with_weights(self, weights: dict[str, Any], **kwargs: Any) -> Any:
         return self._with_generation(self._read(None, config=self._hf_config, state_dict=weights, **kwargs))

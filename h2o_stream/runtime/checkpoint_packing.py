@@ -17,7 +17,8 @@ from h2o_stream.native.description import Matrix
 from h2o_stream.native.packing import ROWS, columns_fit, pack, packed_bytes, tiles_shape
 from h2o_stream.runtime.packed_file import Entry
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.weights import SAFETENSORS_DTYPES, CheckpointWeights, StoredMatrix, Weights
+from h2o_stream.runtime.safetensors_files import SAFETENSORS_DTYPES
+from h2o_stream.runtime.weights import CheckpointWeights, StoredMatrix, Weights
 
 KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 

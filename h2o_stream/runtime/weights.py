@@ -6,7 +6,6 @@ Vectors are float32 arrays that hold what the model's dtype can hold, as when tr
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +15,6 @@ from typing import Any, Protocol
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.base.json_text import parse_json
-from h2o_stream.models.packed_cache import WEIGHTS_FILE
-from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import OTHER_SENSES, DescriptionError, Matrix
 from h2o_stream.native.packing import tiles_shape
@@ -26,6 +22,7 @@ from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architec
 from h2o_stream.runtime.file_numbers import as_needed, rounded, row_orders
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
+from h2o_stream.runtime.safetensors_files import checkpoint_files, mapped_tensors
 
 
 class Weights(Protocol):
@@ -240,12 +237,12 @@ class FolderWeights(CheckpointWeights):
         ):
             raise DescriptionError(f"the packed weights in {folder} are damaged: their formats are {kinds!r:.60}")
         super().__init__(folder, architecture, parameters, dtype)
-        self._kinds, self._orders = kinds, row_orders(architecture, parameters)
+        self.kinds, self._orders = kinds, row_orders(architecture, parameters)
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
         module = packed_name(self._architecture, name, layer)
-        tiles, kind = self.arrays.get(f"{module}.tiles"), self._kinds.get(module)
+        tiles, kind = self.arrays.get(f"{module}.tiles"), self.kinds.get(module)
         if tiles is None and self._architecture.stored_as_in_gguf:
             numbers, bias = self.vector(name, layer), self.vector(name, layer, "bias")
             return small_matrix(numbers, bias, rows, columns, self._dtype, module)
@@ -293,19 +290,6 @@ def as_floats(stored: NDArray[Any], name: str) -> Floats:
     return (stored.astype(numpy.uint32) << 16).view(numpy.float32)
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; raises DescriptionError if there are none, or one is missing."""
-    index = folder / f"{WEIGHTS_FILE}.index.json"
-    try:
-        names = sorted({*parse_json(index.read_text())["weight_map"].values()}) if index.exists() else [WEIGHTS_FILE]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DescriptionError(f"{index} is damaged") from error
-    paths = [folder / name for name in names]
-    if not all(path.is_file() for path in paths):
-        raise DescriptionError(f"{folder} has no {WEIGHTS_FILE}, or not all of its parts")
-    return paths
-
-
 _WITHIN = re.compile(r"(?<![^.])language_model\.")
 """The module for text, in models that take images, too."""
 
@@ -316,36 +300,3 @@ _GATES_AND_UPS = "ffn_gate_up_exps"
 
 _EXPERTS = ".experts."
 """In names of modules of which each expert has one; on disk its number follows."""
-
-_DTYPES = {"U8": numpy.uint8, "F32": numpy.float32, "BF16": numpy.uint16, "F16": numpy.float16}
-"""Of the tensors of checkpoints, by safetensors' names."""
-
-SAFETENSORS_DTYPES: dict[type, str] = {dtype: name for name, dtype in _DTYPES.items()}
-"""The opposite."""
-
-SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""safetensors' names of dtypes, by those of config.json."""
-
-
-def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a safetensors file by name, as views of the mapped file; bfloat16 numbers are uint16.
-
-    Those at addresses that numbers of their size cannot have are copied.
-
-    Raises:
-        DescriptionError: the file is damaged, or has other dtypes.
-    """
-    data = map_weights(path)
-    try:
-        size = 8 + int.from_bytes(data[:8], "little")
-        header = parse_json(data[8:size])
-        views = {
-            name: numpy.frombuffer(
-                data, _DTYPES[entry["dtype"]], math.prod(entry["shape"]), size + entry["data_offsets"][0]
-            ).reshape(entry["shape"])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-        return {name: view if view.flags.aligned else view.copy() for name, view in views.items()}
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DescriptionError(f"{path} is damaged: {error}") from error
