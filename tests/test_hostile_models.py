@@ -58,6 +58,14 @@ def test_changed_files(own: Any) -> None:
 
 
 @pytest.mark.exhaustive
+def test_what_is_changed_can_be_opened(own: Any, tmp_path: Path) -> None:
+    """Else nobody would find out what a change does."""
+    for number, (kind, seed) in enumerate(cases_of(["checkpoint", "packed", "tokenizer", "store"])):
+        seed.write(tmp_path / str(number))
+        kind.open(tmp_path / str(number), seed)
+
+
+@pytest.mark.exhaustive
 def test_all_kinds(tmp_path: Path) -> None:
     assert [*search_all(cases_of([*KINDS]), range(3000), Counter())] == []
 

@@ -22,7 +22,8 @@ from h2o_stream.runtime.weights import Weights, as_used
 _EXPERTS = {f"ffn_{name}_exps": f"{name}_proj" for name in ("gate_up", "gate", "up", "down")}
 """Matrices of all experts, in what transformers, and `models.packed_experts`, make of those of each."""
 
-_FUSED, _APART = "ffn_gate_up_exps", "ffn_up_exps"
+_HALVES = ("ffn_gate_up_exps", "ffn_up_exps", "ffn_gate_exps")
+"""Of which a row names one, or none; a model has the first, or the others."""
 
 _COLUMNS = {MatrixKind.FLOAT32: MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16: MatrixKind.BFLOAT16_COLUMNS}
 
@@ -49,7 +50,7 @@ class ModuleWeights(Weights):
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
         found = self._name(name, layer)
-        module, weights = self._modules.get(found), self._tensors.get(found)
+        module, weights = self._modules.get(found) if found else None, self._tensors.get(found)
         if module is not None:
             matrix = (embedding_of if hasattr(module, "num_embeddings") else matrix_of)(module, found)
             self._read.update(map(id, chain(module.parameters(), module.buffers())))
@@ -106,8 +107,9 @@ class ModuleWeights(Weights):
         """The name of a module, or of a parameter that is in none of its own; nothing if there is none."""
         if name in (EMBEDDING, OUTPUT):
             return name
-        is_apart = name == _FUSED and name not in self._architecture.checkpoint_names
-        saved = self._architecture.module_name(_APART if is_apart else name, layer)
+        named = self._architecture.checkpoint_names
+        in_row = next((half for half in _HALVES if half in named), "ffn_up_exps") if name in _HALVES else name
+        saved = self._architecture.module_name(in_row, layer)
         if not saved:
             return ""
         return self._found(name, saved, kind) or self._found(name, self._renamed(saved, kind), kind)

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_stream.base.memory import format_bytes, free_bytes
-from h2o_stream.base.progress import ignore
+from h2o_stream.base.progress import Progress, ProgressCallback, ignore
 from h2o_stream.errors import OutOfMemoryError, UnsupportedModelError
 from h2o_stream.models.fitting import MAX_SHARE
 from h2o_stream.models.gguf_header import GgufTensor
+from h2o_stream.models.huge_pages import HugePageBuffer
 from h2o_stream.models.packed_experts import split_experts
-from h2o_stream.models.quantize import packable
+from h2o_stream.models.quantize import packable, packed_kinds
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.gguf_types import TensorType
@@ -40,17 +41,17 @@ class HfWeights:
     Args:
         source: describes the file.
         skeleton: the model on the meta device, made from its config; experts that stay packed are split.
-        packs: whether weights in block formats stay packed.
+        quantize: ``auto`` if weights in block formats stay packed; ``int8`` or ``int4`` packs all that can be.
 
     Raises:
         UnsupportedModelError: the file has a weight that the model lacks.
     """
 
-    def __init__(self, source: ModelFile, skeleton: Any, packs: bool) -> None:
+    def __init__(self, source: ModelFile, skeleton: Any, quantize: str) -> None:
         self._file, self._architecture, self._parameters = source.file, source.architecture, source.parameters
         self._reader = GgufWeights(self._file, self._architecture, self._parameters, "float32", ignore)
         self._skeleton = skeleton
-        if packs:
+        if quantize == "auto":
             self._split_experts()
         self._shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
         order = [*self._architecture.checkpoint_names]
@@ -60,9 +61,12 @@ class HfWeights:
                 self._tensors.setdefault(self._name(tensor), []).append(tensor)
         for tensors in self._tensors.values():
             tensors.sort(key=lambda tensor: order.index(tensor_name(tensor.name)[1]))
-        self.kinds = {
-            name.removesuffix(".weight"): kind for name in self._tensors if packs and (kind := self._packed_kind(name))
-        }
+        self.kinds: dict[str, MatrixKind] = {}
+        if quantize == "auto":
+            kinds = ((name.removesuffix(".weight"), self._packed_kind(name)) for name in self._tensors)
+            self.kinds = {name: kind for name, kind in kinds if kind}
+        elif quantize != "none":
+            self.kinds = packed_kinds(skeleton, quantize)
 
     def _split_experts(self) -> None:
         """Replace experts by split ones if all of their matrices can be packed."""
@@ -183,8 +187,21 @@ class HfWeights:
         blocks, order = self._file.blocks(tensors[0]).reshape(shape[0], -1), self._reader.row_order(inner)
         return blocks if order is None else blocks[order], tensors[0].type
 
+    def packed_anew(self, dtype: torch.dtype, progress: ProgressCallback) -> dict[str, Tensor]:
+        """All weights for `from_pretrained`: those of `kinds` packed one by one, others in `dtype`."""
+        shapes = {name: tiles_shape(kind, *self._shapes[f"{name}.weight"]) for name, kind in self.kinds.items()}
+        pages, weights = HugePageBuffer(shapes.values()), dict[str, Tensor]()
+        for number, name in enumerate(self._tensors):
+            values, module = self.values(name), name.removesuffix(".weight")
+            if kind := self.kinds.get(module):
+                weights[f"{module}.tiles"] = pack(values.contiguous(), kind, pages.take(shapes[module]))
+            else:
+                weights[name] = values.to(dtype)
+            progress(Progress("packing", number + 1, len(self._tensors)))
+        return weights
+
     def packed(self, weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All weights for `from_pretrained`: those of `kinds` as tiles, others in `dtype`.
+        """All weights for `from_pretrained`: those of `kinds` as in the file, others in `dtype`.
 
         Args:
             weights: of the same file, or of a folder of its packed weights.

@@ -15,7 +15,8 @@ from h2o_stream.runtime.gguf_parameters import NOT_WEIGHTS
 from h2o_stream.runtime.gguf_weights import GgufWeights, is_dense
 from h2o_stream.runtime.packed_file import Entry
 from h2o_stream.runtime.parameters import tensor_name
-from h2o_stream.runtime.weights import SAFETENSORS_NAMES, packed_name
+from h2o_stream.runtime.safetensors_files import SAFETENSORS_NAMES
+from h2o_stream.runtime.weights import packed_name
 
 
 def gguf_entries(source: GgufWeights) -> Iterator[Entry]:

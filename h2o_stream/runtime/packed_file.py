@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from h2o_stream.base.mapped_files import reserve_room
 from h2o_stream.models.packed_cache import FORMAT, WEIGHTS_FILE, NotCachedError, new_packed_folder
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.runtime.weights import mapped_tensors
+from h2o_stream.runtime.safetensors_files import mapped_tensors
 
 _ALIGNMENT = 64
 """Of the first tensor, in bytes; packed tensors come first, and are multiples of it."""

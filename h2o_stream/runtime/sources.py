@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,13 +38,7 @@ from h2o_stream.runtime.measured import Windows, read_windows, save_windows, shi
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.packed_file import packed_difference, write_packed
 from h2o_stream.runtime.parameters import Parameters
-from h2o_stream.runtime.weights import (
-    SAFETENSORS_DTYPES,
-    SAFETENSORS_NAMES,
-    CheckpointWeights,
-    FolderWeights,
-    Weights,
-)
+from h2o_stream.runtime.weights import CheckpointWeights, FolderWeights, Weights
 
 T = TypeVar("T")
 
@@ -235,24 +230,13 @@ class Checkpoint(Source):
         generation = read_generation_config(path)
         variant = f"{dtype} {quantize}"
         super().__init__(name, path, dtype, quantize, variant, architecture, parameters, generation, folder)
-        if quantize != "none":
-            self._check_packs_as_transformers(config)
 
     def _precision(self, name: str, quantize: str, dtype: str) -> Precision:
         weights, model_dtype = self._dense, FileDtype(dtype)
         int8, int4 = (packed_size(weights, each, model_dtype.itemsize) for each in KINDS)
-        largest = max((array.size for array in weights.arrays.values()), default=0)
+        largest = max((math.prod(matrix.shape) for matrix in weights.matrices()), default=0)
         sizes = WeightSizes(4 * weights.num_weights, int8, int4, 2 * largest)
         return choose_precision(name, sizes, free_bytes(), quantize, (model_dtype,))
-
-    def _check_packs_as_transformers(self, config: Mapping[str, Any]) -> None:
-        """Raises DescriptionError if transformers would pack something else than is in the file."""
-        stored = {SAFETENSORS_DTYPES[array.dtype.type] for array in self._dense.arrays.values()}
-        dtype = config.get("dtype") or config.get("torch_dtype")
-        if self.parameters.experts:
-            raise DescriptionError("its experts would not be packed")
-        if len(stored) != 1 or (dtype is not None and SAFETENSORS_NAMES.get(dtype) not in stored):
-            raise DescriptionError(f"its weights are in {', '.join(sorted(stored))}, and {dtype} by its config")
 
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
         folder = self.folder

@@ -22,11 +22,8 @@ def _multipliers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"multipliers": Multipliers(attention_in, key, attention_out, gate, down, mixer_in, parts, mixer_out)}
 
 
-_EXPANDED = {"mamba_expand": 2, "mamba_n_groups": 1}
 ARCHITECTURES = {"falcon-h1": _FALCON}
 MODEL_TYPES = {
-    "falcon_h1": ModelType(
-        _FALCON, {**_EXPANDED, "mamba_norm_before_gate": True, "mamba_rms_norm": False}, numbers=_multipliers
-    ),
-    "bamba": ModelType(_FALCON, {**_EXPANDED, "partial_rotary_factor": 0.5}, {"mamba_norm_before_gate": False}),
+    "falcon_h1": ModelType(_FALCON, numbers=_multipliers),
+    "bamba": ModelType(_FALCON, fixed={"mamba_norm_before_gate": False}),
 }
