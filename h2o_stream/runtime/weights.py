@@ -129,10 +129,10 @@ class CheckpointWeights(Weights):
         return self._architecture.module_name(name, layer)
 
     def matrices(self) -> Iterator[StoredMatrix]:
-        """All linear layers, the embedding and the experts of each layer, but for what chooses experts."""
+        """All linear layers, the embedding and the experts of each layer, but for what chooses and weights others."""
         layers = range(self._parameters.num_layers)
         for name in self._architecture.checkpoint_names:
-            if name.startswith("ffn_gate_inp") or (name == OUTPUT and self._parameters.tied):
+            if name.startswith(_NOT_LINEAR) or (name == OUTPUT and self._parameters.tied):
                 continue
             for layer in (None,) if name in (EMBEDDING, OUTPUT) else layers:
                 module = self.module_name(name, layer)
@@ -239,6 +239,9 @@ _WITHIN = re.compile(r"(?<![^.])language_model\.")
 
 _OTHER_SENSES = OTHER_SENSES | {"visual"}
 """Modules that tokens of text do not go through, by their names in checkpoints."""
+
+_NOT_LINEAR = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_coef")
+"""What chooses experts, and weighs versions of the residual stream: it is not packed."""
 
 _GATES_AND_UPS = "ffn_gate_up_exps"
 
