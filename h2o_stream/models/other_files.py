@@ -34,7 +34,7 @@ _STARTS: Mapping[bytes, str] = {
 }
 """By the first bytes."""
 
-_WEB_PAGE = re.compile(rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype html|html|head|\?xml)", re.I | re.S)
+_WEB_PAGE = re.compile(rb"\s*+(?:(?><!--.*?-->)\s*+)*+<(?:!doctype html|html|head|\?xml)", re.I | re.S)
 
 _HUB = re.compile(
     r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:resolve|blob|tree)/[^/]+)?(?:/(.+?))?/?(?:\?.*)?$"

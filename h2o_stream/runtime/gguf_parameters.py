@@ -10,10 +10,11 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.abi import NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
+from h2o_stream.runtime.config_ropes import latent_magnitude
 from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.file_altup import altup_of
-from h2o_stream.runtime.file_ropes import is_latent, ropes_of, yarn_magnitude, yarn_share
+from h2o_stream.runtime.file_ropes import rope_of_file, ropes_of
 from h2o_stream.runtime.gguf_checks import check_rope, check_sizes
 from h2o_stream.runtime.parameters import ExpertParameters, LayerShape, MixerParameters, Parameters, tensor_name
 
@@ -30,7 +31,8 @@ expert_count expert_feed_forward_length expert_gating_func expert_group_count ex
 expert_shared_count expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_weights_scale
 feed_forward_length final_logit_softcapping full_attention_interval
 interleave_moe_layer_step leading_dense_block_count logit_scale nextn_predict_layers residual_scale
-rope.dimension_count rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scaling.attn_factor
+rope.dimension_count rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scale_linear
+rope.scaling.attn_factor
 rope.scaling.factor rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.type
 rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_ext_factor shortconv.l_cache
 ssm.conv_kernel ssm.group_count ssm.inner_size ssm.state_size ssm.time_step_rank vocab_size
@@ -98,7 +100,8 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             context=int(get("context_length")),
             ropes=ropes_of(file, architecture, head_size, sliding),
             tied=f"{OUTPUT}.weight" not in file.tensors,
-            scaling=float(get("attention.scale") or plain_scaling) * _magnitude(file, get),
+            scaling=float(get("attention.scale") or plain_scaling)
+            * (latent_magnitude(rope_of_file(file, architecture, latent.rope_size)) if latent else 1.0),
             sliding=sliding,
             softcap=float(get("attn_logit_softcapping") or 0),
             logit_softcap=float(get("final_logit_softcapping") or 0),
@@ -132,13 +135,6 @@ def _latent(get: Callable[[str], Any]) -> LatentSizes | None:
 
 
 _KEY_VALUE = ("key", "value")
-
-
-def _magnitude(file: GgufFile, get: Callable[[str], Any]) -> float:
-    """The factor of YaRN on queries times keys that RoPE does not have."""
-    if not is_latent(file) or get("rope.scaling.type") != "yarn":
-        return 1.0
-    return yarn_magnitude(float(get("rope.scaling.factor")), yarn_share(file)) ** 2
 
 
 def _largest(sizes: Any) -> int:

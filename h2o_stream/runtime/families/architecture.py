@@ -207,7 +207,8 @@ class ModelType:
 
     Attributes:
         architecture: row of the family, with the names that checkpoints have.
-        defaults: entries that it may leave out, as in the published config class, and ones that all models have.
+        defaults: entries that it may leave out, beside those of `published`, and ones that all models have.
+        older: returns entries that older configs of this type say in another way.
         fixed: entries as its class has them, whatever is said.
         norm: kind of all norms.
         slides_everywhere: all layers have the sliding window if there is one.
@@ -219,6 +220,7 @@ class ModelType:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     norm: NormKind = NormKind.RMS
     slides_everywhere: bool = False
+    older: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     numbers: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
 
 
