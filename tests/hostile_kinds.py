@@ -163,7 +163,7 @@ def _packed_seed(name: str, quantize: str, folder: Path) -> Seed:
     source.folder = folder / f"{name} packed"
     with patch.object(sources, "MIN_BYTES", 0):
         source.describe(_ignore, _ignore)
-    return Folder.read(source.folder, "config.json", (made, quantize))
+    return Folder.read(source.folder, note=(made, quantize))
 
 
 def _open_packed(path: Path, seed: Seed) -> None:

@@ -166,6 +166,21 @@ class TestRows:
                 found = config_parameters.parameters_of_config(config)
                 assert repr(found) == repr(config_parameters.parameters_of_config(read))
 
+    @pytest.mark.every(24)
+    @pytest.mark.parametrize("name", sorted(MODEL_TYPES.keys() - IN_MEMORY))
+    def test_packed_weights_are_read_again(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sources, "MIN_BYTES", 0)
+        make(ENTRIES.get(name, name)).save_pretrained(tmp_path / "model")
+        logits = []
+        for _ in range(2):
+            source = Checkpoint(name, tmp_path / "model", "float32", "int8")
+            source.folder = tmp_path / "packed"
+            served = source.model(source.describe(print, print), ()).serve(
+                CacheConfig("recent", window=16, chunk=4, positions="absolute")
+            )
+            logits.append(served.forward(TEXT[:12]))
+        assert numpy.array_equal(*logits)
+
     @in_turn("name", PUBLISHED)
     def test_published_configs(self, name: str) -> None:
         found, wanted = (config_parameters.parameters_of_config(x) for x in (PUBLISHED[name], as_read(PUBLISHED[name])))

@@ -259,7 +259,7 @@ class TestRefused:
         with pytest.raises(DescriptionError, match=r"it has blk\.3\.attn_sinks"):
             source_of(path)
 
-    @pytest.mark.parametrize("key", ["attention.clamp_kqv", "rope.scale_linear"])
+    @pytest.mark.parametrize("key", ["attention.clamp_kqv", "rope.scaling.alpha"])
     def test_parameters(self, key: str, tmp_path: Path) -> None:
         with pytest.raises(DescriptionError, match=f"smollm3.{key} is 2.0"):
             source_of(written(tmp_path, "SmolLM3", **{key: 2.0}))

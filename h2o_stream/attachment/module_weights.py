@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -36,11 +35,13 @@ class ModuleWeights(Weights):
     """
 
     def __init__(self, model: Any, architecture: Architecture) -> None:
-        self._model, self._architecture, self._read = model, architecture, set[int]()
+        self._model, self._architecture = model, architecture
         modules = dict(text_modules(model))
-        self._tensors = {
-            name: tensor for prefix, module in modules.items() for name, tensor in _tensors_of(module, prefix)
-        }
+        self._tensors = dict[str, Tensor]()
+        for prefix, module in modules.items():
+            self._tensors.update(module.named_parameters(prefix, recurse=False))
+            self._tensors.update(module.named_buffers(prefix, recurse=False))
+        self._read = {id(x._buffers[name]) for x in modules.values() for name in x._non_persistent_buffers_set}
         self._modules = modules | {EMBEDDING: model.get_input_embeddings(), OUTPUT: model.get_output_embeddings()}
         layers = next((name for name in modules if name.rpartition(".")[2] == "layers"), None)
         if layers is None or None in self._modules.values():
@@ -142,11 +143,3 @@ class ModuleWeights(Weights):
         kinds = WeightRenaming, WeightConverter
         first, second = ([each for each in transforms if isinstance(each, kind)] for kind in kinds)
         return first, second
-
-
-def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a module itself, and the buffers that are saved with it, by name."""
-    yield from module.named_parameters(prefix, recurse=False)
-    for name, buffer in module.named_buffers(prefix, recurse=False):
-        if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-            yield name, buffer

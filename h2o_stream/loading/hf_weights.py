@@ -32,7 +32,6 @@ from h2o_stream.runtime.merged import WHOLES, merged
 from h2o_stream.runtime.parameters import tensor_name
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.weights import Weights
 
 
 class HfWeights:
@@ -131,7 +130,7 @@ class HfWeights:
             raise self._file.damaged(f"{tensors[0].name} is {tensors[0].shape}, {name} of the model is {tuple(shape)}")
         for tensor in tensors:
             self._file.release(tensor)
-        return _borrowed(numpy.ascontiguousarray(numbers, numpy.float32)).view(shape)
+        return borrowed(numpy.ascontiguousarray(numbers, numpy.float32)).view(shape)
 
     def _numbers(self, name: str, tensors: list[GgufTensor]) -> Floats:
         inner = tensor_name(tensors[0].name)[1]
@@ -163,17 +162,17 @@ class HfWeights:
             first += mixer.key_heads * size
         return numpy.concatenate(parts, 1).ravel()
 
-    def _tiles(self, name: str, kind: MatrixKind, weights: Weights) -> Tensor:
+    def _tiles(self, name: str, kind: MatrixKind, weights: GgufWeights) -> Tensor:
         """A packed weight: what `weights` has, if that is the same."""
         tensors, (rows, columns) = self._tensors[name], self._shapes[name]
         layer, inner, _ = tensor_name(tensors[0].name)
         if inner in WHOLES:
-            return _borrowed(weights.matrix(WHOLES[inner], layer, rows, columns).weights)
+            return borrowed(weights.matrix(WHOLES[inner], layer, rows, columns).weights)
         if self._is_reordered(inner) or kind != GGUF_KINDS[tensors[0].type.name]:
             packed: Tensor = pack(self.values(name).contiguous(), kind)
             return packed
         names = ((tensor_name(tensor.name)[1], prod(tensor.shape[:-1])) for tensor in tensors)
-        parts = [_borrowed(weights.matrix(part, layer, count, columns).weights) for part, count in names]
+        parts = [borrowed(weights.matrix(part, layer, count, columns).weights) for part, count in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def blocks(self, name: str) -> tuple[NDArray[numpy.uint8], TensorType] | None:
@@ -200,11 +199,11 @@ class HfWeights:
             progress(Progress("packing", number + 1, len(self._tensors)))
         return weights
 
-    def packed(self, weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
+    def packed(self, weights: GgufWeights, dtype: torch.dtype) -> dict[str, Tensor]:
         """All weights for `from_pretrained`: those of `kinds` as in the file, others in `dtype`.
 
         Args:
-            weights: of the same file, or of a folder of its packed weights.
+            weights: of the same file.
             dtype: of others.
 
         Raises:
@@ -212,7 +211,7 @@ class HfWeights:
             DescriptionError: the folder is damaged.
         """
         kinds = {name: self.kinds.get(name.removesuffix(".weight")) for name in self._tensors}
-        if isinstance(weights, GgufWeights):
+        if weights.kept is None:
             self._check_fits(kinds, dtype)
         return dict(
             (name, self.values(name).to(dtype))
@@ -245,7 +244,7 @@ class _LazyWeight:
         return self._weights.values(self._name).to(self._dtype, copy=True)
 
 
-def _borrowed(array: NDArray[Any]) -> Tensor:
+def borrowed(array: NDArray[Any]) -> Tensor:
     """A tensor with the memory of an array, which must not be written to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it may be mapped from a file

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +24,7 @@ from h2o_stream.attachment.support import check_supported, with_default_position
 from h2o_stream.base.memory import free_bytes, trim_heap
 from h2o_stream.base.progress import ProgressCallback, ignore
 from h2o_stream.base.startup import gc_paused
+from h2o_stream.cache.arrays import to_tensors
 from h2o_stream.cache.identity import FILE_DIGEST
 from h2o_stream.cache.rope import ABSOLUTE_TAKEN
 from h2o_stream.config import CacheConfig, ModelConfig
@@ -40,7 +39,7 @@ from h2o_stream.errors import (
 )
 from h2o_stream.gpu import available
 from h2o_stream.loading.hf_config import config_by_transformers, described, hf_config
-from h2o_stream.loading.hf_weights import HfWeights
+from h2o_stream.loading.hf_weights import HfWeights, borrowed
 from h2o_stream.loading.reading_progress import report_progress
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
@@ -65,8 +64,8 @@ from h2o_stream.models.quantize import PackedConfig, pack_model, set_dtype
 from h2o_stream.models.templates import with_template
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
+from h2o_stream.runtime.packed_file import kept_tiles
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
-from h2o_stream.runtime.weights import FolderWeights, Weights
 
 
 def load(
@@ -271,17 +270,16 @@ class _Loader:
     def _load_kept(self, path: Path, precision: Precision) -> Any:
         """Load what the runtime keeps of a checkpoint, packed now or before; None if it keeps nothing of it."""
 
-        def read(weights: Weights) -> Any:
-            if not isinstance(weights, FolderWeights):
+        def read(weights: Any) -> Any:
+            if weights.kept is None:
                 return None
-            config = deepcopy(self._hf_config)
-            config.quantization_config = PackedConfig(weights.kinds).to_dict()
-            try:
-                model = self._with_generation(self._read(source.folder, config=config, dtype=precision.dtype))
-            except (OSError, ValueError, RuntimeError, SafetensorError, DataError) as error:
-                raise DescriptionError(str(error) or type(error).__name__) from error
-            advise_huge_pages(model.buffers())
-            return model
+            for entry in weights.entries():
+                kept_tiles(weights.kept, entry.name, entry.shape)
+            tiles = {name: borrowed(array) for name, array in weights.kept.items() if name.endswith(".tiles")}
+            advise_huge_pages(tiles.values())
+            packed = PackedConfig({name: kind.name for name, (_, kind) in weights.packed.items()})
+            state = to_tensors(weights.unpacked()) | tiles
+            return self._with_weights(state, dtype=precision.dtype, quantization_config=packed)
 
         try:
             source = Checkpoint(self._config.model, path, dtype_name(precision.dtype), precision.quantize)

@@ -25,8 +25,8 @@ METHOD = "h2o"
 
 _KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Names of modules that choose experts, or weigh them."""
+_ROUTERS = {"gate", "router", "shared_expert_gate", "modality_router", "prediction_coefs", "correction_coefs"}
+"""Names of modules that choose experts, or weigh them or versions of the residual stream."""
 
 
 @register_quantization_config(METHOD)
@@ -108,7 +108,7 @@ def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
     """Packed formats by module name, for ``int8`` or ``int4``.
 
     Linear layers and the embedding are packed if their columns are a multiple of 32, except for a tied output layer and
-    for routers of experts. The model may be on the meta device.
+    for `_ROUTERS`. The model may be on the meta device.
     """
     embedding, head, head_is_tied = model.get_input_embeddings(), model.get_output_embeddings(), is_tied(model)
     kinds = {}

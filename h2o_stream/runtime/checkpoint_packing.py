@@ -15,9 +15,8 @@ from h2o_stream.models.pages import HugePages
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Matrix
 from h2o_stream.native.packing import ROWS, columns_fit, pack, packed_bytes, tiles_shape
-from h2o_stream.runtime.packed_file import Entry
+from h2o_stream.runtime.packed_file import Entry, Kept, kept_tiles
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.safetensors_files import SAFETENSORS_DTYPES
 from h2o_stream.runtime.weights import CheckpointWeights, StoredMatrix, Weights
 
 KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
@@ -27,27 +26,35 @@ class PackedCheckpoint(Weights):
     """The weights of a checkpoint, of which matrices are packed as they are asked for; see `runtime.weights.Weights`.
 
     Embedding and output layer have 8 bits. What is packed is as in the file, also if the model has another dtype.
-    `progress` gets the numbers packed.
+    `progress` gets the numbers packed. What is in `kept` is not packed again.
     """
+
+    kept: Kept | None = None
 
     def __init__(self, weights: CheckpointWeights, quantize: str, progress: ProgressCallback) -> None:
         self._weights, self._progress = weights, progress
-        self._packed = {matrix.module: (matrix, kind) for matrix, kind in packed_matrices(weights, quantize)}
+        self.packed = {matrix.module: (matrix, kind) for matrix, kind in packed_matrices(weights, quantize)}
         self._pages: HugePages | None = None
-        self._done, self._total = 0, sum(math.prod(matrix.shape) for matrix, _ in self._packed.values())
+        self._done, self._total = 0, sum(math.prod(matrix.shape) for matrix, _ in self.packed.values())
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """A linear layer or, outside of layers, the embedding or the output layer; with its bias if it has one."""
-        found = self._packed.get(self._weights.module_name(name, layer))
-        if found is None:
+        module = self._weights.module_name(name, layer)
+        if module not in self.packed:
             return self._weights.matrix(name, layer, rows, columns)
-        if self._pages is None:
-            sizes = (packed_bytes(kind, *matrix.shape) for matrix, kind in self._packed.values())
-            self._pages = HugePages(sum(map(HugePages.aligned, sizes)))
-        stored, kind = self._weights.stored(name, layer, rows, columns), found[1]
-        tiles = self._pages.take(packed_bytes(kind, rows, columns)).reshape(tiles_shape(kind, rows, columns))
-        self._pack(stored, kind, tiles)
+        kind = self.packed[module][1]
+        tiles = kept_tiles(self.kept, f"{module}.tiles", tiles_shape(kind, rows, columns))
+        if tiles is None:
+            stored = self._weights.stored(name, layer, rows, columns)
+            tiles = self._take(packed_bytes(kind, rows, columns)).reshape(tiles_shape(kind, rows, columns))
+            self._pack(stored, kind, tiles)
         return Matrix(tiles, self._weights.vector(name, layer, "bias"), rows, columns, kind)
+
+    def _take(self, size: int) -> NDArray[numpy.uint8]:
+        if self._pages is None:
+            sizes = (packed_bytes(kind, *matrix.shape) for matrix, kind in self.packed.values())
+            self._pages = HugePages(sum(map(HugePages.aligned, sizes)))
+        return self._pages.take(size)
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """The weights of a norm, or with ``bias`` its biases, [n] float32; None if there are none."""
@@ -60,20 +67,19 @@ class PackedCheckpoint(Weights):
     @property
     def nbytes(self) -> int:
         """Bytes of the packed matrices."""
-        return sum(packed_bytes(kind, *matrix.shape) for matrix, kind in self._packed.values())
+        return sum(packed_bytes(kind, *matrix.shape) for matrix, kind in self.packed.values())
 
     def entries(self) -> Iterator[Entry]:
-        """All tensors, for a folder of packed weights."""
-        packed = {name: found for found in self._packed.values() for name in found[0].arrays}
-        for name, array in self._weights.arrays.items():
-            if name not in packed:
-                dtype = SAFETENSORS_DTYPES[array.dtype.type]
-                yield Entry(name, dtype, array.shape, array.nbytes, partial(_copy, array))
-                continue
-            matrix, kind = packed[name]
-            if name == matrix.arrays[0]:
-                fill = partial(self._pack_stored, matrix, kind)
-                yield Entry.packed(matrix.module, kind, tiles_shape(kind, *matrix.shape), fill)
+        """The packed matrices, in the order of the files, for a folder of packed weights."""
+        by_array = {matrix.arrays[0]: (matrix, kind) for matrix, kind in self.packed.values()}
+        for matrix, kind in (by_array[name] for name in self._weights.arrays if name in by_array):
+            fill = partial(self._pack_stored, matrix, kind)
+            yield Entry(f"{matrix.module}.tiles", tiles_shape(kind, *matrix.shape), fill)
+
+    def unpacked(self) -> dict[str, NDArray[Any]]:
+        """All other arrays of the files, by name."""
+        packed = {name for matrix, _ in self.packed.values() for name in matrix.arrays}
+        return {name: array for name, array in self._weights.arrays.items() if name not in packed}
 
     def _pack_stored(self, matrix: StoredMatrix, kind: MatrixKind, tiles: NDArray[numpy.uint8]) -> None:
         self._pack(self._weights.stored(matrix.name, matrix.layer, *matrix.shape), kind, tiles)
@@ -98,7 +104,3 @@ def packed_size(weights: CheckpointWeights, quantize: str, itemsize: int) -> int
     for matrix, kind in packed_matrices(weights, quantize):
         size += packed_bytes(kind, *matrix.shape) - itemsize * math.prod(matrix.shape)
     return size
-
-
-def _copy(array: NDArray[Any], out: NDArray[numpy.uint8]) -> None:
-    out[:] = array.reshape(-1).view(numpy.uint8)

@@ -31,7 +31,8 @@ expert_count expert_feed_forward_length expert_gating_func expert_group_count ex
 expert_shared_count expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_weights_scale
 feed_forward_length final_logit_softcapping full_attention_interval
 interleave_moe_layer_step leading_dense_block_count logit_scale nextn_predict_layers residual_scale
-rope.dimension_count rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scaling.attn_factor
+rope.dimension_count rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scale_linear
+rope.scaling.attn_factor
 rope.scaling.factor rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.type
 rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_ext_factor shortconv.l_cache
 ssm.conv_kernel ssm.group_count ssm.inner_size ssm.state_size ssm.time_step_rank vocab_size

@@ -54,8 +54,8 @@ def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
     Raises:
         DescriptionError: the file is damaged, or has other dtypes.
     """
-    data = map_weights(path)
     try:
+        data = map_weights(path)
         size = 8 + int.from_bytes(data[:8], "little")
         header = parse_json(data[8:size])
         views = {
@@ -66,5 +66,5 @@ def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
             if name != "__metadata__"
         }
         return {name: view if view.flags.aligned else view.copy() for name, view in views.items()}
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise DescriptionError(f"{path} is damaged: {error}") from error

@@ -1,4 +1,4 @@
-"""Weights by llama.cpp's names: what all have, and those of checkpoints and of folders of packed weights, mapped.
+"""Weights by llama.cpp's names: what all have, and those of checkpoints, mapped.
 
 Vectors are float32 arrays that hold what the model's dtype can hold, as when transformers loads them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import OTHER_SENSES, DescriptionError, Matrix
-from h2o_stream.native.packing import tiles_shape
 from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
-from h2o_stream.runtime.file_numbers import as_needed, rounded, row_orders
+from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.safetensors_files import checkpoint_files, mapped_tensors
@@ -70,11 +69,6 @@ def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matr
     kind = MatrixKind.FLOAT32 if numbers.dtype == numpy.float32 else MatrixKind.BFLOAT16
     rows, columns = numbers.shape
     return Matrix(numbers, bias, rows, columns, kind)
-
-
-def packed_name(architecture: Architecture, name: str, layer: int | None) -> str:
-    """What a module is called in a folder of packed weights: as in transformers, if it has all of them in this form."""
-    return gguf_name(name, layer) if architecture.stored_as_in_gguf else architecture.module_name(name, layer)
 
 
 def gguf_name(name: str, layer: int | None) -> str:
@@ -135,10 +129,10 @@ class CheckpointWeights(Weights):
         return self._architecture.module_name(name, layer)
 
     def matrices(self) -> Iterator[StoredMatrix]:
-        """All linear layers, the embedding and the experts of each layer, but for what chooses experts."""
+        """All linear layers, the embedding and the experts of each layer, but for what chooses and weights others."""
         layers = range(self._parameters.num_layers)
         for name in self._architecture.checkpoint_names:
-            if name.startswith("ffn_gate_inp") or (name == OUTPUT and self._parameters.tied):
+            if name.startswith(_NOT_LINEAR) or (name == OUTPUT and self._parameters.tied):
                 continue
             for layer in (None,) if name in (EMBEDDING, OUTPUT) else layers:
                 module = self.module_name(name, layer)
@@ -222,56 +216,6 @@ class CheckpointWeights(Weights):
         return bool(module) and any(found in self.arrays for found in (f"{module}.weight", module, f"{first}.weight"))
 
 
-class FolderWeights(CheckpointWeights):
-    """The weights of a folder that `packed_file` has written, mapped; `kinds` are packed formats by module name.
-
-    Raises:
-        DescriptionError: the file is not what was written.
-    """
-
-    def __init__(
-        self, folder: Path, kinds: Mapping[str, str], architecture: Architecture, parameters: Parameters, dtype: str
-    ) -> None:
-        if not isinstance(kinds, Mapping) or not all(
-            kind in MatrixKind.__members__ for kind in map(str, kinds.values())
-        ):
-            raise DescriptionError(f"the packed weights in {folder} are damaged: their formats are {kinds!r:.60}")
-        super().__init__(folder, architecture, parameters, dtype)
-        self.kinds, self._orders = kinds, row_orders(architecture, parameters)
-
-    def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
-        """See `Weights`."""
-        module = packed_name(self._architecture, name, layer)
-        tiles, kind = self.arrays.get(f"{module}.tiles"), self.kinds.get(module)
-        if tiles is None and self._architecture.stored_as_in_gguf:
-            numbers, bias = self.vector(name, layer), self.vector(name, layer, "bias")
-            return small_matrix(numbers, bias, rows, columns, self._dtype, module)
-        stored = self.arrays.get(f"{module}.weight")
-        if stored is not None and stored.size == rows * columns:
-            return dense_matrix(stored.reshape(rows, columns), self.vector(name, layer, "bias"), self._dtype)
-        if tiles is None or kind is None:
-            return super().matrix(name, layer, rows, columns)
-        if tiles.shape != tiles_shape(MatrixKind[kind], rows, columns):
-            raise DescriptionError(f"its {module} is {tiles.shape}, which is not {(rows, columns)} in {kind}")
-        return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, MatrixKind[kind])
-
-    def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
-        """See `Weights`."""
-        if not self._architecture.stored_as_in_gguf:
-            return super().vector(name, layer, kind)
-        stored = self.arrays.get(f"{gguf_name(name, layer)}.{kind}")
-        if stored is None:
-            return None
-        numbers = as_floats(stored, name).reshape(-1)
-        return as_needed(numbers, name, kind, self._architecture, self._orders, self._dtype)
-
-    def has(self, name: str, layer: int) -> bool:
-        """See `Weights`."""
-        module = packed_name(self._architecture, name, layer)
-        stored = not self.arrays.keys().isdisjoint((f"{module}.tiles", f"{module}.weight"))
-        return stored or super().has(name, layer)
-
-
 def as_used(numbers: Floats, architecture: Architecture, name: str, kind: str) -> Floats:
     """The numbers of a checkpoint's or a model's vector, with what is added to weights of norms, or made of logs."""
     if name == "ssm_a":
@@ -295,6 +239,9 @@ _WITHIN = re.compile(r"(?<![^.])language_model\.")
 
 _OTHER_SENSES = OTHER_SENSES | {"visual"}
 """Modules that tokens of text do not go through, by their names in checkpoints."""
+
+_NOT_LINEAR = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_coef")
+"""What chooses experts, and weighs versions of the residual stream: it is not packed."""
 
 _GATES_AND_UPS = "ffn_gate_up_exps"
 

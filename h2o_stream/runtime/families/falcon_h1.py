@@ -9,7 +9,11 @@ from h2o_stream.runtime.parameters import Multipliers
 _MIXER = state_space("mamba")
 _FALCON = Architecture(
     model_type="falcon_h1", config=lambda *_: {"mamba_norm_before_gate": False}, stored_as_in_gguf={*_MIXER}
-).with_names(_MIXER | mlp_names("feed_forward") | {"ffn_norm": "pre_ff_layernorm", FINAL_NORM: "model.final_layernorm"})
+).with_names(
+    _MIXER
+    | mlp_names("feed_forward")
+    | {"ssm_factors": "mamba.mup_vector", "ffn_norm": "pre_ff_layernorm", FINAL_NORM: "model.final_layernorm"}
+)
 
 
 def _multipliers(config: Mapping[str, Any]) -> dict[str, Any]:
