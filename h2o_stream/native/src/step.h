@@ -158,6 +158,7 @@ class Step {
   Vectors activated_, expert_activated_;  // of the MLP, and of [streams][chosen]
 
   bool passes_ = false;  // the tokens are those of a pass, whose streams are one
+  int64_t pass_threads_ = 0;  // at most as many compute its logits and keep its tokens
   Journal journal_;
   float* const* states_before_ = nullptr;  // recurrent states, before a pass
   std::vector<int64_t> kept_at_;           // where each layer's part of `kept_` begins

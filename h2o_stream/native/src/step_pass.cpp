@@ -10,12 +10,13 @@ void Step::pass(const Stream* streams, int64_t count, int64_t threads) {
   passes_ = true, states_before_ = streams->states;
   reserve(threads);
   reserve_pass();
-  parallel(sharing_ == kTuned ? tuner_.choose(threads) : threads, [this](const Worker& worker) { run_worker(worker); });
+  pass_threads_ = sharing_ == kTuned ? tuner_.choose(threads) : threads;
+  parallel(pass_threads_, [this](const Worker& worker) { run_worker(worker); });
 }
 
 void Step::pass_logits(int64_t first, int64_t count, float* logits, int64_t threads) {
   const int64_t vocabulary = model_.vocab_size;
-  parallel(threads, [&](const Worker& worker) {
+  parallel(std::min(threads, pass_threads_), [&](const Worker& worker) {
     const Range rows = worker.partition(vocabulary, packed::kRows);
     multiply_vectors(model_.output, states_[0].normed, {first, first + count}, rows, logits, vocabulary);
     for (int64_t i = 0; i < count; ++i) scale_logits(model_, rows, logits + i * vocabulary);
@@ -25,7 +26,7 @@ void Step::pass_logits(int64_t first, int64_t count, float* logits, int64_t thre
 void Step::keep(int64_t count, int64_t threads) {
   journal_.undo(count);
   if (!kept_size_) return;
-  parallel(threads, [&](const Worker& worker) {
+  parallel(std::min(threads, pass_threads_), [&](const Worker& worker) {
     float* scratch = mixer_scratch_.at(worker.index * mixer_scratch_size_);
     for (int64_t index = 0; index < model_.layer_count; ++index) {
       const Mixer& mixer = model_.layers[index].mixer;
