@@ -14,7 +14,6 @@ from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, window_of
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.compare.options import AUTO
 from h2o_stream.compare.speed.engines import OPENVINO, OURS, TRANSFORMERS, EngineInfo, EngineSpec
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
@@ -208,7 +207,7 @@ def engine_specs(
             peer_models = models if any_precision else models[:1]
         caches = [CacheConfig("full")]
         if peer == OPENVINO:
-            caches += [CacheConfig("h2o", window=window) for window in options.windows if window != AUTO]
+            caches += [CacheConfig("h2o", window=window) for window in options.windows if isinstance(window, int)]
         engines += [make(peer, model, cache, **common) for model in dict.fromkeys(peer_models) for cache in caches]
     return engines
 
