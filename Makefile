@@ -91,7 +91,7 @@ wheels: setup-dev
 
 # What a GPU does, in eight minutes; called again, it goes on. Then: h2o-compare report build/gpu
 gpu: setup-dev
-	$(BIN)/python -m h2o_stream.compare gpu --out build/gpu $(ARGS)
+	$(BIN)/h2o-compare gpu --out build/gpu $(ARGS)
 
 # Everything once with a real model, a 0.5B in eight minutes: make real MODEL=FILE.gguf
 real: setup-dev

@@ -44,7 +44,8 @@ def program(folder: Path, *sources: Path, flags: tuple[str, ...] = ()) -> list[s
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("flags", [(), ("-g", "-fsanitize=thread")])
 def test_exact_and_without_races_though_threads_are_interrupted(flags: tuple[str, ...], tmp_path: Path) -> None:
-    sources = [SOURCES / "assistants.cpp", SOURCES / "vectors.cpp", TESTS / "assistants.cpp"]
+    names = ("assistants.cpp", "vectors.cpp", "threads.cpp")
+    sources = [*(SOURCES / name for name in names), TESTS / "assistants.cpp"]
     command = program(tmp_path, *sources, flags=("-pthread", *flags))
     # some versions of the sanitizer cannot cope with random addresses
     ended = subprocess.run(

@@ -74,8 +74,9 @@ class TestCertify:
         assert certify(CertifyOptions(str(file), ModelConfig(dtype=DTYPE)), print) == []
 
     def test_a_wrong_base_of_rope_is_found(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        right = file_ropes.rope_frequencies
-        monkeypatch.setattr(file_ropes, "rope_frequencies", lambda theta, size: right(theta**0.25, size))
+        right = file_ropes.scaled_rope
+        wrong = {"rope_theta": 10.0}
+        monkeypatch.setattr(file_ropes, "scaled_rope", lambda rope, *sizes: right({**rope, **wrong}, *sizes))
         done = invoke("h2o-compare", "certify", file, "--dtype", DTYPE, "--jsonl", "-")
         assert done.exit_code == 1
         assert "logits are off" in done.stderr

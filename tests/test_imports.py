@@ -16,10 +16,10 @@ from tests.test_streams import LINES
 
 ROOT = Path(h2o_stream.__file__).parent
 LAYERS = (
-    "base", "config", "cache", "native", "models", "runtime", "attachment", "loading", "engine", "recall", "session",
-    "serve", "compare", "ui", "cli",
+    "base", "config", "cache", "native", "gpu", "models", "runtime", "attachment", "loading", "engine", "recall",
+    "session", "serve", "compare", "ui", "cli",
 )  # fmt: skip
-"""A layer imports only layers before it, except for a `__main__`, which is a command."""
+"""A layer imports only layers before it."""
 
 MODULES = {
     ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -66,10 +66,15 @@ def test_layers() -> None:
     upward = []
     for number, layer in enumerate(LAYERS):
         above = tuple(f"h2o_stream.{name}." for name in LAYERS[number + 1 :])
-        below = (name for name in MODULES if name.startswith(f"h2o_stream.{layer}.") and not name.endswith("__main__"))
-        for module in below:
+        for module in (name for name in MODULES if name.startswith(f"h2o_stream.{layer}.")):
             upward += [(module, name) for name in imports(module) if name.startswith(above)]
     assert upward == []
+
+
+def test_few_rooms_know_each_other() -> None:
+    rooms = {name: name.split(".")[1] for name in MODULES if name.count(".") > 1 or name == "h2o_stream.errors"}
+    pairs = {(rooms.get(name), rooms.get(other)) for name in MODULES for other in imports(name)}
+    assert len({(one, other) for one, other in pairs if one != other}) <= 110
 
 
 def test_without_torch() -> None:

@@ -16,17 +16,18 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.base.progress import Progress
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.loading import saved_model
+from h2o_stream.loading import hf_weights
 from h2o_stream.loading import transformers_model as loading
 from h2o_stream.loading.hf_weights import HfWeights
 from h2o_stream.loading.transformers_model import LoadedModel, load
-from h2o_stream.models import packed_cache, quantize
+from h2o_stream.models import packed_cache
 from h2o_stream.models.packed_cache import cached_folders
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
-from h2o_stream.models.quantize import FORMAT, PackedConfig
+from h2o_stream.models.quantize import FORMAT, pack_model
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
+from h2o_stream.runtime import sources
 from tests.family_models import written as write_gguf
 from tests.fixtures import make_llama, saved
 from tests.tolerance import relative_error
@@ -38,7 +39,7 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, with every conversion cached."""
     monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(saved_model, "MIN_BYTES", 0)
+    monkeypatch.setattr(sources, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
 
 
@@ -48,7 +49,8 @@ def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
 
 
 def packed(folder: Path, quantize: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=PackedConfig(quantize), dtype=torch.float32)
+    model: PreTrainedModel = pack_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), quantize)
+    return model
 
 
 def as_file(model: PreTrainedModel, folder: Path) -> Path:
@@ -119,13 +121,13 @@ class TestQuantizer:
 
     def test_it_is_refused_where_it_cannot_be(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="int8, int4"):
-            PackedConfig("int3")
-        folder = as_file(make_llama(heads=4, size=16), tmp_path)
+            pack_model(make_llama(), "int3")
+        folder = as_file(packed(as_file(make_llama(heads=4, size=16), tmp_path / "a"), "int4"), tmp_path / "b")
         with pytest.raises(ConfigError, match="--device-map"):
-            AutoModelForCausalLM.from_pretrained(folder, quantization_config=PackedConfig(), device_map="cpu")
+            AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
         monkeypatch.setattr(library, "loaded", lambda: None)
         with pytest.raises(ConfigError, match="compiled library"):
-            packed(folder, "int4")
+            pack_model(make_llama(), "int4")
 
 
 class TestKept:
@@ -135,7 +137,7 @@ class TestKept:
         (entry,) = cached_folders()
         assert str(folder) in entry.names
         assert any("MiB" in line and str(entry.path) in line for line in said)
-        monkeypatch.setattr("h2o_stream.models.quantize.pack", lambda *_: pytest.fail("packed again"))
+        monkeypatch.setattr("h2o_stream.runtime.checkpoint_packing.pack", lambda *_: pytest.fail("packed again"))
         second = load(config, notify=said.append).model
         assert second(IDS).logits.equal(first(IDS).logits)
         assert len(said) == 1
@@ -152,28 +154,28 @@ class TestKept:
 
     def test_damaged_ones_are_made_again(self, folder: Path, cache: Path) -> None:
         config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
-        first = load(config).model
+        expected = load(config).model(IDS).logits
         (entry,) = cached_folders()
         weights = entry.path / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:5000])
         again = load(config, notify=said.append).model
-        assert again(IDS).logits.equal(first(IDS).logits)
+        assert again(IDS).logits.equal(expected)
         assert "damaged" in said[0]
         assert weights.stat().st_size > 5000
 
     def test_those_that_lack_weights_are_made_again(self, folder: Path, cache: Path) -> None:
         config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
-        first = load(config).model
+        expected = load(config).model(IDS).logits
         (entry,) = cached_folders()
         weights = load_file(entry.path / "model.safetensors")
-        del weights["model.norm.weight"]
+        del weights["model.layers.0.mlp.up_proj.tiles"]
         save_file(weights, entry.path / "model.safetensors", {"format": "pt"})
         again = load(config, notify=said.append).model
-        assert again(IDS).logits.equal(first(IDS).logits)
-        assert "it has no model.norm.weight" in said[0]
+        assert again(IDS).logits.equal(expected)
+        assert "model.layers.0.mlp.up_proj.tiles is None" in said[0]
 
     def test_small_ones_are_not_kept(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(saved_model, "MIN_BYTES", 2**30)
+        monkeypatch.setattr(sources, "MIN_BYTES", 2**30)
         load(ModelConfig(str(folder), quantize="int4", device="cpu"))
         assert not cached_folders()
 
@@ -215,14 +217,8 @@ class TestKept:
         load(config)
         (entry,) = cached_folders()
         packed_cache.forget(str(folder))
-        lock = FileLock(entry.path.with_name(f"{entry.path.name}.lock"))
-
-        def progress(step: Progress) -> None:
-            if step.what == "packing" and not lock.is_locked:
-                lock.acquire()
-
-        assert load(config, progress=progress).model
-        lock.release()
+        with FileLock(entry.path.with_name(f"{entry.path.name}.lock")):
+            assert load(config).model
         assert not cached_folders()
 
 
@@ -254,7 +250,7 @@ class TestGguf:
     def test_repacking_reads_matrix_by_matrix(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """No more than one matrix exists unpacked."""
         unpacked = most_unpacked = 0
-        read, packed = HfWeights.values, quantize.pack
+        read, packed = HfWeights.values, hf_weights.pack
 
         def counted(weights: HfWeights, name: str) -> torch.Tensor:
             nonlocal unpacked, most_unpacked
@@ -269,7 +265,7 @@ class TestGguf:
             return packed(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(HfWeights, "values", counted)
-        monkeypatch.setattr(quantize, "pack", packing)
+        monkeypatch.setattr(hf_weights, "pack", packing)
         load(ModelConfig(str(write_gguf(tmp_path, "Llama")), device="cpu", quantize="int4"))
         assert (unpacked, most_unpacked) == (0, 1)
 

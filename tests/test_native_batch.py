@@ -1,6 +1,7 @@
 """Steps of several caches at once: each stream as if it were alone, whatever the others hold and protect."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
@@ -11,6 +12,9 @@ from h2o_stream.native import library
 from h2o_stream.native.batch import BatchStepper, rules
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
+from h2o_stream.runtime.sources import ModelFile
+from tests.family_models import GGUF, TEXT, written
+from tests.fixtures import with_exhaustive
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
@@ -55,6 +59,29 @@ def test_together_as_alone(model: RuntimeModel, count: int) -> None:
     for one, other in zip(alone, together, strict=True):
         first, second = one.state_dict(), other.state_dict()
         assert all(numpy.array_equal(first[name], second[name]) for name in first)
+
+
+SOME = ("Ministral 3", "Gemma 3", "Qwen3-Next", "Mixtral")
+
+
+@pytest.mark.parametrize("name", with_exhaustive(SOME, [name for name in GGUF if name not in SOME]))
+def test_each_family(name: str, tmp_path: Path) -> None:
+    """Products of experts are rounded otherwise."""
+    source = ModelFile(name, written(tmp_path, name), "float32")
+    served, native = source.model(source.describe(print), ()), library.loaded()
+    positions = "absolute" if served.refused_positions else "gap"
+    streams = [served.serve(CacheConfig(window=48, positions=positions, budgets="equal")) for _ in range(4)]
+    for number, stream in enumerate(streams):
+        stream.forward(TEXT[number % 2 : 40 + 20 * (number % 2)])
+    assert native is not None
+    batch, alone, together = BatchStepper(native, served.description), streams[:2], streams[2:]
+    for token in TEXT[60:64]:
+        for stream in together:
+            stream.cache.prepare(1)
+            assert stream.stepper.begin_step(numpy.array([token]))
+        wanted = numpy.array([stream.forward([token]) for stream in alone])
+        found = batch.step([stream.stepper for stream in together])
+        numpy.testing.assert_allclose(found, wanted, rtol=0, atol=2e-3 * abs(wanted).max())
 
 
 def test_which_slots_are_filled_is_known_after_any_change(served_embedded: LoadedModel) -> None:

@@ -1,6 +1,7 @@
 """Calls that are not written as the template writes them, whole and piece by piece; and what is no call."""
 
 import json
+import time
 from itertools import product
 from typing import Any
 
@@ -155,8 +156,15 @@ class TestHistories:
             assert dialogue.past[0].reply.text == ""
 
 
-@pytest.mark.parametrize("unit", ["{", '{"', '{"name":', "[{", '{"name": "weather", ', '<tool_call>{"name":', "{ }x{"])
-def test_texts_that_would_take_long(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+BEGUN = '{"name": "weather", "arguments": {"x": '
+
+
+@pytest.mark.parametrize(
+    ("first", "unit"),
+    [*(("", unit) for unit in ("{", '{"', '{"name":', "[{", '{"name": "weather", ', '<tool_call>{"name":', "{ }x{")),
+     (BEGUN, " "), (f'{BEGUN}"', " "), (f"{BEGUN}1", "\n")],
+)  # fmt: skip
+def test_texts_that_would_take_long(first: str, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As histories have them that somebody made up; what is looked at in vain is limited, for any length."""
     form = CallFormat("<tool_call>", "</tool_call>", "arguments", names=frozenset({"weather"}))
     looked, read = [0], other_calls._read
@@ -166,9 +174,13 @@ def test_texts_that_would_take_long(unit: str, monkeypatch: pytest.MonkeyPatch) 
         return read(text, start)
 
     monkeypatch.setattr(other_calls, "_read", counted)
-    for text in (unit * (200_000 // len(unit)), unit * (4_000_000 // len(unit))):
-        assert form.parse(text)[0].startswith(unit)
-        assert looked[0] < 10 * other_calls._MAX_WORK
+    started = time.thread_time()
+    for size, count in ((2000, 10), (200_000, 1), (4_000_000, 1)):
+        text = first + unit * (size // len(unit))
+        for _ in range(count):
+            assert form.parse(text)[0].startswith(first + unit)
+    assert looked[0] < 10 * other_calls._MAX_WORK
+    assert time.thread_time() - started < 5
 
 
 def test_a_call_after_much_code() -> None:

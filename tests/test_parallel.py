@@ -42,8 +42,8 @@ def launched(launcher: list[str], command: Any, *arguments: object) -> subproces
     if not launcher:
         return forked(command, *arguments)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
-    start = {"h2o-compare": ["-m", "h2o_stream.compare"], "h2o-stream": [f"{BIN}/h2o-stream"]}
-    whole = [*launcher, *start.get(command, [str(command)]), *map(str, arguments)]
+    script = command if command == SCRIPT else f"{BIN}/{command}"
+    whole = [*launcher, str(script), *map(str, arguments)]
     return subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 

@@ -16,7 +16,7 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
-from h2o_stream.loading import loading, saved_model
+from h2o_stream.loading import loading
 from h2o_stream.loading.loading import load_model, serves
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import packed_cache
@@ -52,7 +52,7 @@ def through_both(file: Path, config: CacheConfig, **engine: Any) -> tuple[Engine
 def keep_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed weights of small models are kept, too, in a cache in this folder."""
     monkeypatch.setattr(packed_cache, "cache_folder", lambda: folder / "cache")
-    monkeypatch.setattr(saved_model, "MIN_BYTES", 0)
+    monkeypatch.setattr(sources, "MIN_BYTES", 0)
     monkeypatch.setattr(sources, "MIN_GGUF_BYTES", 0)
 
 

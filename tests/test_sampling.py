@@ -1,5 +1,6 @@
 """Sampling: seeds, limits on the candidates, and the same candidates as transformers' warpers leave."""
 
+import time
 from itertools import cycle, islice
 from typing import Any
 
@@ -26,9 +27,9 @@ from h2o_stream.engine.sampling import (
     LOOP_LENGTH,
     MAX_SAID_LOSS,
     SAID_LENGTH,
+    Repetitions,
     Sampler,
     check_rng_state,
-    repeating,
     resolve,
     with_changes,
 )
@@ -41,11 +42,13 @@ from tests.test_gpu_graphs import FROM_HOST, HostFree
 EXTREMES = {
     "temperature": (0, 1e-300, 1e-40, 5e-324, 1e-20, 1.0, 1e6, 1e300, -1e-300, 10**400, float("nan"), float("inf")),
     "top_p": (5e-324, 1e-40, 0.5, 1, 1 - 1e-16, 0, 10**400, float("nan")),
-    "top_k": (0, 1, 5, 2**31 - 1, 2**31, 2**63, 10**400, -1), "min_p": (0, 5e-324, 1.0, 10**400, float("nan")),
+    "top_k": (0, 1, 5, 5.0, 2.5, 2**31 - 1, 2**31, 2**63, 10**400, -1),
+    "min_p": (0, 5e-324, 1.0, 10**400, float("nan")),
     "repetition_penalty": (1e-300, 1e-6, 1e6, 1e40, 10**400, float("nan"), 0),
-    "dry_multiplier": (0, 1e6, 1e300, 10**400, float("nan")), "dry_allowed_length": (0, 1, 2**31 - 1, 2**63, 10**400),
-    "frequency_penalty": (-2, 2, 10**400, float("nan")), "repeat_last_n": (-1, 0, 2**31 - 1, 2**64, 10**400),
-    "seed": (0, 2**63 - 1, 2**63, -1, 10**400), "max_tokens": (1, 2**31 - 1, 2**31, 10**400),
+    "dry_multiplier": (0, 1e6, 1e300, 10**400, float("nan")),
+    "dry_allowed_length": (0, 1, 2.0, 1.5, 2**31 - 1, 2**63, 10**400),
+    "frequency_penalty": (-2, 2, 10**400, float("nan")), "repeat_last_n": (-1, 0, 2.0, float("nan"), 2**31 - 1, 2**64),
+    "seed": (0, 2**63 - 1, 2**63, -1, 10**400), "max_tokens": (1, 4.0, 2**31 - 1, 2**31, 10**400),
 }  # fmt: skip
 """Numbers at the edges of settings, and beyond them."""
 
@@ -236,17 +239,30 @@ class TestSequences:
     def test_the_longest_counts(self) -> None:
         assert self.loss([2, 3, 4, 7, 1, 2, 3, 4, 8, 1, 2, 3], 4, dry_allowed_length=1) == 2.0
 
-    @given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
-    def test_lengths_and_distances(self, reply: list[int]) -> None:
-        found = set(zip(*(array.tolist() for array in repeating(np.array(reply))), strict=True))
+    @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 50), st.integers(0, 40))
+    def test_lengths_and_distances(self, reply: list[int], most: int, first: int) -> None:
+        """Of the last tokens, also where some of the steps before were not looked at."""
+        repetitions = Repetitions()
+        for size in range(min(first + 1, len(reply)), len(reply) + 1):
+            found = repetitions.find(np.array(reply[:size]), min(most, size))
+        last = reply[-most:]
         naive = set()
-        for end in range(len(reply) - 1):
+        for end in range(len(last) - 1):
             length = 0
-            while length <= end and reply[end - length] == reply[-1 - length]:
+            while length <= end and last[end - length] == last[-1 - length]:
                 length += 1
             if length:
-                naive.add((reply[end + 1], length, len(reply) - 1 - end))
-        assert found == naive
+                naive.add((last[end + 1], length, len(last) - 1 - end))
+        assert set(zip(*(array.tolist() for array in found), strict=True)) == naive
+
+    def test_a_token_costs_the_same_in_a_reply_that_repeats_itself(self) -> None:
+        """As long sequences as tokens before, as often as these, made seconds of the last tokens."""
+        sampler, reply = Sampler(SamplingConfig(dry_multiplier=1e-300), None), list[int]()
+        started = time.thread_time()
+        for _ in range(2000):
+            reply.append(5)
+            sampler._penalties(reply)
+        assert time.thread_time() - started < 3
 
     @pytest.mark.parametrize("period", [1, 5, 30])
     def test_loops_end(self, period: int) -> None:

@@ -54,13 +54,14 @@ WRONG: dict[str, Any] = {
     "stream_options.include_usage": 3, "stream_options.include_slots": 3, "window": 0, "policy": "best",
     "recall": "all", "think": 3, "messages": [], "messages.role": "robot", "messages.tool_calls": [3],
     "top_logprobs": 2, "continue_final_message": True, "add_generation_prompt": False, "tool_choice": "required",
-    "parallel_tool_calls": 3, "store": 3, "logprobs": "x", "previous_response_id": "x",
+    "reasoning_budget_message": "x" * 2000, "parallel_tool_calls": 3, "store": 3, "logprobs": "x",
+    "previous_response_id": "x",
 }  # fmt: skip
 """Values of other served fields, which are refused: somebody reads them."""
 
 SHOWN_ELSEWHERE = {"messages.tool_call_id", "enable_thinking", "chat_template_kwargs", "reasoning_effort", "reasoning",
-                   "reasoning.effort", "thinking_budget_tokens", "thinking_token_budget", "reasoning_budget_tokens",
-                   "reasoning_budget_message"}  # fmt: skip
+                   "reasoning.effort", "thinking_budget_tokens", "thinking_token_budget",
+                   "reasoning_budget_tokens"}  # fmt: skip
 """Fields whose effect needs a history, or a template that thinks: other tests show it."""
 
 OTHERS: list[tuple[Any, str]] = [

@@ -26,6 +26,8 @@ from h2o_stream.base.registry import Registry
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import POLICIES, CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.native import library
+from h2o_stream.serve.fields import FIELDS as SERVED_FIELDS
+from h2o_stream.serve.fields import Served
 from h2o_stream.serve.logprobs import TokenTexts
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.replies import Done, Piece, Seen, Started
@@ -55,19 +57,34 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
         yield running
 
 
-SCHEMA = {
-    "type": "object", "properties": {"é": {"enum": ["日本", "\n"]}}, "required": ["é"], "additionalProperties": False,
-}  # fmt: skip
 RESPONSE_TOOL = {"type": "function", **STRICT["function"]}  # type: ignore[dict-item]
 TEXTS = st.sampled_from(
     ["Hi.", "日本語 é 😀", "<|im_end|>", "x<|im_end|", ">", "", " ", "\n\n", "\ud800", "a" * 300, "\0"]
 )
 ODD = st.one_of(
     st.sampled_from([None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, -(10**400)]),
-    st.sampled_from([1e-40, 1e308, 0.5, "", "x", "\udfff"]),
+    st.sampled_from([1e-40, 1e308, 0.5, 2.0, -1.0, "", "x", "\udfff"]),
     st.recursive(st.none(), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2)),
 )  # fmt: skip
+SCHEMA = {
+    "type": "object", "properties": {"é": {"enum": ["日本", "\n"]}}, "required": ["é"], "additionalProperties": False,
+}  # fmt: skip
+LIMITS = st.sampled_from([5, 12, 0, -3])
+FORMS: dict[str, Any] = {
+    **dict.fromkeys(("json_schema", "guided_json"), st.sampled_from([SCHEMA, json.dumps(SCHEMA), "{", {"type": 5}])),
+    "format": st.sampled_from(["json", "", SCHEMA]),
+    **dict.fromkeys(("grammar", "guided_grammar"), st.sampled_from(['root ::= "yes"', "start: /[a-c]{1,5}/", "x ="])),
+    "guided_regex": st.sampled_from(["[a-c]{2}/", "(", "a\\"]),
+    "guided_choice": st.sampled_from([["yes", "😀"], [""], [], ['\0/"']]),
+    "structured_outputs": st.sampled_from([{"regex": "[a-c]{2}"}, {"json": SCHEMA}, {"json_object": False}, {"x": 1}]),
+}
 NUMBERS: dict[str, Any] = {
+    **FORMS, **dict.fromkeys(("n_predict", "num_predict"), LIMITS),
+    "think": st.sampled_from([True, False, "low", "no"]), "presence_penalty": st.sampled_from([0, 2, -1.5]),
+    "repeat_penalty": st.sampled_from([1, 1.2]), "repeat_last_n": st.sampled_from([-1, 0, 5]),
+    "dry_multiplier": st.sampled_from([0, 0.8, 1e6]), "dry_base": st.sampled_from([1, 1.75, 9]),
+    "dry_allowed_length": st.sampled_from([0, 2, 1.5]),
+    "options": st.sampled_from([{"temperature": 0, "num_predict": 5}, {"top_k": 2.0}, {"stop": ["e"]}, {}]),
     "temperature": st.sampled_from([0, 0.0, 1, 2.5, 1e-40, 1e-300]), "top_p": st.sampled_from([1, 0.5, 1e-9]),
     "top_k": st.sampled_from([-1, 0, 1, 40, 10**6]), "min_p": st.sampled_from([0, 0.05, 1.0]),
     "repetition_penalty": st.sampled_from([1, 1.3, 1e-300, 1e300]), "frequency_penalty": st.sampled_from([0, 2, -2]),
@@ -82,29 +99,52 @@ NUMBERS: dict[str, Any] = {
 OF_CHAT: dict[str, Any] = {
     "tool_choice": st.sampled_from(["auto", "none", "required"]),
     "parallel_tool_calls": st.booleans(), "store": st.booleans(),
-    "think": st.sampled_from([True, False, "low", "no"]), "thinking_budget_tokens": st.sampled_from([-1, 0, 5]),
-    "reasoning_effort": st.sampled_from(["none", "low", "high", "most"]),
+    "thinking_budget_tokens": st.sampled_from([-1, 0, 5]),
+    "reasoning_effort": st.sampled_from(["none", "low", "high", "most"]), "enable_thinking": st.booleans(),
+    "reasoning": st.sampled_from([{"effort": "low"}, {"effort": "none"}, {}]),
+    "chat_template_kwargs": st.sampled_from([{"enable_thinking": True}, {"thinking_budget": 3}, {"x": 1}, {}]),
+    "reasoning_budget_message": TEXTS, "previous_response_id": st.sampled_from(["x", "resp_1", "chatcmpl-" + "0" * 32]),
+    **dict.fromkeys(("reasoning_budget_tokens", "thinking_token_budget"), st.sampled_from([-1, 0, 5])),
 }  # fmt: skip
+PARTS = st.just([{"type": "text", "text": "Hi."}])
+CALLS = st.sampled_from([
+    [{"id": "a", "type": "function", "function": {"name": "time", "arguments": arguments}}]
+    for arguments in ("{}", {"place": "x"}, "{", "[1]", "\ud800", None)
+])  # fmt: skip
 MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool", "x"]), "content": TEXTS}),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "x"])},
+        optional={"content": TEXTS | PARTS, "tool_call_id": TEXTS, "tool_calls": CALLS},
+    ),
     min_size=1, max_size=4,
+)  # fmt: skip
+ITEMS = st.lists(
+    st.sampled_from([
+        {"role": "user", "content": "Hi."}, {"type": "message", "role": "user", "content": "Hi."},
+        {"type": "function_call", "call_id": "a", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "5"}, {"type": "reasoning", "summary": []},
+        {"type": "x"}, None,
+    ]),
+    max_size=4,
 )  # fmt: skip
 PLAIN = [{"role": "user", "content": "Hi."}]
 FORMAT = st.just({"type": "json_object", "schema": SCHEMA})
+SEVERAL = {**dict.fromkeys(("n", "n_cmpl"), st.sampled_from([1, 2])), "max_tokens": LIMITS}
 LOGPROBS = {"logprobs": st.booleans(), "top_logprobs": st.sampled_from([0, 2, 20])}
 FIELDS: dict[str, dict[str, Any]] = {
     "chat/completions": {
-        **NUMBERS, **OF_CHAT, **LOGPROBS, "n": st.sampled_from([1, 2]), "messages": MESSAGES,
+        **NUMBERS, **OF_CHAT, **LOGPROBS, **SEVERAL, "messages": MESSAGES, "max_completion_tokens": LIMITS,
+        "continue_final_message": st.booleans(), "add_generation_prompt": st.booleans(),
         "tools": st.sampled_from([[STRICT, TIME], []]), "response_format": FORMAT,
     },
     "completions": {
-        **NUMBERS, "n": st.sampled_from([1, 2]), "logprobs": st.sampled_from([0, 3]), "response_format": FORMAT,
+        **NUMBERS, **SEVERAL, "logprobs": st.sampled_from([0, 3]), "response_format": FORMAT,
         "prompt": st.lists(TEXTS, max_size=2),
     },
     "responses": {
-        **NUMBERS, **OF_CHAT, "input": MESSAGES | TEXTS, "instructions": TEXTS, "tools": st.just([RESPONSE_TOOL]),
+        **NUMBERS, **OF_CHAT, "input": MESSAGES | ITEMS | TEXTS, "max_output_tokens": LIMITS,
+        "instructions": TEXTS, "tools": st.just([RESPONSE_TOOL]),
         "truncation": st.sampled_from(["auto", "disabled", "x"]),
-        "previous_response_id": st.sampled_from(["x", "resp_1"]),
         "text": st.just({"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}),
         "conversation": st.just("c"), "background": st.booleans(), "prompt": st.just({"id": "p"}),
     },
@@ -132,6 +172,12 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
             key = draw(st.sampled_from([*inside] if isinstance(inside, dict) else range(len(inside))))
         inside[key] = draw(ODD)
     return endpoint, body
+
+
+def test_all_served_fields_are_asked_for() -> None:
+    for endpoint, fields in SERVED_FIELDS.items():
+        served = {name for name, rule in fields.items() if isinstance(rule, Served) and "." not in name}
+        assert served <= {*FIELDS[endpoint], "stream"}
 
 
 @given(requests())

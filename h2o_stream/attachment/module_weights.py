@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -22,7 +21,8 @@ from h2o_stream.runtime.weights import Weights, as_used
 _EXPERTS = {f"ffn_{name}_exps": f"{name}_proj" for name in ("gate_up", "gate", "up", "down")}
 """Matrices of all experts, in what transformers, and `models.packed_experts`, make of those of each."""
 
-_FUSED, _APART = "ffn_gate_up_exps", "ffn_up_exps"
+_HALVES = ("ffn_gate_up_exps", "ffn_up_exps", "ffn_gate_exps")
+"""Of which a row names one, or none; a model has the first, or the others."""
 
 _COLUMNS = {MatrixKind.FLOAT32: MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16: MatrixKind.BFLOAT16_COLUMNS}
 
@@ -35,11 +35,13 @@ class ModuleWeights(Weights):
     """
 
     def __init__(self, model: Any, architecture: Architecture) -> None:
-        self._model, self._architecture, self._read = model, architecture, set[int]()
+        self._model, self._architecture = model, architecture
         modules = dict(text_modules(model))
-        self._tensors = {
-            name: tensor for prefix, module in modules.items() for name, tensor in _tensors_of(module, prefix)
-        }
+        self._tensors = dict[str, Tensor]()
+        for prefix, module in modules.items():
+            self._tensors.update(module.named_parameters(prefix, recurse=False))
+            self._tensors.update(module.named_buffers(prefix, recurse=False))
+        self._read = {id(x._buffers[name]) for x in modules.values() for name in x._non_persistent_buffers_set}
         self._modules = modules | {EMBEDDING: model.get_input_embeddings(), OUTPUT: model.get_output_embeddings()}
         layers = next((name for name in modules if name.rpartition(".")[2] == "layers"), None)
         if layers is None or None in self._modules.values():
@@ -49,7 +51,7 @@ class ModuleWeights(Weights):
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
         found = self._name(name, layer)
-        module, weights = self._modules.get(found), self._tensors.get(found)
+        module, weights = self._modules.get(found) if found else None, self._tensors.get(found)
         if module is not None:
             matrix = (embedding_of if hasattr(module, "num_embeddings") else matrix_of)(module, found)
             self._read.update(map(id, chain(module.parameters(), module.buffers())))
@@ -106,8 +108,9 @@ class ModuleWeights(Weights):
         """The name of a module, or of a parameter that is in none of its own; nothing if there is none."""
         if name in (EMBEDDING, OUTPUT):
             return name
-        is_apart = name == _FUSED and name not in self._architecture.checkpoint_names
-        saved = self._architecture.module_name(_APART if is_apart else name, layer)
+        named = self._architecture.checkpoint_names
+        in_row = next((half for half in _HALVES if half in named), "ffn_up_exps") if name in _HALVES else name
+        saved = self._architecture.module_name(in_row, layer)
         if not saved:
             return ""
         return self._found(name, saved, kind) or self._found(name, self._renamed(saved, kind), kind)
@@ -140,11 +143,3 @@ class ModuleWeights(Weights):
         kinds = WeightRenaming, WeightConverter
         first, second = ([each for each in transforms if isinstance(each, kind)] for kind in kinds)
         return first, second
-
-
-def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a module itself, and the buffers that are saved with it, by name."""
-    yield from module.named_parameters(prefix, recurse=False)
-    for name, buffer in module.named_buffers(prefix, recurse=False):
-        if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-            yield name, buffer

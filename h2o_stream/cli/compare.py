@@ -72,7 +72,7 @@ app = run.app(cls=_Subcommands)
 def compare(version: Annotated[bool, typer_option("version", VERSION, "Output")] = False) -> None:
     """Compare cache policies with each other and with a full cache.
 
-    Under "accelerate launch -m h2o_stream.compare" or torchrun the processes share the work of a comparison.
+    Under "accelerate launch --no_python" or "torchrun --no-python" the processes share the work of a comparison.
     """
 
 

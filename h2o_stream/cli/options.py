@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import typer
 
 from h2o_stream.base.options import Option, json_object, parse_bytes, text_or_file
-from h2o_stream.base.resources import named_prompts, replace_surrogates
+from h2o_stream.base.resources import named_prompts, replace_surrogates, version_of
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.config import (
     DEFAULT_CHUNK,
@@ -254,9 +254,7 @@ def list_prompts(enabled: bool) -> None:
 
 def _print_version(enabled: bool) -> None:
     if enabled:
-        from h2o_stream import __version__
-
-        typer.echo(f"h2o_stream {__version__}")
+        typer.echo(f"h2o_stream {version_of('h2o-stream')}")
         raise typer.Exit
 
 

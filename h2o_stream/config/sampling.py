@@ -34,6 +34,9 @@ MAX_DRY_BASE = 4
 MAX_SEED, MAX_COUNT = 2**63, 2**31
 """More than all seeds, and than all numbers of tokens."""
 
+_COUNTS = ("top_k", "dry_allowed_length", "repeat_last_n", "seed", "max_tokens", "min_tokens", "thinking_budget")
+"""What is counted, also where JSON has it with a point."""
+
 MAX_SCALE = 1e6
 """Largest temperature, repetition penalty either way, and multiplier: float32 has what they make of logits."""
 
@@ -101,6 +104,11 @@ class SamplingConfig:
     thinking_message: str = ""
 
     def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if isinstance(value := getattr(self, name), float):
+                if not value.is_integer():
+                    raise ConfigError(f"{name} is {value}; --{name.replace('_', '-')} must be a whole number")
+                object.__setattr__(self, name, int(value))
         if isinstance(self.temperature, str):
             if self.temperature != BENCH:
                 raise ConfigError(
@@ -130,7 +138,7 @@ class SamplingConfig:
             if not -MAX_PENALTY <= (value := getattr(self, name)) <= MAX_PENALTY:
                 limits = f"between -{MAX_PENALTY} and {MAX_PENALTY}"
                 raise ConfigError(f"{name} is {value}; --{name.replace('_', '-')} must be {limits}")
-        if not -1 <= self.repeat_last_n < MAX_COUNT or self.repeat_last_n != int(self.repeat_last_n):
+        if not -1 <= self.repeat_last_n < MAX_COUNT:
             raise ConfigError(f"repeat_last_n is {self.repeat_last_n}; --repeat-last-n must be -1 (all) or a number")
         if self.seed is not None and not 0 <= self.seed < MAX_SEED:
             raise ConfigError(f"seed is {self.seed}; --seed must be between 0 and 2**63 - 1")

@@ -117,6 +117,7 @@ class Sampler:
         self._bias_values = np.array([bias for _, bias in config.logit_bias], np.float32)
         self._bits = PCG64(self.seed)
         self._random = Generator(self._bits)
+        self._repeated = Repetitions()
 
     @property
     def rng_state(self) -> RngState:
@@ -196,7 +197,9 @@ class Sampler:
         said = counts = tokens[:0]
         if self._penalty != 1 or config.frequency_penalty or config.presence_penalty:
             said, counts = np.unique(tokens, return_counts=True)
-        repeated, losses = self._repetitions(tokens) if self._dry and count else (tokens[:0], np.zeros(0, np.float32))
+        repeated, losses = (
+            self._repetitions(reply, count) if self._dry and count else (tokens[:0], np.zeros(0, np.float32))
+        )
         if not (banned or len(said) or len(repeated)):
             return None
         changes = Changes.none(said, repeated, banned)
@@ -207,9 +210,9 @@ class Sampler:
         changes.banned[changes.places(banned)] = True
         return changes._replace(added=-lost)
 
-    def _repetitions(self, tokens: TokenIds) -> tuple[TokenIds, Scores]:
-        """Tokens that would lengthen a sequence, and what they lose."""
-        ids, lengths, distances = repeating(tokens)
+    def _repetitions(self, reply: Sequence[int], count: int) -> tuple[TokenIds, Scores]:
+        """Tokens that would lengthen a sequence among the last `count` of a reply, and what they lose."""
+        ids, lengths, distances = self._repeated.find(np.array(reply, np.int64), count)
         allowed, base = self._dry_allowed or np.maximum(distances, LOOP_LENGTH), self._config.dry_base
         losses = _dry_losses(self._dry, base, lengths, allowed)
         if not self._dry_allowed:
@@ -300,17 +303,31 @@ def _check(peak: float) -> None:
         )
 
 
-def repeating(tokens: TokenIds) -> tuple[TokenIds, NDArray[np.int64], NDArray[np.int64]]:
-    """For tokens [n] int64, n > 0: those that followed a sequence with which they end, its length, and its distance."""
-    ends = (tokens[:-1] == tokens[-1]).nonzero()[0]
-    lengths, growing = np.ones_like(ends), np.arange(len(ends))
-    for length in range(1, len(tokens)):
-        starts = ends[growing] - length
-        growing = growing[(starts >= 0) & (tokens[starts] == tokens[-1 - length])]
-        if not len(growing):
-            break
-        lengths[growing] += 1
-    return tokens[ends + 1], lengths, len(tokens) - 1 - ends
+class Repetitions:
+    """The sequences with which a reply ends and that it has before: with each token from those of the token before,
+    since a reply that says the same again and again has as many as tokens, and as long ones.
+    """
+
+    def __init__(self) -> None:
+        self._reply = self._lengths = np.zeros(0, np.int64)
+
+    def find(self, reply: TokenIds, count: int) -> tuple[TokenIds, NDArray[np.int64], NDArray[np.int64]]:
+        """Among the last `count` tokens of a reply [n] int64, count > 0: those that followed a sequence with which it
+        ends, its length, and its distance.
+        """
+        if not np.array_equal(reply[:-1], self._reply):
+            self._lengths = np.zeros(0, np.int64)
+            for size in range(2, len(reply)):
+                self._append(reply[:size])
+        self._append(reply)
+        self._reply = reply
+        lengths = np.minimum(self._lengths[len(reply) - count :], np.arange(1, count))
+        ends = lengths.nonzero()[0]
+        return reply[len(reply) - count :][ends + 1], lengths[ends], count - 1 - ends
+
+    def _append(self, reply: TokenIds) -> None:
+        longer = np.concatenate([[1], self._lengths + 1])[: len(reply) - 1]
+        self._lengths = np.where(reply[:-1] == reply[-1], longer, 0)
 
 
 def _dry_losses(multiplier: float, base: float, lengths: NDArray[np.int64], allowed: NDArray[np.int64] | int) -> Scores:

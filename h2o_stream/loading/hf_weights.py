@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_stream.base.memory import format_bytes, free_bytes
-from h2o_stream.base.progress import ignore
+from h2o_stream.base.progress import Progress, ProgressCallback, ignore
 from h2o_stream.errors import OutOfMemoryError, UnsupportedModelError
 from h2o_stream.models.fitting import MAX_SHARE
 from h2o_stream.models.gguf_header import GgufTensor
+from h2o_stream.models.huge_pages import HugePageBuffer
 from h2o_stream.models.packed_experts import split_experts
-from h2o_stream.models.quantize import packable
+from h2o_stream.models.quantize import packable, packed_kinds
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.gguf_types import TensorType
@@ -31,7 +32,6 @@ from h2o_stream.runtime.merged import WHOLES, merged
 from h2o_stream.runtime.parameters import tensor_name
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.sources import ModelFile
-from h2o_stream.runtime.weights import Weights
 
 
 class HfWeights:
@@ -40,17 +40,17 @@ class HfWeights:
     Args:
         source: describes the file.
         skeleton: the model on the meta device, made from its config; experts that stay packed are split.
-        packs: whether weights in block formats stay packed.
+        quantize: ``auto`` if weights in block formats stay packed; ``int8`` or ``int4`` packs all that can be.
 
     Raises:
         UnsupportedModelError: the file has a weight that the model lacks.
     """
 
-    def __init__(self, source: ModelFile, skeleton: Any, packs: bool) -> None:
+    def __init__(self, source: ModelFile, skeleton: Any, quantize: str) -> None:
         self._file, self._architecture, self._parameters = source.file, source.architecture, source.parameters
         self._reader = GgufWeights(self._file, self._architecture, self._parameters, "float32", ignore)
         self._skeleton = skeleton
-        if packs:
+        if quantize == "auto":
             self._split_experts()
         self._shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
         order = [*self._architecture.checkpoint_names]
@@ -60,9 +60,12 @@ class HfWeights:
                 self._tensors.setdefault(self._name(tensor), []).append(tensor)
         for tensors in self._tensors.values():
             tensors.sort(key=lambda tensor: order.index(tensor_name(tensor.name)[1]))
-        self.kinds = {
-            name.removesuffix(".weight"): kind for name in self._tensors if packs and (kind := self._packed_kind(name))
-        }
+        self.kinds: dict[str, MatrixKind] = {}
+        if quantize == "auto":
+            kinds = ((name.removesuffix(".weight"), self._packed_kind(name)) for name in self._tensors)
+            self.kinds = {name: kind for name, kind in kinds if kind}
+        elif quantize != "none":
+            self.kinds = packed_kinds(skeleton, quantize)
 
     def _split_experts(self) -> None:
         """Replace experts by split ones if all of their matrices can be packed."""
@@ -127,7 +130,7 @@ class HfWeights:
             raise self._file.damaged(f"{tensors[0].name} is {tensors[0].shape}, {name} of the model is {tuple(shape)}")
         for tensor in tensors:
             self._file.release(tensor)
-        return _borrowed(numpy.ascontiguousarray(numbers, numpy.float32)).view(shape)
+        return borrowed(numpy.ascontiguousarray(numbers, numpy.float32)).view(shape)
 
     def _numbers(self, name: str, tensors: list[GgufTensor]) -> Floats:
         inner = tensor_name(tensors[0].name)[1]
@@ -159,17 +162,17 @@ class HfWeights:
             first += mixer.key_heads * size
         return numpy.concatenate(parts, 1).ravel()
 
-    def _tiles(self, name: str, kind: MatrixKind, weights: Weights) -> Tensor:
+    def _tiles(self, name: str, kind: MatrixKind, weights: GgufWeights) -> Tensor:
         """A packed weight: what `weights` has, if that is the same."""
         tensors, (rows, columns) = self._tensors[name], self._shapes[name]
         layer, inner, _ = tensor_name(tensors[0].name)
         if inner in WHOLES:
-            return _borrowed(weights.matrix(WHOLES[inner], layer, rows, columns).weights)
+            return borrowed(weights.matrix(WHOLES[inner], layer, rows, columns).weights)
         if self._is_reordered(inner) or kind != GGUF_KINDS[tensors[0].type.name]:
             packed: Tensor = pack(self.values(name).contiguous(), kind)
             return packed
         names = ((tensor_name(tensor.name)[1], prod(tensor.shape[:-1])) for tensor in tensors)
-        parts = [_borrowed(weights.matrix(part, layer, count, columns).weights) for part, count in names]
+        parts = [borrowed(weights.matrix(part, layer, count, columns).weights) for part, count in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def blocks(self, name: str) -> tuple[NDArray[numpy.uint8], TensorType] | None:
@@ -183,11 +186,24 @@ class HfWeights:
         blocks, order = self._file.blocks(tensors[0]).reshape(shape[0], -1), self._reader.row_order(inner)
         return blocks if order is None else blocks[order], tensors[0].type
 
-    def packed(self, weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All weights for `from_pretrained`: those of `kinds` as tiles, others in `dtype`.
+    def packed_anew(self, dtype: torch.dtype, progress: ProgressCallback) -> dict[str, Tensor]:
+        """All weights for `from_pretrained`: those of `kinds` packed one by one, others in `dtype`."""
+        shapes = {name: tiles_shape(kind, *self._shapes[f"{name}.weight"]) for name, kind in self.kinds.items()}
+        pages, weights = HugePageBuffer(shapes.values()), dict[str, Tensor]()
+        for number, name in enumerate(self._tensors):
+            values, module = self.values(name), name.removesuffix(".weight")
+            if kind := self.kinds.get(module):
+                weights[f"{module}.tiles"] = pack(values.contiguous(), kind, pages.take(shapes[module]))
+            else:
+                weights[name] = values.to(dtype)
+            progress(Progress("packing", number + 1, len(self._tensors)))
+        return weights
+
+    def packed(self, weights: GgufWeights, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All weights for `from_pretrained`: those of `kinds` as in the file, others in `dtype`.
 
         Args:
-            weights: of the same file, or of a folder of its packed weights.
+            weights: of the same file.
             dtype: of others.
 
         Raises:
@@ -195,7 +211,7 @@ class HfWeights:
             DescriptionError: the folder is damaged.
         """
         kinds = {name: self.kinds.get(name.removesuffix(".weight")) for name in self._tensors}
-        if isinstance(weights, GgufWeights):
+        if weights.kept is None:
             self._check_fits(kinds, dtype)
         return dict(
             (name, self.values(name).to(dtype))
@@ -228,7 +244,7 @@ class _LazyWeight:
         return self._weights.values(self._name).to(self._dtype, copy=True)
 
 
-def _borrowed(array: NDArray[Any]) -> Tensor:
+def borrowed(array: NDArray[Any]) -> Tensor:
     """A tensor with the memory of an array, which must not be written to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it may be mapped from a file

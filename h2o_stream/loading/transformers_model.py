@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +24,7 @@ from h2o_stream.attachment.support import check_supported, with_default_position
 from h2o_stream.base.memory import free_bytes, trim_heap
 from h2o_stream.base.progress import ProgressCallback, ignore
 from h2o_stream.base.startup import gc_paused
+from h2o_stream.cache.arrays import to_tensors
 from h2o_stream.cache.identity import FILE_DIGEST
 from h2o_stream.cache.rope import ABSOLUTE_TAKEN
 from h2o_stream.config import CacheConfig, ModelConfig
@@ -43,8 +39,8 @@ from h2o_stream.errors import (
 )
 from h2o_stream.gpu import available
 from h2o_stream.loading.hf_config import config_by_transformers, described, hf_config
-from h2o_stream.loading.hf_weights import HfWeights
-from h2o_stream.loading.saved_model import report_progress, save_packed
+from h2o_stream.loading.hf_weights import HfWeights, borrowed
+from h2o_stream.loading.reading_progress import report_progress
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.fitting import Precision, choose_precision, dtype_name
@@ -55,7 +51,7 @@ from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.models.packed_cache import folder_lock, packed_folder
+from h2o_stream.models.packed_experts import SplitExperts, split_stacked_experts
 from h2o_stream.models.precision import (
     allowed_dtypes,
     device_map_kwargs,
@@ -64,11 +60,12 @@ from h2o_stream.models.precision import (
     tensor_parallel_kwargs,
     weight_sizes,
 )
-from h2o_stream.models.quantize import PackedConfig, set_dtype
+from h2o_stream.models.quantize import PackedConfig, pack_model, set_dtype
 from h2o_stream.models.templates import with_template
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
-from h2o_stream.runtime.sources import ModelFile
+from h2o_stream.runtime.packed_file import kept_tiles
+from h2o_stream.runtime.sources import Checkpoint, ModelFile
 
 
 def load(
@@ -169,7 +166,11 @@ class _Loader:
                 return self._load_gguf(self._described, skeleton)
             reason = library.why_not() or "only transformers reads them"
             self._notify(f"The weights of {config.model} are unpacked: {reason}.")
+        if self._file is None:
+            split_stacked_experts(skeleton)
         quantized = getattr(self._hf_config, "quantization_config", None) is not None
+        if quantized and config.quantize not in ("auto", "none"):
+            raise ConfigError(f"{config.model} has quantized weights, which --quantize {config.quantize} does not pack")
         precision = choose_precision(
             config.model,
             weight_sizes(skeleton),
@@ -207,7 +208,7 @@ class _Loader:
         if self._described is not None and config.quantize == "auto" and not available.why_not(self._device):
             from h2o_stream.gpu.packed import keep_blocks
 
-            keep_blocks(model, HfWeights(self._described, skeleton, packs=False).blocks)
+            keep_blocks(model, HfWeights(self._described, skeleton, "none").blocks)
         return model
 
     def _skeleton(self) -> Any:
@@ -217,7 +218,7 @@ class _Loader:
     def _load_dense(self, dtype: Any, skeleton: Any, **device_kwargs: Any) -> Any:
         with report_progress("reading", skeleton, self._progress):
             if self._described is not None:
-                weights = HfWeights(self._described, skeleton, packs=False).lazy(dtype)
+                weights = HfWeights(self._described, skeleton, "none").lazy(dtype)
                 return self._with_weights(weights, dtype=dtype, **device_kwargs)
             if self._file is not None:
                 name = self._file.path.name
@@ -230,14 +231,16 @@ class _Loader:
     def _load_gguf(self, source: ModelFile, skeleton: Any) -> Any:
         """Load a quantized file: its matrices stay packed."""
         dtype = dtype_of(self._config.dtype, self._device)
-        reader, notify = HfWeights(source, skeleton, packs=True), self._notify if self._from_packed else None
+        reader, notify = HfWeights(source, skeleton, "auto"), self._notify if self._from_packed else None
         try:
             weights = source.with_weights(lambda kept: reader.packed(kept, dtype), self._progress, notify)
         except DescriptionError as error:
             raise UnsupportedModelError(f"{source.path.name} cannot be served: {error}") from error
-        packed = PackedConfig(modules={name: kind.name for name, kind in reader.kinds.items()})
-        model = self._with_weights(weights, dtype=dtype, quantization_config=packed)
-        return self._with_digest(model, dtype_name(dtype))
+        return self._with_digest(self._with_packed(reader, weights, dtype), dtype_name(dtype))
+
+    def _with_packed(self, reader: HfWeights, weights: dict[str, Any], dtype: torch.dtype) -> Any:
+        packed = PackedConfig({name: kind.name for name, kind in reader.kinds.items()})
+        return self._with_weights(weights, dtype=dtype, quantization_config=packed)
 
     def _with_digest(self, model: Any, variant: str) -> Any:
         """The model as `runtime.sources` calls it in states."""
@@ -246,44 +249,43 @@ class _Loader:
         return model
 
     def _load_packed(self, precision: Precision, skeleton: Any) -> Any:
-        """Pack weights while reading them, or load cached ones."""
-        source, config = self._source, PackedConfig(precision.quantize)
+        """Pack weights, or load cached ones."""
+        quantize, dtype = precision.quantize, precision.dtype
         if self._described is not None:
-            weights = HfWeights(self._described, skeleton, packs=False).lazy(precision.dtype)
-            with report_progress("packing", skeleton, self._progress):
-                return self._with_weights(weights, dtype=precision.dtype, quantization_config=config)
+            reader = HfWeights(self._described, skeleton, quantize)
+            return self._with_packed(reader, reader.packed_anew(dtype, self._progress), dtype)
 
         def read() -> Any:
-            with report_progress("packing", skeleton, self._progress):
-                model = self._read(source, dtype="auto", quantization_config=config, **self._bars, **self._local)
-            set_dtype(model, precision.dtype)
+            model = pack_model(self._load_dense("auto", skeleton), quantize, self._progress)
+            set_dtype(model, dtype)
             return model
 
-        path = local_path(source, self._config.offline)
-        model = self._load_cached(path, precision.quantize, precision.dtype, read) if self._from_packed else read()
-        return self._with_digest(model, f"{dtype_name(precision.dtype)} {precision.quantize}")
+        if self._file is not None:
+            return read()
+        path = local_path(self._source, self._config.offline)
+        splits = any(isinstance(module, SplitExperts) for module in skeleton.modules())
+        model = self._load_kept(path, precision) if self._from_packed and not splits else None
+        return self._with_digest(model or read(), f"{dtype_name(dtype)} {quantize}")
 
-    def _load_cached(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:
-        """Load the cached packed weights of `source`, or call `read` and cache its result."""
-        name = self._config.model
-        folder = packed_folder(name, source, quantize)
-        with suppress(OSError), folder_lock(folder):
-            if folder.exists():
-                try:
-                    packed = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-                    config = deepcopy(self._hf_config)
-                    config.quantization_config = packed
-                    model = self._with_generation(self._read(folder, config=config, dtype=dtype))
-                    advise_huge_pages(model.buffers())
-                    return model
-                except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, DataError) as error:
-                    reason = (str(error) or type(error).__name__).splitlines()[0]
-                    self._notify(f"The packed weights in {folder} are damaged and will be recreated: {reason}")
-                    shutil.rmtree(folder)
-        model = read()
-        metadata = {"model": name, "quantize": quantize, "source": str(source.absolute())}
-        save_packed(model, folder, metadata, self._notify)
-        return model
+    def _load_kept(self, path: Path, precision: Precision) -> Any:
+        """Load what the runtime keeps of a checkpoint, packed now or before; None if it keeps nothing of it."""
+
+        def read(weights: Any) -> Any:
+            if weights.kept is None:
+                return None
+            for entry in weights.entries():
+                kept_tiles(weights.kept, entry.name, entry.shape)
+            tiles = {name: borrowed(array) for name, array in weights.kept.items() if name.endswith(".tiles")}
+            advise_huge_pages(tiles.values())
+            packed = PackedConfig({name: kind.name for name, (_, kind) in weights.packed.items()})
+            state = to_tensors(weights.unpacked()) | tiles
+            return self._with_weights(state, dtype=precision.dtype, quantization_config=packed)
+
+        try:
+            source = Checkpoint(self._config.model, path, dtype_name(precision.dtype), precision.quantize)
+            return source.with_weights(read, self._progress, self._notify)
+        except DescriptionError:
+            return None
 
     def _with_weights(self, weights: dict[str, Any], **kwargs: Any) -> Any:
         return self._with_generation(self._read(None, config=self._hf_config, state_dict=weights, **kwargs))

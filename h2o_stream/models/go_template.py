@@ -6,8 +6,8 @@ Templates that go through messages themselves, or have tools, are not translated
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-_ACTION = re.compile(r"\{\{(-?)\s*(.*?)\s*(-?)\}\}", re.S)
 _NAMES = {".System": "system", ".Prompt": "prompt", ".Response": "response"}
 _TESTS = {**_NAMES, ".First": "first"}
 _PLACE = "{{ .Response }}"
@@ -34,12 +34,12 @@ _AROUND = """\
 
 def as_jinja(template: str) -> str | None:
     """The same template for Jinja, or None if it has more than prompts, responses, and conditions on them."""
-    if not any(action[2] == ".Response" for action in _ACTION.finditer(template)):
+    if not any(what == ".Response" for *_, what, _ in _actions(template)):
         template += _PLACE
     before, after, depth, pieces, at = "", None, 0, list[str](), 0
-    for action in _ACTION.finditer(template):
-        pieces.append(_literal(template[at : action.start()]))
-        at, (left, what, right) = action.end(), action.groups()
+    for start, stop, left, what, right in _actions(template):
+        pieces.append(_literal(template[at:start]))
+        at = stop
         word, _, test = what.partition(" ")
         if what == ".Response":
             if depth or after is not None:
@@ -58,6 +58,17 @@ def as_jinja(template: str) -> str | None:
             return None
     after = "".join([*pieces, _literal(template[at:])])
     return _AROUND.replace("BEFORE", before, 1).replace("AFTER", after, 1) if depth == 0 else None
+
+
+def _actions(template: str) -> Iterator[tuple[int, int, str, str, str]]:
+    """Where each action begins and ends, what it says, and the dashes with which it does. Takes linear time."""
+    stop = 0
+    while (start := template.find("{{", stop)) >= 0 and (end := template.find("}}", start + 2)) >= 0:
+        inside, stop = template[start + 2 : end], end + 2
+        left = "-" if inside.startswith("-") else ""
+        inside = inside[len(left) :]
+        right = "-" if inside.endswith("-") else ""
+        yield start, stop, left, inside.removesuffix(right).strip(), right
 
 
 def _literal(text: str) -> str:

@@ -1,8 +1,8 @@
 """Packed weights in the user's cache folder: where they are, how they are written, and what is kept.
 
-``packed/KEY`` has `WEIGHTS_FILE`, a config with the formats of its modules, and ``packed.json``, which describes the
-model: {"model": the name as typed, "quantize": "int4", "source": file, folder or repository}. Writing and removing such
-a folder requires `folder_lock`. ``gguf`` contains small files that are recreated on demand.
+``packed/KEY`` has the packed matrices in `WEIGHTS_FILE`, and ``packed.json``, which describes the model:
+{"model": the name as typed, "quantize": "int4", "source": file, folder or repository}. Writing and removing such a
+folder requires `folder_lock`. ``gguf`` contains small files that are recreated on demand.
 """
 
 from __future__ import annotations

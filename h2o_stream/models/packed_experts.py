@@ -145,3 +145,10 @@ def split_experts(model: Any, names: set[str] | None = None, fused: bool = False
     for name, module in list(model.named_modules()):
         if (names is None or f"{name}.{_MATRICES[-1]}" in names) and can_split(module):
             model.set_submodule(name, SplitExperts(module, fused if names is None else f"{name}.{FUSED}" in names))
+
+
+def split_stacked_experts(model: Any) -> None:
+    """The same for experts whose matrices, stacked as they are in transformers, have the rows of split ones."""
+    for name, module in list(model.named_modules()):
+        if is_plain(module) or is_ungated(module):
+            model.set_submodule(name, SplitExperts(module, fused=True))

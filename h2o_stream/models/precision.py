@@ -15,12 +15,15 @@ from h2o_stream.models.fitting import WeightSizes
 
 
 def weight_sizes(model: Any) -> WeightSizes:
-    """Sizes of a model, which may be on the meta device."""
+    """Sizes of a model, which may be on the meta device; experts are stacked before they are packed."""
+    from h2o_stream.models.packed_experts import SplitExperts
     from h2o_stream.models.quantize import packed_bytes
 
     numels = [weight.numel() for weight in model.parameters()]
+    split = [module for module in model.modules() if isinstance(module, SplitExperts)]
+    stacked = sum(weight.numel() for experts in split for weight in experts.parameters())
     int8, int4 = (packed_bytes(model, quantize) for quantize in ("int8", "int4"))
-    return WeightSizes(4 * sum(numels), int8, int4, 2 * max(numels))
+    return WeightSizes(4 * sum(numels), int8, int4, 2 * max(stacked, *numels))
 
 
 def device_of(name: str) -> torch.device:

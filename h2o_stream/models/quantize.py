@@ -1,8 +1,4 @@
-"""Quantizes models to packed weights in 8 or 4 bits, through the quantizer interface of transformers.
-
-`from_pretrained(quantization_config=PackedConfig("int4"))` packs a checkpoint while reading it, one tensor at a time.
-Packed models can be saved and loaded again.
-"""
+"""Packs the weights of transformers models into 8 or 4 bits; packed models can be saved and loaded again."""
 
 from __future__ import annotations
 
@@ -12,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from h2o_stream.base.progress import Progress, ProgressCallback, ignore
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.huge_pages import HugePageBuffer
 from h2o_stream.models.packed_cache import FORMAT
-from h2o_stream.models.packed_experts import split_experts
+from h2o_stream.models.packed_experts import split_experts, split_stacked_experts
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import columns_fit, pack, require_library, tiles_shape
@@ -29,44 +25,31 @@ METHOD = "h2o"
 
 _KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 
+_ROUTERS = {"gate", "router", "shared_expert_gate", "modality_router", "prediction_coefs", "correction_coefs"}
+"""Names of modules that choose experts, or weigh them or versions of the residual stream."""
+
 
 @register_quantization_config(METHOD)
 class PackedConfig(QuantizationConfigMixin):
-    """Configuration of packed weights.
-
-    Args:
-        quantize: ``int8`` or ``int4``, for packing a checkpoint. Output layer and embedding always use 8 bits, because
-            they are the most sensitive.
-        modules: packed format by module name, for weights that are already packed.
-        format: version of the packed format.
+    """Which modules of a model have packed weights, and in what format each; of a version of the formats.
 
     Raises:
-        ConfigError: `quantize` is unknown, or the weights are from another version.
+        ConfigError: the weights are from another version.
     """
 
-    def __init__(
-        self, quantize: str = "int4", modules: Mapping[str, str] | None = None, format: int = FORMAT, **_: Any
-    ) -> None:
-        if quantize not in _KINDS:
-            raise ConfigError(f"quantize {quantize!r} is unknown; weights are packed as one of {', '.join(_KINDS)}")
+    def __init__(self, modules: Mapping[str, str], format: int = FORMAT, **_: Any) -> None:
         if format != FORMAT:
             raise ConfigError(f"the packed weights have format {format}, this version reads {FORMAT}; pack them again")
         self.quant_method = METHOD
-        self.quantize, self.format = quantize, format
-        self.modules: dict[str, str] = dict(modules or {})
+        self.format, self.modules = format, dict(modules)
 
 
 @register_quantizer(METHOD)
-class PackedQuantizer(HfQuantizer):
-    """Packs weights while transformers reads them, or loads packed weights."""
+class _PackedLoader(HfQuantizer):
+    """Makes room for packed weights before transformers reads them."""
 
     quantization_config: PackedConfig
-    requires_calibration = False
-
-    def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
-        self.pages = HugePageBuffer(())
-        self._tied = False
+    is_trainable = False
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Raise ConfigError if there is no compiled library, or a device map is given."""
@@ -75,79 +58,64 @@ class PackedQuantizer(HfQuantizer):
             raise ConfigError("packed weights work on the CPU only; omit --device-map, or use --quantize none")
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        config = self.quantization_config
-        self.pre_quantized = bool(config.modules)
-        kinds = {name: MatrixKind[kind] for name, kind in config.modules.items()} or packed_kinds(
-            model, config.quantize
-        )
+        kinds = {name: MatrixKind[kind] for name, kind in self.quantization_config.modules.items()}
         self._tied = untie_head(model, kinds)
-        if self.pre_quantized:
-            split_experts(model, set(kinds))
-            for name, kind in kinds.items():
-                replace_module(model, name, kind)
-            return
-        config.modules = {name: kind.name for name, kind in kinds.items()}
-        self.pages = HugePageBuffer(
-            tiles_shape(kind, *model.get_submodule(name).weight.shape) for name, kind in kinds.items()
-        )
-
-    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        """Whether to pack a weight."""
-        name = param_name.removesuffix(".weight")
-        return name != param_name and name in self.quantization_config.modules
-
-    def get_quantize_ops(self) -> ConversionOps:
-        """The operation that packs a weight."""
-        return _PackWeight(self)
+        split_experts(model, set(kinds))
+        for name, kind in kinds.items():
+            replace_module(model, name, kind)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self._tied:
             tie_head(model)
         return model
 
-    @property
-    def is_trainable(self) -> bool:
-        """Packed weights have no gradients."""
-        return False
-
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Packed models can be saved."""
         return True
 
 
-class _PackWeight(ConversionOps):
-    """Packs one weight and inserts its packed module."""
+@torch.no_grad()
+def pack_model(model: Any, quantize: str, progress: ProgressCallback = ignore) -> Any:
+    """Pack the weights of a model on the CPU in place, one by one, into ``int8`` or ``int4``. Returns the model.
 
-    def __init__(self, quantizer: PackedQuantizer) -> None:
-        self._quantizer = quantizer
+    Embedding and output layer always use 8 bits, because they are the most sensitive. See `packed_kinds` for the rest.
 
-    @torch.no_grad()
-    def convert(
-        self, input_dict: dict[str, Any], model: Any, full_layer_name: str, missing_keys: set[str], **_: Any
-    ) -> dict[str, Tensor]:
-        """See `ConversionOps.convert`; returns nothing for transformers to assign."""
-        value = next(iter(input_dict.values()))
-        weights: Tensor = value[0] if isinstance(value, list) else value
-        name = full_layer_name.removesuffix(".weight")
-        config, pages = self._quantizer.quantization_config, self._quantizer.pages
-        kind = MatrixKind[config.modules[name]]
-        tiles = pages.take(tiles_shape(kind, *weights.shape), torch.uint8)
-        replace_module(model, name, kind, pack(weights.contiguous(), kind, tiles))
-        missing_keys.discard(full_layer_name)
-        return {}
+    Raises:
+        ConfigError: there is no compiled library, or no such format.
+    """
+    require_library()
+    if quantize not in _KINDS:
+        raise ConfigError(f"quantize {quantize!r} is unknown; weights are packed as one of {', '.join(_KINDS)}")
+    weights = dict(model.named_parameters())
+    split_stacked_experts(model)
+    kinds = packed_kinds(model, quantize)
+    tied, shapes = untie_head(model, kinds), {name: model.get_submodule(name).weight.shape for name in kinds}
+    pages = HugePageBuffer(tiles_shape(kind, *shapes[name]) for name, kind in kinds.items())
+    done, total = 0, sum(map(prod, shapes.values()))
+    for name, kind in kinds.items():
+        weight = weights.pop(name if name in weights else f"{name}.weight").view(shapes[name])
+        tiles = pages.take(tiles_shape(kind, *weight.shape))
+        replace_module(model, name, kind, pack(weight.contiguous(), kind, tiles))
+        done += weight.numel()
+        progress(Progress("packing", done, total))
+    if tied:
+        tie_head(model)
+    model.config.quantization_config = PackedConfig({name: kind.name for name, kind in kinds.items()})
+    return model
 
 
 def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
     """Packed formats by module name, for ``int8`` or ``int4``.
 
-    Linear layers and the embedding are packed if their columns are a multiple of 32, except for a tied output layer.
-    The model may be on the meta device.
+    Linear layers and the embedding are packed if their columns are a multiple of 32, except for a tied output layer and
+    for `_ROUTERS`. The model may be on the meta device.
     """
     embedding, head, head_is_tied = model.get_input_embeddings(), model.get_output_embeddings(), is_tied(model)
     kinds = {}
     for name, module in model.named_modules():
         kind = MatrixKind.INT8 if module is embedding or module is head else _KINDS[quantize]
-        if packable(module) and columns_fit(kind, module.weight.shape[1]) and not (module is head and head_is_tied):
+        stays = (module is head and head_is_tied) or not _ROUTERS.isdisjoint(name.split("."))
+        if not stays and packable(module) and columns_fit(kind, module.weight.shape[1]):
             kinds[name] = kind
     return kinds
 

@@ -131,10 +131,8 @@ class BatchStepper:
         if filled == self._filled:
             return
         self._filled = filled
-        for number, layer in enumerate(self._model.layers):
-            bound = max((stepper.model.layers[number] for stepper in steppers), key=lambda x: x.attention.rope_rows)
-            layer.attention, layer.frequencies = bound.attention, bound.frequencies
-            layer.first_group, layer.group_count = bound.first_group, bound.group_count
+        for number, bound in enumerate(zip(*(stepper.model.layers for stepper in steppers), strict=True)):
+            self._model.layers[number] = max(bound, key=lambda layer: layer.attention.rope_rows)
 
 
 @contextmanager

@@ -57,6 +57,11 @@ class Text:
     start: int
     stop: int
 
+    @property
+    def around(self) -> int:
+        """How many tokens come before and after the text."""
+        return len(self.tokens) - (self.stop - self.start)
+
 
 Place = Callable[[str], Text]
 """How the model reads a text."""

@@ -11,6 +11,7 @@ from h2o_stream.recall.answer_head import AnswerHead, Place, Reader, find_head, 
 from h2o_stream.recall.decision import states
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Passage
+from h2o_stream.runtime.first_layers import MAX_TOKENS
 from h2o_stream.runtime.measured import read_answer_head, save_answer_head
 
 _READ_AT_ONCE = 32
@@ -63,7 +64,8 @@ class Answers:
 
     @cached_property
     def _reader(self) -> Reader | None:
-        if (place := self._place()) is None or (head := self._head(place)) is None:
+        place = self._place()
+        if place is None or place("Yes.").around > MAX_TOKENS // 2 or (head := self._head(place)) is None:
             return None
         first = self._engine.served.first_layers(head.layer + 1)
         return Reader(head, first.project, place) if first else None

@@ -1,4 +1,4 @@
-"""Packs the matrices of a checkpoint into 8 or 4 bits, as `models.quantize` does."""
+"""Packs the matrices of a checkpoint into 8 or 4 bits, as `models.quantize` does those of a model of transformers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from h2o_stream.base.progress import Progress, ProgressCallback
 from h2o_stream.models.pages import HugePages
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Matrix
-from h2o_stream.native.packing import columns_fit, pack, packed_bytes, tiles_shape
-from h2o_stream.runtime.packed_file import Entry
+from h2o_stream.native.packing import ROWS, columns_fit, pack, packed_bytes, tiles_shape
+from h2o_stream.runtime.packed_file import Entry, Kept, kept_tiles
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.weights import SAFETENSORS_DTYPES, CheckpointWeights, Weights
+from h2o_stream.runtime.weights import CheckpointWeights, StoredMatrix, Weights
 
 KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 
@@ -26,31 +26,35 @@ class PackedCheckpoint(Weights):
     """The weights of a checkpoint, of which matrices are packed as they are asked for; see `runtime.weights.Weights`.
 
     Embedding and output layer have 8 bits. What is packed is as in the file, also if the model has another dtype.
-    `progress` gets the numbers packed.
+    `progress` gets the numbers packed. What is in `kept` is not packed again.
     """
+
+    kept: Kept | None = None
 
     def __init__(self, weights: CheckpointWeights, quantize: str, progress: ProgressCallback) -> None:
         self._weights, self._progress = weights, progress
-        self._kinds = packed_kinds(weights, quantize)
-        self._sizes = {
-            module: packed_bytes(kind, *weights.arrays[f"{module}.weight"].shape)
-            for module, kind in self._kinds.items()
-        }
+        self.packed = {matrix.module: (matrix, kind) for matrix, kind in packed_matrices(weights, quantize)}
         self._pages: HugePages | None = None
-        self._done, self._total = 0, sum(weights.arrays[f"{module}.weight"].size for module in self._kinds)
+        self._done, self._total = 0, sum(math.prod(matrix.shape) for matrix, _ in self.packed.values())
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """A linear layer or, outside of layers, the embedding or the output layer; with its bias if it has one."""
         module = self._weights.module_name(name, layer)
-        kind = self._kinds.get(module)
-        if kind is None:
+        if module not in self.packed:
             return self._weights.matrix(name, layer, rows, columns)
-        self._weights.stored(name, layer, rows, columns)
-        if self._pages is None:
-            self._pages = HugePages(sum(HugePages.aligned(size) for size in self._sizes.values()))
-        tiles = self._pages.take(self._sizes[module]).reshape(tiles_shape(kind, rows, columns))
-        self._pack(module, tiles)
+        kind = self.packed[module][1]
+        tiles = kept_tiles(self.kept, f"{module}.tiles", tiles_shape(kind, rows, columns))
+        if tiles is None:
+            stored = self._weights.stored(name, layer, rows, columns)
+            tiles = self._take(packed_bytes(kind, rows, columns)).reshape(tiles_shape(kind, rows, columns))
+            self._pack(stored, kind, tiles)
         return Matrix(tiles, self._weights.vector(name, layer, "bias"), rows, columns, kind)
+
+    def _take(self, size: int) -> NDArray[numpy.uint8]:
+        if self._pages is None:
+            sizes = (packed_bytes(kind, *matrix.shape) for matrix, kind in self.packed.values())
+            self._pages = HugePages(sum(map(HugePages.aligned, sizes)))
+        return self._pages.take(size)
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """The weights of a norm, or with ``bias`` its biases, [n] float32; None if there are none."""
@@ -63,44 +67,40 @@ class PackedCheckpoint(Weights):
     @property
     def nbytes(self) -> int:
         """Bytes of the packed matrices."""
-        return sum(self._sizes.values())
+        return sum(packed_bytes(kind, *matrix.shape) for matrix, kind in self.packed.values())
 
     def entries(self) -> Iterator[Entry]:
-        """All tensors, for a folder of packed weights."""
-        for name, array in self._weights.arrays.items():
-            module = name.removesuffix(".weight")
-            kind = self._kinds.get(module) if module != name else None
-            if kind is None:
-                dtype = SAFETENSORS_DTYPES[array.dtype.type]
-                yield Entry(name, dtype, array.shape, array.nbytes, partial(_copy, array))
-            else:
-                yield Entry.packed(module, kind, tiles_shape(kind, *array.shape), partial(self._pack, module))
+        """The packed matrices, in the order of the files, for a folder of packed weights."""
+        by_array = {matrix.arrays[0]: (matrix, kind) for matrix, kind in self.packed.values()}
+        for matrix, kind in (by_array[name] for name in self._weights.arrays if name in by_array):
+            fill = partial(self._pack_stored, matrix, kind)
+            yield Entry(f"{matrix.module}.tiles", tiles_shape(kind, *matrix.shape), fill)
 
-    def _pack(self, module: str, tiles: NDArray[numpy.uint8]) -> None:
-        stored = self._weights.arrays[f"{module}.weight"]
-        pack(stored, self._kinds[module], tiles)
+    def unpacked(self) -> dict[str, NDArray[Any]]:
+        """All other arrays of the files, by name."""
+        packed = {name for matrix, _ in self.packed.values() for name in matrix.arrays}
+        return {name: array for name, array in self._weights.arrays.items() if name not in packed}
+
+    def _pack_stored(self, matrix: StoredMatrix, kind: MatrixKind, tiles: NDArray[numpy.uint8]) -> None:
+        self._pack(self._weights.stored(matrix.name, matrix.layer, *matrix.shape), kind, tiles)
+
+    def _pack(self, stored: NDArray[Any], kind: MatrixKind, tiles: NDArray[numpy.uint8]) -> None:
+        pack(stored, kind, tiles)
         self._done += stored.size
         self._progress(Progress("packing", self._done, self._total))
 
 
-def packed_kinds(weights: CheckpointWeights, quantize: str) -> dict[str, MatrixKind]:
-    """Packed formats by module name: linear layers and the embedding, if their columns are a multiple of 32."""
-    kinds = {}
-    for name, layer in weights.matrices():
-        module = weights.module_name(name, layer)
-        kind = MatrixKind.INT8 if layer is None else KINDS[quantize]
-        if columns_fit(kind, weights.arrays[f"{module}.weight"].shape[1]):
-            kinds[module] = kind
-    return kinds
+def packed_matrices(weights: CheckpointWeights, quantize: str) -> Iterator[tuple[StoredMatrix, MatrixKind]]:
+    """What is packed, and in which format: if its columns are a multiple of 32, and experts are of whole tiles."""
+    for matrix in weights.matrices():
+        kind = MatrixKind.INT8 if matrix.layer is None else KINDS[quantize]
+        if columns_fit(kind, matrix.columns) and (matrix.count == 1 or matrix.rows % ROWS == 0):
+            yield matrix, kind
 
 
 def packed_size(weights: CheckpointWeights, quantize: str, itemsize: int) -> int:
     """Bytes of the weights after packing, including `itemsize` for each number that is not packed."""
-    kinds = packed_kinds(weights, quantize)
-    shapes = {module: weights.arrays[f"{module}.weight"].shape for module in kinds}
-    rest = weights.num_weights - sum(map(math.prod, shapes.values()))
-    return itemsize * rest + sum(packed_bytes(kind, *shapes[module]) for module, kind in kinds.items())
-
-
-def _copy(array: NDArray[Any], out: NDArray[numpy.uint8]) -> None:
-    out[:] = array.reshape(-1).view(numpy.uint8)
+    size = itemsize * weights.num_weights
+    for matrix, kind in packed_matrices(weights, quantize):
+        size += packed_bytes(kind, *matrix.shape) - itemsize * math.prod(matrix.shape)
+    return size

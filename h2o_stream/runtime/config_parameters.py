@@ -10,10 +10,9 @@ from typing import Any
 from h2o_stream.native.abi import Activation, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
-from h2o_stream.runtime.config_ropes import Config, ropes_of_config
-from h2o_stream.runtime.families import MODEL_TYPES
+from h2o_stream.runtime.config_ropes import Config, latent_magnitude, ropes_of_config
+from h2o_stream.runtime.families import MODEL_TYPES, published
 from h2o_stream.runtime.families.architecture import Architecture, ModelType
-from h2o_stream.runtime.file_ropes import yarn_magnitude
 from h2o_stream.runtime.parameters import MAX_LAYERS, ExpertParameters, MixerParameters, Parameters, check_range
 
 _ACTIVATIONS = {
@@ -28,14 +27,11 @@ _ACTIVATIONS = {
 
 _ACTIVATION_NAMES = "hidden_act hidden_activation mlp_hidden_act activation_function"
 
-_NEUTRAL = ("quantization_config", "mlp_type", "moe_router_logit_softcapping")
+_NEUTRAL = ("quantization_config", "moe_router_logit_softcapping")
 """Entries that change what is computed, unless they are missing or false."""
 
 _LATENT_EPSILON = 1e-6
 """Of norms of latent vectors in all classes of transformers, whatever is said of others."""
-
-_DEFAULTS = {"rope_theta": 10_000.0, "tie_word_embeddings": False}
-"""Entries that nearly all published configs may leave out."""
 
 _SHARED_SIZES = """
 shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size
@@ -99,7 +95,12 @@ def _entries(config: Config) -> tuple[ModelType, Entries]:
             raise DescriptionError(f"its {key} is {config[key]}")
     if said.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise DescriptionError("its tokens attend to later ones")
-    return kind, Entries({**_DEFAULTS, **kind.defaults, **said, **kind.fixed})
+    of_class = published().get(str(said["model_type"]), {})
+    defaults, renamed = {**of_class.get("defaults", {}), **kind.defaults}, of_class.get("renamed", {})
+    if defaults.get("rope_theta", 0) is None and not (said.get("rope_parameters") or said.get("rope_scaling")):
+        raise DescriptionError("its config says nothing of RoPE")
+    said = {renamed[name]: value for name, value in said.items() if name in renamed} | {**said}
+    return kind, Entries({**defaults, **said, **kind.older(said), **kind.fixed})
 
 
 def _architecture(kind: ModelType, entries: Entries) -> Architecture:
@@ -174,9 +175,7 @@ def _scaling(architecture: Architecture, entries: Entries, head_size: int, rope:
     """The factor on queries times keys; a latent attention has YaRN's magnitude in it."""
     scaling = entries.first("attention_multiplier")
     plain = architecture.scaling or entries.number("query_pre_attn_scalar", head_size) ** -0.5
-    share = float(rope.get("mscale_all_dim") or 0) if entries.get("kv_lora_rank") else 0.0
-    factor = float(rope.get("factor") or 1)
-    magnitude = yarn_magnitude(factor, share) ** 2 if share and factor > 1 else 1.0
+    magnitude = latent_magnitude(rope) if entries.get("kv_lora_rank") else 1.0
     return (plain if scaling is None else float(scaling)) * magnitude
 
 
@@ -224,7 +223,8 @@ def _mixer(entries: Entries, hidden: int) -> MixerParameters | None:
     if not (heads := entries.count("mamba_n_heads mamba_num_heads", 0)):
         return None
     said = entries.first("mamba_d_head mamba_head_dim")
-    value_size = entries.count("mamba_expand") * hidden // heads if said in (None, "auto") else int(said)
+    inner = entries.count("mamba_d_ssm", entries.count("mamba_expand", 2) * hidden)
+    value_size = inner // heads if said in (None, "auto") else int(said)
     low, high = entries.get("time_step_limit") or (0.0, math.inf)
     high = math.inf if isinstance(high, dict) else high  # as transformers saves it
     norms = entries.get("mamba_rms_norm", True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy
 
+from h2o_stream.models.gguf import UNROTATED
 from h2o_stream.native.matrix import DescriptionError, check_count
 from h2o_stream.runtime.families.architecture import Architecture
-from h2o_stream.runtime.file_ropes import yarn_magnitude
-from h2o_stream.runtime.rotations import Floats, RopeParameters, rope_frequencies, yarn_frequencies
+from h2o_stream.runtime.rotations import Floats, RopeParameters, rope_frequencies, yarn_frequencies, yarn_magnitude
 
 Config = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def ropes_of_config(
     @cache
     def rope(size: int, is_local: bool, theta: float | None) -> RopeParameters:
         entries = local if is_local else main
-        return _scaled(entries if theta is None else {**entries, "rope_theta": theta}, size, context)
+        return scaled_rope(entries if theta is None else {**entries, "rope_theta": theta}, size, context)
 
     def of_layer(number: int) -> RopeParameters | None:
         theta = None if thetas is None else float(thetas[number])
@@ -57,7 +57,8 @@ def _rotates(config: Config, architecture: Architecture, number: int, sliding: S
 
 def rope_entries(config: Config, architecture: Architecture) -> tuple[Config, Config]:
     """The entries for RoPE in layers with a sliding window, and in all others."""
-    named = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    entries = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    named = {key: config[key] for key in entries if config.get(key) is not None}
     if config.get("rotary_dim") is not None and config.get("head_dim"):
         named["partial_rotary_factor"] = config["rotary_dim"] / config["head_dim"]
     rope = config.get("rope_parameters")
@@ -70,8 +71,12 @@ def rope_entries(config: Config, architecture: Architecture) -> tuple[Config, Co
     return ({**named, "rope_theta": theta or main["rope_theta"]} if theta or architecture.local_plain else main), main
 
 
-def _scaled(rope: Config, size: int, context: int) -> RopeParameters:
-    """RoPE of a head of this size, as these entries scale it, in a model for so many positions."""
+def scaled_rope(rope: Config, size: int, context: int) -> RopeParameters:
+    """RoPE of a head of this size, as these entries scale it, in a model for so many positions.
+
+    GGUF files have two things more than transformers: `scale`, on what is rotated by plain or linear RoPE, and the type
+    `factors`, for a table of what divides frequencies.
+    """
     kind, theta, share = rope.get("rope_type", "default"), float(rope["rope_theta"]), _share(rope)
     if kind == "proportional":
         turned = int(share * size // 2)
@@ -80,15 +85,19 @@ def _scaled(rope: Config, size: int, context: int) -> RopeParameters:
     dims = int(size * share)
     plain = rope_frequencies(theta, dims)
     original = rope.get("original_max_position_embeddings") or context
+    scale = float(rope.get("scale", 1.0))
     if kind == "default":
-        return RopeParameters(plain)
+        return RopeParameters(plain, scale)
+    if kind == "factors":
+        factors = rope["factors"]
+        return RopeParameters(numpy.where(factors < UNROTATED, plain / factors, numpy.float32(0)), scale)
     if kind == "dynamic" and rope.get("alpha"):  # a constant base, whatever it is called
         return RopeParameters(rope_frequencies(theta * float(rope["alpha"]) ** (dims / (dims - 2)), dims))
     if kind == "dynamic":  # as it is up to the length that it was trained for
         return RopeParameters(plain, fixed=False, max_distance=context)
     factor = float(rope.get("factor") or context / original)
     if kind == "linear":
-        return RopeParameters(plain / numpy.float32(factor))
+        return RopeParameters(plain / numpy.float32(factor), scale)
     if kind == "llama3":
         return RopeParameters(_llama3_frequencies(rope, plain))
     if kind == "longrope":
@@ -101,7 +110,7 @@ def _scaled(rope: Config, size: int, context: int) -> RopeParameters:
         raise DescriptionError(f"it has RoPE of type {kind}")
     betas = float(rope.get("beta_fast") or 32), float(rope.get("beta_slow") or 1)
     frequencies = yarn_frequencies(theta, dims, factor, int(original), betas, bool(rope.get("truncate", True)))
-    return RopeParameters(frequencies, float(rope.get("attention_factor") or _yarn_scale(rope, factor)))
+    return RopeParameters(frequencies, float(rope.get("attention_factor") or yarn_scale(rope, factor)))
 
 
 def _share(rope: Config) -> float:
@@ -110,13 +119,20 @@ def _share(rope: Config) -> float:
     return 1.0 if share is None else float(share)
 
 
-def _yarn_scale(rope: Config, factor: float) -> float:
+def yarn_scale(rope: Config, factor: float) -> float:
+    """What YaRN multiplies rotated queries and keys by, each."""
     shares = [float(rope.get(key) or 0) for key in ("mscale", "mscale_all_dim")]
     if factor <= 1:
         return 1.0
     return (
         yarn_magnitude(factor, shares[0]) / yarn_magnitude(factor, shares[1]) if all(shares) else yarn_magnitude(factor)
     )
+
+
+def latent_magnitude(rope: Config) -> float:
+    """What YaRN multiplies queries times keys by in a latent attention, beside what RoPE does."""
+    share, factor = float(rope.get("mscale_all_dim") or 0), float(rope.get("factor") or 1)
+    return yarn_magnitude(factor, share) ** 2 if share and factor > 1 else 1.0
 
 
 @numpy.errstate(all="ignore")

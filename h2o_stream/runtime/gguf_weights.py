@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -21,6 +23,7 @@ from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, til
 from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.file_numbers import as_needed, row_orders
 from h2o_stream.runtime.merged import PARTS, WHOLES, dequantized, merged
+from h2o_stream.runtime.packed_file import Entry, Kept, kept_tiles
 from h2o_stream.runtime.parameters import Parameters, tensor_name
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights, as_floats, dense_matrix, gguf_name, small_matrix
@@ -39,7 +42,10 @@ class GgufWeights(Weights):
     Attributes:
         reads: whether a tensor is read, by its name.
         num_dense: how many numbers there are in matrices that are not packed, of layers that are read.
+        kept: matrices that were packed before; None if none were.
     """
+
+    kept: Kept | None = None
 
     def __init__(
         self,
@@ -71,14 +77,28 @@ class GgufWeights(Weights):
         form = None if tensor is None else self.form(tensor)
         if tensor is None or form is None or (form.rows, form.columns) != (rows, columns):
             raise DescriptionError(f"its {gguf_name(name, layer)}.weight is {form}, not {(rows, columns)}")
-        tiles = self._take(form.nbytes).reshape(form.tiles)
-        self.repack(tensor, tiles)
+        tiles = kept_tiles(self.kept, self._kept_name(tensor), form.tiles)
+        if tiles is None:
+            tiles = self._take(form.nbytes).reshape(form.tiles)
+            self.repack(tensor, tiles)
         return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, form.kind)
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
         tensor = self._found(name, layer, kind)
         return None if tensor is None else self.numbers(tensor)
+
+    def entries(self) -> Iterator[Entry]:
+        """The packed matrices, for a folder of packed weights; raises DescriptionError if one cannot be packed."""
+        for tensor in self._matrices:
+            if form := self.form(tensor):
+                yield Entry(self._kept_name(tensor), form.tiles, partial(self.repack, tensor))
+
+    def _kept_name(self, tensor: GgufTensor) -> str:
+        """What the tiles of a matrix are called in such a folder: by transformers' name, in most families."""
+        layer, inner, _ = tensor_name(tensor.name)
+        module = "" if self.architecture.stored_as_in_gguf else self.architecture.module_name(inner, layer)
+        return f"{module or gguf_name(inner, layer)}.tiles"
 
     def row_order(self, name: str) -> NDArray[numpy.int64] | None:
         """The rows of the file in the order in which they are needed, by a name in a layer; None for as they are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy
 
@@ -80,6 +80,8 @@ class _MixerReader:
     def _scaled_parts(self, rows: tuple[int, ...]) -> list[Matrix]:
         """The first matrix, in parts below each other that have factors of their own."""
         whole, factors = self._matrix("ssm_in", sum(rows)), self._multipliers.mixer_parts
+        if (rounded := self._weights.vector("ssm_factors", self._layer)) is not None:
+            factors = tuple(rounded[[0, *accumulate(rows[:-1])]].tolist())
         matrices, first = [], 0
         for factor, parts in groupby(zip(rows, factors, strict=True), lambda part: part[1]):
             count = sum(size for size, _ in parts)

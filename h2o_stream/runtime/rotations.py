@@ -62,6 +62,11 @@ def rope_frequencies(theta: float, rotary_dims: int) -> Floats:
     return numpy.float32(1) / numpy.float32(theta) ** exponents
 
 
+def yarn_magnitude(factor: float, share: float = 1.0) -> float:
+    """What YaRN multiplies queries and keys by, each."""
+    return 0.1 * share * math.log(factor) + 1
+
+
 @numpy.errstate(all="ignore")
 def yarn_frequencies(
     theta: float, rotary_dims: int, factor: float, context: int, betas: tuple[float, float], whole_ramp: bool = True

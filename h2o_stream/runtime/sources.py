@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.base.progress import ProgressCallback, ignore
 from h2o_stream.cache.measurements import LONG_S
-from h2o_stream.errors import ModelNotFoundError, OutOfMemoryError
+from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, WeightSizes, choose_precision
 from h2o_stream.models.folder_sizes import check_folder
 from h2o_stream.models.generation_config import read_generation_config
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.packed_cache import MIN_BYTES, MIN_GGUF_BYTES, folder_lock, packed_folder
+from h2o_stream.models.packed_cache import MIN_BYTES, MIN_GGUF_BYTES, WEIGHTS_FILE, folder_lock, packed_folder
 from h2o_stream.models.templates import with_template
 from h2o_stream.models.tokenizer import FileTokenizer, read_object
 from h2o_stream.native.description import Description, DescriptionError
@@ -29,7 +30,6 @@ from h2o_stream.runtime.config_parameters import parameters_of_config
 from h2o_stream.runtime.describe import describe_file
 from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.families.architecture import Architecture
-from h2o_stream.runtime.gguf_entries import gguf_entries
 from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import measured_windows
@@ -37,13 +37,8 @@ from h2o_stream.runtime.measured import Windows, read_windows, save_windows, shi
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.packed_file import packed_difference, write_packed
 from h2o_stream.runtime.parameters import Parameters
-from h2o_stream.runtime.weights import (
-    SAFETENSORS_DTYPES,
-    SAFETENSORS_NAMES,
-    CheckpointWeights,
-    FolderWeights,
-    Weights,
-)
+from h2o_stream.runtime.safetensors_files import mapped_tensors
+from h2o_stream.runtime.weights import CheckpointWeights, Weights
 
 T = TypeVar("T")
 
@@ -60,6 +55,8 @@ class Source(ABC):
         generation: how it is recommended to sample.
         folder: where its packed weights are kept; None if they are not.
     """
+
+    _kept_as: str
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class Source(ABC):
         return description
 
     def with_weights(
-        self, make: Callable[[Weights], T], progress: ProgressCallback, notify: Callable[[str], None] | None
+        self, make: Callable[[Any], T], progress: ProgressCallback, notify: Callable[[str], None] | None
     ) -> T:
         """What `make` makes of the weights: packed ones that are damaged are packed anew, if they may be kept.
 
@@ -114,20 +111,28 @@ class Source(ABC):
                 shutil.rmtree(folder, ignore_errors=True)
         return make(self._weights(progress, notify))
 
-    @abstractmethod
     def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
         """Its weights. Arguments and errors as for `describe`."""
+        weights, folder = self._opened(progress), self.folder
+        if folder is None or isinstance(weights, CheckpointWeights):
+            return weights
+        if notify is not None and not folder.exists():
+            metadata = {"model": self.name, "quantize": self._kept_as, "source": str(self.path.absolute())}
+            write_packed(weights.entries(), metadata, folder, notify)
+        if folder.exists():
+            weights.kept = mapped_tensors(folder / WEIGHTS_FILE)
+        return weights
 
-    def _packed(self) -> FolderWeights:
-        """The weights that were packed before."""
-        folder = self.folder
-        if folder is None or not folder.exists():
-            raise DescriptionError("its weights were not packed before")
-        try:
-            kinds = read_object(folder / "config.json")["quantization_config"]["modules"]
-            return FolderWeights(folder, kinds, self.architecture, self.parameters, self.dtype)
-        except (ModelNotFoundError, OSError, LookupError, TypeError) as error:
-            raise DescriptionError(f"its packed weights in {folder} are damaged") from error
+    @abstractmethod
+    def _opened(self, progress: ProgressCallback) -> GgufWeights | PackedCheckpoint | CheckpointWeights:
+        """Its weights, of which nothing was packed before; errors as for `describe`."""
+
+    def packed_difference(self) -> str:
+        """The first matrix in the folder that is not, bit by bit, that of the file; or nothing."""
+        weights = self._opened(ignore)
+        if self.folder is None or isinstance(weights, CheckpointWeights):
+            return ""
+        return packed_difference(weights.entries(), self.folder)
 
     def model(
         self, description: Description, windows: Windows = (), is_called: Callable[[str], bool] = lambda digest: False
@@ -157,10 +162,6 @@ class Source(ABC):
         return measured
 
     @abstractmethod
-    def packed_difference(self) -> str:
-        """The first matrix in the folder that is not, bit by bit, that of the file; or nothing."""
-
-    @abstractmethod
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """The tokenizer, with a chat template, and strings that end a reply.
 
@@ -181,26 +182,18 @@ class ModelFile(Source):
         self.file = GgufFile(path)
         parameters = parameters_of_gguf(self.file)
         architecture, generation = ARCHITECTURES[self.file.architecture], read_generation_config(self.file)
-        # transformers maps only "gguf"
-        self._kept_as = "gguf-runtime" if architecture.stored_as_in_gguf else "gguf"
+        kept_as = "gguf-runtime" if architecture.stored_as_in_gguf else "gguf"
         kept = self.file.quantized and self.file.nbytes >= MIN_GGUF_BYTES
-        folder = packed_folder(name, path, self._kept_as) if kept else None
+        folder = packed_folder(name, path, kept_as) if kept else None
         quantize = "auto" if self.file.quantized else "none"
         super().__init__(name, path, dtype, quantize, dtype, architecture, parameters, generation, folder)
+        self._kept_as = kept_as
 
-    def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
+    def _opened(self, progress: ProgressCallback) -> GgufWeights:
+        """See `Source`."""
         weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, progress)
         _check_fits(self.name, weights.num_dense, self.dtype)
-        folder = self.folder
-        if folder is not None and notify is not None and not folder.exists():
-            metadata = {"model": self.name, "quantize": self._kept_as, "source": str(self.path.absolute())}
-            write_packed(gguf_entries(weights), metadata, folder, notify)
-        return weights if folder is None or not folder.exists() else self._packed()
-
-    def packed_difference(self) -> str:
-        """See `Source`."""
-        weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, ignore)
-        return "" if self.folder is None else packed_difference(gguf_entries(weights), self.folder)
+        return weights
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""
@@ -231,47 +224,23 @@ class Checkpoint(Source):
         if precision.reason:
             notify(precision.reason)
         quantize = precision.quantize
-        folder = None if quantize == "none" else packed_folder(name, path, quantize)
+        packs = quantize != "none" and PackedCheckpoint(self._dense, quantize, ignore).nbytes >= MIN_BYTES
+        folder = packed_folder(name, path, quantize) if packs else None
         generation = read_generation_config(path)
         variant = f"{dtype} {quantize}"
         super().__init__(name, path, dtype, quantize, variant, architecture, parameters, generation, folder)
-        if quantize != "none":
-            self._check_packs_as_transformers(config)
+        self._kept_as = quantize
 
     def _precision(self, name: str, quantize: str, dtype: str) -> Precision:
         weights, model_dtype = self._dense, FileDtype(dtype)
         int8, int4 = (packed_size(weights, each, model_dtype.itemsize) for each in KINDS)
-        largest = max((array.size for array in weights.arrays.values()), default=0)
+        largest = max((math.prod(matrix.shape) for matrix in weights.matrices()), default=0)
         sizes = WeightSizes(4 * weights.num_weights, int8, int4, 2 * largest)
         return choose_precision(name, sizes, free_bytes(), quantize, (model_dtype,))
 
-    def _check_packs_as_transformers(self, config: Mapping[str, Any]) -> None:
-        """Raises DescriptionError if transformers would pack something else than is in the file."""
-        stored = {SAFETENSORS_DTYPES[array.dtype.type] for array in self._dense.arrays.values()}
-        dtype = config.get("dtype") or config.get("torch_dtype")
-        if self.parameters.experts:
-            raise DescriptionError("its experts would not be packed")
-        if len(stored) != 1 or (dtype is not None and SAFETENSORS_NAMES.get(dtype) not in stored):
-            raise DescriptionError(f"its weights are in {', '.join(sorted(stored))}, and {dtype} by its config")
-
-    def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
-        folder = self.folder
-        if folder is None:
-            return self._dense
-        if not folder.exists():
-            packed = PackedCheckpoint(self._dense, self.quantize, progress)
-            if notify is None or packed.nbytes < MIN_BYTES:
-                return packed
-            metadata = {"model": self.name, "quantize": self.quantize, "source": str(self.path.absolute())}
-            write_packed(packed.entries(), metadata, folder, notify)
-            if not folder.exists():
-                return packed
-        return self._packed()
-
-    def packed_difference(self) -> str:
+    def _opened(self, progress: ProgressCallback) -> PackedCheckpoint | CheckpointWeights:
         """See `Source`."""
-        weights = PackedCheckpoint(self._dense, self.quantize, ignore)
-        return "" if self.folder is None else packed_difference(weights.entries(), self.folder)
+        return self._dense if self.quantize == "none" else PackedCheckpoint(self._dense, self.quantize, progress)
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""

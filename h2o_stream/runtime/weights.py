@@ -1,4 +1,4 @@
-"""Weights by llama.cpp's names: what all have, and those of checkpoints and of folders of packed weights, mapped.
+"""Weights by llama.cpp's names: what all have, and those of checkpoints, mapped.
 
 Vectors are float32 arrays that hold what the model's dtype can hold, as when transformers loads them.
 """
@@ -6,25 +6,22 @@ Vectors are float32 arrays that hold what the model's dtype can hold, as when tr
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.base.json_text import parse_json
-from h2o_stream.models.packed_cache import WEIGHTS_FILE
-from h2o_stream.models.pages import map_weights
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import OTHER_SENSES, DescriptionError, Matrix
-from h2o_stream.native.packing import tiles_shape
 from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
-from h2o_stream.runtime.file_numbers import as_needed, rounded, row_orders
+from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
+from h2o_stream.runtime.safetensors_files import checkpoint_files, mapped_tensors
 
 
 class Weights(Protocol):
@@ -74,64 +71,6 @@ def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matr
     return Matrix(numbers, bias, rows, columns, kind)
 
 
-class FolderWeights(Weights):
-    """The weights of a folder that `packed_file` has written, mapped; `kinds` are packed formats by module name.
-
-    Raises:
-        DescriptionError: the file is not what was written.
-    """
-
-    def __init__(
-        self, folder: Path, kinds: Mapping[str, str], architecture: Architecture, parameters: Parameters, dtype: str
-    ) -> None:
-        if not isinstance(kinds, Mapping) or not all(
-            kind in MatrixKind.__members__ for kind in map(str, kinds.values())
-        ):
-            raise DescriptionError(f"the packed weights in {folder} are damaged: their formats are {kinds!r:.60}")
-        self._kinds, self._architecture, self._dtype = kinds, architecture, dtype
-        self._orders = row_orders(architecture, parameters)
-        self._arrays = mapped_tensors(folder / WEIGHTS_FILE)
-
-    def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
-        """See `Weights`."""
-        module = packed_name(self._architecture, name, layer)
-        tiles, kind = self._arrays.get(f"{module}.tiles"), self._kinds.get(module)
-        if tiles is None and self._architecture.stored_as_in_gguf:
-            numbers, bias = self.vector(name, layer), self.vector(name, layer, "bias")
-            return small_matrix(numbers, bias, rows, columns, self._dtype, module)
-        stored = self._arrays.get(f"{module}.weight")
-        if stored is not None and stored.size == rows * columns:
-            return dense_matrix(stored.reshape(rows, columns), self.vector(name, layer, "bias"), self._dtype)
-        if tiles is None or kind is None:
-            raise DescriptionError(f"it has no packed {module}")
-        if tiles.shape != tiles_shape(MatrixKind[kind], rows, columns):
-            raise DescriptionError(f"its {module} is {tiles.shape}, which is not {(rows, columns)} in {kind}")
-        return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, MatrixKind[kind])
-
-    def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
-        """See `Weights`."""
-        if self._architecture.stored_as_in_gguf:
-            numbers = self._floats(f"{gguf_name(name, layer)}.{kind}")
-            forms = self._architecture, self._orders, self._dtype
-            return None if numbers is None else as_needed(numbers, name, kind, *forms)
-        numbers = self._floats(self._architecture.parameter_name(name, layer, kind))
-        return None if numbers is None else as_used(rounded(numbers, self._dtype), self._architecture, name, kind)
-
-    def has(self, name: str, layer: int) -> bool:
-        """See `Weights`."""
-        module = packed_name(self._architecture, name, layer)
-        return not self._arrays.keys().isdisjoint((f"{module}.tiles", f"{module}.weight"))
-
-    def _floats(self, name: str) -> Floats | None:
-        stored = self._arrays.get(name)
-        return None if stored is None else as_floats(stored, name).reshape(-1)
-
-
-def packed_name(architecture: Architecture, name: str, layer: int | None) -> str:
-    """What a module is called in a folder of packed weights: as in transformers, if it has all of them in this form."""
-    return gguf_name(name, layer) if architecture.stored_as_in_gguf else architecture.module_name(name, layer)
-
-
 def gguf_name(name: str, layer: int | None) -> str:
     """What a module is called in a GGUF file, in a layer or outside of them."""
     return name if layer is None else f"blk.{layer}.{name}"
@@ -146,6 +85,24 @@ def small_matrix(numbers: Floats | None, bias: Floats | None, rows: int, columns
     if numbers is None or numbers.size != rows * columns:
         raise DescriptionError(f"its {name} is not {rows} rows of {columns}")
     return dense_matrix(numbers.reshape(rows, columns), bias, dtype)
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix of a checkpoint, of one module or of `count` experts, with the names of its arrays in the files."""
+
+    module: str
+    name: str
+    layer: int | None
+    count: int
+    rows: int
+    columns: int
+    arrays: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of all experts below each other, and columns."""
+        return self.count * self.rows, self.columns
 
 
 class CheckpointWeights(Weights):
@@ -171,16 +128,32 @@ class CheckpointWeights(Weights):
         """The name of a module in transformers."""
         return self._architecture.module_name(name, layer)
 
-    def matrices(self) -> Iterator[tuple[str, int | None]]:
-        """The names and layers of all linear layers and of the embedding."""
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """All linear layers, the embedding and the experts of each layer, but for what chooses and weights others."""
         layers = range(self._parameters.num_layers)
         for name in self._architecture.checkpoint_names:
-            if name == OUTPUT and self._parameters.tied:
+            if name.startswith(_NOT_LINEAR) or (name == OUTPUT and self._parameters.tied):
                 continue
             for layer in (None,) if name in (EMBEDDING, OUTPUT) else layers:
-                found = self.arrays.get(f"{self.module_name(name, layer)}.weight")
-                if found is not None and found.ndim == 2:
-                    yield name, layer
+                module = self.module_name(name, layer)
+                names = self._array_names(module)
+                shapes = {self.arrays[each].shape for each in names}
+                shape = shapes.pop() if len(shapes) == 1 else ()
+                stacked = name.endswith("_exps") and len(shape) == 3
+                if len(shape) == 2 or (stacked and not self._architecture.interleaved_experts):
+                    count, rows, columns = (len(names), *shape)[-3:]
+                    if stacked and self._architecture.transposed_experts:
+                        rows, columns = columns, rows
+                    yield StoredMatrix(module, name, layer, count, rows, columns, names)
+
+    def _array_names(self, module: str) -> tuple[str, ...]:
+        """The arrays of a module's weights: one, stacked or not, or one of each expert; none if there are none."""
+        if f"{module}.weight" in self.arrays:
+            return (f"{module}.weight",)
+        if _EXPERTS not in module:
+            return ()
+        names = (f"{module}.weight".replace(_EXPERTS, f"{_EXPERTS}{number}.") for number in itertools.count())
+        return (module,) if module in self.arrays else tuple(itertools.takewhile(self.arrays.__contains__, names))
 
     def stored(self, name: str, layer: int | None, rows: int, columns: int) -> NDArray[Any]:
         """A matrix [rows, columns] as in the file, in float32, bfloat16 (uint16) or float16.
@@ -215,8 +188,7 @@ class CheckpointWeights(Weights):
 
     def _of_experts(self, module: str) -> NDArray[Any] | None:
         """The matrices of all experts of a layer below each other, as a copy; None if there are none."""
-        names = (f"{module}.weight".replace(_EXPERTS, f"{_EXPERTS}{number}.") for number in itertools.count())
-        arrays = [self.arrays[name] for name in itertools.takewhile(self.arrays.__contains__, names)]
+        arrays = [self.arrays[name] for name in self._array_names(module)]
         if len({(array.shape[1:], array.dtype) for array in arrays}) > 1:
             raise DescriptionError(f"the experts of {module} have different sizes")
         return numpy.concatenate(arrays) if arrays and arrays[0].ndim else None
@@ -262,59 +234,16 @@ def as_floats(stored: NDArray[Any], name: str) -> Floats:
     return (stored.astype(numpy.uint32) << 16).view(numpy.float32)
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; raises DescriptionError if there are none, or one is missing."""
-    index = folder / f"{WEIGHTS_FILE}.index.json"
-    try:
-        names = sorted({*parse_json(index.read_text())["weight_map"].values()}) if index.exists() else [WEIGHTS_FILE]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DescriptionError(f"{index} is damaged") from error
-    paths = [folder / name for name in names]
-    if not all(path.is_file() for path in paths):
-        raise DescriptionError(f"{folder} has no {WEIGHTS_FILE}, or not all of its parts")
-    return paths
-
-
 _WITHIN = re.compile(r"(?<![^.])language_model\.")
 """The module for text, in models that take images, too."""
 
 _OTHER_SENSES = OTHER_SENSES | {"visual"}
 """Modules that tokens of text do not go through, by their names in checkpoints."""
 
+_NOT_LINEAR = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_coef")
+"""What chooses experts, and weighs versions of the residual stream: it is not packed."""
+
 _GATES_AND_UPS = "ffn_gate_up_exps"
 
 _EXPERTS = ".experts."
 """In names of modules of which each expert has one; on disk its number follows."""
-
-_DTYPES = {"U8": numpy.uint8, "F32": numpy.float32, "BF16": numpy.uint16, "F16": numpy.float16}
-"""Of the tensors of checkpoints, by safetensors' names."""
-
-SAFETENSORS_DTYPES: dict[type, str] = {dtype: name for name, dtype in _DTYPES.items()}
-"""The opposite."""
-
-SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""safetensors' names of dtypes, by those of config.json."""
-
-
-def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """The tensors of a safetensors file by name, as views of the mapped file; bfloat16 numbers are uint16.
-
-    Those at addresses that numbers of their size cannot have are copied.
-
-    Raises:
-        DescriptionError: the file is damaged, or has other dtypes.
-    """
-    data = map_weights(path)
-    try:
-        size = 8 + int.from_bytes(data[:8], "little")
-        header = parse_json(data[8:size])
-        views = {
-            name: numpy.frombuffer(
-                data, _DTYPES[entry["dtype"]], math.prod(entry["shape"]), size + entry["data_offsets"][0]
-            ).reshape(entry["shape"])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-        return {name: view if view.flags.aligned else view.copy() for name, view in views.items()}
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DescriptionError(f"{path} is damaged: {error}") from error

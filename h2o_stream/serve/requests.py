@@ -22,6 +22,9 @@ from h2o_stream.session.messages import Tool
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_STOP = 8, 20, 4, 1000
 
+MAX_MESSAGE = 1000
+"""Characters of what is said before thinking is ended: they are made tokens of while others wait."""
+
 _NO_LIMIT, _FILL_CONTEXT, _ANY_SEED = -1, -2, -1
 """What clients of llama.cpp, vLLM and ollama send for no limit and for no seed."""
 
@@ -249,6 +252,8 @@ def parse_sampled(body: Mapping[str, Any], model: Model, limits: tuple[str, ...]
         )
     except ConfigError as error:
         raise renamed(as_api_error(error), {"max_tokens": limit}) from error
+    if len(config.thinking_message) > MAX_MESSAGE:
+        raise wrong("reasoning_budget_message", config.thinking_message, f"a text of up to {MAX_MESSAGE} characters")
     stream_options = field(body, "stream_options", dict) or {}
     schema, place = parse_schema(body)
     return Sampled(

@@ -18,7 +18,6 @@ from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.loading.loading import load_model
 from h2o_stream.models.loaded import LoadedModel, short_name
 from h2o_stream.models.turn_tokens import end_tokens
-from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.serve.access import Access
 from h2o_stream.serve.aside import aside
 from h2o_stream.serve.conversations import Conversations
@@ -51,8 +50,7 @@ def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
         ConfigError: the runtime does not serve it.
     """
     loaded = load_model(config, cache, "auto", _log.info, ignore)
-    if not isinstance(loaded.model, RuntimeModel):
-        reason = loaded.why_transformers
+    if reason := loaded.why_transformers:
         raise ConfigError(f"h2o-serve serves what runs without torch, which {config.model} does not: {reason}")
     return loaded
 
@@ -61,8 +59,7 @@ def _with_window(model: LoadedModel, cache: CacheConfig, streams: int) -> CacheC
     """The same with the window that ``auto`` chooses for so many streams: all conversations have the same."""
     if not cache.auto_window:
         return cache
-    served: RuntimeModel = model.model
-    plan = served.serve(replace(cache, auto_window=streams)).cache.plan
+    plan = model.model.serve(replace(cache, auto_window=streams)).cache.plan
     return replace(cache, auto_window=streams, window=plan.window)
 
 

@@ -28,14 +28,16 @@ _ASIDE = ("id", "type", "index")
 
 _OPENING = re.compile(r"```[\w+-]*\s*|<\|?\w+\|?>\s*")
 _BEGUN_OPENING = re.compile(r"`{1,2}|```[\w+-]*|<\|?\w*\|?")
-_CLOSING = re.compile(r"\s*(?:```|</\w+>)")
+_CLOSING, _NEXT_CLOSING = re.compile(r"```|</\w+>"), re.compile(r"\s*(?:```|</\w+>)")
 _BEGUN_CLOSING = re.compile(r"```|</\w+>|(?:`{1,2}|</?\w*)$")
 _BEGUN_OBJECT = re.compile(r'(?:\[\s*){0,2}(?:\{\s*(?:"(?P<key>\w*)(?P<closed>"\s*(?::.*)?)?)?)?', re.DOTALL)
 _NAMED = re.compile(r'"(?:name|tool|tool_name|function_name)"\s*:\s*"([^"\\]*)"')
 _JSON, _START = re.compile(r"[{\[]"), re.compile(r"[`<{\[]")
 _WORDS, _ESCAPE = ("true", "false", "null", "-"), len("\\ud83d")
-_MAX_WORK = 2**25
-"""Characters that are looked at until the rest of a text is no call: for each bracket, those of the whole text."""
+_MAX_WORK, _PER_CHARACTER, _INCOMPLETE = 2**25, 2**10, 16
+"""Characters that are looked at until the rest of a text is no call, of all of it and for each of its own: for each
+bracket, those of the whole text; so many times, if what it begins may become a call.
+"""
 
 _DECODER = json.JSONDecoder(strict=False)
 
@@ -94,10 +96,11 @@ def certain_size(text: str, names: Collection[str]) -> tuple[int, int]:
 
 def _find(text: str, names: Collection[str]) -> Iterator[_Found]:
     """The calls in a text. Nothing inside of other JSON is one."""
-    place = work = 0
-    while work <= _MAX_WORK and (start := _JSON.search(text, place)) is not None:
+    place, work = 0, min(_MAX_WORK, _PER_CHARACTER * len(text))
+    while work > 0 and (start := _JSON.search(text, place)) is not None:
         place, first = start.end(), start.start()
         read = _read(text, first)
+        work -= len(text) * (_INCOMPLETE if read.incomplete else 1)
         if read.incomplete:
             if not _may_become_call(text[first:], names):
                 return
@@ -108,7 +111,6 @@ def _find(text: str, names: Collection[str]) -> Iterator[_Found]:
             place = stop
         elif read.value is not None:
             place = read.stop
-        work += len(text)
 
 
 def _read(text: str, start: int) -> _Read:
@@ -139,7 +141,7 @@ def _completed(text: str, start: int) -> _Read:
 def _with_wrapping(text: str, start: int, stop: int) -> tuple[int, int]:
     """Where the block of code or the tags around a call begin and end, if it is in some."""
     opening = next((x for x in _OPENING.finditer(text, max(start - 60, 0), start) if x.end() == start), None)
-    closing = _CLOSING.match(text, stop)
+    closing = _NEXT_CLOSING.match(text, stop)
     return opening.start() if opening else start, closing.end() if closing and opening else stop
 
 

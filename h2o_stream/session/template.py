@@ -11,7 +11,6 @@ from h2o_stream.engine.text import shared_length
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.answer_head import Place, Text
-from h2o_stream.runtime.first_layers import MAX_TOKENS
 from h2o_stream.session.calls import find_format
 from h2o_stream.session.messages import Tool, UserTurn
 from h2o_stream.session.thinking import Markers, find_markers
@@ -170,4 +169,4 @@ def place_alone(template: ChatTemplate) -> Place | None:
         tokens = template.first_turn(text).tokens
         return Text(tokens, start, len(tokens) - after)
 
-    return place if start + after < MAX_TOKENS // 2 else None
+    return place

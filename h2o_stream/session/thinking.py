@@ -38,7 +38,10 @@ class Markers:
         return text[start:] if start > text.rfind(self.closing) else ""
 
 
-_TAG = re.compile(r"[<\[◁][|｜]?[\w:]*(?:think|thought|reason|inner_prefix)[\w:]*[|｜]?[>\]▷]", re.IGNORECASE)  # noqa: RUF001
+_TAG = re.compile(
+    r"[<\[◁][|｜]?[\w:]{0,40}(?:think|thought|reason|inner_prefix)[\w:]{0,40}[|｜]?[>\]▷]",  # noqa: RUF001
+    re.IGNORECASE,
+)
 """A tag by whose name thinking may begin. It counts only with its counterpart."""
 
 _SPLIT = re.compile(r"""\.split\(\s*["']([<\[◁][|｜]?/[^"'\s]+)["']""")  # noqa: RUF001

@@ -13,9 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from h2o_stream import __version__
 from h2o_stream.base.memory import format_bytes
-from h2o_stream.base.resources import require_matplotlib, write_text
+from h2o_stream.base.resources import require_matplotlib, version_of, write_text
 from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out
 from h2o_stream.errors import DataError, file_errors
@@ -27,6 +26,8 @@ from h2o_stream.ui.tables import CSV_BEGINS, csv_tables, format_of, latex_page, 
 
 _MADE_BY = "h2o_stream report"
 """Marks a file that a later report may overwrite."""
+
+_VERSION = version_of("h2o-stream")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def write_report(finished: Sequence[FinishedComparison], path: Path, left_out: S
     elif suffix == ".csv":
         text = csv_tables({item.folder.name: item.page for item in finished})
     else:
-        text = "\n".join([f"% made by {_MADE_BY} {__version__}\n", *(latex_page(item.page) for item in finished)])
+        text = "\n".join([f"% made by {_MADE_BY} {_VERSION}\n", *(latex_page(item.page) for item in finished)])
     write_text(path, text, "--to")
 
 
@@ -116,7 +117,7 @@ def _html(finished: Sequence[FinishedComparison], left_out: Sequence[LeftOut]) -
     environment.filters["images"] = _images
     environment.filters["settings"] = _settings
     template = environment.get_template("report.html")
-    return template.render(finished=finished, left_out=lines_of(left_out), made_by=_MADE_BY, version=__version__)
+    return template.render(finished=finished, left_out=lines_of(left_out), made_by=_MADE_BY, version=_VERSION)
 
 
 def _images(chart: Chart | Heatmap) -> dict[str, str]:
@@ -134,7 +135,7 @@ def _settings(run: dict[str, Any]) -> str:
 
 def _markdown(finished: Sequence[FinishedComparison], left_out: Sequence[LeftOut], folder: Path) -> str:
     verdicts = [f"- {item.kind}: {item.page.verdict}\n" for item in finished if item.page.verdict]
-    parts = [f"<!-- made by {_MADE_BY} {__version__} -->\n", "".join(verdicts)]
+    parts = [f"<!-- made by {_MADE_BY} {_VERSION} -->\n", "".join(verdicts)]
     for item in finished:
         parts.append(f"## {item.kind}\n\n{markdown_page(item.page)}")
         for chart in item.page.charts:

@@ -24,7 +24,7 @@ _SEVERAL, _INFERENCE = 1, 3
 _ABSTAINS = ("no information available", "not mentioned")
 """A reply to an unanswerable question is right if it has one of these."""
 
-_TURN = re.compile(r"D0*(\d+):0*(\d+)")
+_TURN = re.compile(r"D0*+(\d+):0*+(\d+)")
 """A turn's name in the file, by the numbers of the session and of the turn."""
 
 Stem = Callable[[str], str]

@@ -18,8 +18,6 @@ _COHERE = Architecture(
 )
 
 _COHERE_2 = replace(_COHERE, model_type="cohere2", full_every=4, rotates_sliding=True)
-_DEFAULTS = {"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "logit_scale": 0.0625}
-_SLIDING = {**_DEFAULTS, "head_dim": 128, "sliding_window": 4096}
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,12 +30,11 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 ARCHITECTURES = {"command-r": _COHERE, "cohere2": _COHERE_2}
 MODEL_TYPES = {
-    "cohere": ModelType(_COHERE, {**_DEFAULTS, "rope_theta": 500_000.0}, norm=NormKind.LAYER, numbers=_checked),
-    "cohere2": ModelType(_COHERE_2, _SLIDING, norm=NormKind.LAYER),
+    "cohere": ModelType(_COHERE, norm=NormKind.LAYER, numbers=_checked),
+    "cohere2": ModelType(_COHERE_2, norm=NormKind.LAYER),
     "cohere2_moe": ModelType(
         _COHERE_2.with_names({}, normalizes_experts=True),
-        _SLIDING,
-        AS_MLP,
+        fixed=AS_MLP,
         norm=NormKind.LAYER,
         numbers=_checked,
     ),

@@ -9,11 +9,10 @@ _MOE = _ERNIE.with_names(
     model_type="ernie4_5_moe",
     normalizes_experts=True,
 )
-_DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 500_000.0}
 
 ARCHITECTURES = {"ernie4_5": _ERNIE, "ernie4_5-moe": _MOE}
 MODEL_TYPES = {
-    "ernie4_5": ModelType(_ERNIE, {**_DEFAULTS, "head_dim": 128}),
-    "ernie4_5_moe": ModelType(_MOE.with_names({"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"}), _DEFAULTS),
-    "helium": ModelType(_ERNIE, {"head_dim": 128, "rope_theta": 100_000.0}),
+    "ernie4_5": ModelType(_ERNIE),
+    "ernie4_5_moe": ModelType(_MOE.with_names({"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"})),
+    "helium": ModelType(_ERNIE),
 }

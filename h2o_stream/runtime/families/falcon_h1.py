@@ -9,7 +9,11 @@ from h2o_stream.runtime.parameters import Multipliers
 _MIXER = state_space("mamba")
 _FALCON = Architecture(
     model_type="falcon_h1", config=lambda *_: {"mamba_norm_before_gate": False}, stored_as_in_gguf={*_MIXER}
-).with_names(_MIXER | mlp_names("feed_forward") | {"ffn_norm": "pre_ff_layernorm", FINAL_NORM: "model.final_layernorm"})
+).with_names(
+    _MIXER
+    | mlp_names("feed_forward")
+    | {"ssm_factors": "mamba.mup_vector", "ffn_norm": "pre_ff_layernorm", FINAL_NORM: "model.final_layernorm"}
+)
 
 
 def _multipliers(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,11 +26,8 @@ def _multipliers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"multipliers": Multipliers(attention_in, key, attention_out, gate, down, mixer_in, parts, mixer_out)}
 
 
-_EXPANDED = {"mamba_expand": 2, "mamba_n_groups": 1}
 ARCHITECTURES = {"falcon-h1": _FALCON}
 MODEL_TYPES = {
-    "falcon_h1": ModelType(
-        _FALCON, {**_EXPANDED, "mamba_norm_before_gate": True, "mamba_rms_norm": False}, numbers=_multipliers
-    ),
-    "bamba": ModelType(_FALCON, {**_EXPANDED, "partial_rotary_factor": 0.5}, {"mamba_norm_before_gate": False}),
+    "falcon_h1": ModelType(_FALCON, numbers=_multipliers),
+    "bamba": ModelType(_FALCON, fixed={"mamba_norm_before_gate": False}),
 }

@@ -103,7 +103,7 @@ def _layers(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
 
 _GEMMA = Architecture(activation=Activation.GELU_TANH, scales_embeddings=True, norm_offset=1.0)
 _SANDWICHED = _GEMMA.with_names(SANDWICH, norms=BEFORE | AFTER)
-_GEMMA_2 = replace(_SANDWICHED, full_every=2, scales_by_hidden_at_layers=46)
+_GEMMA_2 = replace(_SANDWICHED, full_every=2, scales_by_hidden_at_layers=46, softcaps=(50.0, 30.0))
 _GEMMA_3 = replace(
     _SANDWICHED,
     model_type="gemma3_text",
@@ -113,12 +113,11 @@ _GEMMA_3 = replace(
     scales_by_hidden_at_layers=62,
 )
 _WITH_OWN_EMBEDDINGS = _SANDWICHED.with_names(
-    _OWN_EMBEDDINGS, config=_config, norm_offset=0.0, local_plain=True, normed_values=True, scaling=1.0
-)
+    _OWN_EMBEDDINGS, config=_config, norm_offset=0.0, local_plain=True, normed_values=True, scaling=1.0,
+    softcaps=(0.0, 30.0), local_theta=10_000.0,
+)  # fmt: skip
 
-_GEMMA_3N = _WITH_OWN_EMBEDDINGS.with_names(
-    _ALTUP, model_type="gemma3n_text", local_theta=10_000.0, rounds_constants=True
-)
+_GEMMA_3N = _WITH_OWN_EMBEDDINGS.with_names(_ALTUP, model_type="gemma3n_text", rounds_constants=True)
 _GEMMA_4 = _WITH_OWN_EMBEDDINGS.with_names(_PARALLEL_EXPERTS, model_type="gemma4_text", normalizes_experts=True)
 
 
@@ -171,6 +170,11 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**shared, "layer_shapes": tuple(shapes)}
 
 
+def _older_activation(config: Mapping[str, Any]) -> dict[str, str]:
+    """The first files say the one, and were trained with the other."""
+    return {"hidden_act": "gelu_pytorch_tanh"} if config.get("hidden_act") == "gelu" else {}
+
+
 ARCHITECTURES = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA_2,
@@ -178,31 +182,23 @@ ARCHITECTURES = {
     "gemma3n": _GEMMA_3N,
     "gemma4": _GEMMA_4,
 }
-_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256}
-_SOFT = {**_DEFAULTS, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _TWO_ROPES = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
-_EMBEDDED = {"sliding_window": 512, "hidden_size_per_layer_input": 256}
-_GLOBAL = {**_DEFAULTS, "rope_theta": None, "global_head_dim": 512, "enable_moe_block": False}
+_GLOBAL = {"global_head_dim": 512, "enable_moe_block": False, "attention_k_eq_v": False}
 MODEL_TYPES = {
-    "gemma": ModelType(_GEMMA, _DEFAULTS),
-    "gemma2": ModelType(_GEMMA_2, {**_SOFT, "sliding_window": 4096}),
-    "gemma3_text": ModelType(
-        _GEMMA_3, {**_DEFAULTS, **_TWO_ROPES, "query_pre_attn_scalar": 256, "sliding_window": 4096}
-    ),
+    "gemma": ModelType(_GEMMA, older=_older_activation),
+    "gemma2": ModelType(_GEMMA_2),
+    "gemma3_text": ModelType(_GEMMA_3, _TWO_ROPES),
     "gemma3n_text": ModelType(
         replace(_GEMMA_3N, full_every=5),
-        {**_DEFAULTS, **_TWO_ROPES, **_EMBEDDED, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15},
+        _TWO_ROPES,
         numbers=_altup,
     ),
-    "gemma4_text": ModelType(_GEMMA_4, {**_GLOBAL, **_EMBEDDED, "attention_k_eq_v": False}, numbers=_shapes),
+    "gemma4_text": ModelType(_GEMMA_4, _GLOBAL, numbers=_shapes),
     "gemma4_unified_text": ModelType(
         _GEMMA_4,
-        {**_GLOBAL, "sliding_window": 1024},
+        _GLOBAL,
         {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": False},
         numbers=_shapes,
     ),
-    "vaultgemma": ModelType(
-        replace(_GEMMA_2, norms=BEFORE).with_names({"ffn_norm": "pre_feedforward_layernorm"}),
-        {**_SOFT, "sliding_window": 4096},
-    ),
+    "vaultgemma": ModelType(replace(_GEMMA_2, norms=BEFORE).with_names({"ffn_norm": "pre_feedforward_layernorm"})),
 }

@@ -11,11 +11,10 @@ _GLM_4 = _GLM.with_names(
     norms=BEFORE | AFTER,
 )
 _GLM_4_MOE = LATE_NORM.with_names(SHARED_EXPERTS, model_type="glm4_moe", scoring=Scoring.SIGMOID)
-_HALF = {"head_dim": 128, "partial_rotary_factor": 0.5}
 
 ARCHITECTURES = {"chatglm": _GLM, "glm4": _GLM_4, "glm4moe": _GLM_4_MOE}
 MODEL_TYPES = {
-    "glm": ModelType(_GLM, _HALF),
-    "glm4": ModelType(_GLM_4, _HALF),
-    "glm4_moe": ModelType(_GLM_4_MOE, {"norm_topk_prob": True, "partial_rotary_factor": 0.5}),
+    "glm": ModelType(_GLM),
+    "glm4": ModelType(_GLM_4),
+    "glm4_moe": ModelType(_GLM_4_MOE),
 }

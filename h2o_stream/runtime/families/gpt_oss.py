@@ -18,8 +18,7 @@ ARCHITECTURES = {"gpt-oss": _GPT_OSS}
 MODEL_TYPES = {
     "gpt_oss": ModelType(
         _GPT_OSS.with_names({"ffn_gate_up_exps": "mlp.experts.gate_up_proj"}),
-        {"head_dim": 64, "sliding_window": 128, "rope_theta": None},
-        AS_MLP,
+        fixed=AS_MLP,
     ),
     "minimax_m3_vl_text": ModelType(
         LATE_NORM.with_names(
@@ -33,7 +32,6 @@ MODEL_TYPES = {
             norm_offset=1.0,
             scoring=Scoring.SIGMOID,
         ),
-        {"norm_topk_prob": True, "head_dim": 128, "rope_theta": 5e6, "rotary_dim": 64, "routed_scaling_factor": 2.0},
-        {**AS_MLP, "norm_topk_prob": True},
+        fixed={**AS_MLP, "norm_topk_prob": True},
     ),
 }

@@ -39,9 +39,6 @@ _SINKS = {
     "attn_sinks": "self_attn.sinks",
 }
 """With sliding windows."""
-_DEFAULTS = dict.fromkeys(
-    ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
-)
 
 _HYBRID = _GRANITE.with_names(
     _EXPERTS | _MIXER,
@@ -62,25 +59,21 @@ ARCHITECTURES = {
     "granitehybrid": _HYBRID.with_names(_SHARED),
 }
 MODEL_TYPES = {
-    "granite": ModelType(_GRANITE, _DEFAULTS),
-    "granitemoe": ModelType(_GRANITE.with_names(_STACKED), _DEFAULTS, AS_MLP),
-    "granitemoeshared": ModelType(_GRANITE.with_names(_STACKED), _DEFAULTS, AS_MLP),
-    "granite_swa": ModelType(
-        _GRANITE.with_names(_SINKS), {**_DEFAULTS, "tie_word_embeddings": True, "sliding_window": 128}
-    ),
+    "granite": ModelType(_GRANITE),
+    "granitemoe": ModelType(_GRANITE.with_names(_STACKED), fixed=AS_MLP),
+    "granitemoeshared": ModelType(_GRANITE.with_names(_STACKED), fixed=AS_MLP),
+    "granite_swa": ModelType(_GRANITE.with_names(_SINKS)),
     "granitemoehybrid": ModelType(
         _HYBRID.with_names(
             _STACKED | {"ffn_gate_up": "shared_mlp.input_linear", "ffn_down": "shared_mlp.output_linear"}
         ),
-        _DEFAULTS,
-        {**AS_MLP, "num_experts": None},
+        fixed={**AS_MLP, "num_experts": None},
         numbers=_dense_size,
     ),
-    "granitemoe_swa": ModelType(_GRANITE.with_names(_STACKED | _SINKS), {**_DEFAULTS, "sliding_window": 128}, AS_MLP),
+    "granitemoe_swa": ModelType(_GRANITE.with_names(_STACKED | _SINKS), fixed=AS_MLP),
     "hyperclovax": ModelType(
         replace(LATE_NORM, norms=BEFORE | AFTER, optional_norms=set(AFTER)).with_names(
             {"post_attention_norm": "post_norm1", "post_ffw_norm": "post_norm2"}
         ),
-        {"head_dim": 128},
     ),
 }

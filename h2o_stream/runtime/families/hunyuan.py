@@ -16,13 +16,12 @@ _MOE = _HUNYUAN.with_names(
 ARCHITECTURES = {"hunyuan-dense": _HUNYUAN, "hunyuan-moe": _MOE}
 MODEL_TYPES = {
     "hunyuan_v1_dense": ModelType(_HUNYUAN),
-    "hunyuan_v1_moe": ModelType(_MOE, {"moe_topk": 1}, {**AS_MLP, "num_shared_experts": 1}),
+    "hunyuan_v1_moe": ModelType(_MOE, fixed={**AS_MLP, "num_shared_experts": 1}),
     "hy_v3": ModelType(
         Architecture(scoring=Scoring.SIGMOID).with_names(
             mlp_names("mlp.shared_mlp", "_shexp")
             | {"ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias"}
         ),
-        {"norm_topk_prob": True, "head_dim": 128, "router_scaling_factor": 2.826, "rope_theta": 11158840.0},
-        {"norm_topk_prob": True},
+        fixed={"norm_topk_prob": True},
     ),
 }

@@ -58,20 +58,11 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"inner_size": inner, "tied": bool(config.get("tie_embedding", config["tie_word_embeddings"]))}
 
 
-_DEFAULTS = {"tie_word_embeddings": True, "rope_theta": 1e6}
 _EXPERTS = {f"ffn_{name}_exps": f"feed_forward.experts.w{n}" for name, n in {"gate": 1, "down": 2, "up": 3}.items()}
 
 ARCHITECTURES = {"lfm2": _LFM2, "lfm2moe": _LFM2_MOE}
 MODEL_TYPES = {
-    "lfm2": ModelType(
-        _LFM2,
-        _DEFAULTS | {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
-        numbers=_numbers,
-    ),
-    "lfm2_moe": ModelType(_LFM2_MOE.with_names(_EXPERTS), {**_DEFAULTS, "norm_topk_prob": True}, numbers=_numbers),
-    "lfm3": ModelType(
-        _LFM3,
-        {"tie_word_embeddings": True, "rope_theta": None, "head_dim": 128, "sliding_window": 256},
-        numbers=lambda config: {"gate_size": 1},
-    ),
+    "lfm2": ModelType(_LFM2, numbers=_numbers),
+    "lfm2_moe": ModelType(_LFM2_MOE.with_names(_EXPERTS), numbers=_numbers),
+    "lfm3": ModelType(_LFM3, numbers=lambda config: {"gate_size": 1}),
 }

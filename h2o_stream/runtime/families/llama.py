@@ -48,29 +48,21 @@ def _llama_4(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MODEL_TYPES = {
-    "llama4_text": ModelType(
-        _LLAMA_4,
-        {"head_dim": 128, "rope_theta": 5e5, "attn_temperature_tuning": True},
-        {**AS_MLP, "num_shared_experts": 1},
-        numbers=_llama_4,
-    ),
+    "llama4_text": ModelType(_LLAMA_4, fixed={**AS_MLP, "num_shared_experts": 1}, numbers=_llama_4),
     "llama": ModelType(_LLAMA),
-    "internlm3": ModelType(_LLAMA, {"head_dim": 128}),
-    "iquestcoder": ModelType(_LLAMA, {"head_dim": 128}),
-    "emu3_text_model": ModelType(_LLAMA, {"rope_theta": 1e6}),
-    "mistral": ModelType(_LLAMA, {"sliding_window": 4096}, slides_everywhere=True),
-    "ministral": ModelType(_LLAMA, {"sliding_window": 4096}),
-    "ministral3": ModelType(_LLAMA, {"head_dim": 128, "rope_theta": None}, slides_everywhere=True),
-    "mixtral": ModelType(_LLAMA.with_names(_MIXTRAL), {"rope_theta": 1e6}, AS_MLP, slides_everywhere=True),
-    "cwm": ModelType(_LLAMA, {"head_dim": 128, "sliding_window": 8192, "rope_theta": None}),
-    "smollm3": ModelType(
-        ARCHITECTURES["smollm3"], {"tie_word_embeddings": True, "use_sliding_window": False, "rope_theta": 2e6}
-    ),
+    "internlm3": ModelType(_LLAMA),
+    "iquestcoder": ModelType(_LLAMA),
+    "emu3_text_model": ModelType(_LLAMA),
+    "mistral": ModelType(_LLAMA, slides_everywhere=True),
+    "ministral": ModelType(_LLAMA),
+    "ministral3": ModelType(_LLAMA, slides_everywhere=True),
+    "mixtral": ModelType(_LLAMA.with_names(_MIXTRAL), fixed=AS_MLP, slides_everywhere=True),
+    "cwm": ModelType(_LLAMA),
+    "smollm3": ModelType(ARCHITECTURES["smollm3"]),
     "arcee": ModelType(ARCHITECTURES["arcee"]),
     "phimoe": ModelType(
         _LLAMA.with_names(_MIXTRAL, scoring=Scoring.SPARSE_MIXER, normalizes_experts=False),
-        {"router_jitter_noise": 0.01, "rope_theta": 1e6},
-        AS_MLP,
+        fixed=AS_MLP,
         norm=NormKind.LAYER,
         slides_everywhere=True,
     ),
@@ -78,7 +70,6 @@ MODEL_TYPES = {
         _LLAMA.with_names(
             _MIXTRAL | {"exp_probs_b": "block_sparse_moe.e_score_correction_bias"}, scoring=Scoring.SIGMOID
         ),
-        {"head_dim": 128, "rope_theta": 5e6},
-        AS_MLP,
+        fixed=AS_MLP,
     ),
 }

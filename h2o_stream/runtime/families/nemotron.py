@@ -38,7 +38,7 @@ _NEMOTRON = Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0)
 
 ARCHITECTURES = {"nemotron": _NEMOTRON, "nemotron_h": _NEMOTRON_H, "nemotron_h_moe": _NEMOTRON_H}
 MODEL_TYPES = {
-    "nemotron": ModelType(_NEMOTRON, {"partial_rotary_factor": 0.5}, norm=NormKind.LAYER),
+    "nemotron": ModelType(_NEMOTRON, norm=NormKind.LAYER),
     "nemotron_h": ModelType(
         # Not its folders: transformers' prompts limit steps otherwise than its single tokens. Modules are compared.
         replace(_NEMOTRON_H, layers="backbone.layers", only_modules=True).with_names(

@@ -32,10 +32,10 @@ ARCHITECTURES = {
     "olmoe": Architecture(),
 }
 MODEL_TYPES = {
-    "olmo": ModelType(_OLMO, {"clip_qkv": None}, {"layer_norm_eps": 1e-5}, norm=NormKind.LAYER),
+    "olmo": ModelType(_OLMO, fixed={"layer_norm_eps": 1e-5}, norm=NormKind.LAYER),
     "olmo2": ModelType(ARCHITECTURES["olmo2"]),
-    "olmo3": ModelType(ARCHITECTURES["olmo2"], {"rope_theta": 500_000.0, "sliding_window": 4096}),
+    "olmo3": ModelType(ARCHITECTURES["olmo2"], {"rope_theta": 5e5, "rope_local_base_freq": 5e5}),
     "olmoe": ModelType(ARCHITECTURES["olmoe"], fixed=AS_MLP),
-    "olmo_hybrid": ModelType(_HYBRID, {"linear_allow_neg_eigval": True}, {"mixer_epsilon": 1e-5}),
-    "flex_olmo": ModelType(AFTER_ONLY, {"rope_theta": 500_000.0}, AS_MLP),
+    "olmo_hybrid": ModelType(_HYBRID, fixed={"mixer_epsilon": 1e-5}),
+    "flex_olmo": ModelType(AFTER_ONLY, fixed=AS_MLP),
 }

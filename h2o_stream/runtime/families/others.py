@@ -126,42 +126,42 @@ def _mimo(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer_shapes": tuple(LayerShape(size, factor * heads, inner) for factor in factors)}
 
 
+def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    newer = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+    return {name: config[older] for older, name in newer.items() if older in config}
+
+
 MODEL_TYPES = {
-    "opt": ModelType(_OPT, {"tie_word_embeddings": True, "layer_norm_eps": 1e-5}, norm=NormKind.LAYER, numbers=_opt),
+    "opt": ModelType(_OPT, {"layer_norm_eps": 1e-5}, norm=NormKind.LAYER, numbers=_opt),
     "stablelm": ModelType(
         ARCHITECTURES["stablelm"],
-        {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
         norm=NormKind.LAYER,
         numbers=_stablelm,
     ),
     "moshi": ModelType(
         _MOSHI,
-        {"head_dim": 128, "sliding_window": 3000, "rms_norm_eps": 1e-8},
         slides_everywhere=True,
         numbers=lambda config: {"inner_size": int(config["ffn_dim"]) // 2, "unsaid_tokens": 1},
     ),
     "mimo_v2_flash": ModelType(
         _MIMO,
-        {"rope_theta": None, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "attention_value_scale": 0.707},
         numbers=_mimo,
     ),
     "laguna": ModelType(
         _LAGUNA,
-        {"rope_theta": None, "head_dim": 128, "sliding_window": 512, "gating": True},
-        {"norm_topk_prob": True},
+        fixed={"norm_topk_prob": True},
         numbers=_laguna,
     ),
     "phi3": ModelType(_PHI_3, slides_everywhere=True),
     "phi4_multimodal": ModelType(_PHI_3, slides_everywhere=True),
-    "starcoder2": ModelType(_STARCODER_2, {"tie_word_embeddings": True}, norm=NormKind.LAYER, slides_everywhere=True),
-    "exaone4": ModelType(_EXAONE_4, {"sliding_window": 4096}),
+    "starcoder2": ModelType(_STARCODER_2, norm=NormKind.LAYER, slides_everywhere=True),
+    "exaone4": ModelType(_EXAONE_4),
     "exaone_moe": ModelType(
-        replace(_SLIDING_BESIDE_PLAIN, full_every=4).with_names({"exp_probs_b": "mlp.e_score_correction_bias"}),
-        {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": 4096},
+        replace(_SLIDING_BESIDE_PLAIN, full_every=4).with_names({"exp_probs_b": "mlp.e_score_correction_bias"})
     ),
-    "seed_oss": ModelType(LATE_NORM, {"head_dim": 128}),
-    "gpt_neox": ModelType(_GPT_NEOX, {"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5}, norm=NormKind.LAYER),
-    "phi": ModelType(_PHI, {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}, norm=NormKind.LAYER),
+    "seed_oss": ModelType(LATE_NORM),
+    "gpt_neox": ModelType(_GPT_NEOX, norm=NormKind.LAYER, older=_older_rope),
+    "phi": ModelType(_PHI, norm=NormKind.LAYER),
     "persimmon": ModelType(
         replace(_PHI, parallel=False, norms=BEFORE, qkv_by_head=True, activation=Activation.RELU_SQUARED).with_names(
             {
@@ -170,24 +170,19 @@ MODEL_TYPES = {
                 "ffn_down": "mlp.dense_4h_to_h",
             }
         ),
-        {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
         norm=NormKind.LAYER,
     ),
-    "jais2": ModelType(
-        Architecture(activation=Activation.RELU_SQUARED), {"head_dim": 128, "layer_norm_eps": 1e-5}, norm=NormKind.LAYER
-    ),
+    "jais2": ModelType(Architecture(activation=Activation.RELU_SQUARED), norm=NormKind.LAYER),
     "apertus": ModelType(
         Architecture(activation=Activation.XIELU).with_names(
             {f"ffn_act.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
             | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
         ),
-        {"rope_theta": None},
     ),
     "bitnet": ModelType(
         Architecture(activation=Activation.RELU_SQUARED).with_names(
             {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
         ),
-        {"rope_theta": 500_000.0},
     ),
     "nanochat": ModelType(
         Architecture(
@@ -196,7 +191,6 @@ MODEL_TYPES = {
             norms_embedding=True,
             swaps_halves=True,
         ).with_names({"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}),
-        {"final_logit_softcapping": 15.0},
     ),
     "aria_text": ModelType(
         Architecture(normalizes_experts=True, transposed_experts=True).with_names(
@@ -207,8 +201,7 @@ MODEL_TYPES = {
                 "ffn_gate_inp": "mlp.router",
             }
         ),
-        {"head_dim": 128, "moe_topk": 2, "moe_num_shared_experts": 2},
-        AS_MLP,
+        fixed=AS_MLP,
     ),
     "afmoe": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, full_every=4, norms=BEFORE | AFTER).with_names(
@@ -221,12 +214,10 @@ MODEL_TYPES = {
                 "exp_probs_b": "mlp.expert_bias",
             }
         ),
-        {"head_dim": 128, "num_shared_experts": 0, "num_experts_per_tok": 6, "sliding_window": 1024},
-        {"norm_topk_prob": True},
+        fixed={"norm_topk_prob": True},
     ),
     "flint": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, scoring=Scoring.SOFTMAX).with_names({"attn_sinks": "self_attn.softmax_offset"}),
-        {"head_dim": 128, "sliding_window": 513, "norm_topk_prob": True},
     ),
     "kolibri1": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, full_every=5, norms=BEFORE | AFTER, biases_logits=True).with_names(
@@ -236,6 +227,5 @@ MODEL_TYPES = {
                 "exp_probs_b": "moe.router.expert_bias",
             }
         ),
-        {"head_dim": 128, "norm_topk_prob": False, "sliding_window": 513},
     ),
 }

@@ -35,17 +35,15 @@ ARCHITECTURES = {
         fused_by_key_head=True,
     ),
 }
-_WHOLE = {"use_sliding_window": False}
 _QWEN_NEXT = _HYBRID.with_names({"ssm_qkvz": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"})
 _SAVED_3_5 = replace(_QWEN_3_5, interleaved_heads=False)
-_OF_HYBRIDS = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True}
 MODEL_TYPES = {
-    "qwen2": ModelType(_QWEN, _WHOLE),
-    "qwen3": ModelType(_QWEN, {**_WHOLE, "head_dim": 128}),
-    "qwen2_moe": ModelType(_QWEN_2_MOE, _WHOLE),
-    "qwen3_moe": ModelType(_QWEN_3_MOE, {**_WHOLE, "norm_topk_prob": False}),
-    "qwen3_next": ModelType(_QWEN_NEXT, _OF_HYBRIDS),
-    "qwen3_5_text": ModelType(_SAVED_3_5, _OF_HYBRIDS),
-    "qwen3_5_moe_text": ModelType(_SAVED_3_5, _OF_HYBRIDS, {"norm_topk_prob": True}),
-    "mellum": ModelType(_QWEN_3_MOE, {"head_dim": 128, "rope_theta": None, "sliding_window": 1024}),
+    "qwen2": ModelType(_QWEN),
+    "qwen3": ModelType(_QWEN),
+    "qwen2_moe": ModelType(_QWEN_2_MOE),
+    "qwen3_moe": ModelType(_QWEN_3_MOE),
+    "qwen3_next": ModelType(_QWEN_NEXT),
+    "qwen3_5_text": ModelType(_SAVED_3_5),
+    "qwen3_5_moe_text": ModelType(_SAVED_3_5, fixed={"norm_topk_prob": True}),
+    "mellum": ModelType(_QWEN_3_MOE),
 }
