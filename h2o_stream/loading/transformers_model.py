@@ -49,7 +49,7 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.hub import download_bars, reachable
-from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
+from h2o_stream.models.huge_pages import move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.packed_experts import SplitExperts, split_stacked_experts
 from h2o_stream.models.precision import (
@@ -277,7 +277,6 @@ class _Loader:
             for entry in weights.entries():
                 kept_tiles(weights.kept, entry.name, entry.shape)
             tiles = {name: borrowed(array) for name, array in weights.kept.items() if name.endswith(".tiles")}
-            advise_huge_pages(tiles.values())
             packed = PackedConfig({name: kind.name for name, (_, kind) in weights.packed.items()})
             state = to_tensors(weights.unpacked()) | tiles
             return self._with_weights(state, dtype=getattr(torch, precision.dtype), quantization_config=packed)
