@@ -254,7 +254,7 @@ class _Loader:
         quantize, dtype = precision.quantize, getattr(torch, precision.dtype)
         if self._described is not None:
             reader = HfWeights(self._described, skeleton, quantize)
-            return self._with_packed(reader, reader.packed_anew(dtype, self._progress), dtype)
+            return self._with_packed(reader, reader.packed(None, dtype, self._progress), dtype)
 
         def read() -> Any:
             model = pack_model(self._load_dense("auto", skeleton), quantize, self._progress)
