@@ -128,8 +128,10 @@ def search_all(cases: Sequence[Case], numbers: Sequence[int], counts: Counter[st
 
 def _listen(results: Any, numbers: Sequence[int], counts: Counter[str]) -> tuple[int, Finding | None]:
     """How many files were tried until something was found, and what."""
+    poll = select.poll()  # which takes any descriptor
+    poll.register(results, select.POLLIN)
     for done, number in enumerate(numbers):
-        ready, _, _ = select.select([results], [], [], 100 * LIMIT_S * SLOWER)
+        ready = poll.poll(1000 * 100 * LIMIT_S * SLOWER)
         line = results.readline() if ready else b""
         if not ready:
             return done + 1, Finding(number, "hangs")

@@ -59,7 +59,7 @@ class Gguf:
 
     def mutated(self, rng: random.Random) -> "Gguf":
         """With one change."""
-        kind = rng.choices((self._other_value, self._without, self._exchanged, self._other_tensor, self._other_data,
+        kind = rng.choices((self._other_value, self._less, self._exchanged, self._other_tensor, self._other_data,
                             self._damaged), (50, 5, 5, 20, 10, 10))[0]  # fmt: skip
         return kind(rng)
 
@@ -94,15 +94,18 @@ class Gguf:
         raw = _string(key.encode()) + _encoded(value)
         return replace(self, values={**self.values, key: value}, raw={**self.raw, key: raw})
 
-    def _without(self, rng: random.Random) -> "Gguf":
-        key = self._own(rng)
+    def _less(self, rng: random.Random) -> "Gguf":
+        return self.without(self._own(rng))
+
+    def without(self, key: str) -> "Gguf":
+        """The same without the value of a key."""
         return replace(self, values={k: v for k, v in self.values.items() if k != key},
                        raw={k: v for k, v in self.raw.items() if k != key})  # fmt: skip
 
     def _exchanged(self, rng: random.Random) -> "Gguf":
         one, other = self._own(rng), self._own(rng)
         if any(isinstance(self.values[key], SkippedArray) for key in (one, other)):
-            return self._without(rng)
+            return self._less(rng)
         return self.with_value(one, self.values[other]).with_value(other, self.values[one])
 
     def _other_tensor(self, rng: random.Random) -> "Gguf":

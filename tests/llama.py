@@ -72,6 +72,20 @@ def logits(path: Path, tokens: Sequence[int]) -> NDArray[numpy.float32]:
         return numpy.load(found)
 
 
+def logits_apart(path: Path, tokens: Sequence[int]) -> NDArray[numpy.float32] | None:
+    """The same from a process of its own, which llama.cpp may end; None if it does not read the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "logits.npy"
+        if (child := os.fork()) == 0:
+            try:
+                os.close(2)
+                numpy.save(found, logits(path, tokens))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        return numpy.load(found) if found.exists() else None
+
+
 def main() -> None:
     """Write the logits that ik_llama.cpp computes: PATH TARGET TOKEN..."""
     import ctypes

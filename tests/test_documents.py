@@ -1,5 +1,6 @@
 """Files that a message names: documents, folders, patterns."""
 
+import io
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -45,17 +46,17 @@ def test_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.docx"
     path.write_bytes(word())
     assert read_text(path, "/file") == "The ship is called Aurora.\n\nOslo | Monday"
-    assert piped_text(pdf("The keeper is Ada."), "standard input") == "The keeper is Ada."
+    assert piped_text(io.BytesIO(pdf("The keeper is Ada.")), "standard input") == "The keeper is Ada."
     with pytest.raises(DataError, match="--prompt asks about it"):
         list(piped_lines(BytesIO(word()), "standard input"))
     with pytest.raises(DataError, match="a PDF without text"):
-        piped_text(pdf(""), "standard input")
+        piped_text(io.BytesIO(pdf("")), "standard input")
 
 
 def test_what_reads_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pypdf", None)
     with pytest.raises(DataError, match=r"is a PDF, and pypdf reads it: \S+ -m pip install .*pypdf"):
-        piped_text(pdf("text"), "standard input")
+        piped_text(io.BytesIO(pdf("text")), "standard input")
 
 
 def test_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

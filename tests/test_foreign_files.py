@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -11,10 +12,13 @@ import gguf
 import numpy
 import pytest
 
+from h2o_stream.base import texts
 from h2o_stream.base.texts import piped_lines, piped_text, read_text
 from h2o_stream.errors import DataError, H2OStreamError
+from h2o_stream.models import other_files
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
+from h2o_stream.runtime.safetensors_files import checkpoint_files
 from tests.commands import invoke
 
 TEXT = "Grüße aus Köln.\nZwei Zeilen, 日本."
@@ -52,13 +56,13 @@ class TestTexts:
             data, path = text.encode(coding), tmp_path / "a.txt"
             path.write_bytes(data)
             assert read_text(path, "--file") == text
-            assert piped_text(data, "standard input") == text
+            assert piped_text(io.BytesIO(data), "standard input") == text
             lines = [line.rstrip("\n") for line in piped_lines(io.BytesIO(data), "standard input")]
             assert lines == text.split("\n")
 
     @pytest.mark.parametrize("text", ["", "a", "\0", "a\0", "a\0b", "日", "\ufeffa"])
     def test_short_ones_are_read(self, text: str) -> None:
-        read = piped_text(text.encode(), "standard input")
+        read = piped_text(io.BytesIO(text.encode()), "standard input")
         assert read == text.removeprefix("\ufeff") or "\0" in text
         list(piped_lines(io.BytesIO(text.encode()), "standard input"))
 
@@ -69,16 +73,24 @@ class TestTexts:
         path.write_bytes(data)
         for read in (
             lambda: read_text(path, f"/file {path}"),
-            lambda: piped_text(data, "standard input"),
+            lambda: piped_text(io.BytesIO(data), "standard input"),
             lambda: list(piped_lines(io.BytesIO(data), "standard input")),
         ):
             with pytest.raises(DataError, match=words) as refused:
                 read()
             assert "\n" not in str(refused.value)
 
+    def test_what_has_no_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(texts, "_MAX_BYTES", 1 << 21)
+        words = "Z has more than 2097152 bytes"
+        with Path("/dev/zero").open("rb") as zeros:
+            for read in (lambda: read_text(Path("/dev/zero"), "Z"), lambda: piped_text(zeros, "Z")):
+                with pytest.raises(DataError, match=words):
+                    read()
+
     def test_half_a_text(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="standard input: not UTF-16 at byte 4"):
-            piped_text("aé".encode("utf-16")[:-1], "standard input")
+            piped_text(io.BytesIO("aé".encode("utf-16")[:-1]), "standard input")
         (tmp_path / "a.txt").write_bytes("Köln".encode("latin-1"))
         with pytest.raises(DataError, match="--file: not UTF-8 at byte 1"):
             read_text(tmp_path / "a.txt", "--file")
@@ -194,6 +206,31 @@ class TestModels:
             H2OStreamError, match=r"model.safetensors is a pointer of Git LFS, not the file itself; run"
         ):
             find(str(tmp_path), offline=True)
+
+    @pytest.mark.parametrize(
+        "name", ["model.safetensors", "generation_config.json", "tokenizer.json", "chat_template.jinja", "x.gguf"]
+    )
+    def test_what_has_no_end_in_a_folder(self, tmp_path: Path, name: str) -> None:
+        if name != "x.gguf":
+            (tmp_path / "config.json").write_text("{}")
+        for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+            make(tmp_path / name)
+            with pytest.raises(H2OStreamError, match=f"{name} is neither a file nor a folder, and may have no end"):
+                find(str(tmp_path), offline=True)
+            (tmp_path / name).unlink()
+
+    def test_a_text_that_is_too_long(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(other_files, "_MAX_TEXTS", 100)
+        (tmp_path / "config.json").write_text(json.dumps({"a": "x" * 100}))
+        with pytest.raises(H2OStreamError, match="config.json is a text of 109 bytes; files of models have 100"):
+            find(str(tmp_path), offline=True)
+
+    @pytest.mark.parametrize("named", ["../x.safetensors", "/dev/zero", "", ".", "..", "a/b.safetensors", 5, None])
+    def test_an_index_that_names_other_files(self, tmp_path: Path, named: Any) -> None:
+        index = {"weight_map": {"a": "model.safetensors", "b": named}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(DataError, match="which is no file of its folder"):
+            checkpoint_files(tmp_path)
 
     def test_a_projector_beside_its_model(self, tmp_path: Path) -> None:
         written(tmp_path / "mmproj.gguf", "clip", tensors=("mm.0.weight",))

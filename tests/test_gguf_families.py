@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.attachment.describe import describe
 from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig, Positions
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import gguf_export
 from h2o_stream.models.gguf import GgufFile
@@ -36,6 +38,7 @@ from tests.family_models import GGUF, MODELS, RECURRENT, SIZES, THETA, written
 from tests.family_models import TEXT as LONG
 from tests.fixtures import thinned, with_exhaustive
 from tests.gguf_files import split, write_model
+from tests.hostile_files import Gguf
 from tests.in_turn import in_turn
 from tests.test_runtime import keep_all, through_both
 
@@ -249,6 +252,22 @@ def test_described_from_parts(name: str, file_of: Files, tmp_path: Path) -> None
     assert difference(source_of(whole).describe(print), source_of(first).describe(print)) == ""
 
 
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not llama.WHOLE, reason="llama.cpp is not installed: make setup-all")
+@pytest.mark.parametrize("name", [name for name in GGUF if MODELS[name].in_llama])
+def test_keys_that_are_left_out(name: str, file_of: Files, tmp_path: Path) -> None:
+    """What llama.cpp reads without a key is read as it does, or refused."""
+    whole, path = Gguf.read(file_of(name, "F32")), tmp_path / "less.gguf"
+    for key in (key for key in whole.values if not key.startswith(("general.", "tokenizer."))):
+        whole.without(key).write(path)
+        if (theirs := llama.logits_apart(path, TEXT)) is None:
+            continue
+        with suppress(DescriptionError, H2OStreamError):
+            ours = served_logits(path, MODELS[name].positions)
+            difference = numpy.abs(ours - theirs[PROMPT - 1 :]).max() / numpy.abs(theirs).max()
+            assert difference < max(5e-3, 4 * MODELS[name].llama_rounding), key
+
+
 class TestRefused:
     """What the table does not know is not computed without it."""
 
@@ -258,7 +277,7 @@ class TestRefused:
         with pytest.raises(DescriptionError, match=r"it has blk\.3\.attn_sinks"):
             source_of(path)
 
-    @pytest.mark.parametrize("key", ["attention.clamp_kqv", "rope.scale_linear"])
+    @pytest.mark.parametrize("key", ["attention.clamp_kqv", "rope.scaling.alpha"])
     def test_parameters(self, key: str, tmp_path: Path) -> None:
         with pytest.raises(DescriptionError, match=f"smollm3.{key} is 2.0"):
             source_of(written(tmp_path, "SmolLM3", **{key: 2.0}))

@@ -138,6 +138,11 @@ class TestRopeNumbers:
         with pytest.raises(ModelNotFoundError, match=rf"llama.rope.scaling.{name} is .*, not a positive number"):
             read(path, make_llama(), **self.SCALED | {f"rope.scaling.{name}": value})
 
+    @pytest.mark.parametrize("keys", [{"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}])
+    def test_scaling_without_a_type_is_linear(self, keys: dict[str, float], path: Path) -> None:
+        found = read(path, make_llama(), **keys).config.rope_parameters
+        assert (found["rope_type"], found["factor"]) == ("linear", 4.0)
+
     def test_a_factor_of_0_means_none(self, path: Path) -> None:
         keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}
         found = read(path, make_llama(), **keys)

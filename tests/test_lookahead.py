@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy
 import pytest
 
-from h2o_stream.config import CacheConfig
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.loading.loading import load_model
 from h2o_stream.native import library
+from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
+from tests.family_models import TEXT, written
 from tests.test_native_batch import model  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -36,7 +40,7 @@ def follow(passing: ServedRuntime, stepped: ServedRuntime, tokens: list[int], ri
     passes = done = 0
     while done < len(tokens):
         ahead = tokens[done + 1 : done + 1 + right(passes)]
-        guesses = [*ahead, *((token + 1) % 4001 for token in tokens[done + 1 + len(ahead) : done + 8])]
+        guesses = [*ahead, *((token + 1) % 61 for token in tokens[done + 1 + len(ahead) : done + 8])]
         for place in range(done, done + 1 + len(ahead)):
             logits, taken = passing.step(tokens[place], partial(list, guesses))
             passes += taken > 1
@@ -55,4 +59,18 @@ def test_wrong_guesses_at_every_position_leave_no_trace(model: RuntimeModel, nam
         served.forward(TOKENS[:start])
         served.cache.evict_first(start - 16, start - 12)
     assert follow(passing, stepped, TOKENS[start : start + 70], lambda number: number % 7) > 10
+    assert same_states(passing, stepped)
+
+
+@pytest.mark.parametrize("name", ["Qwen 3.5 with more value heads", "LFM2", "Granite 4", "Falcon-H1"])
+def test_recurrent_states_follow_what_was_said(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside attention, and with several threads."""
+    monkeypatch.setattr(Stepper, "threads", 2)
+    config = CacheConfig(window=24)
+    loaded = load_model(ModelConfig(str(written(tmp_path, name)), dtype="float32"), config, "auto", print, print)
+    assert isinstance(loaded.model, RuntimeModel)
+    passing, stepped = (loaded.model.serve(config) for _ in range(2))
+    for served in (passing, stepped):
+        served.forward(TEXT[:30])
+    assert follow(passing, stepped, TEXT[30:100], lambda number: number % 7) > 10
     assert same_states(passing, stepped)

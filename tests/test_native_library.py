@@ -15,7 +15,7 @@ import pytest
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import abi, library
 from h2o_stream.native.library import FOLDER_VARIABLE, INSTRUCTIONS, INSTRUCTIONS_VARIABLE
-from h2o_stream.native.threads import num_threads
+from h2o_stream.native.threads import MAX_PER_PROCESSOR, num_threads
 from tests.preloaded import run
 
 INSTALLED = library.name()
@@ -184,3 +184,6 @@ def test_the_interface_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert num_threads() == 7
+    for many in ("100000", "9" * 5000):
+        monkeypatch.setenv("OMP_NUM_THREADS", many)
+        assert num_threads() <= MAX_PER_PROCESSOR * (os.cpu_count() or 1)

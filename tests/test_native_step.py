@@ -136,7 +136,7 @@ def test_keys_rotated_in_registers(size: int, kv_bits: int) -> None:
     scaled = LlamaForCausalLM(config).eval()
     scaled.load_state_dict(model.state_dict())
     assert scaled.model.rotary_emb.attention_scaling > 1.1
-    rounding = EXACT if kv_bits == 16 else 2e-2
+    rounding = EXACT if kv_bits == 16 else 2e-2 * max(1, size / 64)  # sums of more products have fewer bits for each
     assert_same(scaled, CacheConfig(window=48, kv_bits=kv_bits), tokens_of(2, PROMPT + 50), largest=rounding)
 
 

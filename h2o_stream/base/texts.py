@@ -49,29 +49,42 @@ _STARTS: Mapping[bytes, str] = {
 _TAR, _TAR_PLACE = b"ustar", 257
 _HEAD = 4096
 
+_MAX_BYTES, _PART_BYTES = 1 << 29, 1 << 20
+
 
 def read_text(path: Path, label: str) -> str:
     """Read a text file or a document; raises DataError that begins with the label: option or command, and name."""
-    with file_errors(label):
-        return _decode(path.read_bytes(), label, strict=True)
+    with file_errors(label), path.open("rb") as file:
+        return _decode(_all(file, label), label, strict=True)
 
 
-def piped_text(data: bytes, label: str) -> str:
+def piped_text(stream: BinaryIO, label: str) -> str:
     """Text from a pipe, or of a document; single bytes that are not UTF-8 are replaced. Messages begin with the label.
 
     Raises:
         DataError: it is no text; a model would answer noise for hours.
     """
-    return _decode(data, label, strict=False)
+    return _decode(_all(stream, label), label, strict=False)
+
+
+def _all(stream: BinaryIO, label: str) -> bytes:
+    """What is left of a stream, which may have no end."""
+    parts, size = list[bytes](), 0
+    while part := stream.read(_PART_BYTES):
+        parts.append(part)
+        size += len(part)
+        if size > _MAX_BYTES:
+            raise DataError(f"{label} has more than {_MAX_BYTES} bytes")
+    return b"".join(parts)
 
 
 def piped_lines(stream: BinaryIO, label: str) -> Iterator[str]:
     """The lines of a pipe as they come, as `piped_text`, in the encoding of the first one."""
     first = stream.readline()
-    if first.startswith(DOCUMENT_STARTS) and document_text(first + stream.read(), label) is not None:
+    if first.startswith(DOCUMENT_STARTS) and document_text(first + _all(stream, label), label) is not None:
         raise DataError(f"{label} is a document, not messages; --prompt asks about it")
     if b"\0" in first or first.startswith(tuple(_MARKS)):  # a line of UTF-16 does not end where its bytes have a \n
-        yield from _decode(first + stream.read(), label, strict=False).splitlines()
+        yield from _decode(first + _all(stream, label), label, strict=False).splitlines()
         return
     if first:
         yield _decode(first, f"line 1 of {label}", strict=False)

@@ -65,7 +65,7 @@ class ChatOptions(ChatConfig):
             given = " ".join(self.question)
         prompt = text_or_file(given, "--prompt", self.prompt_file, "--prompt-file")
         if given == "-":
-            prompt = piped_text(sys.stdin.buffer.read(), "standard input")
+            prompt = piped_text(sys.stdin.buffer, "standard input")
         if prompt is not None and not prompt.strip():
             raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
         if self.private and (self.continued or self.session):
@@ -246,7 +246,7 @@ def _piped(note: Callable[[str], None]) -> str:
         if not select.select([sys.stdin.fileno()], [], [], _PATIENCE_S)[0]:
             note("waiting for the end of standard input; < /dev/null answers without it")
     with file_errors("standard input"):
-        return piped_text(sys.stdin.buffer.read(), "standard input")
+        return piped_text(sys.stdin.buffer, "standard input")
 
 
 def _export(session: str, path: Path, thinking: bool) -> None:

@@ -71,6 +71,7 @@ from h2o_stream.config.speculation import (
     RIGHT_GUESSES,
     SEARCHED_TOKENS,
     SPECULATED_BYTES,
+    SPECULATED_LOGITS,
     SPECULATED_SHARE,
     STRUCTURE,
     SpeculateMode,

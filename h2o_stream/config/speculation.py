@@ -8,9 +8,12 @@ PASS_COSTS = 1.1, 1.2, 1.3, 1.65, 1.9, 2.15, 2.4
 """Time of a pass with so many guesses, relative to a step, before any was measured: products take four vectors at a
 time. More are not made at once."""
 
-SPECULATED_BYTES, SPECULATED_SHARE = 4 << 20, 1 / 16
+SPECULATED_BYTES, SPECULATED_SHARE = 2 << 20, 1 / 8
 """What guesses may take, with their logits and what is noted to take them back: so many bytes, or this part of the
 cache if that is more."""
+
+SPECULATED_LOGITS = 3
+"""Tokens of a pass whose logits are computed at once; those of the next ones follow if these were guessed."""
 
 SEARCHED_TOKENS = 1 << 15
 """The newest tokens of a conversation, among which the last ones are looked for."""

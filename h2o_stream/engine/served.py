@@ -60,7 +60,7 @@ class Served(Protocol):
         """Feed a token to the stream, as `forward` does, and with it perhaps some of what `guess` says may follow.
 
         Returns:
-            Logits, and how many tokens went through the model: none if it was guessed before.
+            Logits, valid until the next step, and how many tokens went through the model: none if it was guessed.
         """
 
     def take_back(self) -> None:

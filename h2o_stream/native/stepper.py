@@ -131,12 +131,15 @@ class Stepper:
         used, self.handle = self.handle, open_step(self.native, self.model)
         self.native.h2o_step_close(used)
 
-    def step(self, ids: NDArray[numpy.int64], trace: Array | None = None) -> NDArray[numpy.float32] | None:
+    def step(
+        self, ids: NDArray[numpy.int64], trace: Array | None = None, out: NDArray[numpy.float32] | None = None
+    ) -> NDArray[numpy.float32] | None:
         """Take a token of each row through the model, and count it.
 
         Args:
             ids: [B] int64.
             trace: [layers + 1, B, hidden] float32: gets the residual stream before every layer and after the last.
+            out: [B, 1, V] float32: gets the logits.
 
         Returns:
             [B, 1, V] float32; None where it has to be done eagerly, and nothing was touched.
@@ -148,7 +151,7 @@ class Stepper:
         if rows > MAX_ROWS or not self.begin_step(ids):
             return None
         vocabulary = model.struct.vocab_size
-        logits = numpy.empty((rows, 1, vocabulary), numpy.float32)
+        logits = numpy.empty((rows, 1, vocabulary), numpy.float32) if out is None else out
         traced = (len(model.layers) + 1) * rows * model.struct.hidden_size
         with self.cache.writing():
             failed = self.native.h2o_step(

@@ -12,17 +12,17 @@ from functools import cache
 import numpy
 import psutil
 
+MAX_PER_PROCESSOR = 4
+
 
 def num_threads() -> int:
-    """The number that torch is set to; where it is not loaded, what it would be: OMP_NUM_THREADS or the cores."""
+    """The number that torch is set to; where it is not loaded, what it would be: OMP_NUM_THREADS or the cores. Of very
+    many, which would only wait for each other, as many as `MAX_PER_PROCESSOR`.
+    """
     torch = sys.modules.get("torch")
-    if torch is not None:
-        threads: int = torch.get_num_threads()
-        return threads
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted):
-        return int(wanted)
-    return min(_cores(), _usable_processors())
+    wanted = torch.get_num_threads() if torch is not None else os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(str(wanted)[:9]) if str(wanted).isdecimal() else 0
+    return min(threads or _cores(), _usable_processors() * (MAX_PER_PROCESSOR if threads else 1))
 
 
 @cache

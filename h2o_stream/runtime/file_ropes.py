@@ -63,11 +63,12 @@ def rope_of_file(file: GgufFile, architecture: Architecture, head_size: int) -> 
         return rope | {f"{x}_factor": _factors(file, f"rope_factors_{x}", pairs).tolist() for x in ("short", "long")}
     if "rope_freqs.weight" in file.tensors:
         return rope | {"rope_type": "factors", "factors": _factors(file, "rope_freqs", pairs)}
-    if kind in (None, "none") or not factor or factor == 1:
+    factor = factor or _get(file, "scale_linear")
+    if kind == "none" or not factor or factor == 1:
         return rope
     if kind == "yarn":
         return {**rope, **_yarn(file, float(factor), scale, architecture.whole_ramp), "scale": 1.0}
-    require(kind == "linear", f"it has RoPE scaling of type {kind}")
+    require(kind in (None, "linear"), f"it has RoPE scaling of type {kind}")
     return rope | {"rope_type": "linear", "factor": factor}
 
 

@@ -10,7 +10,6 @@ from h2o_stream.models.gguf import GgufFile
 
 _DIMENSIONS = (
     "embedding_length",
-    "feed_forward_length",
     "attention.head_count",
     "attention.head_count_kv",
     "attention.key_length",
@@ -35,6 +34,8 @@ _OPTIONAL_DIMENSIONS = (
     "ssm.time_step_rank",
 )
 
+_FACTORS = ("rope.scaling.factor", "rope.scale_linear")
+
 _POSITIVE = (
     "rope.freq_base",
     "rope.freq_base_swa",
@@ -53,10 +54,12 @@ def check_sizes(file: GgufFile) -> None:
             missing or too many.
     """
     largest_dim = max((size for tensor in file.tensors.values() for size in tensor.shape), default=0)
-    for key in ("block_count", *_DIMENSIONS, *_OPTIONAL_DIMENSIONS):
+    inner = "feed_forward_length"
+    for key in ("block_count", inner, *_DIMENSIONS, *_OPTIONAL_DIMENSIONS):
         limit = len(file.tensors) if key == "block_count" else largest_dim
         value = _read_metadata(file, key)
         optional = isinstance(value, list) or key in _OPTIONAL_DIMENSIONS or key.startswith("expert_")
+        optional |= key == inner and bool(_read_metadata(file, "expert_count"))  # every layer may have experts
         for size in value if isinstance(value, list) else [] if value is None else [value]:
             least = 0 if optional else 1  # no experts, or none in a layer
             if type(size) is not int or not least <= size <= limit:
@@ -73,11 +76,11 @@ def check_rope(file: GgufFile) -> None:
     """Check the numbers of RoPE in the metadata.
 
     Raises:
-        ModelNotFoundError: one is not a positive number; only the scaling factor may be 0, for none.
+        ModelNotFoundError: one is not a positive number; only a scaling factor may be 0, for none.
     """
-    for key in (*_POSITIVE, "rope.scaling.factor"):
+    for key in (*_POSITIVE, *_FACTORS):
         value = _read_metadata(file, key)
-        if value is None or (key == "rope.scaling.factor" and value == 0):
+        if value is None or (key in _FACTORS and value == 0):
             continue
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise file.damaged(f"{file.architecture}.{key} is {value!r}, not a positive number")

@@ -31,7 +31,8 @@ expert_count expert_feed_forward_length expert_gating_func expert_group_count ex
 expert_shared_count expert_shared_feed_forward_length expert_used_count expert_weights_norm expert_weights_scale
 feed_forward_length final_logit_softcapping full_attention_interval
 interleave_moe_layer_step leading_dense_block_count logit_scale nextn_predict_layers residual_scale
-rope.dimension_count rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scaling.attn_factor
+rope.dimension_count rope.dimension_sections rope.freq_base rope.freq_base_swa rope.scale_linear
+rope.scaling.attn_factor
 rope.scaling.factor rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.type
 rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_ext_factor shortconv.l_cache
 ssm.conv_kernel ssm.group_count ssm.inner_size ssm.state_size ssm.time_step_rank vocab_size
@@ -60,13 +61,13 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
     """
     check_sizes(file)
     check_rope(file)
-    name = file.architecture
+    name, metadata = file.architecture, file.metadata
     if name not in ARCHITECTURES:
         raise DescriptionError(f"{name} is not in the table of architectures")
     architecture = ARCHITECTURES[name]
 
     def get(key: str) -> Any:
-        return file.metadata.get(f"{name}.{key}")
+        return metadata.get(f"{name}.{key}")
 
     for key, value in file.metadata.items():
         inner = key.removeprefix(f"{name}.")
@@ -85,7 +86,8 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             architecture.scaling
             or (hidden / heads if architecture.scales_by_hidden_at_layers == count else head_size) ** -0.5
         )
-        logit_scale = float(get("logit_scale") or 1.0)
+        logit_scale, shared_layers = float(get("logit_scale") or 1.0), get("attention.shared_kv_layers")
+        has_versions = "blk.0.altup_router.weight" in file.tensors
         return Parameters(
             num_layers=count,
             hidden_size=hidden,
@@ -102,8 +104,8 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             scaling=float(get("attention.scale") or plain_scaling)
             * (latent_magnitude(rope_of_file(file, architecture, latent.rope_size)) if latent else 1.0),
             sliding=sliding,
-            softcap=float(get("attn_logit_softcapping") or 0),
-            logit_softcap=float(get("final_logit_softcapping") or 0),
+            softcap=float(metadata.get(f"{name}.attn_logit_softcapping", architecture.softcaps[0])),
+            logit_softcap=float(metadata.get(f"{name}.final_logit_softcapping", architecture.softcaps[1])),
             embedding_scale=float(get("embedding_scale") or (hidden**0.5 if architecture.scales_embeddings else 1.0)),
             residual_scale=float(get("residual_scale") or 1.0),
             logit_scale=1 / logit_scale if architecture.divides_logits else logit_scale,
@@ -114,9 +116,9 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             experts=_experts(file, architecture, get) if get("expert_count") else None,
             latent=latent,
             layer_shapes=_layer_shapes(count, head_size, sliding, get),
-            shared_kv_layers=int(get("attention.shared_kv_layers") or 0),
+            shared_kv_layers=int(shared_layers if has_versions else shared_layers or 0),
             own_embedding=int(get("embedding_length_per_layer_input") or 0),
-            altup=altup_of(file, get) if get("altup.num_inputs") else None,
+            altup=altup_of(file, get) if has_versions else None,
             latent_queries=int(get("attention.q_lora_rank") or 0),
             mixer=_mixer(get) if get("ssm.time_step_rank") else None,
         )

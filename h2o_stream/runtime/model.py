@@ -157,8 +157,7 @@ class ServedRuntime:
         self.prefill_step = prefill_step(num_weights(description))
         self.stepper = Stepper(native, model.native.copied(), NeverChanges(), cache, dense_prompts=True)
         self.lookahead = Lookahead(self.stepper)
-        why_not = self.lookahead.why_not and f"; no guesses: {self.lookahead.why_not}"
-        cache.engine_note = f"native, {library.name()}, without torch{why_not}"
+        cache.engine_note = f"native, {library.name()}, without torch"
 
     def forward(self, tokens: Sequence[int]) -> Floats:
         """Feed tokens to the stream."""
@@ -174,7 +173,7 @@ class ServedRuntime:
             guesses = () if cache.torn else guess()
             if guesses and (logits := self.lookahead.take(token, guesses)) is not None:
                 return logits, 1 + len(self.lookahead.tokens)
-            return self.forward([token]), 1
+            return self._logits([token], 1, self.lookahead.logits[:1, None])[-1], 1
 
     def take_back(self) -> None:
         """Take guesses out of the cache that were not said."""
@@ -189,25 +188,25 @@ class ServedRuntime:
         losses: Floats = numpy.log(numpy.exp(logits, out=logits).sum(1)) + largest[:, 0] - ours
         return losses
 
-    def _logits(self, tokens: Sequence[int], keep: int) -> Floats:
-        """Feed tokens. Returns the logits after the last `keep` of them, [keep, V]."""
+    def _logits(self, tokens: Sequence[int], keep: int, out: Floats | None = None) -> Floats:
+        """Feed tokens. Returns the logits after the last `keep` of them, [keep, V]; of one token perhaps in `out`."""
         cache = self.cache
         with cache.one_thread:
             if cache.torn:
                 raise H2OStreamError("the last forward was cut off halfway; reset() to start a new stream")
             begun = bool(cache.seen_tokens)
             try:
-                return self._run(numpy.array([tokens], numpy.int64), keep)
+                return self._run(numpy.array([tokens], numpy.int64), keep, out)
             except BaseException:
                 if not begun:
                     cache.reset()
                 raise
 
-    def _run(self, tokens: NDArray[numpy.int64], keep: int) -> Floats:
+    def _run(self, tokens: NDArray[numpy.int64], keep: int, out: Floats | None) -> Floats:
         """[keep, V] logits after the last of tokens [1, Q]."""
         self.cache.prepare(tokens.shape[1])
         is_step = tokens.shape[1] == 1 and bool(self.cache.tokens.lengths)
-        logits = self.stepper.step(tokens[:, 0]) if is_step else self.stepper.prompt(tokens, keep)
+        logits = self.stepper.step(tokens[:, 0], out=out) if is_step else self.stepper.prompt(tokens, keep)
         if logits is None:
             raise H2OStreamError(f"these tokens cannot be fed: {self.stepper.why_not or 'the model has no such token'}")
         kept: Floats = logits[0]

@@ -10,6 +10,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.base.json_text import parse_json
+from h2o_stream.errors import DataError
 from h2o_stream.models.packed_cache import WEIGHTS_FILE
 from h2o_stream.models.pages import map_weights
 from h2o_stream.native.matrix import DescriptionError
@@ -25,13 +26,21 @@ SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; raises DescriptionError if there are none, or one is missing."""
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        DescriptionError: there are none, or one is missing.
+        DataError: the index names something else than files of the folder.
+    """
     index = folder / f"{WEIGHTS_FILE}.index.json"
     try:
-        names = sorted({*parse_json(index.read_text())["weight_map"].values()}) if index.exists() else [WEIGHTS_FILE]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        names = {*parse_json(index.read_text())["weight_map"].values()} if index.exists() else {WEIGHTS_FILE}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DescriptionError(f"{index} is damaged") from error
-    paths = [folder / name for name in names]
+    for name in names:
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise DataError(f"{index} names {str(name)[:60]!r}, which is no file of its folder")
+    paths = [folder / name for name in sorted(names)]
     if not all(path.is_file() for path in paths):
         raise DescriptionError(f"{folder} has no {WEIGHTS_FILE}, or not all of its parts")
     return paths

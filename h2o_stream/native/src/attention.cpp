@@ -238,16 +238,16 @@ void DecodeAttention::evict(const Worker& worker) {
   int64_t item = 0;
   for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
     if (!worker.owns(item++)) return;
-    evict({stream, stream, token_indices_[stream]}, slots, local_head, scratch_[worker.index]);
+    const HeadSlots head(*layer_, slots, local_head);
+    evict({stream, stream, token_indices_[stream]}, head, scratch_[worker.index]);
   });
 }
 
-void DecodeAttention::evict(const Row& row, const Slots& slots, int64_t local_head, Scratch& scratch) {
-  const HeadSlots head(*layer_, slots, local_head);
+void DecodeAttention::evict(const Row& row, const HeadSlots& head, Scratch& scratch) {
   const int32_t seen = row.token_index + 1;
   if (layer_->kv_bits < 16) head.quantize_oldest(seen, scratch.key_params.data());
   head.evict(seen, scratch.worth.data());
-  if (local_head == 0) *slots.seen = seen;
+  if (head.local_head == 0) *head.slots.seen = seen;
 }
 
 void DecodeAttention::collect_heads(const Worker& worker) {

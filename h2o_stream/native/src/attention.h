@@ -53,15 +53,14 @@ class DecodeAttention {
   }
 
   // The same for `tokens` tokens of a single stream, one after another; the slots of each are those of that stream.
-  // Calls `begin(token, head)` before a head takes a token.
-  template <class Prepare, class Begin>
-  void pass(const Worker& worker, int64_t tokens, Prepare prepare, Begin begin, float* outputs) {
+  // Notes what all but the first one change.
+  template <class Prepare>
+  void pass(const Worker& worker, int64_t tokens, Prepare prepare, Journal& journal, float* outputs) {
     collect_heads(worker);
     for (const Place& place : scratch_[worker.index].places) {
       for (int64_t token = 0; token < tokens; ++token) {
         const Place at{token, slots_[token] + (place.slots - slots_[0]), place.local_head};
-        begin(token, HeadSlots(*layer_, *at.slots, at.local_head));
-        step_head(worker, at, nullptr, prepare, outputs);
+        step_head(worker, at, nullptr, prepare, outputs, {token ? &journal : nullptr, token});
       }
     }
   }
@@ -110,17 +109,19 @@ class DecodeAttention {
 
   // Takes a head through all phases, for which see `step`, and prefetches the next one, if any.
   template <class Prepare>
-  void step_head(const Worker& worker, const Place& place, const Place* next, Prepare prepare, float* outputs) {
+  void step_head(const Worker& worker, const Place& place, const Place* next, Prepare prepare, float* outputs,
+                 JournalPage page = {}) {
     Scratch& scratch = scratch_[worker.index];
     const auto [stream, slots, local_head] = place;
     const Row row{stream, worker.index, token_indices_[stream]};
-    const HeadSlots head(*layer_, *slots, local_head);
+    const HeadSlots head(*layer_, *slots, local_head, page);
+    if (page.journal) head.begin(row.token_index);
     attend_range(row, head, {0, head.count}, scratch, prepare);
     merge(row, *slots, local_head, outputs + stream * layer_->query_heads * layer_->value_size,
           scratch.factors.data());
     if (has_scores()) update_scores(row, head, {0, head.count}, scratch.factors.data());
     if (next) prefetch_head(*next);
-    evict(row, *slots, local_head, scratch);
+    evict(row, head, scratch);
   }
 
   // Writes a new token into its slot, if that is in a range, and attends to the range.
@@ -168,7 +169,7 @@ class DecodeAttention {
   void merge(const Row& row, const Slots& slots, int64_t local_head, float* output, float* factors) const;
   void merge_head(int64_t first_slot, int64_t blocks, float sink, float* output, float* factors) const;
   void update_scores(const Row& row, const HeadSlots& head, Range slots, const float* factors) const;
-  void evict(const Row& row, const Slots& slots, int64_t local_head, Scratch& scratch);
+  void evict(const Row& row, const HeadSlots& head, Scratch& scratch);
 
   float* probs(const Row& row, int64_t query_head) const {
     return probs_.at((row.number * query_heads_ + query_head) * max_slots_);

@@ -202,7 +202,7 @@ void check_model(const Model& model) {
     require(attention_fits(model, *layer, width), "an attention");
     require(mixer_fits(layer->mixer, model.hidden_size), "a recurrent mixer");
     require(!has_mixer(*layer) || layer->mixer.first_state == states, "the state of a recurrent mixer");
-    states += has_mixer(*layer) ? (layer->mixer.kind == kShortConvolution ? 1 : 2) : 0;
+    states += state_count(layer->mixer);
     require(mlp_fits(*layer, model.hidden_size), "an MLP");
     require(experts_fit(layer->experts, model.hidden_size), "a mixture of experts");
     require(extras_fit(model, *layer), "a residual");

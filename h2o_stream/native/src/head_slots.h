@@ -3,6 +3,7 @@
 #pragma once
 
 #include "abi.h"
+#include "journal.h"
 #include "masks.h"
 #include "policies.h"
 #include "ranks.h"
@@ -20,8 +21,9 @@ struct HeadSlots {
   int32_t* index;
   Ranks rank;
   int64_t* free;
+  JournalPage page;
 
-  HeadSlots(const AttentionLayer& layer, const Slots& slots, int64_t local_head)
+  HeadSlots(const AttentionLayer& layer, const Slots& slots, int64_t local_head, JournalPage page = {})
       : layer(layer),
         slots(slots),
         local_head(local_head),
@@ -32,7 +34,8 @@ struct HeadSlots {
         long_term(slots.long_term ? slots.long_term + local_head * count : nullptr),
         index(slots.index + local_head * count),
         rank(slots, local_head),
-        free(slots.free + local_head) {
+        free(slots.free + local_head),
+        page(page) {
     exact = store.exact;
   }
 
@@ -42,16 +45,18 @@ struct HeadSlots {
   // The slot that a new token is written to.
   int64_t slot_for(int32_t token) const { return layer.kv_bits == 16 ? *free : store::exact_slot(layer, token); }
 
-  // Calls `visit(memory, bytes)` for all that this token of the stream is going to change.
-  template <class Visit>
-  void for_each_change(int32_t token, Visit visit) const {
-    visit(scores, 4 * count);
-    if (long_term) visit(long_term, 4 * count);
-    visit(index, 4 * count);
-    rank.visit([&](auto* ranks) { visit(ranks, int64_t(sizeof *ranks) * count); });
-    store.for_each_change(slot_for(token), *free, count, visit);
-    visit(free, int64_t(sizeof *free));
-    if (local_head == 0) visit(slots.seen, int64_t(sizeof *slots.seen));
+  // Notes what this token of the stream is going to change; the rest is noted when it is known.
+  void begin(int32_t token) const {
+    for_each_change(token, [&](void* memory, int64_t bytes) { page.save(memory, bytes); });
+    page.note(Aged{rank, count});
+  }
+
+  // What a token takes of a journal at most.
+  int64_t journal_room() const {
+    int64_t room = Journal::room_for(sizeof(Aged));
+    for_each_change(0, [&](void*, int64_t bytes) { room += Journal::room_for(bytes); });
+    room += slots.evictions * (Journal::room_for(sizeof *index) + Journal::room_for(sizeof(Cleared)));
+    return room + (layer.kv_bits < 16 ? Journal::room_for(store.key_code_bytes(count)) : 0);
   }
 
   // RoPE distances of some slots from the newest token.
@@ -62,6 +67,8 @@ struct HeadSlots {
   }
 
   void clear_slot(int64_t slot) const {
+    page.save(index + slot, sizeof *index);
+    page.note(Cleared{rank, count, slot, rank[slot]});
     rank.visit([&](auto* ranks) {
       const auto cleared_rank = ranks[slot];
       for (int64_t i = 0; i < count; ++i) ranks[i] -= ranks[i] > cleared_rank;
@@ -122,8 +129,48 @@ struct HeadSlots {
   }
 
  private:
+  // All slots have become one token older.
+  struct Aged {
+    Ranks rank;
+    int64_t count;
+    void undo() const {
+      rank.visit([&](auto* ranks) {
+        for (int64_t i = 0; i < count; ++i) --ranks[i];
+      });
+    }
+  };
+
+  // A slot was cleared.
+  struct Cleared {
+    Ranks rank;
+    int64_t count, slot, old_rank;
+    void undo() const {
+      rank.visit([&](auto* ranks) {
+        for (int64_t i = 0; i < count; ++i) ranks[i] += ranks[i] >= old_rank;
+      });
+      rank.set(slot, old_rank);
+    }
+  };
+
+  // Calls `visit(memory, bytes)` for what this token of the stream changes in any case, except for ranks.
+  template <class Visit>
+  void for_each_change(int32_t token, Visit visit) const {
+    visit(scores, 4 * count);
+    if (long_term) visit(long_term, 4 * count);
+    const auto visit_slot = [&](int64_t slot) {
+      visit(index + slot, int64_t(sizeof *index));
+      rank.visit([&](auto* ranks) { visit(ranks + slot, int64_t(sizeof *ranks)); });
+    };
+    visit_slot(slot_for(token));
+    if (layer.kv_bits < 16) visit_slot(*free), visit_slot(store::exact_slot(layer, token + 1));
+    store.for_each_change(slot_for(token), *free, visit);
+    visit(free, int64_t(sizeof *free));
+    if (local_head == 0) visit(slots.seen, int64_t(sizeof *slots.seen));
+  }
+
   void requantize_keys(const float* old_offsets, const float* old_scales, float* offsets, float* scales,
                        float* key) const {
+    page.save(store.key_codes, store.key_code_bytes(count));
     store::key_params(store.key_range, layer.head_size, layer.kv_bits, offsets, scales);
     for (int64_t slot = exact; slot < count; ++slot) {
       if (index[slot] >= 0) store.requantize_key(slot, {old_offsets, old_scales, 1}, {offsets, scales, 1}, key);

@@ -24,6 +24,14 @@ void mix(const Mixer& mixer, const MixerTokens& tokens, float* scratch, const Wo
 // Numbers of scratch for up to `count` tokens.
 int64_t scratch_size(const Mixer& mixer, int64_t count);
 
+// Numbers of a state, and how many states a mixer has.
+inline int64_t state_size(const Mixer& mixer, int64_t state) {
+  return state ? mixer.heads * mixer.key_size * mixer.value_size : mixer.convolution.channels * mixer.convolution.kernel;
+}
+inline int64_t state_count(const Mixer& mixer) {
+  return mixer.kind == kNoMixer ? 0 : mixer.kind == kShortConvolution ? 1 : 2;
+}
+
 // Rows of all projections.
 inline int64_t projected_size(const Mixer& mixer) {
   int64_t rows = 0;

@@ -36,59 +36,18 @@ void Step::run(const Stream* streams, int64_t count, float* logits, float* trace
   tuner_.record(time.count(), count_ == 1, undisturbed);
 }
 
-void Step::pass(const Stream* streams, int64_t count, float* logits, Journal& journal, int64_t threads) {
-  begin(streams, count, logits, nullptr);
-  for (int64_t token = 0; token < count; ++token) token_indices_[token] += int32_t(token);
-  journal_ = &journal;
-  const bool tuned = sharing_ == kTuned;
-  try {
-    reserve(threads);
-    reserve_journal();
-    parallel(tuned ? tuner_.choose(threads) : threads, [this](const Worker& worker) { run_worker(worker); });
-  } catch (...) {
-    journal_ = nullptr;
-    throw;
-  }
-  journal_ = nullptr;
-}
-
 void Step::begin(const Stream* streams, int64_t count, float* logits, float* trace) {
   check_streams(model_, streams, count);
   for (int64_t stream = 0; stream < count; ++stream) check_tokens(model_, &streams[stream].token, 1);
   streams_ = streams, count_ = count, logits_ = logits, trace_ = trace;
-  assistants_ = nullptr;
+  assistants_ = nullptr, passes_ = false;
   slots_.resize(count), token_indices_.resize(count);
   for (int64_t stream = 0; stream < count; ++stream) token_indices_[stream] = int32_t(*streams[stream].slots->seen);
 }
 
-// Notes what a token of a pass is going to change in a head; the first one is never taken back.
-void Step::note(int64_t token, const HeadSlots& head) const {
-  if (!token) return;
-  head.for_each_change(token_indices_[token],
-                       [&](void* memory, int64_t bytes) { journal_->save(token, memory, bytes); });
-}
-
-void Step::reserve_journal() const {
-  int64_t bytes = 0;
-  for (int64_t index = 0; index < model_.layer_count; ++index) {
-    const Layer& layer = model_.layers[index];
-    for (int64_t token = 1; token < count_; ++token) {
-      for (int64_t group = 0; group < layer.group_count; ++group) {
-        const Slots& slots = streams_[token].slots[layer.first_group + group];
-        for (int64_t head = 0; head < slots.head_count; ++head) {
-          HeadSlots(layer.attention, slots, head).for_each_change(0, [&](void*, int64_t size) {
-            bytes += Journal::bytes_for(size);
-          });
-        }
-      }
-    }
-  }
-  journal_->begin(bytes);
-}
-
 void Step::multiply_vectors(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out,
                             int64_t stride) const {
-  if (!journal_ || packed::is_packed(matrix.kind)) return skinny_gemm(matrix, vectors, range, rows, out, stride);
+  if (!passes_ || packed::is_packed(matrix.kind)) return skinny_gemm(matrix, vectors, range, rows, out, stride);
   for (int64_t row = rows.begin; row < rows.end; row += kRows) {  // which stay in the cache
     for (int64_t v = range.begin; v < range.end; ++v) {
       skinny_gemm(matrix, vectors, Range{v, v + 1}, {row, std::min(row + kRows, rows.end)},
@@ -140,17 +99,17 @@ void Step::reserve(int64_t threads) {
     expert_inner = std::max(expert_inner, experts.inner_size);
     experts_beside = experts_beside || beside(experts);
   }
-  const Room room{std::max(count_, reserved_.streams), std::max(threads, reserved_.threads),
-                  std::max(slots, reserved_.slots)};
-  const bool grows =
-      room.streams > reserved_.streams || room.threads > reserved_.threads || room.slots > reserved_.slots;
-  if (grows) reserved_ = {};  // until all of it is there
-  if (journal_) {
+  const Room room{std::max(count_, reserved_.streams), std::max(passes_ ? threads : count_, reserved_.attended),
+                  std::max(threads, reserved_.threads), std::max(slots, reserved_.slots)};
+  const bool grows = room.streams > reserved_.streams || room.attended > reserved_.attended ||
+                     room.threads > reserved_.threads || room.slots > reserved_.slots;
+  if (grows) {
+    reserved_ = {};  // until all of it is there
+    attention_.reserve(room.attended, query_heads, value_size, room.slots, room.threads);
+  }
+  if (passes_) {
     attended_.reserve(count_ * query_size);
-    attention_.reserve(std::max(room.streams, room.threads), query_heads, value_size, room.slots, room.threads);
     attention_.reserve_heads(query_heads);
-  } else if (grows) {
-    attention_.reserve(room.streams, query_heads, value_size, room.slots, room.threads);
   }
   for (int64_t index = 0; index < model_.layer_count; ++index) {  // whose bits and memory may be others than before
     if (attends(model_.layers[index])) attention_.reserve_scratch(model_.layers[index].attention);
@@ -314,6 +273,7 @@ void Step::output(const Worker& worker) {
     apply_norm(model_.norm, x, hidden, state.normed.at(stream));
     quantize_for({&model_.output}, state.normed, stream, {0, hidden});
   });
+  if (passes_) return;
   const Range rows = worker.partition(vocabulary, kRows);
   multiply(worker, {&model_.output, logits_, vocabulary}, state(worker).normed);
   for (int64_t stream = 0; stream < count_; ++stream) scale_logits(model_, rows, logits_ + stream * vocabulary);
@@ -330,25 +290,6 @@ void* h2o_step_open(const Model* model) {
     return 0;
   });
   return step;
-}
-
-// What `h2o_pass` notes, which must be closed; null if out of memory.
-void* h2o_journal_open() { return new (std::nothrow) Journal; }
-
-void h2o_journal_close(void* journal) { delete static_cast<Journal*>(journal); }
-
-// Bytes that the last pass has noted.
-int64_t h2o_journal_bytes(const void* journal) { return static_cast<const Journal*>(journal)->bytes(); }
-
-// Takes back what the tokens of the last pass from `first` on, at least the second, have changed; once.
-void h2o_journal_undo(void* journal, int64_t first) { static_cast<Journal*>(journal)->undo(first); }
-
-// See `Step::pass`. Returns 0 or what `code_of` does: with nothing changed.
-int64_t h2o_pass(void* step, const Stream* streams, int64_t count, float* logits, void* journal, int64_t threads) {
-  return code_of([&] {
-    static_cast<Step*>(step)->pass(streams, count, logits, *static_cast<Journal*>(journal), threads);
-    return 0;
-  });
 }
 
 // Weights may be freed afterwards.

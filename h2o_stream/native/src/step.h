@@ -17,8 +17,10 @@
 //
 // Beside other processes one thread runs the step of a stream, and others assist it with products (assistants.h).
 //
-// A pass takes several tokens of one stream, which can be taken back (journal.h), as if each was a step: products read
-// every matrix once for all of them, and each head takes one token after another through its slots.
+// A pass takes several tokens of one stream, which can be taken back, as if each was a step: products read every matrix
+// once for all of them, and each head takes one token after another through its slots (journal.h). Recurrent mixers take
+// them through a copy of their states, one layer at a time; the states themselves follow when it is known how many of the
+// tokens are kept.
 
 #pragma once
 
@@ -40,8 +42,17 @@ class Step {
   void run(const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads);
 
   // Takes the tokens of `streams` [count], which are one stream at one token after another: they differ in tokens and
-  // evictions. Writes logits [count][vocab_size], those of steps. The model has no recurrent mixers.
-  void pass(const Stream* streams, int64_t count, float* logits, Journal& journal, int64_t threads);
+  // evictions. `keep` has to follow before anything else reads or changes the stream.
+  void pass(const Stream* streams, int64_t count, int64_t threads);
+
+  // Writes logits [count][vocab_size] after some tokens of the last pass, those of steps.
+  void pass_logits(int64_t first, int64_t count, float* logits, int64_t threads);
+
+  // Keeps so many tokens of the last pass, at least one, and takes the others back.
+  void keep(int64_t count, int64_t threads);
+
+  // What the last pass has noted for that.
+  int64_t pass_bytes() const { return journal_.bytes() + 4 * kept_size_; }
 
   // How threads share the work from now on, one of `Sharing`.
   void share(int64_t sharing) { sharing_ = sharing; }
@@ -59,13 +70,12 @@ class Step {
 
   // What buffers have room for.
   struct Room {
-    int64_t streams = 0, threads = 0, slots = 0;
+    int64_t streams = 0, attended = 0, threads = 0, slots = 0;  // `attended` at once
   };
 
   void begin(const Stream* streams, int64_t count, float* logits, float* trace);
   void reserve(int64_t threads);
-  void reserve_journal() const;
-  void note(int64_t token, const HeadSlots& head) const;
+  void reserve_pass();
   void run_worker(const Worker& worker);
   // Multiplies this thread's rows, in whole units; with assistants all rows.
   void multiply(const Worker& worker, const Product* products, int64_t count, const Vectors& vectors,
@@ -85,6 +95,7 @@ class Step {
   void merge_versions(const Worker& worker, const Layer& last);
   void project(const Worker& worker, const Layer& layer);
   void mix_tokens(const Worker& worker, const Layer& layer);
+  void mix_ahead(const Worker& worker, const Layer& layer);
   void select_slots(const Layer& layer);
   void multiply_out(const Worker& worker, const Layer& layer);
   void prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,
@@ -122,7 +133,6 @@ class Step {
   Assistants* assistants_ = nullptr;  // of this step, if any
   const Stream* streams_ = nullptr;
   float *logits_ = nullptr, *trace_ = nullptr;
-  Journal* journal_ = nullptr;  // of a pass, whose streams are one
   int64_t count_ = 0;
   Room reserved_;
 
@@ -135,7 +145,6 @@ class Step {
   int64_t projected_ = 0, mixed_size_ = 0, mixer_scratch_size_ = 0;  // the same
   int64_t experts_ = 0, chosen_ = 0;    // the same
   int64_t laurel_rank_ = 0;             // the same
-  Buffer<float> attended_;  // in a pass: [streams][columns of the output projection]
   Buffer<float> qkv_, attention_delta_, mlp_delta_, gate_, up_, scratch_;
   Buffer<float> expert_delta_, sums_;                   // [streams][hidden_size], [threads][hidden_size]
   Buffer<float> layer_embeddings_, layer_projections_;  // [streams][layers][size]
@@ -147,4 +156,12 @@ class Step {
   Buffer<Choice> choices_;                // [threads][streams][chosen]
   std::vector<Moments> moments_;          // [threads][streams]
   Vectors activated_, expert_activated_;  // of the MLP, and of [streams][chosen]
+
+  bool passes_ = false;  // the tokens are those of a pass, whose streams are one
+  Journal journal_;
+  float* const* states_before_ = nullptr;  // recurrent states, before a pass
+  std::vector<int64_t> kept_at_;           // where each layer's part of `kept_` begins
+  int64_t kept_size_ = 0;
+  Buffer<float> kept_, states_ahead_;  // what goes into mixers; the states of a layer
+  Buffer<float> attended_;             // [streams][columns of the output projection]
 };

@@ -20,9 +20,8 @@ void Step::mix_tokens(const Worker& worker, const Layer& layer) {
     const auto prepare = [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
       this->prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_.streams + stream]);
     };
-    if (journal_) {
-      const auto begin = [this](int64_t token, const HeadSlots& head) { note(token, head); };
-      attention_.pass(worker, count_, prepare, begin, attended_.data());
+    if (passes_) {
+      attention_.pass(worker, count_, prepare, journal_, attended_.data());
     } else {
       attention_.attend(worker, prepare);
     }
@@ -30,7 +29,8 @@ void Step::mix_tokens(const Worker& worker, const Layer& layer) {
   }
   if (has_mixer(layer)) {
     const Mixer& mixer = layer.mixer;
-    for (int64_t stream = 0; stream < count_; ++stream) {
+    if (passes_) mix_ahead(worker, layer);
+    for (int64_t stream = 0; !passes_ && stream < count_; ++stream) {
       mix(mixer,
           {mixer_projected_.at(stream * projected_), 1, projected_, streams_[stream].states + mixer.first_state,
            mixed_.at(stream * mixer.out.columns), token_indices_[stream] == 0},
@@ -45,13 +45,13 @@ void Step::mix_tokens(const Worker& worker, const Layer& layer) {
   }
   worker.barrier();
   if (!attends(layer)) return;
-  if (!journal_) attention_.evict(worker);
+  if (!passes_) attention_.evict(worker);
   if (!has_mlp(layer)) worker.barrier();
 }
 
 void Step::select_slots(const Layer& layer) {
   for (int64_t stream = 0; stream < count_; ++stream) slots_[stream] = streams_[stream].slots + layer.first_group;
-  attention_.set_layer(layer.attention, slots_.data(), layer.group_count, journal_ ? 1 : count_,
+  attention_.set_layer(layer.attention, slots_.data(), layer.group_count, passes_ ? 1 : count_,
                        token_indices_.data());
 }
 
@@ -63,7 +63,7 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
   for_each_stream(worker, [&](State& state, int64_t stream) {
     if (attends(layer)) {
       float* attended = state.attended.at(stream);
-      if (journal_) {
+      if (passes_) {
         std::copy_n(attended_.at(stream * layer.out.columns), layer.out.columns, attended);
       } else {
         attention_.merge(stream, attended, state.factors.at(stream * attention_.factor_count()));
@@ -86,7 +86,7 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
   if (!attends(layer)) {
     return multiply(worker, {&mixer_out, attention_delta_.data(), hidden}, local.mixed);
   }
-  if (!journal_) {
+  if (!passes_) {
     attention_.update_scores(worker,
                              [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
   }

@@ -221,15 +221,15 @@ class HeadStore {
     store::write(value, in_bfloat16, slot * value_size, value_size, values);
   }
 
-  // Calls `visit(memory, bytes)` for all that changes, of `count` slots, when a token is written to an exact slot; with
-  // few bits another one goes to the quantized slot `free`, for which all keys may be quantized anew.
+  // Calls `visit(memory, bytes)` for all that changes when a token is written to an exact slot; with few bits another
+  // one goes to the quantized slot `free`. Keys that are quantized anew are not among it.
   template <class Visit>
-  void for_each_change(int64_t slot, int64_t free, int64_t count, Visit visit) const {
+  void for_each_change(int64_t slot, int64_t free, Visit visit) const {
     const int64_t width = in_bfloat16 ? 2 : 4;
     visit(keys + slot * key_size * width, key_size * width);
     visit(values + slot * value_size * width, value_size * width);
     if (bits == 16) return;
-    visit(key_codes, (count - exact) * (key_size * bits / 8));
+    visit(key_codes_of(free), key_size * bits / 8);
     visit(key_range, 2 * key_size * int64_t(sizeof *key_range));
     visit(value_codes_of(free), value_size * bits / 8);
     visit(value_grid + (free - exact) * 2, 2 * int64_t(sizeof *value_grid));
@@ -273,6 +273,9 @@ class HeadStore {
     dequantize(key_codes_of(slot), key_size, bits, old_params, key);
     quantize(key, key_size, bits, new_params, key_codes_of(slot));
   }
+
+  // Of `count` slots.
+  int64_t key_code_bytes(int64_t count) const { return (count - exact) * (key_size * bits / 8); }
 
   int64_t exact = 0, key_size = 0, value_size = 0, bits = 16;
   bool in_bfloat16 = false;

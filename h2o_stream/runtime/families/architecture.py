@@ -100,6 +100,7 @@ class Architecture:
         optional_norms: roles of norms that not all layers have.
         normed_values: values are normed, without weights.
         scaling: scaling of queries times keys, where it does not follow from the size of heads.
+        softcaps: of attention and of the model's logits, in files that do not state them.
         scales_by_hidden_at_layers: models with this many layers scale queries by hidden_size / heads; 0: none.
         rms_norms: norms are RMS norms, whatever a file calls their epsilon.
         gates_attention: the rows of each head's query are followed by those of a gate of the attention's output.
@@ -156,6 +157,7 @@ class Architecture:
     normed_values: bool = False
     scaling: float = 0.0
     scales_by_hidden_at_layers: int = 0
+    softcaps: tuple[float, float] = (0.0, 0.0)
     rms_norms: bool = False
     gates_attention: bool = False
     interleaved_heads: bool = False

@@ -103,7 +103,7 @@ def _layers(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
 
 _GEMMA = Architecture(activation=Activation.GELU_TANH, scales_embeddings=True, norm_offset=1.0)
 _SANDWICHED = _GEMMA.with_names(SANDWICH, norms=BEFORE | AFTER)
-_GEMMA_2 = replace(_SANDWICHED, full_every=2, scales_by_hidden_at_layers=46)
+_GEMMA_2 = replace(_SANDWICHED, full_every=2, scales_by_hidden_at_layers=46, softcaps=(50.0, 30.0))
 _GEMMA_3 = replace(
     _SANDWICHED,
     model_type="gemma3_text",
@@ -113,12 +113,11 @@ _GEMMA_3 = replace(
     scales_by_hidden_at_layers=62,
 )
 _WITH_OWN_EMBEDDINGS = _SANDWICHED.with_names(
-    _OWN_EMBEDDINGS, config=_config, norm_offset=0.0, local_plain=True, normed_values=True, scaling=1.0
-)
+    _OWN_EMBEDDINGS, config=_config, norm_offset=0.0, local_plain=True, normed_values=True, scaling=1.0,
+    softcaps=(0.0, 30.0), local_theta=10_000.0,
+)  # fmt: skip
 
-_GEMMA_3N = _WITH_OWN_EMBEDDINGS.with_names(
-    _ALTUP, model_type="gemma3n_text", local_theta=10_000.0, rounds_constants=True
-)
+_GEMMA_3N = _WITH_OWN_EMBEDDINGS.with_names(_ALTUP, model_type="gemma3n_text", rounds_constants=True)
 _GEMMA_4 = _WITH_OWN_EMBEDDINGS.with_names(_PARALLEL_EXPERTS, model_type="gemma4_text", normalizes_experts=True)
 
 
