@@ -13,6 +13,7 @@ from h2o_stream.compare.asking import ask, tell
 from h2o_stream.compare.folder import Folder, JobResult, identity
 from h2o_stream.compare.models import endless
 from h2o_stream.compare.nll import paired_difference, stream_nll
+from h2o_stream.compare.options import configs_of
 from h2o_stream.compare.recall.comparison import rates_by_distance
 from h2o_stream.compare.recall.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
 from h2o_stream.compare.recall.facts import never_said, question_after_update, questions_about, read_facts, tells
@@ -214,6 +215,13 @@ class TestRates:
         (rate,) = rates_by_distance([self.answer("same", 64, "a", False, 1.0)], (64,))
         assert rate["relative"] is None
         assert rate["of_same"] is None
+
+
+def test_auto_is_the_window_that_chats_choose() -> None:
+    auto, number = configs_of(("h2o",), ("auto", 256), (0,), {})
+    assert auto == CacheConfig(auto_window=1)
+    assert number == CacheConfig(window=256)
+    assert configs_of(("h2o",), ("auto",), (0,), {"heavy": 64}) == [CacheConfig(heavy=64)]
 
 
 @pytest.mark.parametrize("config", [CacheConfig(window=16, chunk=8, budgets="equal"), CacheConfig("full")])

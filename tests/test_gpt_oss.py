@@ -11,7 +11,6 @@ from gguf import GGMLQuantizationType
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment.describe import describe
-from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig
 from h2o_stream.loading.transformers_model import load
@@ -93,15 +92,8 @@ def mxfp4(values: Any, kind: int) -> Any:
 
 
 def test_a_step_reads_the_chosen_experts(tmp_path: Path) -> None:
-    """Two of four, of the file and of the packed model."""
-    path = written(tmp_path, "gpt-oss")
-    file, model = GgufFile(path), loaded(path)
+    """Two of four."""
+    file = GgufFile(written(tmp_path, "gpt-oss"))
     table = file.tensors["token_embd.weight"]
     experts = sum(tensor.nbytes for tensor in file.tensors.values() if "_exps." in tensor.name)
     assert step_bytes(file) == file.nbytes - experts // 2 - table.nbytes + table.nbytes // table.shape[0]
-    tiles = [(name, tensor.nbytes) for name, tensor in model.named_buffers() if name.endswith(".tiles")]
-    others = sum(tensor.nbytes for tensor in model.parameters()) + sum(nbytes for _, nbytes in tiles)
-    unread = sum(nbytes for name, nbytes in tiles if ".experts." in name) // 2
-    embedding = model.get_input_embeddings().tiles.nbytes
-    rope = sum(tensor.nbytes for name, tensor in model.named_buffers() if not name.endswith(".tiles"))
-    assert weight_bytes(model) == others + rope - unread - embedding + embedding // table.shape[0]

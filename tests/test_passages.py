@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from h2o_stream.recall import passages
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import MAX_WORDS, MIN_WORDS, locate, sentences, split
+from h2o_stream.recall.terms import first_person, second_person
 from tests.in_turn import in_turn
 
 FACTS = [
@@ -43,6 +45,14 @@ def test_every_character_is_in_one_passage(text: str) -> None:
         assert "".join("".join(texts(text, ranges)).split()) == "".join(text.split())
         assert all(first.stop <= second.start for first, second in pairwise(ranges))
         assert all(part and part == part.strip() for part in texts(text, ranges))
+
+
+@given(pieces_of_text.map(lambda text: text * 3), st.sampled_from([0, 1, 2, 7]))
+def test_sentences_are_those_of_the_whole_however_it_is_searched(text: str, piece: int) -> None:
+    whole = sentences(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passages, "_PIECE", piece)
+        assert sentences(text) == whole
 
 
 @given(pieces_of_text.map(lambda text: text * 20))
@@ -229,3 +239,9 @@ def test_a_book_is_located_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     found = located(tokenizer, book, "Interesting.", ids)
     assert time.process_time() - begin < 5
     assert all(text.strip() == passage.text for passage, text in found)
+
+
+def test_a_long_word_takes_no_seconds() -> None:
+    started = time.thread_time()
+    assert not any(find("a-" * 2_000_000) for find in (first_person, second_person))
+    assert time.thread_time() - started < 0.5

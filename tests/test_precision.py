@@ -11,17 +11,17 @@ from tests.fixtures import make_llama
 
 GIB = 2**30
 SIZES = WeightSizes(float32=32 * GIB, int8=9 * GIB, int4=5 * GIB, largest=GIB)
-WIDE = (torch.float32, torch.bfloat16)
-NATIVE = (torch.bfloat16,)
+WIDE = ("float32", "bfloat16")
+NATIVE = ("bfloat16",)
 
 
 @pytest.mark.parametrize(("free", "dtypes", "quantize", "dtype"), [
-    (64, WIDE, "none", torch.float32), (48, WIDE, "int8", torch.float32), (48, NATIVE, "none", torch.bfloat16),
-    (24, NATIVE, "int8", torch.bfloat16), (17, NATIVE, "int8", torch.bfloat16), (16, NATIVE, "int4", torch.bfloat16),
-    (7, WIDE, "int4", torch.float32),
+    (64, WIDE, "none", "float32"), (48, WIDE, "int8", "float32"), (48, NATIVE, "none", "bfloat16"),
+    (24, NATIVE, "int8", "bfloat16"), (17, NATIVE, "int8", "bfloat16"), (16, NATIVE, "int4", "bfloat16"),
+    (7, WIDE, "int4", "float32"),
 ])  # fmt: skip
 def test_auto_takes_the_widest_that_is_comfortable(
-    free: int, dtypes: tuple[torch.dtype, ...], quantize: str, dtype: torch.dtype
+    free: int, dtypes: tuple[str, ...], quantize: str, dtype: str
 ) -> None:
     chosen = choose_precision("m", SIZES, free * GIB, "auto", dtypes)
     assert (chosen.quantize, chosen.dtype) == (quantize, dtype)
@@ -36,8 +36,8 @@ def test_the_reason_names_sizes_and_the_option() -> None:
 
 
 def test_unquantized_weights_are_not_widened_beyond_memory() -> None:
-    assert choose_precision("m", SIZES, 40 * GIB, "none", WIDE).dtype == torch.float32
-    assert choose_precision("m", SIZES, 24 * GIB, "none", WIDE).dtype == torch.bfloat16
+    assert choose_precision("m", SIZES, 40 * GIB, "none", WIDE).dtype == "float32"
+    assert choose_precision("m", SIZES, 24 * GIB, "none", WIDE).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("quantize", "free", "hint"), [

@@ -20,7 +20,6 @@ from h2o_stream.loading import loading
 from h2o_stream.loading.loading import load_model, serves
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import packed_cache
-from h2o_stream.models.fitting import dtype_name
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.precision import allowed_dtypes
 from h2o_stream.native import library
@@ -232,7 +231,7 @@ class TestLoading:
 
     @pytest.mark.parametrize("name", ["auto", "float32", "bfloat16"])
     def test_the_dtype_is_the_one_that_torch_would_take(self, name: str) -> None:
-        assert loading._dtype(name) == dtype_name(allowed_dtypes(name)[0])
+        assert loading._dtype(name) == allowed_dtypes(name)[0]
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("dtype", with_exhaustive(["float32"], ["bfloat16"]))

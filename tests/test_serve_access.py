@@ -175,6 +175,7 @@ class TestServer:
         for path in ("/v1/models", "/metrics", f"/v1/models/{guarded.service.name}"):
             for key in ("one", "two", "schl\xfcssel"):
                 assert get(guarded, path, Authorization=f"Bearer {key}")[0] == 200
+                assert get(guarded, path, Authorization=f"bearer  {key}")[0] == 200
             for key in ("", "three", "on", "onee", "one two"):
                 assert get(guarded, path, Authorization=f"Bearer {key}")[0] == 401
         assert get(guarded, "/health")[0] == 200

@@ -145,7 +145,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         **NUMBERS, **OF_CHAT, "input": MESSAGES | ITEMS | TEXTS, "max_output_tokens": LIMITS,
         "instructions": TEXTS, "tools": st.just([RESPONSE_TOOL]),
         "truncation": st.sampled_from(["auto", "disabled", "x"]),
-        "text": st.just({"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}),
+        "text": st.sampled_from([
+            {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}, {"format": "json_object"}, {},
+        ]),
         "conversation": st.just("c"), "background": st.booleans(), "prompt": st.just({"id": "p"}),
     },
 }  # fmt: skip
@@ -190,6 +192,11 @@ def test_any_request(server: Running, request_: tuple[str, dict[str, Any]]) -> N
     if status != 200:
         assert events[0]["message"] == whole["message"]
         return
+    if endpoint == "responses":
+        told = [event["response"] for event in events if "response" in event]
+        assert len({each["created_at"] for each in told}) == 1
+        asked = (body.get("text") or {}).get("format") or "text"
+        assert whole["text"]["format"]["type"] == (asked["type"] if isinstance(asked, dict) else asked)
     drawn = body.get("temperature") != 0 and body.get("seed", -1) in (-1, None)
     assert drawn or whole_of(endpoint, events) == texts_of(endpoint, whole)
     if "choices" in whole and body.get("logprobs") is not None:

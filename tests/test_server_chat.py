@@ -8,11 +8,16 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from h2o_stream.session.folders import session_names
+from h2o_stream.session.server import _checked
 from tests.commands import invoke
 
 pytestmark = pytest.mark.usefixtures("own_home")
+
+NAMES = ["id", "usage", "h2o", "choices", "delta", "content", "finish_reason", "slots", "seen", "prompt_tokens"]
 
 
 class Server(ThreadingHTTPServer):
@@ -22,6 +27,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked = list[dict[str, Any]]()
         self.known = set[str]()
+        self.sends = b""
 
     @property
     def url(self) -> str:
@@ -46,6 +52,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
+        if self.server.sends:
+            self.wfile.write(self.server.sends)
+            return
         named = {"id": f"after {said}"} if self.server.known else {}
         slots = {"seen": 9, "cached": 5, "window": 8, "evicted": 4}
         for chunk in (
@@ -117,6 +126,43 @@ def test_a_question_about_a_pipe(server: Server) -> None:
     done = invoke("h2o-chat", "--server", f"http://{server.url}/v1/", "What is it?", typed="A text.")
     assert done.stdout == "You said A text.\n\nWhat is it?\n"
     assert session_names() == []
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.sampled_from([-1, 0, 2.5, 10**400, "x", "\ud800", "\x1b[66m"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(NAMES), ODD, max_size=4), max_size=3))
+def test_chunks_of_any_kind(chunks: list[Any]) -> None:
+    for chunk in map(_checked, chunks):
+        assert chunk.keys() == {"id", "usage", "h2o", "choices"}
+        chunk["id"].encode()
+        for choice in chunk["choices"]:
+            "".join([*choice["delta"].values(), choice["finish_reason"]]).encode()
+        assert not chunk["h2o"] or sum(chunk["h2o"]["slots"].values()) >= 0
+
+
+@pytest.mark.parametrize("odd", [
+    b'{"choices": null, "h2o": 3, "usage": [1]}', b'{"choices": [null, {"delta": "x"}]}', b"[" * 100_000, b"3", b"\xff",
+    b'{"choices": [], "h2o": {"slots": {"seen": 1}}, "usage": {"prompt_tokens": "many"}}', b'{"error": 5}', b"",
+])  # fmt: skip
+def test_what_was_said_is_kept_whatever_comes_then(server: Server, odd: bytes) -> None:
+    server.sends = b'data: {"choices": [{"delta": {"content": "So far \\ud800."}}]}\n\ndata: ' + odd
+    done = invoke("h2o-chat", "--server", server.url, "--session", "t", typed="one\n")
+    assert (done.exit_code, "Traceback" in done.stderr) == (0, False)
+    server.sends = b""
+    invoke("h2o-chat", "--server", server.url, "--session", "t", "-p", "two")
+    said = [message["content"] for message in server.asked[-1]["messages"]]
+    assert said == ["one", "So far \ufffd.", "two"]
+
+
+def test_models_of_any_kind(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for data in ([3], [{"id": 5}], {"a": 1}, None, []):
+        monkeypatch.setattr(Handler, "do_GET", lambda self, data=data: self.answer({"data": data}))
+        done = invoke("h2o-chat", "--server", server.url, "-p", "a")
+        assert (done.exit_code, "it has no model" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(("url", "code", "words"), [

@@ -270,9 +270,11 @@ def _cache(config: CacheConfig) -> dict[str, Any]:
 def label_of(config: CacheConfig) -> str:
     """Policy, seed and window, for people."""
     size = "" if config.cache_size is None else format_bytes(config.cache_size)
-    return f"{config.label} {config.ratios_text or size or window_of(config) or ''}".strip()
+    auto = "auto" if config.auto_window else ""
+    return f"{config.label} {config.ratios_text or size or auto or window_of(config) or ''}".strip()
 
 
 def window_of(config: CacheConfig) -> int | None:
-    """The window; None for a full cache, which has none, and if ratios or a size choose it."""
-    return None if config.policy == "full" or config.by_ratio or config.cache_size is not None else config.window
+    """The window; None for a full cache, which has none, and if ratios, a size or the model choose it."""
+    chosen = config.by_ratio or config.cache_size is not None or config.auto_window
+    return None if config.policy == "full" or chosen else config.window

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
-from h2o_stream.base.options import Option, numbers, sizes, some_of
+from h2o_stream.base.options import Option, listed, numbers, sizes, some_of
 from h2o_stream.base.registry import Registry, resolve
 from h2o_stream.base.resources import require_matplotlib, require_package
 from h2o_stream.base.texts import read_text
@@ -15,8 +15,16 @@ from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError
 
 Policies = Annotated[Sequence[str], Option("Policies, separated by commas.", parse=some_of("policy", POLICIES))]
+AUTO = "auto"
+
+
+def _windows(text: str, flag: str) -> tuple[int | str, ...]:
+    return tuple(x.lower() if x.lower() == AUTO else numbers(x, flag)[0] for x in listed(text, flag))
+
+
 Windows = Annotated[
-    Sequence[int], Option("Windows, separated by commas.", "--windows", "--num-window-length", parse=numbers)
+    Sequence[int | str],
+    Option("Windows, separated by commas; auto as in h2o-chat.", "--windows", "--num-window-length", parse=_windows),
 ]
 CacheSizes = Annotated[
     Sequence[int], Option("Sizes of the cache, as 3MiB,6MiB: equal bytes; replaces --windows.", parse=sizes)
@@ -45,7 +53,7 @@ def sets_window(cache: Mapping[str, Any]) -> bool:
 
 def configs_of(
     policies: Sequence[str],
-    windows: Sequence[int],
+    windows: Sequence[int | str],
     seeds: Sequence[int],
     cache: Mapping[str, Any],
     cache_sizes: Sequence[int] = (),
@@ -68,7 +76,8 @@ def configs_of(
             configs.append(CacheConfig("full", **{**own, **({"device": "cpu"} if own.get("device") == "disk" else {})}))
             continue
         for window in windows:
-            config = CacheConfig(**{**cache, "policy": policy, "window": window})
+            chosen = {"window": window} if window != AUTO else {"auto_window": int(cache.get("heavy") is None)}
+            config = CacheConfig(**{**cache, "policy": policy, **chosen})
             configs += [replace(config, seed=seed) for seed in (seeds if POLICIES[policy].draws else (0,))]
     return sorted(dict.fromkeys(configs), key=lambda config: config.policy != "full")
 
@@ -105,7 +114,7 @@ class ComparisonOptions:
     in_all: ClassVar[InAll | None] = None
 
     policies: Sequence[str] = ()
-    windows: Sequence[int] = (DEFAULT_WINDOW,)
+    windows: Sequence[int | str] = (DEFAULT_WINDOW,)
     seeds: Sequence[int] = (0,)
     out: Annotated[
         Path | None,

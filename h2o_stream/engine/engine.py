@@ -12,13 +12,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Never, Self
 
-import numpy
-
 from h2o_stream.base.logs import NumberLog
 from h2o_stream.base.memory import trim_heap
 from h2o_stream.base.progress import ProgressCallback, ignore
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.cache.state import Array, State, checksummed, load_log, log_state, require_array, verify_checksums
+from h2o_stream.cache.state import Array, State
 from h2o_stream.config import (
     PREFILL_STEP,
     AtContext,
@@ -30,16 +28,15 @@ from h2o_stream.config import (
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.grammar import Grammar, Matcher
 from h2o_stream.engine.logits import Logits
-from h2o_stream.engine.sampling import Sampler, check_rng_state
+from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.served import StreamCache, serve
 from h2o_stream.engine.speculation import Speculation
+from h2o_stream.engine.state import read_state, state_of
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.models.turn_tokens import end_tokens
 
 TORN_MESSAGE = "the last step was cut off halfway; reset the conversation to continue"
-
-_CHECKSUMS = "engine.checksums"
 
 
 class Engine:
@@ -137,9 +134,7 @@ class Engine:
     def reset(self) -> None:
         """Start a new stream with an empty cache. Pins stay."""
         self.cache.reset()
-        self._logits = None
-        self.tokens = NumberLog()
-        self._stream = self.cache.stream_number
+        self._logits, self.tokens, self._stream = None, NumberLog(), self.cache.stream_number
 
     def set_sampling(self, sampling: SamplingConfig, reseed: bool = False) -> None:
         """Change how tokens are sampled. The random generator continues unless `reseed` restarts it."""
@@ -157,11 +152,7 @@ class Engine:
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
         self.tokens = self.tokens.marked()
-        arrays: State = {
-            "engine.opening": numpy.array(self.pinned_prefix, numpy.int64),
-            "engine.draws": self.sampler.rng_state,
-        }
-        return self.served.state_dict() | checksummed(arrays, _CHECKSUMS) | log_state("engine.tokens", self.tokens)
+        return self.served.state_dict() | state_of(self.tokens, self.pinned_prefix, self.sampler.rng_state)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Replace the stream by a saved state. The next prefill and all sampling after it continue exactly.
@@ -171,18 +162,10 @@ class Engine:
         Raises:
             H2OStreamError: the state is damaged, or belongs to another model, dtype or policy. Nothing has changed.
         """
-        verify_checksums(state, _CHECKSUMS)
-        tokens = load_log(state, "engine.tokens")
-        pinned_prefix = require_array(state, "engine.opening", like=numpy.array(0))
-        rng_state = require_array(state, "engine.draws")
-        check_rng_state(rng_state)
-        if not 0 <= pinned_prefix <= len(tokens):
-            raise H2OStreamError(f"the state is damaged: {pinned_prefix} of {len(tokens)} tokens are pinned")
+        tokens, pinned_prefix, rng_state = read_state(state)
         self.served.load_state_dict(state)
         self._logits = None
-        self.tokens = tokens
-        self.pinned_prefix = int(pinned_prefix)
-        self.sampler.rng_state = rng_state
+        self.tokens, self.pinned_prefix, self.sampler.rng_state = tokens, pinned_prefix, rng_state
         self._stream = self.cache.stream_number
 
     @property

@@ -162,15 +162,14 @@ class HfWeights:
             first += mixer.key_heads * size
         return numpy.concatenate(parts, 1).ravel()
 
-    def _tiles(self, name: str, kind: MatrixKind, weights: GgufWeights) -> Tensor:
-        """A packed weight: what `weights` has, if that is the same."""
+    def _tiles(self, name: str, kind: MatrixKind, weights: GgufWeights) -> Tensor | None:
+        """What `weights` has of a packed weight; None if that is something else."""
         tensors, (rows, columns) = self._tensors[name], self._shapes[name]
         layer, inner, _ = tensor_name(tensors[0].name)
         if inner in WHOLES:
             return borrowed(weights.matrix(WHOLES[inner], layer, rows, columns).weights)
         if self._is_reordered(inner) or kind != GGUF_KINDS[tensors[0].type.name]:
-            packed: Tensor = pack(self.values(name).contiguous(), kind)
-            return packed
+            return None
         names = ((tensor_name(tensor.name)[1], prod(tensor.shape[:-1])) for tensor in tensors)
         parts = [borrowed(weights.matrix(part, layer, count, columns).weights) for part, count in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -186,39 +185,32 @@ class HfWeights:
         blocks, order = self._file.blocks(tensors[0]).reshape(shape[0], -1), self._reader.row_order(inner)
         return blocks if order is None else blocks[order], tensors[0].type
 
-    def packed_anew(self, dtype: torch.dtype, progress: ProgressCallback) -> dict[str, Tensor]:
-        """All weights for `from_pretrained`: those of `kinds` packed one by one, others in `dtype`."""
-        shapes = {name: tiles_shape(kind, *self._shapes[f"{name}.weight"]) for name, kind in self.kinds.items()}
-        pages, weights = HugePageBuffer(shapes.values()), dict[str, Tensor]()
-        for number, name in enumerate(self._tensors):
-            values, module = self.values(name), name.removesuffix(".weight")
-            if kind := self.kinds.get(module):
-                weights[f"{module}.tiles"] = pack(values.contiguous(), kind, pages.take(shapes[module]))
-            else:
-                weights[name] = values.to(dtype)
-            progress(Progress("packing", number + 1, len(self._tensors)))
-        return weights
+    def packed(
+        self, weights: GgufWeights | None, dtype: torch.dtype, progress: ProgressCallback = ignore
+    ) -> dict[str, Tensor]:
+        """All weights for `from_pretrained`: those of `kinds` packed, one by one, and others in `dtype`.
 
-    def packed(self, weights: GgufWeights, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All weights for `from_pretrained`: those of `kinds` as in the file, others in `dtype`.
-
-        Args:
-            weights: of the same file.
-            dtype: of others.
+        Packed are those of `weights`, which are of the same file, where they are the same; without them all anew.
 
         Raises:
             OutOfMemoryError: there is not enough free memory.
-            DescriptionError: the folder is damaged.
+            DescriptionError: what was kept of them is damaged.
         """
         kinds = {name: self.kinds.get(name.removesuffix(".weight")) for name in self._tensors}
-        if weights.kept is None:
+        shapes = {name: tiles_shape(kind, *self._shapes[name]) for name, kind in kinds.items() if kind}
+        if weights is not None and weights.kept is None:
             self._check_fits(kinds, dtype)
-        return dict(
-            (name, self.values(name).to(dtype))
-            if kind is None
-            else (f"{name.removesuffix('.weight')}.tiles", self._tiles(name, kind, weights))
-            for name, kind in kinds.items()
-        )
+        pages, made = HugePageBuffer(() if weights else shapes.values()), dict[str, Tensor]()
+        for number, (name, kind) in enumerate(kinds.items()):
+            if kind is None:
+                made[name] = self.values(name).to(dtype)
+                continue
+            tiles = self._tiles(name, kind, weights) if weights else None
+            if tiles is None:
+                tiles = pack(self.values(name).contiguous(), kind, None if weights else pages.take(shapes[name]))
+            made[f"{name.removesuffix('.weight')}.tiles"] = tiles
+            progress(Progress("packing", number + 1, len(kinds)))
+        return made
 
     def _check_fits(self, kinds: Mapping[str, MatrixKind | None], dtype: torch.dtype) -> None:
         shapes = ((kind, self._shapes[name]) for name, kind in kinds.items())

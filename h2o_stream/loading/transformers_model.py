@@ -43,13 +43,13 @@ from h2o_stream.loading.hf_weights import HfWeights, borrowed
 from h2o_stream.loading.reading_progress import report_progress
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
-from h2o_stream.models.fitting import Precision, choose_precision, dtype_name
+from h2o_stream.models.fitting import Precision, choose_precision
 from h2o_stream.models.folder_sizes import check_folder
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.hub import download_bars, reachable
-from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
+from h2o_stream.models.huge_pages import move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.packed_experts import SplitExperts, split_stacked_experts
 from h2o_stream.models.precision import (
@@ -64,6 +64,7 @@ from h2o_stream.models.quantize import PackedConfig, pack_model, set_dtype
 from h2o_stream.models.templates import with_template
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
+from h2o_stream.native.pointers import dtype_name
 from h2o_stream.runtime.packed_file import kept_tiles
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
 
@@ -183,11 +184,11 @@ class _Loader:
             self._notify(precision.reason)
         if precision.quantize != "none":
             return self._load_packed(precision, skeleton)
-        model = self._load_dense(precision.dtype, skeleton)
+        model = self._load_dense(getattr(torch, precision.dtype), skeleton)
         move_to_huge_pages(model)
         if self._file is not None and self._file.quantized:
             return model
-        return self._with_digest(model, dtype_name(precision.dtype) + ("" if self._file else " none"))
+        return self._with_digest(model, precision.dtype + ("" if self._file else " none"))
 
     def _load_to_devices(self) -> Any:
         """Load to a GPU, or across several devices or processes."""
@@ -250,10 +251,10 @@ class _Loader:
 
     def _load_packed(self, precision: Precision, skeleton: Any) -> Any:
         """Pack weights, or load cached ones."""
-        quantize, dtype = precision.quantize, precision.dtype
+        quantize, dtype = precision.quantize, getattr(torch, precision.dtype)
         if self._described is not None:
             reader = HfWeights(self._described, skeleton, quantize)
-            return self._with_packed(reader, reader.packed_anew(dtype, self._progress), dtype)
+            return self._with_packed(reader, reader.packed(None, dtype, self._progress), dtype)
 
         def read() -> Any:
             model = pack_model(self._load_dense("auto", skeleton), quantize, self._progress)
@@ -265,7 +266,7 @@ class _Loader:
         path = local_path(self._source, self._config.offline)
         splits = any(isinstance(module, SplitExperts) for module in skeleton.modules())
         model = self._load_kept(path, precision) if self._from_packed and not splits else None
-        return self._with_digest(model or read(), f"{dtype_name(dtype)} {quantize}")
+        return self._with_digest(model or read(), f"{precision.dtype} {quantize}")
 
     def _load_kept(self, path: Path, precision: Precision) -> Any:
         """Load what the runtime keeps of a checkpoint, packed now or before; None if it keeps nothing of it."""
@@ -276,13 +277,12 @@ class _Loader:
             for entry in weights.entries():
                 kept_tiles(weights.kept, entry.name, entry.shape)
             tiles = {name: borrowed(array) for name, array in weights.kept.items() if name.endswith(".tiles")}
-            advise_huge_pages(tiles.values())
             packed = PackedConfig({name: kind.name for name, (_, kind) in weights.packed.items()})
             state = to_tensors(weights.unpacked()) | tiles
-            return self._with_weights(state, dtype=precision.dtype, quantization_config=packed)
+            return self._with_weights(state, dtype=getattr(torch, precision.dtype), quantization_config=packed)
 
         try:
-            source = Checkpoint(self._config.model, path, dtype_name(precision.dtype), precision.quantize)
+            source = Checkpoint(self._config.model, path, precision.dtype, precision.quantize)
             return source.with_weights(read, self._progress, self._notify)
         except DescriptionError:
             return None

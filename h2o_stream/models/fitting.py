@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from h2o_stream.base.memory import format_bytes
 from h2o_stream.errors import OutOfMemoryError
 
 
-class Dtype(Protocol):
-    """A dtype of torch, or `FileDtype`."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-
-
-@dataclass(frozen=True)
-class FileDtype:
-    """A dtype where there is no torch."""
-
-    name: str
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        return 4 if self.name == "float32" else 2
-
-    def __str__(self) -> str:
-        return self.name
+def item_size(dtype: str) -> int:
+    """Bytes of a number in this dtype, one for activations."""
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
 
 
 DEFAULT_SHARE = 0.6
@@ -50,10 +31,10 @@ class WeightSizes:
     int4: int
     largest: int
 
-    def bytes_of(self, dtype: Dtype, quantize: str) -> int:
+    def bytes_of(self, dtype: str, quantize: str) -> int:
         """Memory needed for loading."""
         if quantize == "none":
-            return self.float32 * dtype.itemsize // 4
+            return self.float32 * item_size(dtype) // 4
         return self.largest + (self.int8 if quantize == "int8" else self.int4)
 
 
@@ -61,7 +42,7 @@ class WeightSizes:
 class Precision:
     """A choice of precision: dtype of unpacked weights and activations, packed format, a reason if it may surprise."""
 
-    dtype: Any
+    dtype: str
     quantize: str
     reason: str = ""
 
@@ -71,7 +52,7 @@ def choose_precision(
     sizes: WeightSizes,
     free_bytes: int,
     quantize: str,
-    dtypes: tuple[Dtype, ...],
+    dtypes: tuple[str, ...],
     can_pack: bool = True,
 ) -> Precision:
     """Choose the precision of weights for the free memory: the user's, or for ``auto`` the widest that fits.
@@ -82,14 +63,14 @@ def choose_precision(
         OutOfMemoryError: no allowed choice fits.
     """
 
-    def fits(dtype: Dtype, scheme: str, share: float) -> bool:
+    def fits(dtype: str, scheme: str, share: float) -> bool:
         return sizes.bytes_of(dtype, scheme) <= share * free_bytes
 
-    def explain(dtype: Dtype, scheme: str) -> str:
+    def explain(dtype: str, scheme: str) -> str:
         needed = format_bytes(sizes.bytes_of(dtypes[0], "none"))
         packed = format_bytes(sizes.bytes_of(dtype, scheme) - sizes.largest)
         return (
-            f"{name} takes {needed} in {dtype_name(dtypes[0])} and {format_bytes(free_bytes)} of memory are free: "
+            f"{name} takes {needed} in {dtypes[0]} and {format_bytes(free_bytes)} of memory are free: "
             f"its weights are packed into {scheme} ({packed}); --quantize chooses otherwise."
         )
 
@@ -109,12 +90,7 @@ def choose_precision(
     needed, smallest = sizes.bytes_of(dtypes[-1], scheme), sizes.bytes_of(best, "int4")
     can_shrink = scheme != "int4" and can_pack
     hint = f"--quantize int4 takes {format_bytes(smallest)}" if can_shrink else "take a smaller --model"
-    width = dtype_name(dtypes[-1]) if scheme == "none" else scheme
+    width = dtypes[-1] if scheme == "none" else scheme
     raise OutOfMemoryError(
         f"{name} needs {format_bytes(needed)} of memory in {width}, {format_bytes(free_bytes)} are free; {hint}"
     )
-
-
-def dtype_name(dtype: Dtype) -> str:
-    """Such as ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")

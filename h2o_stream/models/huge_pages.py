@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterable
 from math import prod
@@ -49,14 +48,3 @@ def move_to_huge_pages(model: Any) -> None:
             moved[address] = pages.take(tensor.shape, tensor.dtype)
             moved[address].copy_(tensor.detach())
         tensor.data = moved[address].view(tensor.shape)
-
-
-def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Request huge pages for tensors mapped from files; not every filesystem supports them."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    advise = ctypes.CDLL(None).madvise
-    for address, size in storages.items():
-        start = address // mmap.PAGESIZE * mmap.PAGESIZE
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), mmap.MADV_HUGEPAGE)

@@ -47,15 +47,16 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
     """
     if name == "auto" and device.type != "cpu":
         return torch.bfloat16
-    return allowed_dtypes(name)[0]
+    dtype: torch.dtype = getattr(torch, allowed_dtypes(name)[0])
+    return dtype
 
 
-def allowed_dtypes(name: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that a name allows on a CPU, best first."""
+def allowed_dtypes(name: str) -> tuple[str, ...]:
+    """The names of the dtypes that a name allows on a CPU, best first."""
     if name != "auto":
-        return (getattr(torch, name),)
+        return (name,)
     native = any(getattr(torch.cpu, f"_is_{unit}_supported", bool)() for unit in ("avx512_bf16", "amx_tile"))
-    return (torch.bfloat16,) if native else (torch.float32, torch.bfloat16)
+    return ("bfloat16",) if native else ("float32", "bfloat16")
 
 
 def device_map_kwargs(config: ModelConfig, weight_bytes: int) -> dict[str, Any]:

@@ -38,9 +38,6 @@ _BYTES_PER_THREAD = 2**20
 _BINDINGS = count()
 """Numbers of what was bound, whichever stepper it was."""
 
-_DENSE = set(DENSE)
-"""Weights whose products with many vectors are faster in torch."""
-
 
 class Guard(Protocol):
     """Says whether what was described still holds."""
@@ -350,5 +347,5 @@ class Stepper:
 
 def _is_mostly_packed(matrices: Sequence[Matrix]) -> bool:
     """Whether less than half of the weights are dense, as far as torch is faster with them."""
-    dense = sum(x.weights.nbytes for x in matrices if x.kind in _DENSE)
+    dense = sum(x.weights.nbytes for x in matrices if x.kind in DENSE)
     return bool(2 * dense < sum(x.weights.nbytes for x in matrices))

@@ -46,6 +46,12 @@ _END = re.compile(
 """Where a sentence may end, with the space that follows. Each part starts only where it cannot be a continuation, so
 that a megabyte of full stops is read once."""
 
+_PIECE = 2**16
+"""Characters of a text that are searched at once: no other thread goes on meanwhile."""
+
+_WITHIN = re.compile(rf"[^\s.!?…{_MARKS}]{{2}}")
+"""Where no sentence ends, nor goes on what may end one."""
+
 _STATEMENT_END = re.compile(rf"[.!…{_FULL_STOPS}][{_CLOSING}]*\Z")
 """The end of a text that is complete; questions wait for their answer."""
 
@@ -232,11 +238,25 @@ def _count_words(text: str, part: range, limit: int = 1 << 62) -> int:
 
 def _sentences(text: str, part: range) -> list[range]:
     sentences, start = list[range](), part.start
-    for end in _END.finditer(text, part.start, part.stop):
+    for end in _ends(text, part):
         if end.end() < part.stop and _ends_sentence(text, end, start):
             sentences += _strip(text, start, end.end())
             start = end.end()
     return sentences + _strip(text, start, part.stop)
+
+
+def _ends(text: str, part: range) -> Iterator[re.Match[str]]:
+    """Where sentences may end."""
+    place = part.start
+    while place < part.stop:
+        within = _WITHIN.search(text, place + _PIECE, part.stop)
+        stop = within.start() + 1 if within else part.stop
+        for end in _END.finditer(text, place, stop):
+            whole = _END.match(text, end.start(), part.stop) if end.end() == stop else end
+            assert whole is not None, "it begins there"
+            yield whole
+            stop = max(stop, whole.end())
+        place = stop
 
 
 def _ends_sentence(text: str, end: re.Match[str], start: int) -> bool:

@@ -105,6 +105,9 @@ _CLOSING_MARKS = "\"'”\u2019»)]"
 
 _OPENING_QUOTES, _CLOSING_QUOTES = '"“„«', ('"', "”", "“", "»")
 
+_LONGEST_STATEMENT = 10_000
+"""Characters of a text in which somebody is looked for who speaks, or is spoken to."""
+
 _FIRST_PERSON = re.compile(
     r"\b(?:i|my|mine|we|our|ours|ich|mich|mir|mein\w{0,2}|wir|unser\w{0,2}|je|moi|mon|ma|mes|nous|notre|nos|yo|mi|mis"
     r"|nosotr[oa]s|nuestr[oa]s?|io|mio|mia|miei|noi|nostr[oaie]|eu|meus?|minhas?|nós|noss[oa]s?|ik|mijn|wij|onze?"
@@ -146,12 +149,12 @@ def is_request(text: str) -> bool:
 
 def first_person(text: str) -> bool:
     """Whether a text speaks of the one who says it, in one of a dozen languages."""
-    return bool(_FIRST_PERSON.search(text))
+    return bool(_FIRST_PERSON.search(text[:_LONGEST_STATEMENT]))
 
 
 def second_person(text: str) -> bool:
     """Whether a text speaks of the one who hears it, in one of a dozen languages."""
-    return bool(_SECOND_PERSON.search(text))
+    return bool(_SECOND_PERSON.search(text[:_LONGEST_STATEMENT]))
 
 
 class TermWeights:

@@ -16,7 +16,7 @@ from h2o_stream.cache.measurements import LONG_S
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
-from h2o_stream.models.fitting import DEFAULT_SHARE, FileDtype, Precision, WeightSizes, choose_precision
+from h2o_stream.models.fitting import DEFAULT_SHARE, Precision, WeightSizes, choose_precision, item_size
 from h2o_stream.models.folder_sizes import check_folder
 from h2o_stream.models.generation_config import read_generation_config
 from h2o_stream.models.gguf import GgufFile
@@ -232,11 +232,11 @@ class Checkpoint(Source):
         self._kept_as = quantize
 
     def _precision(self, name: str, quantize: str, dtype: str) -> Precision:
-        weights, model_dtype = self._dense, FileDtype(dtype)
-        int8, int4 = (packed_size(weights, each, model_dtype.itemsize) for each in KINDS)
+        weights = self._dense
+        int8, int4 = (packed_size(weights, each, item_size(dtype)) for each in KINDS)
         largest = max((math.prod(matrix.shape) for matrix in weights.matrices()), default=0)
         sizes = WeightSizes(4 * weights.num_weights, int8, int4, 2 * largest)
-        return choose_precision(name, sizes, free_bytes(), quantize, (model_dtype,))
+        return choose_precision(name, sizes, free_bytes(), quantize, (dtype,))
 
     def _opened(self, progress: ProgressCallback) -> PackedCheckpoint | CheckpointWeights:
         """See `Source`."""
@@ -252,7 +252,7 @@ class Checkpoint(Source):
 
 def _check_fits(name: str, num_weights: int, dtype: str) -> None:
     """Raises OutOfMemoryError if so many weights that are not packed may have to be."""
-    needed, free = num_weights * FileDtype(dtype).itemsize, free_bytes()
+    needed, free = num_weights * item_size(dtype), free_bytes()
     if needed > DEFAULT_SHARE * free:
         raise OutOfMemoryError(
             f"the dense weights of {name} take {format_bytes(needed)}, {format_bytes(free)} of memory are free"

@@ -29,6 +29,8 @@ _PLACE = re.compile(
     r"(?:(?P<scheme>[a-z][a-z0-9+.-]*)://)?(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+|\*)(?::(?P<port>\d{1,5}))?", re.ASCII
 )
 
+_SCHEME = re.compile(r"\Abearer +", re.IGNORECASE)
+
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -52,7 +54,7 @@ class Access:
         """
         if not self._keys:
             return ""
-        sent = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        sent = _SCHEME.sub("", headers.get("authorization", "")).encode("latin-1")
         keys = [key for key in self._keys if hmac.compare_digest(sent, key)]
         if not keys:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")

@@ -36,6 +36,7 @@ class AskedResponse:
         keep: whether it is saved.
         body: the request, parts of which an answer repeats.
         id: id of the response.
+        created: when it was asked for, seconds since 1970.
     """
 
     dialogue: Dialogue
@@ -45,6 +46,7 @@ class AskedResponse:
     keep: bool
     body: Mapping[str, Any]
     id: str = entry(default_factory=lambda: secrets.token_hex(16))
+    created: int = entry(default_factory=lambda: int(time.time()))
 
     def replies(self, service: Service) -> Any:
         """Ask for replies; a queue for each choice, of which only the first is kept."""
@@ -150,7 +152,7 @@ def describe(service: Service, asked: AskedResponse, end: Done | None) -> dict[s
     response: dict[str, Any] = {
         "id": f"resp_{asked.id}",
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": asked.created,
         "model": service.name,
         "status": "in_progress",
         "error": None,
@@ -188,8 +190,9 @@ def describe(service: Service, asked: AskedResponse, end: Done | None) -> dict[s
 
 
 def _echoed_format(given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict) or given.get("type") != "json_schema":
-        return {"type": given["type"] if isinstance(given, dict) and given.get("type") else "text"}
+    kind = given.get("type") if isinstance(given, dict) else given
+    if kind != "json_schema":
+        return {"type": kind or "text"}
     inner = given.get("json_schema", given)
     return {"type": "json_schema", "name": str(inner.get("name") or ""), "schema": inner["schema"]}
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
+from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import ConfigError, DataError
+
+_MAX_BYTES = 2**24
+"""Of an answer, or of a line of it."""
+
+_SLOTS = ("seen", "cached", "window", "evicted")
 
 
 class Server:
@@ -36,10 +44,11 @@ class Server:
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
         with self._open("models") as response:
-            models = self._parse(response.read()).get("data")
-        if not isinstance(models, list) or not models:
+            models = self._parse(response.read(_MAX_BYTES)).get("data")
+        first = models[0] if isinstance(models, list) and models else None
+        if not isinstance(first, dict) or not (name := _text(first.get("id"))):
             raise self._error("it has no model")
-        self.model = model or str(models[0]["id"])
+        self.model = model or name
 
     def reply(
         self,
@@ -48,7 +57,7 @@ class Server:
         previous: str | None,
         options: Mapping[str, Any],
     ) -> Generator[dict[str, Any], None, None]:
-        """The chunks of a reply to a conversation, as the server sends them. Closing the iterator stops the reply.
+        """The chunks of a reply to a conversation, see `_checked`. Closing the iterator stops the reply.
 
         Args:
             messages: returns all of it.
@@ -67,9 +76,9 @@ class Server:
                 response = self._open("chat/completions", {**body, "messages": new, "previous_response_id": previous})
         with response or self._open("chat/completions", {**body, "messages": messages()}) as response:
             try:
-                for line in response:
+                for line in iter(partial(response.readline, _MAX_BYTES), b""):
                     if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                        yield self._parse(line.removeprefix(b"data: "))
+                        yield _checked(self._parse(line.removeprefix(b"data: ")))
             except (OSError, HTTPException) as error:
                 raise self._error(f"the connection broke: {error}") from error
 
@@ -79,7 +88,7 @@ class Server:
             response: HTTPResponse = urlopen(Request(f"{self.url}/{path}", data, self._headers))
             return response
         except HTTPError as error:
-            raise self._error(_message(error.read()) or f"{error.code} {error.reason}") from error
+            raise self._error(_message(error.read(_MAX_BYTES)) or f"{error.code} {error.reason}") from error
         except (URLError, OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise self._error(f"{getattr(reason, 'strerror', None) or reason}; does h2o-serve run there?") from error
@@ -88,7 +97,7 @@ class Server:
         if reason := _message(text):
             raise self._error(reason)
         try:
-            answer = json.loads(text)
+            answer = parse_json(text)
         except ValueError as error:
             raise self._error("what answers is no server of models") from error
         if not isinstance(answer, dict):
@@ -102,5 +111,35 @@ class Server:
 def _message(text: bytes) -> str:
     """The message of an error that a server has sent; empty for anything else."""
     with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(text)["error"]["message"])
+        return replace_surrogates(str(parse_json(text)["error"]["message"]))
     return ""
+
+
+def _checked(chunk: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat shows of a chunk, each part of the type that it should have; nothing in place of others."""
+    usage, slots = _counts(chunk.get("usage")), _counts(_object(chunk.get("h2o")).get("slots"))
+    details = _counts(_object(chunk.get("usage")).get("prompt_tokens_details"))
+    choices = chunk.get("choices")
+    checked = []
+    for choice in map(_object, choices if isinstance(choices, list) else ()):
+        delta = _object(choice.get("delta"))
+        said = {name: _text(delta.get(name)) for name in ("content", "reasoning_content")}
+        checked.append({"delta": said, "finish_reason": _text(choice.get("finish_reason"))})
+    return {
+        "id": _text(chunk.get("id")),
+        "usage": usage | ({"prompt_tokens_details": details} if usage else {}),
+        "h2o": {"slots": slots} if slots.keys() >= {*_SLOTS} else {},
+        "choices": checked,
+    }
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return replace_surrogates(value) if isinstance(value, str) else ""
+
+
+def _counts(value: Any) -> dict[str, int]:
+    return {name: count for name, count in _object(value).items() if type(count) is int and 0 <= count < 2**63}

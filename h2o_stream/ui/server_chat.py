@@ -123,30 +123,36 @@ class ServerChat:
         new = {"role": "user", "content": message}
         chunks = self._server.reply(lambda: [*self._messages(), new], [new], self._previous, self._options)
         self._previous = None
-        last: dict[str, Any] = {}
+        last, broken, stopped = dict[str, Any](), None, False
         times = [time.perf_counter()]
         try:
             with closing(chunks), self._terminal.unechoed(), self._reply() as reply:
                 for chunk in chunks:
                     times[1:] = [times[1] if len(times) > 1 else time.perf_counter(), time.perf_counter()]
                     last |= {name: chunk[name] for name in ("id", "usage", "h2o") if chunk.get(name)}
-                    for choice in chunk.get("choices", ()):
-                        delta = choice.get("delta") or {}
-                        if thought := delta.get("reasoning_content"):
+                    for choice in chunk["choices"]:
+                        delta = choice["delta"]
+                        if thought := delta["reasoning_content"]:
                             reply.think(thought)
                             thinking += thought
-                        reply.push(delta.get("content") or "")
-                        text += delta.get("content") or ""
-                        finish = choice.get("finish_reason") or finish
+                        reply.push(delta["content"])
+                        text += delta["content"]
+                        finish = choice["finish_reason"] or finish
         except KeyboardInterrupt:
-            finish = "interrupted"
+            finish, stopped = "interrupted", True
+        except DataError as error:
+            if not (text or thinking):
+                raise
+            finish, broken = "interrupted", error
         turn = self._entries[-1].turn + 1 if self._entries else 1
         self._previous = last.get("id") if "h2o" in last else None
         entry = Entry(turn, message, text, "said", finish, thinking=thinking)
         self._keep(entry)
         self._jsonl.write(_record(entry, last, times))
+        if broken is not None:
+            raise broken
         self._note(last, finish)
-        return finish == "interrupted"
+        return stopped
 
     def _reply(self) -> Reply:
         thinking = Thinking("fold")
@@ -280,7 +286,7 @@ def _record(entry: Entry, last: Mapping[str, Any], times: Sequence[float]) -> di
     `last` is what its last chunks had; `times`, when it was asked for, and of the first and of the last chunk.
     """
     usage, slots = last.get("usage", {}), last.get("h2o", {}).get("slots", {})
-    known = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    known = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     names = {"window": "window", "seen": "seen_tokens", "cached": "cached_tokens", "evicted": "evicted_tokens"}
     return {
         "type": "turn",

@@ -207,7 +207,7 @@ def engine_specs(
             peer_models = models if any_precision else models[:1]
         caches = [CacheConfig("full")]
         if peer == OPENVINO:
-            caches += [CacheConfig("h2o", window=window) for window in options.windows]
+            caches += [CacheConfig("h2o", window=window) for window in options.windows if isinstance(window, int)]
         engines += [make(peer, model, cache, **common) for model in dict.fromkeys(peer_models) for cache in caches]
     return engines
 

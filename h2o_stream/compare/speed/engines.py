@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from h2o_stream.base.memory import trim_heap
 from h2o_stream.base.progress import ignore
 from h2o_stream.compare.catalog import PEERS
+from h2o_stream.compare.comparison import label_of
 from h2o_stream.compare.models import Models, cache_bytes, context_of, dtype_of
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.engine.served import serve
@@ -53,8 +54,8 @@ class EngineSpec:
             return self.engine if full else f"{self.engine} evicting, {window}"
         if self.engine != OURS:
             return self.engine
-        cache = "full" if full else f"{self.cache.policy} {window}"
-        return f"{self.engine} {cache} eager" if self.steps == "eager" else f"{self.engine} {cache}"
+        name = f"{self.engine} {label_of(self.cache)}"
+        return f"{name} eager" if self.steps == "eager" else name
 
     def digest(self) -> str:
         """Identifies the weights."""

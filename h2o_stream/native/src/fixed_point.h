@@ -20,6 +20,8 @@ using slot_kernels::ByteRows;
 using slot_kernels::kBlockSlots;
 using slot_kernels::kPrefetchSlots;
 
+using Four = float __attribute__((vector_size(16)));
+
 constexpr float kLargest = 32600;         // of a key, which is rounded a few times
 constexpr float kLargestSum = 65000;      // of the magnitudes of a query: no product with a key overflows
 constexpr float kLargestFactor = 0x7fff;  // of a query, of a probability, and of a cosine
@@ -70,11 +72,13 @@ struct Rounded {
     // A turn multiplies by two cosines in units of 1 / kLargestFactor, but shifts by 15 bits each time.
     const float turns = layer.rope[0] * 0x1p30f / (kLargestFactor * kLargestFactor);
     for (int64_t q = 0; q < heads; ++q, from += size) {
-      float sum = 0, maximum = 0;
-      for (int64_t i = 0; i < size; ++i) {
-        const float magnitude = std::fabs(from[i]) * units[i];
-        sum += magnitude, maximum = std::max(maximum, magnitude);
+      Floats sums{}, maxima{};
+      for (int64_t i = 0; i < size; i += kWidth) {
+        const Floats number = simd::load(from + i) * simd::load(units.at(i)), magnitude = number < 0.f ? -number : number;
+        sums += magnitude, maxima = magnitude > maxima ? magnitude : maxima;
       }
+      const float sum = simd::reduce_add(sums);
+      const float maximum = simd::reduce(maxima, [](auto a, auto b) { return a > b ? a : b; });
       const float unit = std::max({sum / kLargestSum, maximum / kLargestFactor, 1e-30f}), inverse = 1 / unit;
       for (int64_t i = 0; i < size; ++i) queries[q * size + i] = rounded(from[i] * units[i] * inverse);
       factors[q] = unit * turns;
@@ -82,15 +86,32 @@ struct Rounded {
   }
 };
 
+// What all keys of a head share, where registers have room for it: `heads` is 0 where they have not.
+template <int64_t blocks, int64_t heads>
+struct Held {
+  static constexpr int64_t kCount = heads ? 2 * blocks : 0;
+  Shorts scales[kCount + 1], middles[kCount + 1], queries[heads + 1][kCount + 1];
+
+  explicit Held(const Rounded& rounded) {
+    for (int64_t i = 0; i < kCount; ++i) {
+      scales[i] = load(rounded.scales.at(i * kShorts)), middles[i] = load(rounded.middles.at(i * kShorts));
+      for (int64_t q = 0; q < heads; ++q) queries[q][i] = load(rounded.queries.at((q * kCount + i) * kShorts));
+    }
+  }
+};
+
 // Products of the queries with a turned key (see slot_kernels::Rotation): vectors whose elements are still to be
 // summed, kWidth vectors apart for a query.
-template <int64_t blocks>
+template <int64_t blocks, int64_t fixed_heads>
 [[gnu::always_inline]] inline void multiply_key(const uint8_t* codes, const int16_t* coarse, const int16_t* fine,
-                                                const Rounded& rounded, int64_t heads, Ints* products) {
+                                                const Rounded& rounded, const Held<blocks, fixed_heads>& held,
+                                                int64_t heads, Ints* products) {
   using simd::multiply_high;
   constexpr int64_t half = blocks * kShorts;
   const auto key = [&](int64_t i) {
-    return multiply_high(simd::load_centered(codes + i), load(rounded.scales.at(i))) + load(rounded.middles.at(i));
+    const Shorts scale = fixed_heads ? held.scales[i / kShorts] : load(rounded.scales.at(i));
+    const Shorts middle = fixed_heads ? held.middles[i / kShorts] : load(rounded.middles.at(i));
+    return multiply_high(simd::load_centered(codes + i), scale) + middle;
   };
   Shorts turned[2 * blocks];
   for (int64_t b = 0; b < blocks; ++b) {
@@ -103,10 +124,11 @@ template <int64_t blocks>
     turned[b] = multiply_high(first, cosine) + multiply_high(second, sine);
     turned[blocks + b] = multiply_high(second, cosine) - multiply_high(first, sine);
   }
-  for (int64_t q = 0; q < heads; ++q) {
+  for (int64_t q = 0; q < (fixed_heads ? fixed_heads : heads); ++q) {
     Ints sums{};
     for (int64_t i = 0; i < 2 * blocks; ++i) {
-      sums = simd::add_products(sums, turned[i], load(rounded.queries.at(q * 2 * half + i * kShorts)));
+      const Shorts query = fixed_heads ? held.queries[q][i] : load(rounded.queries.at(q * 2 * half + i * kShorts));
+      sums = simd::add_products(sums, turned[i], query);
     }
     products[q * kWidth] = sums;
   }
@@ -116,8 +138,9 @@ template <int64_t blocks>
 inline void query_key_dots(const AttentionLayer& layer, const uint8_t* keys, const ByteRows& values, int64_t slots,
                            const int32_t* distances, const Rounded& rounded, int64_t heads, float* dots,
                            int64_t stride) {
-  const auto of_blocks = [&](auto blocks) {
+  const auto of_heads = [&](auto blocks, auto fixed_heads) {
     constexpr int64_t size = 2 * kShorts * decltype(blocks)::value;
+    const Held<decltype(blocks)::value, decltype(fixed_heads)::value> held(rounded);
     const int16_t *fine = layer.rope_codes, *coarse = fine + kFineRows * size;
     Ints* products = rounded.products.data();
     for (int64_t first = 0; first < slots; first += kWidth) {
@@ -127,8 +150,8 @@ inline void query_key_dots(const AttentionLayer& layer, const uint8_t* keys, con
         const uint32_t distance = uint32_t(distances[slot]);
         simd::prefetch(keys + (slot + kPrefetchSlots) * size, size);
         values.prefetch(slot);
-        multiply_key<blocks>(keys + slot * size, coarse + distance / kFineRows * size,
-                             fine + distance % kFineRows * size, rounded, heads, products + i);
+        multiply_key(keys + slot * size, coarse + distance / kFineRows * size, fine + distance % kFineRows * size,
+                     rounded, held, heads, products + i);
       }
       for (int64_t q = 0; q < heads; ++q) {
         const Ints sums = simd::sums_of_rows(products + q * kWidth);
@@ -137,6 +160,12 @@ inline void query_key_dots(const AttentionLayer& layer, const uint8_t* keys, con
         count == kWidth ? simd::store(logits, to) : void(std::memcpy(to, &logits, count * sizeof(float)));
       }
     }
+  };
+  const auto of_blocks = [&](auto blocks) {
+    if constexpr (decltype(blocks)::value == 1 && simd::kRegisters >= 32) {
+      if (heads == 3) return of_heads(blocks, std::integral_constant<int64_t, 3>{});
+    }
+    of_heads(blocks, std::integral_constant<int64_t, 0>{});
   };
   switch (layer.head_size / (2 * kShorts)) {
     case 1: return of_blocks(std::integral_constant<int64_t, 1>{});
@@ -184,7 +213,13 @@ void accumulate(const uint8_t* codes, int64_t size, int64_t slots, const float* 
       float* to = accum + q * size + i;
       for (int64_t k = 0; k < 4; ++k) {
         const Floats x = __builtin_convertvector(sums[q][k], Floats) * units[q];
-        for (int64_t j = 0; j < kWidth; ++j) to[j / 4 * 16 + 4 * k + j % 4] += x[j];
+        for (int64_t j = 0; j < kWidth; j += 4) {
+          Four four, columns;
+          std::memcpy(&four, to + 4 * j + 4 * k, sizeof four);
+          std::memcpy(&columns, reinterpret_cast<const float*>(&x) + j, sizeof columns);
+          four += columns;
+          std::memcpy(to + 4 * j + 4 * k, &four, sizeof four);
+        }
       }
     }
   }

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from h2o_stream.base.options import Option
-from h2o_stream.compare.options import ComparisonOptions, Windows
+from h2o_stream.base.options import Option, numbers
+from h2o_stream.compare.options import ComparisonOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class GpuOptions(ComparisonOptions):
     comparison = "h2o_lab.gpu.comparison:Gpu"
 
     random_weights: Annotated[Path | None, Option("A config.json: another shape.")] = None
-    windows: Windows = (256, 1024, 4096)
+    windows: Annotated[Sequence[int], Option("Windows, separated by commas.", parse=numbers)] = (256, 1024, 4096)
     minutes: Annotated[float, Option("After so many minutes nothing new begins.", min=0)] = 8.0
     stream: Annotated[int, Option("Tokens of the stream.", min=2000)] = 100_000
     policies: Sequence[str] = ("h2o",)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.fitting import dtype_name
 from h2o_stream.models.huge_pages import HugePageBuffer
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.models.precision import device_of, dtype_of
 from h2o_stream.models.quantize import packed_kinds, replace_module, tie_head, untie_head
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, pack
+from h2o_stream.native.pointers import dtype_name
 
 DEVIATION = 0.02
 """Standard deviation of random weights."""

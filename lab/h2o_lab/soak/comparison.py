@@ -31,7 +31,7 @@ from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError, file_errors
-from h2o_stream.models.fitting import dtype_name
+from h2o_stream.native.pointers import dtype_name
 
 TINY = "tiny"
 """Name of a random Llama with two layers, for streams of millions of tokens."""

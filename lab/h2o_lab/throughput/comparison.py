@@ -22,7 +22,7 @@ from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.fitting import dtype_name
+from h2o_stream.native.pointers import dtype_name
 
 _TEXT = 1 << 18
 """Tokens of a text that are used."""
