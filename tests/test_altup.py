@@ -27,7 +27,7 @@ NAME = "Gemma 3n, three versions"
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(stepper, "_DENSE", set())
+    monkeypatch.setattr(stepper, "DENSE", set())
     with torch.no_grad(), attach(model_of(NAME), CacheConfig(window=16)) as cache:
         model_of(NAME)(tokens_of(1, 3), past_key_values=cache)
         assert cache.engine_note.startswith("native")

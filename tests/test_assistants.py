@@ -91,7 +91,7 @@ def logits(runtime: ServedRuntime) -> Array:
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepper, "num_threads", lambda: 3)
-    monkeypatch.setattr(stepper, "_DENSE", set())
+    monkeypatch.setattr(stepper, "DENSE", set())
 
 
 @native

@@ -39,7 +39,7 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are native although attentions are dense."""
-    monkeypatch.setattr(stepper, "_DENSE", set())
+    monkeypatch.setattr(stepper, "DENSE", set())
 
 
 def packed(kind: MatrixKind, rows: int, columns: int, seed: int) -> Matrix:

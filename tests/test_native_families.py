@@ -59,7 +59,7 @@ STREAMED = [
 ))  # fmt: skip
 def test_prompts_and_steps(name: str, positions: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The native library computes what the model does, with evictions, and keeps the same tokens."""
-    monkeypatch.setattr(stepper, "_DENSE", set())
+    monkeypatch.setattr(stepper, "DENSE", set())
     taken: list[tuple[str, tuple[int, ...]]] = []
     for kind in ("step", "prompt"):
         monkeypatch.setattr(stepper.Stepper, kind, recorded(getattr(stepper.Stepper, kind), kind, taken))

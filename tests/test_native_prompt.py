@@ -46,7 +46,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
 @pytest.fixture
 def dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models in float32 take the native route, too, which compares exactly."""
-    monkeypatch.setattr(stepper, "_DENSE", set())
+    monkeypatch.setattr(stepper, "DENSE", set())
 
 
 def streamed(
