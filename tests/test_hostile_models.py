@@ -16,6 +16,7 @@ from h2o_stream.loading.transformers_model import load
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.stepper import open_step
+from h2o_stream.runtime import heads
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.parameters import tensor_name
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
@@ -68,6 +69,17 @@ def test_what_is_changed_can_be_opened(own: Any, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_all_kinds(tmp_path: Path) -> None:
     assert [*search_all(cases_of([*KINDS]), range(3000), Counter())] == []
+
+
+def test_layers_with_different_numbers_of_heads(smollm3: Gguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smollm3.write(tmp_path / "model.gguf")
+    source = ModelFile("x", tmp_path / "model.gguf", "float32")
+    shapes = heads.head_shapes(description := source.describe(print))
+    monkeypatch.setattr(heads, "_measure", lambda *_: np.zeros(5 + 2 * (len(shapes) - 2), np.float32))
+    uneven = [shapes[0]._replace(kv_heads=1), shapes[0]._replace(kv_heads=4), *shapes[2:]]  # type: ignore[union-attr]
+    monkeypatch.setattr(heads, "head_shapes", lambda _: uneven)
+    with pytest.raises(DescriptionError, match="different numbers of KV heads"):
+        source.windows(description, print)
 
 
 PANIC = (  # of the tokenizers library: a prefix that is longer than a piece

@@ -18,6 +18,7 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library
 from h2o_stream.native.description import Description
+from h2o_stream.native.matrix import require
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.rotations import Floats
@@ -79,8 +80,9 @@ def attention_to_copy(description: Description, sliding: Sequence[int | None], c
     mean: Floats = numpy.mean(measured, 0, dtype=numpy.float32)
     counts = [shape.kv_heads if shape else 0 for shape in head_shapes(description)]
     by_layer = numpy.split(mean, numpy.cumsum(counts)[:-1])
-    evicting = _evicting(description, sliding)
-    return numpy.stack([heads for heads, evicts in zip(by_layer, evicting, strict=True) if evicts])
+    chosen = [heads for heads, evicts in zip(by_layer, _evicting(description, sliding), strict=True) if evicts]
+    require(len({*map(len, chosen)}) == 1, "its layers have different numbers of KV heads, which are not measured")
+    return numpy.stack(chosen)
 
 
 def _measure(description: Description, sliding: Sequence[int | None], tokens: NDArray[numpy.int64]) -> Floats:
