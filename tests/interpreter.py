@@ -43,8 +43,8 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
 
 def xielu(parameters: Sequence[float], x: Tensor) -> Tensor:
     """XIELU with the parameters that `Activation` in `abi.h` lists."""
-    positive, negative, slope, most = parameters
-    below = (torch.expm1(x.clamp_max(most)) - x) * negative
+    positive, negative, slope, limit = parameters
+    below = (torch.expm1(x.clamp_max(limit)) - x) * negative
     return torch.where(x > 0, positive * x * x, below) + slope * x
 
 

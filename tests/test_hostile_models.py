@@ -44,13 +44,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> None:
+def homes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's folders are changed, and then what they were."""
     for variable in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(variable, os.environ.get(variable, ""))
 
 
-def test_changed_files(own: Any) -> None:
+def test_changed_files(homes: Any) -> None:
     """Some of those that `make sanitize` tries."""
     cases, counts = cases_of(KINDS_TESTED, some=lambda name: name in SOME), Counter[str]()
     assert [*search_all(cases, range(COUNT), counts)] == []
@@ -59,7 +59,7 @@ def test_changed_files(own: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_is_changed_can_be_opened(own: Any, tmp_path: Path) -> None:
+def test_what_is_changed_can_be_opened(homes: Any, tmp_path: Path) -> None:
     """Else nobody would find out what a change does."""
     for number, (kind, seed) in enumerate(cases_of(["checkpoint", "packed", "tokenizer", "store"])):
         seed.write(tmp_path / str(number))
@@ -98,7 +98,7 @@ DAMAGED = [
 
 
 @in_turn("kind, name, file, content, words", DAMAGED)
-def test_damaged_files(kind: str, name: str, file: str, content: bytes, words: str, own: Any, tmp_path: Path) -> None:
+def test_damaged_files(kind: str, name: str, file: str, content: bytes, words: str, homes: Any, tmp_path: Path) -> None:
     ((opener, seed),) = cases_of([kind], some=lambda each: each == name)
     damaged = replace(seed, files={**seed.files, file: content})
     damaged.write(tmp_path / "model")

@@ -240,12 +240,12 @@ class TestSequences:
         assert self.loss([2, 3, 4, 7, 1, 2, 3, 4, 8, 1, 2, 3], 4, dry_allowed_length=1) == 2.0
 
     @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 50), st.integers(0, 40))
-    def test_lengths_and_distances(self, reply: list[int], most: int, first: int) -> None:
+    def test_lengths_and_distances(self, reply: list[int], count: int, first: int) -> None:
         """Of the last tokens, also where some of the steps before were not looked at."""
         repetitions = Repetitions()
         for size in range(min(first + 1, len(reply)), len(reply) + 1):
-            found = repetitions.find(np.array(reply[:size]), min(most, size))
-        last = reply[-most:]
+            found = repetitions.find(np.array(reply[:size]), min(count, size))
+        last = reply[-count:]
         naive = set()
         for end in range(len(last) - 1):
             length = 0

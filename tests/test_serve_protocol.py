@@ -193,8 +193,8 @@ def test_any_request(server: Running, request_: tuple[str, dict[str, Any]]) -> N
         assert events[0]["message"] == whole["message"]
         return
     if endpoint == "responses":
-        told = [event["response"] for event in events if "response" in event]
-        assert len({each["created_at"] for each in told}) == 1
+        responses = [event["response"] for event in events if "response" in event]
+        assert len({response["created_at"] for response in responses}) == 1
         asked = (body.get("text") or {}).get("format") or "text"
         assert whole["text"]["format"]["type"] == (asked["type"] if isinstance(asked, dict) else asked)
     drawn = body.get("temperature") != 0 and body.get("seed", -1) in (-1, None)

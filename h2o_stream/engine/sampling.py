@@ -192,13 +192,14 @@ class Sampler:
         config, count = self._config, len(reply)
         if config.repeat_last_n >= 0:
             count = min(config.repeat_last_n, count)
-        tokens = np.array(reply[len(reply) - count :], dtype=np.int64)
+        whole = np.array(reply, np.int64)
+        tokens = whole[len(whole) - count :]
         banned = [self.forbidden[token] for token in reply[-1:] if token in self.forbidden]
         said = counts = tokens[:0]
         if self._penalty != 1 or config.frequency_penalty or config.presence_penalty:
             said, counts = np.unique(tokens, return_counts=True)
         repeated, losses = (
-            self._repetitions(reply, count) if self._dry and count else (tokens[:0], np.zeros(0, np.float32))
+            self._repetitions(whole, count) if self._dry and count else (tokens[:0], np.zeros(0, np.float32))
         )
         if not (banned or len(said) or len(repeated)):
             return None
@@ -210,9 +211,9 @@ class Sampler:
         changes.banned[changes.places(banned)] = True
         return changes._replace(added=-lost)
 
-    def _repetitions(self, reply: Sequence[int], count: int) -> tuple[TokenIds, Scores]:
+    def _repetitions(self, reply: TokenIds, count: int) -> tuple[TokenIds, Scores]:
         """Tokens that would lengthen a sequence among the last `count` of a reply, and what they lose."""
-        ids, lengths, distances = self._repeated.find(np.array(reply, np.int64), count)
+        ids, lengths, distances = self._repeated.find(reply, count)
         allowed, base = self._dry_allowed or np.maximum(distances, LOOP_LENGTH), self._config.dry_base
         losses = _dry_losses(self._dry, base, lengths, allowed)
         if not self._dry_allowed:

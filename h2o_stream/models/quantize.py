@@ -26,7 +26,7 @@ METHOD = "h2o"
 _KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 
 _ROUTERS = {"gate", "router", "shared_expert_gate", "modality_router", "prediction_coefs", "correction_coefs"}
-"""Names of modules that choose experts, or weigh them or versions of the residual stream."""
+"""Names of modules that choose experts, and of those that mix them, or the versions of the residual stream."""
 
 
 @register_quantization_config(METHOD)

@@ -39,7 +39,7 @@ class Lookahead:
             nothing was touched.
         """
         self.take_back()
-        ids = [token, *guesses[: self._most_guesses]]
+        ids = [token, *guesses[: self._max_guesses]]
         ids = ids[: self._cache.steps_ahead(len(ids))]
         if len(ids) < 2:
             return None
@@ -75,12 +75,12 @@ class Lookahead:
         self._stepper.reopen()
 
     @property
-    def _most_guesses(self) -> int:
+    def _max_guesses(self) -> int:
         """As many as the notes about them have room for; one before they are known."""
         if not self._bytes_per_guess:
             return 1
-        most = max(config.SPECULATED_BYTES, int(config.SPECULATED_SHARE * self._cache.counts().nbytes))
-        return max((most - self.logits[1:].nbytes) // self._bytes_per_guess, 1)
+        limit = max(config.SPECULATED_BYTES, int(config.SPECULATED_SHARE * self._cache.counts().nbytes))
+        return max((limit - self.logits[1:].nbytes) // self._bytes_per_guess, 1)
 
     def _new_logits(self) -> NDArray[numpy.float32]:
         """Memory that is not touched yet."""

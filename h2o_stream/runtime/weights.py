@@ -129,7 +129,7 @@ class CheckpointWeights(Weights):
         return self._architecture.module_name(name, layer)
 
     def matrices(self) -> Iterator[StoredMatrix]:
-        """All linear layers, the embedding and the experts of each layer, but for what chooses and weights others."""
+        """All linear layers, the embedding and the experts of each layer, but for `_NOT_LINEAR`."""
         layers = range(self._parameters.num_layers)
         for name in self._architecture.checkpoint_names:
             if name.startswith(_NOT_LINEAR) or (name == OUTPUT and self._parameters.tied):
@@ -241,7 +241,7 @@ _OTHER_SENSES = OTHER_SENSES | {"visual"}
 """Modules that tokens of text do not go through, by their names in checkpoints."""
 
 _NOT_LINEAR = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_coef")
-"""What chooses experts, and weighs versions of the residual stream: it is not packed."""
+"""What chooses experts, and what mixes the versions of the residual stream: it is not packed."""
 
 _GATES_AND_UPS = "ffn_gate_up_exps"
 

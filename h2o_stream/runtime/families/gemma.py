@@ -148,15 +148,15 @@ def _altup(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of Gemma 4, some layers of which have larger heads, or are wider."""
-    shared, count, own = _shared(config), int(config["num_hidden_layers"]), config.get("per_layer_config")
+    shared, count, per_layer = _shared(config), int(config["num_hidden_layers"]), config.get("per_layer_config")
     if config["layer_types"][-1] != "full_attention":
         raise ValueError("its last layer does not see everything")
-    if own is None:
+    if per_layer is None:
         whole = {"head_dim": config["global_head_dim"]}
         if config["attention_k_eq_v"] and config.get("num_global_key_value_heads"):
             whole["num_key_value_heads"] = config["num_global_key_value_heads"]
-        own = {number: whole for number, kind in enumerate(config["layer_types"]) if kind == "full_attention"}
-    sizes = {int(number): entries for number, entries in own.items()}
+        per_layer = {number: whole for number, kind in enumerate(config["layer_types"]) if kind == "full_attention"}
+    sizes = {int(number): entries for number, entries in per_layer.items()}
     wide = shared["shared_kv_layers"] if config.get("use_double_wide_mlp") else 0
     shapes = []
     for number in range(count):
