@@ -82,7 +82,7 @@ OPTIONS: list[tuple[str, str, str]] = [
     (COMPARE, "recall --text x --policies lru", "--policies takes"),
     (COMPARE, "speed --text x --histories soon", "--histories takes"),
     (COMPARE, "speed --text x --peers vllm", "--peers takes"),
-    (COMPARE, "speed --task chess", "--task takes"),
+    (COMPARE, "speculation --tasks chess", "--tasks takes"),
     (COMPARE, "speed --text x --dtypes int3", "--dtype takes one of"),
     (COMPARE, "speed --text x --quantizations int2", "--quantize takes one of"),
     (COMPARE, "throughput --text x --shapes 512", "--shapes takes"),

@@ -15,7 +15,7 @@ import pytest
 from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
-from h2o_stream.compare.speed import peers, tasks
+from h2o_stream.compare.speed import peers
 from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, engine_specs, needed
 from h2o_stream.compare.speed.engines import (
     IK_LLAMA_CPP,
@@ -240,20 +240,3 @@ def test_wrong_peers_and_short_texts(tiny_folder: Path, tmp_path: Path) -> None:
     short = invoke("h2o-compare", *base, "--peers", "")
     assert short.exit_code == 1
     assert "lower --histories" in short.stderr
-
-
-def test_replies_with_guesses_and_without(long_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tasks, "_TOKENS", 6)
-    monkeypatch.setattr(tasks, "_ROUNDS", 1)
-    monkeypatch.setattr(tasks, "_MANUAL", 200)
-    monkeypatch.setattr(tasks, "bandwidth", lambda threads: 1e10)
-    out = tmp_path / "records.jsonl"
-    asked = "--task", "edit,json,recall", "-m", long_folder, "--policies", "h2o", "--jsonl", out
-    done = invoke("h2o-compare", "speed", *asked)
-    assert done.exit_code == 0, done.output
-    found = [record for record in map(json.loads, out.read_text().splitlines()) if record["type"] == "speed"]
-    assert [(record["task"], record["speculate"]) for record in found] == [
-        (task, mode) for task in ("edit", "json", "recall") for mode in ("off", "auto")
-    ]
-    replies = [(record["text"], record["state"]) for record in found]
-    assert replies[::2] == replies[1::2]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from h2o_stream.base.options import Option, listed_if_any, numbers, numbers_if_any, paths, some_of
-from h2o_stream.base.registry import Registry, resolve
+from h2o_stream.base.registry import Registry
 from h2o_stream.base.resources import project_file, python_manual, require_package, write_text
 from h2o_stream.compare.options import (
     CacheSizes,
@@ -33,10 +33,6 @@ PEERS = {
     "openvino": "openvino-genai",
 }
 """Other engines that ``speed`` can time, and the packages that have them."""
-
-
-TASKS = ("edit", "recall", "json", "prose")
-"""Kinds of replies that ``speed`` can time: code again with a change, a passage again, JSON by a schema, a story."""
 
 
 def require_peer(peer: str, model: str | None) -> None:
@@ -94,10 +90,7 @@ class RecallOptions(ComparisonOptions):
     """Facts told in a chat and asked for later, with and without recall of what was evicted.
 
     A fact is asked for in the same and in other words, after an update, and there are questions about things never
-    said. The full cache is asked as far as its context reaches. With --out (extra "plots") all replies are kept. With
-    --locomo, the questions of LoCoMo about months of dialogue instead (extra "rouge").
-
-    Without --recall it is off; with --locomo it is auto, and the policy h2o.
+    said. The full cache is asked as far as its context reaches. With --out (extra "plots") all replies are kept.
     """
 
     comparison = "h2o_stream.compare.recall.comparison:Recall"
@@ -107,19 +100,14 @@ class RecallOptions(ComparisonOptions):
         thorough={"recall": ("off", "auto")},
     )
 
-    text: Annotated[Path | None, Option("A text file, the talk between facts; repeated if it is short.")] = None
-    locomo: Annotated[Path | None, Option("The file of LoCoMo, locomo10.json.")] = None
-    conversations: Annotated[Sequence[int], Option("Some of its ten, as 1,2,3.", parse=numbers_if_any)] = ()
-    answers: Annotated[
-        bool, Option("Also let the model answer its questions, or only search: seconds.", "--answers/--search")
-    ] = True
+    text: Annotated[Path, Option("A text file, the talk between facts; repeated if it is short.")]
     policies: Policies = ("full", "sink", "h2o-paper", "h2o")
     windows: Windows = (DEFAULT_WINDOW,)
     distances: Annotated[
         Sequence[int],
         Option("Tokens between a fact and its question, separated by commas; may be empty.", parse=numbers_if_any),
     ] = (64, 1024, 4096)
-    recall: RecallModes = ()
+    recall: RecallModes = ("off",)
     facts: Annotated[int, Option("Facts told, 30 at most.", min=1)] = 30
     chat: Annotated[
         int | None, Option("Also ask at the end of a chat of this many tokens: MT-Bench's questions.", min=1)
@@ -129,25 +117,9 @@ class RecallOptions(ComparisonOptions):
     engine: EngineChoice = "auto"
 
     def __post_init__(self) -> None:
-        if not self.recall:
-            object.__setattr__(self, "recall", ("off",) if self.locomo is None else ("auto",))
-        if self.locomo is not None and self.policies == RecallOptions.policies:
-            object.__setattr__(self, "policies", ("h2o",))
         super().__post_init__()
         if not (self.distances or self.chat):
             raise ConfigError("--distances is empty; give one or more, or --chat")
-        if (self.text is None) == (self.locomo is None):
-            raise ConfigError("--text and --locomo: recall takes one of them")
-
-    def check(self) -> None:
-        """Also check that replies can be judged."""
-        super().check()
-        if self.locomo is not None and self.answers:
-            require_package("nltk", "rouge-score", "judging replies needs NLTK, which rouge-score brings, or --search")
-
-    def make(self) -> Any:
-        """Import the comparison and make it."""
-        return super().make() if self.locomo is None else resolve("h2o_stream.compare.recall.dialogue:Locomo")(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,14 +206,7 @@ class SpeedOptions(ComparisonOptions):
         thorough={"histories": (256, 2048, 8192)},
     )
 
-    text: Annotated[Path | None, Option("A text file, read by all.")] = None
-    task: Annotated[
-        Sequence[str],
-        Option(
-            "Instead of histories, replies with guesses and without: edit, recall, json, prose.",
-            parse=some_of("task", TASKS, may_be_none=True),
-        ),
-    ] = ()
+    text: Annotated[Path, Option("A text file, read by all.")]
     policies: Policies = ("full", "recent", "h2o")
     windows: Windows = (DEFAULT_WINDOW,)
     histories: Annotated[
@@ -271,14 +236,8 @@ class SpeedOptions(ComparisonOptions):
     def check(self) -> None:
         """Also check the text and the peers."""
         super().check()
-        if self.text is None and not self.task:
-            raise ConfigError("--text is needed, or --task")
         for peer in self.peers:
             require_peer(peer, None if self.random_weights else self.model.model)
-
-    def make(self) -> Any:
-        """Import the comparison and make it."""
-        return resolve("h2o_stream.compare.speed.tasks:SpeedTasks")(self) if self.task else super().make()
 
     @property
     def variant(self) -> str:

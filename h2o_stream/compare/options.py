@@ -35,9 +35,7 @@ MODES = some_of("recall", get_args(RecallMode))
 
 RecallModes = Annotated[
     Sequence[RecallMode],
-    Option(
-        "off, auto or wide, or several with commas.", parse=some_of("recall", get_args(RecallMode), may_be_none=True)
-    ),
+    Option("off, auto or wide, or several with commas.", parse=MODES),
 ]
 Ray = Annotated[str | None, Option("Run the jobs on a Ray cluster: auto, or its address as host:port (extra cluster).")]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]

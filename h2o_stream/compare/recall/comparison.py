@@ -59,7 +59,6 @@ class Recall(Comparison[RecallOptions]):
         """Load the facts, the model and the text."""
         self._facts = read_facts(self.options.facts)
         settings = self.load_model(notify)
-        assert self.options.text is not None
         self._tokens = read_tokens(self.options.text, self.tokenizer, _MAX_TOKENS)
         if not self.tokenizer.decode(self._tokens, skip_special_tokens=True).strip():
             raise DataError(f"--text {self.options.text}: there are no words in it")

@@ -129,7 +129,6 @@ class Speed(Comparison[SpeedOptions]):
 
     def read(self, count: int, notify: Notify) -> list[int]:
         """So many tokens of the text."""
-        assert self.options.text, "it was checked"
         return read_tokens(self.options.text, load_tokenizer(self.options.models[0], notify), count)
 
     def begin(self, notify: Notify) -> dict[str, Any]:

@@ -26,18 +26,9 @@ _HEADINGS = {
     "never": "never said (right: no fact is told instead)",
 }
 
-_LOCOMO = {
-    "listed": "right turn among five",
-    "read": "right turn read",
-    "reading": "something read",
-    "f1": "F1 of replies",
-}
-
 
 def page(run: Record, records: Sequence[Record]) -> Page:
-    """Accuracy by policy and distance, a table for each kind of question, and one for the chat; or LoCoMo's."""
-    if "locomo" in run:
-        return _locomo_page(run, records)
+    """Accuracy by policy and distance, a table for each kind of question, and one for the chat."""
     streams = [record for record in records if record["type"] == "recall"]
     chats = [record for record in records if record["type"] == "recall-chat"]
     tables = [_table(heading, kind, streams) for kind, heading in _HEADINGS.items()] if streams else []
@@ -53,24 +44,9 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     )
 
 
-def _locomo_page(run: Record, records: Sequence[Record]) -> Page:
-    tables = [
-        TableData(
-            " ".join(_names(group[0])), ["questions", "number", *_LOCOMO.values()], [_locomo_row(one) for one in group]
-        )
-        for group in _runs(records)
-    ]
-    return Page(f"{run['model']}, LoCoMo: {counted(len(run['dialogues']), 'dialogue')}", "", tables)
-
-
-def _locomo_row(record: Record) -> list[str]:
-    shares = (record[name] for name in _LOCOMO)
-    return [record["category"], str(record["questions"]), *("-" if one is None else f"{one:.0%}" for one in shares)]
-
-
 def _verdict(records: Sequence[Record]) -> str:
     """The right replies at the largest distance that all were asked at."""
-    runs = _runs([record for record in records if record["kind"] == "same"])
+    runs = runs_of([record for record in records if record["kind"] == "same"])
     common = set.intersection(*({record["distance"] for record in group} for group in runs)) if runs else set()
     if not common:
         return ""
@@ -84,7 +60,7 @@ def _verdict(records: Sequence[Record]) -> str:
     return share(rates, f"{distance:,} tokens after the fact", "gives", "right replies")
 
 
-def _runs(records: Sequence[Record]) -> list[list[Record]]:
+def runs_of(records: Sequence[Record]) -> list[list[Record]]:
     """The records of each policy, window and mode of recall, in order."""
     runs: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
@@ -97,26 +73,27 @@ def _table(heading: str, kind: str, records: Sequence[Record]) -> TableData:
     distances = sorted({record["distance"] for record in records})
     max_questions = max((record["questions"] for record in records), default=0)
     rows = []
-    for group in _runs(records):
+    for group in runs_of(records):
         cells = {record["distance"]: _cell(record, max_questions) for record in group}
-        rows.append([*_names(group[0]), *(cells.get(distance, "-") for distance in distances)])
+        rows.append([*names_of(group[0]), *(cells.get(distance, "-") for distance in distances)])
     header = ["policy", "window", "recall", *(f"{distance:,} tokens later" for distance in distances)]
     return TableData(f"{heading}; questions: {max_questions}", header, rows)
 
 
 def _chat_table(records: Sequence[Record]) -> TableData:
     rows = []
-    for group in _runs(records):
+    for group in runs_of(records):
         cells = {record["kind"]: _cell(record) for record in group}
         turns = (f"{group[0][name]:.1%}" for name in ("turns_recalling", "first_turns_recalling"))
-        rows.append([*_names(group[0]), *cells.values(), *turns])
-    kinds = [record["kind"] for record in _runs(records)[0]]
+        rows.append([*names_of(group[0]), *cells.values(), *turns])
+    kinds = [record["kind"] for record in runs_of(records)[0]]
     header = ["policy", "window", "recall", *kinds, "other turns that recall", "first turns"]
     length = counted(records[0]["turns"], "turn")
     return TableData(f"at the end of a chat with {length} about other things", header, rows)
 
 
-def _names(record: Record) -> list[str]:
+def names_of(record: Record) -> list[str]:
+    """Policy, window and mode of recall."""
     return [label(record), or_dash(record["window"]), record["recall"]]
 
 
@@ -134,7 +111,7 @@ def _charts(records: Sequence[Record], title: str) -> list[Chart]:
             [record["accuracy"] for record in group],
             f"{label(group[0])} {group[0]['recall']}",
         )
-        for group in _runs([record for record in records if record["kind"] == "same"])
+        for group in runs_of([record for record in records if record["kind"] == "same"])
     ]
     axes = ("tokens since the fact", "right replies")
     return [Chart("recall", f"Right replies, by distance\n{title}", axes, curves, (-0.02, 1.02), "x")] if curves else []

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from statistics import median
 
 from h2o_stream.base.memory import format_bytes
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, decoding, or_dash, weights
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, decoding, weights
 
 _HEADER = ("engine", "weights", "history", "prefill", "decode", "of floor", "cache", "process")
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
-    """Tokens per second by engine and history, or by task."""
-    if "tasks" in run:
-        return _of_tasks(run, records)
+    """Tokens per second by engine and history."""
     bandwidth = median(record["bandwidth"] for record in records) if records else 0
     title = f"{run['model']}: tokens/s; memory read at {bandwidth / 1e9:.1f} GB/s"
     names = dict.fromkeys((record["name"], weights(record)) for record in records)
@@ -38,26 +36,6 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         ],
         decoding(records),
     )
-
-
-def _of_tasks(run: Record, records: Sequence[Record]) -> Page:
-    """What guesses gain, by task and engine."""
-    plain = {(x["task"], x["engine"]): x["decode_tok_s"] for x in records if x["speculate"] == "off"}
-    rows = [
-        [
-            record["task"],
-            record["engine"],
-            record["speculate"],
-            f"{record['decode_tok_s']:.1f}",
-            f"{record['decode_tok_s'] / plain[record['task'], record['engine']]:.2f}",
-            or_dash(record["tokens_per_pass"]),
-            or_dash(record["of_floor"]),
-        ]
-        for record in records
-    ]
-    header = ("task", "engine", "guesses", "tokens/s", "times", "a pass", "of floor")
-    legend = "times: speed relative to that without guesses; of floor: the bound set by reading weights once per token"
-    return Page(f"{run['model']}: replies with guesses and without", legend, [TableData("", header, rows)])
 
 
 def _row(record: Record) -> list[str]:

@@ -7,11 +7,11 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from h2o_lab.locomo.dialogues import CATEGORIES, UNANSWERABLE, Dialogue, Question, read_dialogues, score
+from h2o_lab.locomo.options import LocomoOptions
 from h2o_stream.compare.asking import GREEDY, say, tell
-from h2o_stream.compare.catalog import RecallOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.compare.recall.locomo import CATEGORIES, UNANSWERABLE, Dialogue, Question, read_dialogues, score
 from h2o_stream.config import RECALL_NAMES, CacheConfig, RecallMode
 from h2o_stream.errors import ConfigError
 from h2o_stream.recall.decision import decide
@@ -34,19 +34,20 @@ _SYSTEM = (
 _MEANS = ("listed", "read", "reading", "f1")
 
 
-class Locomo(Comparison[RecallOptions]):
+class Locomo(Comparison[LocomoOptions]):
     """Every policy and mode of recall in the same dialogues, each of whose turns is a message that gets no reply."""
 
-    name = "recall"
+    name = "locomo"
     native = True
 
-    def __init__(self, options: RecallOptions) -> None:
+    def __init__(self, options: LocomoOptions) -> None:
         super().__init__(options)
-        assert options.locomo is not None
-        dialogues = read_dialogues(options.locomo)
+        dialogues = read_dialogues(options.dialogues)
         numbers = options.conversations or range(1, len(dialogues) + 1)
         if not set(numbers) <= set(range(1, len(dialogues) + 1)):
-            raise ConfigError(f"conversations is {','.join(map(str, numbers))}; {options.locomo} has {len(dialogues)}")
+            raise ConfigError(
+                f"conversations is {','.join(map(str, numbers))}; {options.dialogues} has {len(dialogues)}"
+            )
         self._dialogues = [dialogues[number - 1] for number in numbers]
         self._answers: dict[str, list[dict[str, Any]]] = {}
 
@@ -54,7 +55,7 @@ class Locomo(Comparison[RecallOptions]):
         """Load the model."""
         return {
             **self.load_model(notify),
-            "locomo": str(self.options.locomo),
+            "file": str(self.options.dialogues),
             "dialogues": [dialogue.name for dialogue in self._dialogues],
             "recall": list(self.options.recall),
             "answers": self.options.answers,
@@ -135,7 +136,7 @@ class Locomo(Comparison[RecallOptions]):
                 if not asked:
                     continue
                 means = {mean: _mean([answer[mean] for answer in asked]) for mean in _MEANS}
-                yield {"type": "recall-locomo", **about, "category": name, "questions": len(asked), **means}
+                yield {"type": self.name, **about, "category": name, "questions": len(asked), **means}
 
     def files(self) -> Iterator[tuple[str, str]]:
         """All replies."""

@@ -9,8 +9,8 @@ from hashlib import sha256
 from statistics import median
 from typing import Any, NamedTuple
 
+from h2o_lab.speculation.options import SpeculationOptions
 from h2o_stream.base.resources import python_manual, version_of
-from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, window_of
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.speed.engines import LLAMA_CPP, OURS
@@ -62,7 +62,7 @@ class _Task:
 
 
 def _tasks() -> dict[str, _Task]:
-    """By name, see `SpeedOptions.task`."""
+    """By name, see `SpeculationOptions.tasks`."""
     return {
         "edit": _Task(
             "Show the whole class again with two more methods: size and clear.",
@@ -91,16 +91,16 @@ class _Round(NamedTuple):
     state: str = ""
 
 
-class SpeedTasks(Comparison[SpeedOptions]):
+class Speculation(Comparison[SpeculationOptions]):
     """How fast replies of some kinds are."""
 
-    name = "speed"
+    name = "speculation"
     exclusive = native = True
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model."""
         self._config = next((config for config in self.configs if config.policy == "h2o"), self.configs[0])
-        return {**self.load_model(notify), "seed": 0, "tasks": [*self.options.task], "machine": machine()}
+        return {**self.load_model(notify), "seed": 0, "tasks": [*self.options.tasks], "machine": machine()}
 
     def jobs(self) -> list[Job]:
         """One for each task."""
@@ -109,7 +109,7 @@ class SpeedTasks(Comparison[SpeedOptions]):
         rounds = _ROUNDS * (len(_MODES) + 2 * peer)
         return [
             Job(task, self.key(self._config, task=task, **key), rounds, lambda task=task: self._race(task), task)
-            for task in self.options.task
+            for task in self.options.tasks
         ]
 
     def _race(self, name: str) -> Iterator[JobProgress | JobResult]:
@@ -157,7 +157,7 @@ class SpeedTasks(Comparison[SpeedOptions]):
         ours = engine == OURS and isinstance(self.model, RuntimeModel)
         floor = bandwidth(self.options.threads) / self.model.description.nbytes if ours else 0.0
         return {
-            "type": "speed",
+            "type": self.name,
             "task": task,
             "engine": engine,
             "speculate": mode,

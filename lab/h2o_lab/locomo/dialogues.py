@@ -55,11 +55,11 @@ class Dialogue:
 
 def read_dialogues(file: Path) -> list[Dialogue]:
     """The dialogues of the benchmark's file, ``locomo10.json``; raises DataError if it is another one."""
-    text = read_text(file, f"--locomo {file}")
+    text = read_text(file, f"--dialogues {file}")
     try:
         return [_dialogue(record) for record in json.loads(text)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"--locomo {file} is not the file of LoCoMo, locomo10.json: {error!r}") from error
+        raise DataError(f"--dialogues {file} is not the file of LoCoMo, locomo10.json: {error!r}") from error
 
 
 def _dialogue(record: dict[str, Any]) -> Dialogue:

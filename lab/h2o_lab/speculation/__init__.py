@@ -1,0 +1,1 @@
+"""``h2o-compare speculation``: replies with guesses and without."""
