@@ -19,7 +19,7 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import BLOCK, GGUF_KINDS, GROUP, ROWS, gather, pack, repack, tiles_shape
 from tests.in_turn import in_turn
 from tests.native_builds import native, portable  # noqa: F401
-from tests.packed_tiles import FP4, IQ4
+from tests.packed_tiles import numbers, tile_dtype
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -37,138 +37,14 @@ def chosen(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
     monkeypatch.setattr(library, "loaded", lambda: native)
 
 
-class Reader:
-    """Reads consecutive arrays from the bytes of a tile."""
-
-    def __init__(self, tile: Bytes) -> None:
-        self.tile, self.place = tile, 0
-
-    def take(self, dtype: type[np.generic], *shape: int) -> NDArray[np.generic]:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self.place += size
-        assert self.place <= len(self.tile)
-        return self.tile[self.place - size : self.place].view(dtype).reshape(shape)
-
-    def halves(self, *shape: int) -> Floats:
-        return self.take(np.float16, *shape).astype(np.float32)
-
-    def align(self) -> None:
-        padding = -self.place % 64
-        assert not self.take(np.uint8, padding).any()
-
-    def nibbles(self, groups: int) -> NDArray[np.uint8]:
-        """Codes [16][n][32]."""
-        both = self.take(np.uint8, groups, 4, ROWS, 4).transpose(2, 0, 1, 3).reshape(ROWS, groups, 16)
-        return np.concatenate([both & 15, both >> 4], -1)
-
-    def high_bits(self, groups: int) -> NDArray[np.uint8]:
-        """One bit of codes [16][n][32]."""
-        bits = self.take(np.uint8, groups, ROWS, 1, 4) >> np.arange(8, dtype=np.uint8)[:, None] & 1
-        return bits.transpose(1, 0, 2, 3).reshape(ROWS, groups, GROUP)
-
-    def two_bits(self, groups: int) -> NDArray[np.uint8]:
-        """Two bits of codes [16][n][32]."""
-        packed = self.take(np.uint8, groups, 2, ROWS, 1, 4) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
-        return (packed & 3).transpose(2, 0, 1, 3, 4).reshape(ROWS, groups, GROUP)
-
-
-def int8_block(reader: Reader, groups: int) -> Floats:
-    scale = reader.halves(groups, ROWS)
-    reader.align()
-    codes = reader.take(np.int8, groups, 8, ROWS, 4).transpose(2, 0, 1, 3).reshape(ROWS, groups, GROUP)
-    return scale.T[..., None] * codes.astype(np.float32)
-
-
-def int4_block(reader: Reader, groups: int) -> Floats:
-    scale, offset = reader.halves(groups, 2, ROWS).transpose(1, 2, 0)[..., None]
-    reader.align()
-    return scale * reader.nibbles(groups) + offset
-
-
-def q4_k_block(reader: Reader, groups: int) -> Floats:
-    d, dmin = reader.halves(2, ROWS, 1)
-    scale, minimum = reader.take(np.uint8, 2, groups, ROWS).transpose(0, 2, 1)
-    reader.align()
-    return (d * scale)[..., None] * reader.nibbles(groups) - (dmin * minimum)[..., None]
-
-
-def q6_k_block(reader: Reader, groups: int) -> Floats:
-    d = reader.halves(ROWS, 1)
-    scale = np.repeat(d * reader.take(np.int8, 2 * groups, ROWS).T, 16, 1).reshape(ROWS, groups, GROUP)
-    reader.align()
-    lower = reader.nibbles(groups)
-    return scale * ((reader.two_bits(groups) << 4 | lower).astype(np.float32) - 32)
-
-
-def mxfp4_block(reader: Reader, groups: int) -> Floats:
-    scale = reader.halves(groups, ROWS)
-    reader.align()
-    return scale.T[..., None] * FP4[reader.nibbles(groups)].astype(np.float32)
-
-
-def int5_block(reader: Reader, groups: int) -> Floats:
-    scale, offset = reader.halves(groups, 2, ROWS).transpose(1, 2, 0)[..., None]
-    reader.align()
-    lower = reader.nibbles(groups)
-    return scale * (reader.high_bits(groups) << 4 | lower) + offset
-
-
-def q5_k_block(reader: Reader, groups: int) -> Floats:
-    d, dmin = reader.halves(2, ROWS, 1)
-    scale, minimum = reader.take(np.uint8, 2, groups, ROWS).transpose(0, 2, 1)
-    reader.align()
-    lower = reader.nibbles(groups)
-    return (d * scale)[..., None] * (reader.high_bits(groups) << 4 | lower) - (dmin * minimum)[..., None]
-
-
-def q2_k_block(reader: Reader, groups: int) -> Floats:
-    d, dmin = reader.halves(2, ROWS, 1)
-    both = reader.take(np.uint8, 2 * groups, ROWS).T
-    scale, minimum = (np.repeat(x, 16, 1).reshape(ROWS, groups, GROUP) for x in (d * (both & 15), dmin * (both >> 4)))
-    reader.align()
-    return scale * reader.two_bits(groups) - minimum
-
-
-def q3_k_block(reader: Reader, groups: int) -> Floats:
-    d = reader.halves(ROWS, 1)
-    scale = np.repeat(d * reader.take(np.int8, 2 * groups, ROWS).T, 16, 1).reshape(ROWS, groups, GROUP)
-    reader.align()
-    lower = reader.two_bits(groups)
-    return scale * ((reader.high_bits(groups) << 2 | lower).astype(np.float32) - 4)
-
-
-def iq4_nl_block(reader: Reader, groups: int) -> Floats:
-    scale = reader.halves(groups, ROWS)
-    reader.align()
-    return scale.T[..., None] * IQ4[reader.nibbles(groups)].astype(np.float32)
-
-
-def iq4_xs_block(reader: Reader, groups: int) -> Floats:
-    scale = reader.halves(ROWS, 1) * reader.take(np.int8, groups, ROWS).T
-    reader.align()
-    return scale[..., None] * IQ4[reader.nibbles(groups)].astype(np.float32)
-
-
-BLOCKS = {
-    MatrixKind.INT5: int5_block, MatrixKind.Q5_K: q5_k_block, MatrixKind.Q2_K: q2_k_block,
-    MatrixKind.Q3_K: q3_k_block, MatrixKind.IQ4_NL: iq4_nl_block, MatrixKind.IQ4_XS: iq4_xs_block,
-    MatrixKind.MXFP4: mxfp4_block, MatrixKind.INT8: int8_block, MatrixKind.INT4: int4_block,
-    MatrixKind.Q4_K: q4_k_block, MatrixKind.Q6_K: q6_k_block,
-}  # fmt: skip
-
-
-def numbers(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Floats:
-    """The unpacked matrix [rows, columns]. Rows beyond the last must be zero, as must padding."""
+def unpacked(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Floats:
+    """The matrix [rows, columns]. Rows beyond the last must be zero, as must padding."""
     assert tiles.shape == tiles_shape(kind, rows, columns)
-    decoded = []
-    for tile in tiles.numpy():
-        reader = Reader(tile)
-        counts = [min(BLOCK, columns - first) // GROUP for first in range(0, columns, BLOCK)]
-        decoded.append(np.concatenate([BLOCKS[kind](reader, n).reshape(ROWS, -1) for n in counts], 1))
-        assert reader.place == len(tile)
-    matrix = np.concatenate(decoded)
+    blocks = tiles.numpy().view(tile_dtype(kind, columns))
+    assert not any(blocks[name]["zeros"].any() for name in blocks.dtype.names)
+    matrix = numbers(tiles, kind, len(tiles) * ROWS, columns).numpy()
     assert not matrix[rows:].any()
-    return matrix[:rows]
+    return matrix[:rows].astype(np.float32)
 
 
 def random_blocks(name: str, rows: int, columns: int) -> Bytes:
@@ -187,7 +63,7 @@ def random_blocks(name: str, rows: int, columns: int) -> Bytes:
 def repacked(name: str, blocks: Bytes, rows: int, columns: int, order: Tensor | None = None) -> Floats:
     kind = GGUF_KINDS[name]
     tiles = repack(torch.from_numpy(blocks), GGMLQuantizationType[name], kind, rows, columns, order)
-    return numbers(tiles, kind, rows, columns)
+    return unpacked(tiles, kind, rows, columns)
 
 
 def assert_as_in_file(name: str, actual: Floats, blocks: Bytes) -> None:
@@ -227,7 +103,7 @@ class TestRepack:
         kind = GGUF_KINDS[name]
         blocks = torch.from_numpy(random_blocks(name, 37, 768))
         tiles = repack(blocks, GGMLQuantizationType[name], kind, 37, 768)
-        actual, expected = gather(tiles, kind, 37, 768, torch.arange(37), "float32"), numbers(tiles, kind, 37, 768)
+        actual, expected = gather(tiles, kind, 37, 768, torch.arange(37), "float32"), unpacked(tiles, kind, 37, 768)
         np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-6)
 
     @in_turn("name", GGUF_KINDS)
@@ -241,7 +117,7 @@ class TestRepack:
             bad = blocks[:ROWS]
             bad[:] = random.integers(0, 256, bad.shape, np.uint8) if fill is None else fill
             tiles = repack(torch.from_numpy(blocks), number, kind, rows, columns)
-            assert_as_in_file(name, numbers(tiles[1:], kind, ROWS, columns), blocks[ROWS:])
+            assert_as_in_file(name, unpacked(tiles[1:], kind, ROWS, columns), blocks[ROWS:])
 
     @in_turn("name", ["Q4_1", "Q6_K", "IQ4_XS"])
     def test_on_any_processor(self, name: str, portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -265,7 +141,7 @@ class TestRepack:
 
 def packed(weights: Tensor, kind: MatrixKind) -> Tensor:
     """The weights, packed and unpacked, float32."""
-    return torch.from_numpy(numbers(pack(weights, kind), kind, *weights.shape))
+    return torch.from_numpy(unpacked(pack(weights, kind), kind, *weights.shape))
 
 
 def int8_reference(weights: Tensor) -> Tensor:
@@ -345,7 +221,7 @@ class TestPack:
         tiles = pack(torch.cat([weights, good]), kind)
         assert tiles[1].equal(pack(good, kind)[0])
         if dtype != torch.float16:
-            assert np.isfinite(numbers(tiles, kind, 32, 96)).all()
+            assert np.isfinite(unpacked(tiles, kind, 32, 96)).all()
 
     @in_turn("kind", KINDS)
     def test_threads_agree(self, kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
