@@ -1,5 +1,6 @@
 """A tiny random model of every supported family, and the matrix that compares each with the oracle."""
 
+import copy
 import functools
 import itertools
 import textwrap
@@ -70,6 +71,16 @@ def tiny(kind: str, config_kind: str = "", **settings: Any) -> Callable[[], PreT
         return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
     return functools.cache(make)
+
+
+def nudged(model: Any) -> Any:
+    """A copy whose norms and biases differ from one and zero, as in trained models."""
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for parameter in (*model.parameters(), *biases):
+        if parameter.dim() == 1 or not parameter.any():
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
 
 
 def rope(kind: str, **more: Any) -> dict[str, Any]:

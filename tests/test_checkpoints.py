@@ -29,10 +29,10 @@ from h2o_stream.runtime.sources import Checkpoint
 from tests import published_configs
 from tests.causal_models import make
 from tests.descriptions import difference, same_weights
+from tests.families import nudged
 from tests.family_models import CHECKPOINTS, MODELS, TEXT
 from tests.fixtures import thinned, with_exhaustive
 from tests.in_turn import in_turn
-from tests.interpreter import nudged
 from tests.published_configs import PUBLISHED, as_read, default_config, older_configs
 from tests.test_first_start import chat
 from tests.test_native_families import DESCRIBED

@@ -13,7 +13,6 @@ from h2o_stream.attachment.describe import describe
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from tests.families import EXPERTS, FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES, tiny
-from tests.interpreter import TOKENS, error
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "other names": (tiny("GPTBigCode", **SIZES), "gpt_bigcode is not in the table"),
@@ -69,9 +68,9 @@ class TestChanged:
         describe(llama)
 
     def test_hooks_that_only_look(self, llama: Any) -> None:
-        llama(torch.tensor([TOKENS]), output_hidden_states=True)
+        llama(torch.ones(1, 8, dtype=torch.int64), output_hidden_states=True)
         assert any(module._forward_hooks for module in llama.modules())
-        assert error(llama) < 2e-5
+        describe(llama)
 
     def test_accelerate(self, llama: Any) -> None:
         llama.model.norm._hf_hook = object()

@@ -1,4 +1,4 @@
-"""Packed experts in the native library, against the interpreter of descriptions; sizes that do not fit are refused."""
+"""Packed experts in the native library, against transformers; sizes that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from h2o_stream.native.description import Description, DescriptionError, Matrix
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.pointers import Array
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
-from tests.families import GROUPED, tiny
+from tests.families import GROUPED, nudged, tiny
 from tests.fixtures import thinned
-from tests.interpreter import interpret, nudged
-from tests.packed_tiles import KINDS, random_tiles
+from tests.packed_tiles import KINDS, numbers, random_tiles
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -47,24 +46,28 @@ def packed(kind: MatrixKind, rows: int, columns: int, seed: int) -> Matrix:
 
 
 @functools.cache
-def described(name: str, kind: MatrixKind, inner: int, hidden: int, count: int = 6) -> Description:
-    """A model with packed experts, of which each token goes through 3."""
+def described(name: str, kind: MatrixKind, inner: int, hidden: int, count: int = 6) -> tuple[Description, Any]:
+    """A model with packed experts, of which each token goes through 3; and transformers' model of the same numbers."""
     model, settings = MODELS[name]
     sizes = {**GROUPED, "hidden_size": hidden, "moe_intermediate_size": inner, "num_experts_per_tok": 3}
     counts = {"num_experts": count, "num_local_experts": count}
-    description = describe(nudged(tiny(model, **{**sizes, **counts, **settings})()))
-    layers = [*description.layers]
-    for number, layer in enumerate(layers):
+    dense = nudged(tiny(model, **{**sizes, **counts, **settings})())
+    description = describe(dense)
+    for number, (layer, module) in enumerate(zip(description.layers, dense.model.layers, strict=True)):
         if isinstance(layer.mlp, Experts):
-            experts = replace(
-                layer.mlp,
-                gate=packed(kind, count * inner, hidden, number),
-                up=packed(kind, count * inner, hidden, number + 10),
-                down=packed(kind, count * hidden, inner, number + 20),
-                stride=inner,
+            gate, up = (packed(kind, count * inner, hidden, number + 10 * part) for part in range(2))
+            down = packed(kind, count * hidden, inner, number + 20)
+            description.layers[number] = replace(
+                layer, mlp=replace(layer.mlp, gate=gate, up=up, down=down, stride=inner)
             )
-            layers[number] = replace(layer, mlp=experts)
-    return replace(description, layers=layers)
+            gate_and_up = [numbers_of(matrix).view(count, inner, hidden) for matrix in (gate, up)]
+            module.mlp.experts.gate_up_proj.data.copy_(torch.cat(gate_and_up, 1))
+            module.mlp.experts.down_proj.data.copy_(numbers_of(down).view(count, hidden, inner))
+    return description, dense
+
+
+def numbers_of(matrix: Matrix) -> torch.Tensor:
+    return numbers(matrix.weights, matrix.kind, matrix.rows, matrix.columns)
 
 
 def with_arrays(value: Any) -> Any:
@@ -102,8 +105,8 @@ SIZES += [(kind, 256, 256) for kind in KINDS]
     lambda name, *size: (2 * list(MODELS).index(name) + SIZES.index(size)) % 5 == 0,
 ))  # fmt: skip
 def test_steps_and_prompts(name: str, kind: MatrixKind, inner: int, hidden: int) -> None:
-    description, parts = described(name, kind, inner, hidden), [30, 1, 1, 6, 1, 1]
-    expected = interpret(description, TOKENS)[numpy.cumsum(parts) - 1]
+    (description, model), parts = described(name, kind, inner, hidden), [30, 1, 1, 6, 1, 1]
+    expected = model(torch.tensor([TOKENS])).logits[0, numpy.cumsum(parts) - 1]
     assert relative_error(torch.from_numpy(fed(served(description), parts)), expected) < 5e-3
 
 
@@ -111,21 +114,22 @@ def test_steps_and_prompts(name: str, kind: MatrixKind, inner: int, hidden: int)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("inner", [32, 96])
 def test_results_do_not_depend_on_the_number_of_threads(name: str, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    description, parts = described(name, MatrixKind.INT8, inner, 64), [30, 1, 1, 6, 1, 1]
+    description, _ = described(name, MatrixKind.INT8, inner, 64)
     results = []
     for threads in (1, 2, 3, 5):
         monkeypatch.setattr(stepper, "num_threads", lambda threads=threads: threads)
-        results.append(fed(served(description, threads), parts))
+        results.append(fed(served(description, threads), [30, 1, 1, 6, 1, 1]))
     assert all(numpy.array_equal(result, results[0]) for result in results)
 
 
 def test_many_experts_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads take whole experts, and there is no room for the tokens of all experts at a time."""
-    description, tokens, results = described("softmax", MatrixKind.INT8, 32, 64, 48), TOKENS * 15, []
+    (description, model), tokens, results = described("softmax", MatrixKind.INT8, 32, 64, 48), TOKENS * 15, []
+    expected = model(torch.tensor([tokens])).logits[0, -1]
     for threads in (1, 2, 5):
         monkeypatch.setattr(stepper, "num_threads", lambda threads=threads: threads)
         results.append(served(description, threads, 640).forward(tokens))
-    assert relative_error(torch.from_numpy(results[0]), interpret(description, tokens)[-1]) < 5e-3
+    assert relative_error(torch.from_numpy(results[0]), expected) < 5e-3
     assert all(numpy.array_equal(result, results[0]) for result in results)
 
 
@@ -134,7 +138,7 @@ def test_many_experts_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"down": packed(MatrixKind.INT8, 6 * 32, 32, 0)}, "down of 6 experts"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
-    experts = described("softmax", MatrixKind.INT8, 32, 64).layers[0].mlp
+    experts = described("softmax", MatrixKind.INT8, 32, 64)[0].layers[0].mlp
     with pytest.raises(DescriptionError, match=reason):
         replace(experts, **change)
     with pytest.raises(DescriptionError, match="go through 7 of 6"):
@@ -142,7 +146,7 @@ def test_sizes_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
 
 
 def test_experts_within_a_tile() -> None:
-    experts = described("softmax", MatrixKind.INT8, 32, 64).layers[0].mlp
+    experts = described("softmax", MatrixKind.INT8, 32, 64)[0].layers[0].mlp
     gate, down = packed(MatrixKind.INT8, 6 * 8, 64, 0), replace(experts.down, columns=8)
     with pytest.raises(DescriptionError, match="multiple of 16"):
         replace(experts, gate=gate, up=gate, down=down, inner_size=8, stride=8)
