@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from tokenizers.decoders import DecodeStream
 
 from h2o_stream.config import FORCED, STRUCTURE
 from h2o_stream.engine.logits import BANNED
+from h2o_stream.engine.text import Markers
 from h2o_stream.errors import DataError
 
 _SAMPLE = (
@@ -35,26 +36,6 @@ class Guess(NamedTuple):
 
 Follow = Callable[[Sequence[Guess]], Iterable[list[Guess]]]
 """What may follow after some guesses: the likeliest sequence first, and others that begin otherwise."""
-
-
-class Thinking(Protocol):
-    """How thinking is marked, see `session.thinking.Markers`."""
-
-    @property
-    def opening(self) -> str:
-        """What begins it."""
-
-    @property
-    def closing(self) -> str:
-        """What ends it."""
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        """What else may come before the answer."""
-
-    @property
-    def ending(self) -> str:
-        """What may come after the answer, or nothing."""
 
 
 class Grammar:
@@ -78,7 +59,7 @@ class Grammar:
         end_tokens: Collection[int],
         vocabulary: int,
         rules: Mapping[str, Any] | str,
-        thinking: Thinking | None = None,
+        thinking: Markers | None = None,
     ) -> None:
         self._ends = tuple(sorted(end_tokens))
         self._tokenizer, self._thinking = tokenizer, thinking
@@ -187,7 +168,7 @@ class ThinkingMatcher(Matcher):
         self,
         free: Matcher,
         strict: Matcher,
-        thinking: Thinking,
+        thinking: Markers,
         tokenizer: Any,
         ends: Sequence[int],
         begun: str,
@@ -269,7 +250,7 @@ def added_texts(tokenizer: Any) -> dict[int, str]:
 
 
 def compile_rules(
-    tokenizer: Any, added: Mapping[int, str], rules: Mapping[str, Any] | str, thinking: Thinking | None
+    tokenizer: Any, added: Mapping[int, str], rules: Mapping[str, Any] | str, thinking: Markers | None
 ) -> tuple[Any, Any]:
     """Llguidance's matchers, without thinking and after it; None if there is none. See `Grammar` and `added_texts`.
 
@@ -313,7 +294,7 @@ def _parts(text: str, special: Mapping[str, int]) -> list[str]:
     return [part for part in re.split(f"({names})", text) if part]
 
 
-def _after_thinking(content: Mapping[str, Any], thinking: Thinking, special: Mapping[str, int]) -> str:
+def _after_thinking(content: Mapping[str, Any], thinking: Markers, special: Mapping[str, int]) -> str:
     """A grammar of llguidance in which thinking comes before what another one describes; as a channel, several times.
 
     Thinking is any text without special tokens, up to the text or the token that ends it.

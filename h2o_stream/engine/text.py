@@ -1,13 +1,42 @@
-"""Incremental detokenization: each token is decoded only once."""
+"""The text of a reply: each token is decoded only once; and the texts that mark thinking in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The texts that begin and end thinking in a model's replies, such as ``<think>``.
+
+    Skipped ones come before the answer and belong neither to it nor to the thinking, nor does one that ends it.
+    """
+
+    opening: str
+    closing: str
+    skipped: tuple[str, ...] = ()
+    ending: str = ""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All of these texts."""
+        return self.opening, self.closing, *self.skipped, *((self.ending,) if self.ending else ())
+
+    def ended(self, message: str) -> str:
+        """What ends thinking where it would go on, so that the answer follows."""
+        closing = f"{self.closing}{''.join(self.skipped)}"
+        return f"{message}{closing}" if self.skipped else f"{message}\n{closing}\n\n"
+
+    def unclosed(self, text: str) -> str:
+        """The end of a text from an opening on that is not closed; empty if there is none."""
+        start = text.rfind(self.opening)
+        return text[start:] if start > text.rfind(self.closing) else ""
 
 
 class TextStream:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy
 
 from h2o_stream.recall.dialogue import AROUND, label, said_by_people
+from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.lists import asks_for_all, without_quantities
 from h2o_stream.recall.matching import Match, Matcher, agreement
 from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import cut, excerpt, sentence_texts
 from h2o_stream.recall.terms import (
     COMMON,
-    Floats,
     TermWeights,
     first_person,
     is_question,
@@ -75,7 +75,7 @@ class _Limits(NamedTuple):
 
 def decide(
     message: str,
-    index: _Index,
+    index: PassageIndex,
     terms: TermWeights,
     held: Callable[[int, int], float],
     budget: int,
@@ -128,16 +128,6 @@ def _with_answer(answer: Passage | None, matches: list[Match], terms: int) -> li
     return [best, *(match for match in matches if match.passage != answer)]
 
 
-class _Index(Protocol):
-    """What is used of `PassageIndex`."""
-
-    def __len__(self) -> int: ...
-    def search(self, terms: Sequence[str], limit: int, *, typed: bool = False) -> list[Passage]: ...
-    def following(self, passage: Passage, count: int) -> list[Passage]: ...
-    def around(self, terms: Sequence[str], limit: int, distance: int) -> dict[int, Passage]: ...
-    def rarity(self, terms: Sequence[str]) -> Floats: ...
-
-
 def _request(message: str) -> str:
     """The part of a message that asks: its questions, or its last sentence, if it is long."""
     if len(message) < _LONG:
@@ -154,14 +144,14 @@ def _weights(text: str, terms: TermWeights) -> dict[str, float]:
     return {word: weight for weight, word in informative[:_MOST_TERMS]}
 
 
-def _find_typed(asked: dict[str, float], index: _Index, terms: TermWeights) -> set[Passage]:
+def _find_typed(asked: dict[str, float], index: PassageIndex, terms: TermWeights) -> set[Passage]:
     """What the user told with a term or a related word in it."""
     related = terms.related(list(asked), _FOUND)
     others = [word for row in zip(*related.values(), strict=False) for word in row]
     return set(index.search([*asked, *others], 2 * _FOUND, typed=True))
 
 
-def _with_questions(passages: list[Passage], index: _Index) -> dict[Passage, Passage]:
+def _with_questions(passages: list[Passage], index: PassageIndex) -> dict[Passage, Passage]:
     """The passages and the replies to the questions among them; each with the question, or with itself."""
     answers = {passage: passage for passage in passages}
     for passage in passages:

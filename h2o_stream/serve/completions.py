@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.serve.errors import wrong
 from h2o_stream.serve.logprobs import TextLogprobs
 from h2o_stream.serve.messages import Dialogue
@@ -18,7 +19,6 @@ from h2o_stream.serve.requests import Options, Sampled, field, parse_sampled
 from h2o_stream.serve.service import Service, finished
 from h2o_stream.serve.sse import Messages, Queues
 from h2o_stream.serve.usage import logprobs_of, report, usage
-from h2o_stream.session.messages import encodable
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def parse_completion(body: Mapping[str, Any], service: Service) -> AskedCompleti
         raise wrong("prompt", prompt, "a text or a list of texts, not token ids")
     logprobs = field(body, "logprobs", int)
     sampled = parse_sampled(body, service.limits, ("max_tokens",), logprobs)
-    return AskedCompletions(tuple(map(encodable, prompts)), service.options.parse(body, ""), sampled)
+    return AskedCompletions(tuple(map(replace_surrogates, prompts)), service.options.parse(body, ""), sampled)
 
 
 def _head(service: Service) -> dict[str, Any]:

@@ -24,8 +24,8 @@ import numpy
 from h2o_stream.config import STRUCTURE
 from h2o_stream.engine.grammar import Matcher, Sample, compile_rules, guided
 from h2o_stream.engine.speculation import foresee
+from h2o_stream.engine.text import Markers
 from h2o_stream.errors import DataError
-from h2o_stream.session.thinking import Markers
 
 MAX_BYTES, COMPILE_S, REPLY_S = 2**28, 5, 600
 """Memory of a grammar beside that of the tokenizer, and processor seconds until it is compiled and of all that follows;

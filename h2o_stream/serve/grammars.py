@@ -26,10 +26,10 @@ from multiprocessing.reduction import send_handle
 from typing import Any
 
 from h2o_stream.engine.grammar import Grammar, added_texts
+from h2o_stream.engine.text import Markers
 from h2o_stream.errors import DataError
 from h2o_stream.serve.grammar_client import QUICK_S, GrammarProcess, RemoteMatcher
 from h2o_stream.serve.schemas import is_larger
-from h2o_stream.session.thinking import Markers
 
 PLACES = 8
 """Grammars that are compiled at once."""
@@ -172,7 +172,7 @@ class _RemoteGrammar(Grammar):
             raise DataError(f"it has more than {MAX_SIZE} characters; use a simpler one")
         opening = self._thinking.opening if self._thinking else ""
         begun = self._tokenizer(opening, add_special_tokens=False)["input_ids"] if opening else []
-        asked = {"rules": rules, "thinking": asdict(self._thinking) if self._thinking else None, "begun": begun}  # type: ignore[call-overload]
+        asked = {"rules": rules, "thinking": asdict(self._thinking) if self._thinking else None, "begun": begun}
         asked["sample"] = self._sample
         try:
             with self._grammars.beginning:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError, wrong
-from h2o_stream.session.messages import Message, UserTurn, encodable, parse_calls
+from h2o_stream.session.messages import Message, UserTurn, parse_calls
 from h2o_stream.session.other_calls import Call
 
 _SYSTEM = ("system", "developer")
@@ -185,7 +186,7 @@ def parse_content(content: Any, place: str) -> str:
         ApiError: it is something else.
     """
     if isinstance(content, str):
-        return encodable(content)
+        return replace_surrogates(content)
     if not isinstance(content, list):
         raise wrong(place, content, "a text, or a list of parts of type text")
     texts = []
@@ -193,7 +194,7 @@ def parse_content(content: Any, place: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
             raise wrong(f"{place}[{number}]", part, "a part of type text")
-        texts.append(encodable(part["text"]))
+        texts.append(replace_surrogates(part["text"]))
     return "".join(texts)
 
 

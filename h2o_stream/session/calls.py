@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from h2o_stream.base.resources import replace_surrogates
+from h2o_stream.engine.grammar import literal
 from h2o_stream.engine.text import overlap, shared_length
 from h2o_stream.models.rendering import apply_template
 from h2o_stream.session.messages import Tool, encodable_json
@@ -152,13 +153,13 @@ class CallFormat:
             listed = {"type": "array", "items": items, "minItems": 1, **({} if more else {"maxItems": 1})}
             call = write(listed if self.listed else items)
         else:
-            between = _literal(self.between, special)
+            between = literal(self.between, special)
             call = " | ".join(
                 f"{json.dumps(x['name'])} {between} {write(y)}" for x, y in zip(functions, documents, strict=True)
             )
         repeated = f'call more{{0,{_MAX_CALLS - 1}}} "\\n"?' if more and not self.listed and self.opening else "call"
-        opening, before = _literal(self.opening, special), "SPACE?" if self.opening and self.key else ""
-        after = f"SPACE? {_literal(self.closing, special)}" if self.closing else ""
+        opening, before = literal(self.opening, special), "SPACE?" if self.opening and self.key else ""
+        after = f"SPACE? {literal(self.closing, special)}" if self.closing else ""
         start = repeated if text is None else f"calls | text\ncalls: {repeated}\ntext: %json {json.dumps(text)}"
         return (
             f"%llguidance {{}}\nstart: {start}\ncall: {opening} {before} body {after}\n"
@@ -314,16 +315,3 @@ def _json(schema: Mapping[str, Any], lenient: bool) -> str:
     Unless it is strict, what no grammar can say is left out, as if the model called by itself.
     """
     return f"%json {json.dumps({**schema, 'x-guidance': {**_SPACE, 'lenient': lenient, 'coerce_one_of': lenient}})}"
-
-
-def _literal(text: str, special: Mapping[str, int]) -> str:
-    """A text in the form of the grammar, with the numbers of its special tokens."""
-    parts, rest = list[str](), text
-    while rest:
-        places = {token: rest.find(token) for token in special if token in rest}
-        token = min(places, key=lambda token: (places[token], -len(token)), default="")
-        plain = rest[: places[token]] if token else rest
-        parts += [json.dumps(plain)] if plain else []
-        parts += [f"<[{special[token]}]>"] if token else []
-        rest = rest[len(plain) + len(token) :]
-    return " ".join(parts)

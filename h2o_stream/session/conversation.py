@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 from weakref import proxy
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.cache.state import Array, State
 from h2o_stream.config import THINKING_VARIABLES, THINKING_WORDS, RecallConfig, RecallMode
 from h2o_stream.engine.engine import Engine
@@ -25,7 +26,6 @@ from h2o_stream.session.messages import (
     Tool,
     UserTurn,
     change_question,
-    encodable,
     parse_turn,
     question_of,
     text_of,
@@ -146,7 +146,7 @@ class Conversation(TurnStream):
             H2OStreamError: the stream is torn.
             DataError, UnsupportedModelError: see `ChatTemplate.next_turn`. Nothing was fed.
         """
-        return self.active.start(self._say(parse_turn(text), encodable(begun)))
+        return self.active.start(self._say(parse_turn(text), replace_surrogates(begun)))
 
     def _say(self, message: UserTurn, begun: str) -> ReplyEvents:
         text, prompt, template = text_of(message), self._prompt(message), self.metadata.template

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from h2o_stream.base.logs import Log
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.cache.state import State
 from h2o_stream.engine.engine import TORN_MESSAGE
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.session.conversation import Conversation, ReplyEvents
-from h2o_stream.session.messages import encodable
 from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.transactions import NoStateError, ResumeError, Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
@@ -74,7 +74,7 @@ class ConversationHistory:
         If the iterator is closed early, what was yielded becomes an interrupted turn. A turn that fails or runs out of
         memory is rolled back.
         """
-        return self._transactions.start(self._say(encodable(text)))
+        return self._transactions.start(self._say(replace_surrogates(text)))
 
     def _say(self, text: str) -> ReplyEvents:
         pieces, thinking = list[str](), list[str]()
@@ -96,11 +96,11 @@ class ConversationHistory:
 
     def feed_turn(self, text: str, reply: str) -> FeedEvents:
         """See `Conversation.feed_turn`; raises DataError if the turn is complete, but could not be saved completely."""
-        return self._transactions.start(self._feed_turn(encodable(text), reply, "told"))
+        return self._transactions.start(self._feed_turn(replace_surrogates(text), reply, "told"))
 
     def pin(self, text: str) -> FeedEvents:
         """Pin a text, which is fed as a turn. A text that is cut off becomes an ordinary turn without a reply."""
-        return self._transactions.start(self._feed_turn(encodable(text), "", "pinned"))
+        return self._transactions.start(self._feed_turn(replace_surrogates(text), "", "pinned"))
 
     def _feed_turn(self, text: str, reply: str, kind: Kind) -> FeedEvents:
         with self._transactions.atomic():

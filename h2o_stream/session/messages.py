@@ -26,11 +26,6 @@ _ROLES = ("user", "system", "assistant", "tool")
 _PLACEHOLDER = "91c4-a-text-of-this-message-5be0-{}-d7"
 
 
-def encodable(text: str) -> str:
-    """The text with a question mark for each unpaired surrogate, which tokenizers reject."""
-    return text.encode("utf-8", "replace").decode()
-
-
 def encodable_json(value: Any) -> Any:
     """A copy of a JSON value with the replacement character for each unpaired surrogate."""
     return json.loads(replace_surrogates(json.dumps(value, ensure_ascii=False)))
@@ -38,7 +33,7 @@ def encodable_json(value: Any) -> Any:
 
 def parse_turn(turn: UserTurn) -> UserTurn:
     """A text that tokenizers accept, or a checked copy of messages; see `parse_messages`."""
-    return encodable(turn) if isinstance(turn, str) else parse_messages(turn)
+    return replace_surrogates(turn) if isinstance(turn, str) else parse_messages(turn)
 
 
 def parse_messages(value: Any, place: str = "messages") -> tuple[Message, ...]:
@@ -179,7 +174,7 @@ def read_arguments(arguments: Any) -> dict[str, Any] | None:
             try:
                 arguments = encodable_json(json.loads(arguments, strict=False))
             except (ValueError, RecursionError):
-                return {"arguments": encodable(arguments)}
+                return {"arguments": replace_surrogates(arguments)}
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     return arguments if isinstance(arguments, dict) else None

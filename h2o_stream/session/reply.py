@@ -9,9 +9,10 @@ import psutil
 from h2o_stream.base.memory import disk_bytes
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.engine.text import Markers
 from h2o_stream.recall.passage import Candidate
 from h2o_stream.recall.passages import is_statement
-from h2o_stream.session.thinking import Markers, ThinkingSplitter
+from h2o_stream.session.thinking import ThinkingSplitter
 from h2o_stream.session.turn import Timings, Turn
 
 

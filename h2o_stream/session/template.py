@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from h2o_stream.engine.text import shared_length
+from h2o_stream.engine.text import Markers, shared_length
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.answer_head import Place, Text
 from h2o_stream.session.calls import find_format
 from h2o_stream.session.messages import Tool, UserTurn
-from h2o_stream.session.thinking import Markers, find_markers
+from h2o_stream.session.thinking import find_markers
 from h2o_stream.session.turn_texts import TurnTexts
 
 

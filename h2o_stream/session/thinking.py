@@ -4,39 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
-from h2o_stream.engine.text import overlap
-
-
-@dataclass(frozen=True)
-class Markers:
-    """The texts that begin and end thinking in a model's replies, such as ``<think>``.
-
-    Skipped ones come before the answer and belong neither to it nor to the thinking, nor does one that ends it.
-    """
-
-    opening: str
-    closing: str
-    skipped: tuple[str, ...] = ()
-    ending: str = ""
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """All of these texts."""
-        return self.opening, self.closing, *self.skipped, *((self.ending,) if self.ending else ())
-
-    def ended(self, message: str) -> str:
-        """What ends thinking where it would go on, so that the answer follows."""
-        closing = f"{self.closing}{''.join(self.skipped)}"
-        return f"{message}{closing}" if self.skipped else f"{message}\n{closing}\n\n"
-
-    def unclosed(self, text: str) -> str:
-        """The end of a text from an opening on that is not closed; empty if there is none."""
-        start = text.rfind(self.opening)
-        return text[start:] if start > text.rfind(self.closing) else ""
-
+from h2o_stream.engine.text import Markers, overlap
 
 _TAG = re.compile(
     r"[<\[◁][|｜]?[\w:]{0,40}(?:think|thought|reason|inner_prefix)[\w:]{0,40}[|｜]?[>\]▷]",  # noqa: RUF001

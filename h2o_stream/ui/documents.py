@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.recall.passages import sentences
 from h2o_stream.recall.terms import is_question
-from h2o_stream.session.messages import encodable
 from h2o_stream.ui.chat_context import ChatContext
 
 _MAX_SHARE = 0.5
@@ -43,7 +43,7 @@ def read_ahead(context: ChatContext, message: str, text: str = "") -> str | None
     If both are longer than the window and recall is on, all but the question is read first. Without a text, that is the
     last paragraph, or the last line or sentence that asks. If none is short, all is said as it is.
     """
-    message, text = encodable(message), encodable(text).strip()
+    message, text = replace_surrogates(message), replace_surrogates(text).strip()
     splits = [(text, message)] if text else [split_question(message), *split_asking(message)]
     message = f"{text}\n\n{message}".strip()
     if not _exceeds(context, message, 1.0):

@@ -14,13 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from h2o_stream.base.logs import Log
-from h2o_stream.base.resources import named_prompts, user_path
+from h2o_stream.base.resources import named_prompts, replace_surrogates, user_path
 from h2o_stream.base.texts import piped_lines
 from h2o_stream.config import ChatConfig, SamplingConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.session.messages import encodable
 from h2o_stream.session.run_record import run_record
 from h2o_stream.session.server import Server
 from h2o_stream.session.sessions import Session
@@ -119,7 +118,7 @@ class ServerChat:
         if self._edited:
             self._go_back(len(self._entries) - self._edited + 1)
             self._edited = 0
-        message, text, thinking, finish = encodable(message), "", "", "interrupted"
+        message, text, thinking, finish = replace_surrogates(message), "", "", "interrupted"
         new = {"role": "user", "content": message}
         chunks = self._server.reply(lambda: [*self._messages(), new], [new], self._previous, self._options)
         self._previous = None
