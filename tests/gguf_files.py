@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFValueType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 from transformers import PreTrainedModel
 
 from h2o_stream.models.gguf import GgufFile
@@ -314,13 +314,21 @@ RENAMED = {
 """Names that the converter changes itself, by the end of those in transformers."""
 
 
+def raw_metadata(path: Path) -> dict[str, bytes]:
+    """Keys and values of a file's header as they are there, by key."""
+    reader, data = GGUFReader(path), path.read_bytes()
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    sizes = {key: sum(part.nbytes for part in field.parts) for key, field in fields.items()}
+    return {key: data[field.offset : field.offset + sizes[key]] for key, field in fields.items()}
+
+
 def split(path: Path, folder: Path, count: int) -> list[Path]:
     """The files into which llama.cpp would split a file: all metadata are in the first."""
-    file, parts = GgufFile(path), []
+    file, metadata, parts = GgufFile(path), raw_metadata(path), []
     tensors = list(file.tensors.values())
     for number in range(count):
         mine = tensors[number::count]
-        keys = [file.raw_bytes(name) for name in file.metadata if name != "general.architecture" and not number]
+        keys = [raw for name, raw in metadata.items() if name != "general.architecture" and not number]
         keys += [key("split.count", GGUFValueType.UINT16, struct.pack("<H", count))]
         offsets = [0, *itertools.accumulate(-(-each.nbytes // 32) * 32 for each in mine)]
         infos = tuple(

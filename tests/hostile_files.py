@@ -21,6 +21,7 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.gguf_header import GgufTensor, Header, SkippedArray
 from h2o_stream.native.gguf_types import TensorType, ValueType
 from h2o_stream.session.state_format import decode_state, write_state
+from tests.gguf_files import raw_metadata
 
 NUMBERS = (0, 1, 2, 3, 7, 15, 16, 31, 63, 127, 255, 256, 1023, 4097, 65535, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40)
 WIDE = (2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -2, -(2**31), -(2**63), 10**400)
@@ -50,12 +51,9 @@ class Gguf:
     def read(cls, path: Path) -> "Gguf":
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             header = Header(data, len(data))
-            values, spans = header.metadata()
-            tensors = header.tensors(32)
+            values, tensors = header.metadata(), header.tensors(32)
             blocks = {name: data[x.offset : x.offset + x.nbytes] for name, x in tensors.items()}
-            return cls(
-                values, {key: data[slice(*span)] for key, span in spans.items()}, tuple(tensors.values()), blocks
-            )
+            return cls(values, raw_metadata(path), tuple(tensors.values()), blocks)
 
     def mutated(self, rng: random.Random) -> "Gguf":
         """With one change."""

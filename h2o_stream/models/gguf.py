@@ -1,6 +1,6 @@
 """Reads GGUF files in place: metadata and memory-mapped tensors.
 
-`gguf_header` parses the header, `gguf_tokenizer` and `gguf_export` convert it, `gguf_names` maps tensors to weights.
+`gguf_header` parses the header, `gguf_tokenizer` and `gguf_export` convert the tokenizer in it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GgufFile:
         self._maps: list[mmap.mmap] = []
         if others and not self.path.exists():
             raise ModelNotFoundError(f"{path} is a part of a model, of which {self.path.name} is not beside it")
-        self.metadata, self._spans = self._open(self.path)
+        self.metadata = self._open(self.path)
         if what := describe_gguf(self.metadata, self.tensors):
             raise UnsupportedModelError(f"{path} is {what}")
         number, count = (self.metadata.get(f"split.{key}", default) for key, default in (("no", 0), ("count", 1)))
@@ -89,12 +89,12 @@ class GgufFile:
                 raise ModelNotFoundError(f"{path} is a part of a model, of which {other.name} is not beside it")
             self._open(other)
 
-    def _open(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-        """Map a file and add its tensors. Returns its metadata and where they are."""
+    def _open(self, path: Path) -> dict[str, Any]:
+        """Map a file and add its tensors. Returns its metadata."""
         try:
             data, _ = _map_file(path)
             stat = path.stat()
-            metadata, spans, tensors = _header(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+            metadata, tensors = _header(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
             if twice := tensors.keys() & self.tensors.keys():
                 raise DamagedError(f"tensor {min(twice)} is in another part, too")
         except DamagedError as error:
@@ -109,7 +109,7 @@ class GgufFile:
         for name, tensor in tensors.items():
             each = _unstacked(tensor) if name in _STACKS and len(tensor.shape) > 2 else [tensor]
             self.tensors |= {piece.name: replace(piece, part=part) if part else piece for piece in each}
-        return dict(metadata), spans
+        return dict(metadata)
 
     def damaged(self, reason: str) -> ModelNotFoundError:
         """The exception for a file that does not make sense."""
@@ -162,10 +162,6 @@ class GgufFile:
     def _is_large(self) -> bool:
         return 2 * self.nbytes > free_bytes()
 
-    def raw_bytes(self, key: str) -> bytes:
-        """The bytes of a key and its value in the file."""
-        return self._maps[0][slice(*self._spans[key])]
-
 
 def _unstacked(stack: GgufTensor) -> list[GgufTensor]:
     """The matrices of a tensor, with their numbers in their names."""
@@ -202,11 +198,11 @@ def _damaged(path: Path, reason: str) -> ModelNotFoundError:
 
 
 @lru_cache(maxsize=_MAX_HEADERS)
-def _header(path: Path, *state: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]], dict[str, GgufTensor]]:
-    """Metadata, their byte ranges, and tensors of a file, parsed again only if its state changes."""
+def _header(path: Path, *state: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Metadata and tensors of a file, parsed again only if its state changes."""
     header = Header(*_map_file(path))
-    metadata, spans = header.metadata()
-    return metadata, spans, header.tensors(alignment_of(metadata))
+    metadata = header.metadata()
+    return metadata, header.tensors(alignment_of(metadata))
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, int]:

@@ -1,7 +1,6 @@
 """Exports the tokenizer of a GGUF file to a cached folder that transformers can load.
 
-transformers does the conversion; this module gives it shortened headers that it reads quickly, and makes it atomic and
-safe for concurrent processes.
+This module makes that atomic and safe for concurrent processes.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,16 +24,12 @@ from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.generation_config import end_token_ids
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.native.gguf_types import TensorType, ValueType
 
 _FORMAT = 6
 """Incremented when the exported files change."""
 
 _MAX_FOLDERS = 50
 """Exports that are kept; one more removes the one that was used longest ago."""
-
-_MISREAD = "gpt-oss.rope.scaling."
-"""Metadata of which transformers reads the name in place of the value, and stops."""
 
 _TOKENS = "tokenizer.ggml.tokens"
 
@@ -119,7 +113,7 @@ def _export(file: GgufFile, target: Path) -> None:
 
     try:
         with _quiet_transformers():
-            tokenizer = _tokenizer(file, target)
+            tokenizer = _tokenizer(file)
     except H2OStreamError:
         raise
     except Exception as error:  # damaged metadata can raise anything
@@ -134,9 +128,10 @@ def _export(file: GgufFile, target: Path) -> None:
     _remove_added_tokens(target / "tokenizer.json", file.metadata[_TOKENS].count)
 
 
-def _tokenizer(file: GgufFile, folder: Path) -> Any:
-    """The tokenizer, of a class of transformers. It is converted by `gguf_tokenizer`, or else through the folder."""
+def _tokenizer(file: GgufFile) -> Any:
+    """The tokenizer, of a class of transformers. It is converted by `gguf_tokenizer`, or else by transformers."""
     from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
     from h2o_stream.models.gguf_tokenizer import TOKEN_KEYS, byte_level_tokenizer, named_tokens
 
@@ -145,12 +140,10 @@ def _tokenizer(file: GgufFile, folder: Path) -> Any:
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer.backend_tokenizer, chat_template=tokenizer.chat_template, **special
         )
-    full = folder / "full.gguf"
-    named = named_tokens(file)
-    full.write_bytes(_header(file, {key: named.get(name) for name, key in TOKEN_KEYS.items()}))
-    converted = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=full.name)
-    full.unlink()
-    return converted
+    architecture, vocabulary, settings = get_gguf_tokenizer(str(file.path))
+    named = {name: vocabulary["tokens"][number] for name, number in named_tokens(file).items()}
+    backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{**settings, **dict.fromkeys(TOKEN_KEYS), **named})
 
 
 def _remove_added_tokens(path: Path, count: int) -> None:
@@ -159,28 +152,6 @@ def _remove_added_tokens(path: Path, count: int) -> None:
     original = [token for token in tokenizer["added_tokens"] if token["id"] < count]
     if len(original) < len(tokenizer["added_tokens"]):
         path.write_text(json.dumps({**tokenizer, "added_tokens": original}, ensure_ascii=False), encoding="utf-8")
-
-
-def _header(file: GgufFile, token_ids: Mapping[str, int | None]) -> bytes:
-    """A GGUF file with the metadata and tensors of one element each.
-
-    The keys in `token_ids` have these numbers instead of their own, or are omitted.
-    """
-    left_out = ("general.alignment", _MISREAD, *token_ids)
-    entries = [file.raw_bytes(key) for key in file.metadata if not key.startswith(left_out)]
-    entries += [_number(key, number) for key, number in token_ids.items() if number is not None]
-    tensor_infos = [_string(name) + struct.pack("<IQIQ", 1, 1, TensorType.F32, 0) for name in file.tensors]
-    head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(tensor_infos), len(entries)), *entries, *tensor_infos])
-    return head + bytes(-len(head) % 32 + 32)
-
-
-def _number(key: str, number: int) -> bytes:
-    return _string(key) + struct.pack("<II", ValueType.UINT32, number)
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
 
 
 @contextmanager

@@ -85,18 +85,15 @@ class Header:
         self._num_tensors = self._count(_MAX_TENSORS, _MIN_TENSOR_BYTES, "tensors")
         self._num_keys = self._count(_MAX_KEYS, _MIN_KEY_BYTES, "keys")
 
-    def metadata(self) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-        """Values and byte ranges by key."""
+    def metadata(self) -> dict[str, Any]:
+        """Values by key."""
         values: dict[str, Any] = {}
-        spans: dict[str, tuple[int, int]] = {}
         for index in range(self._num_keys):
-            start = self._offset
             key = self._string(_MAX_NAME, f"key {index}")
             if key in values:
                 raise DamagedError(f"key {key} is duplicated")
             values[key] = self._value(key)
-            spans[key] = start, self._offset
-        return values, spans
+        return values
 
     def tensors(self, alignment: int) -> dict[str, GgufTensor]:
         """Tensors by name."""
