@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from h2o_stream.session.requests import Article, build_requests, read_articles, read_requests
+from h2o_lab.summarize.requests import Article, build_requests, read_articles, read_requests
 from tests.commands import invoke, records
 from tests.fixtures import written
 

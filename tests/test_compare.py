@@ -9,14 +9,14 @@ import numpy
 import pytest
 from numpy.typing import NDArray
 
-from h2o_stream.compare.asking import ask, tell
+from h2o_lab.recall.asking import ask, tell
+from h2o_lab.recall.comparison import rates_by_distance
+from h2o_lab.recall.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
+from h2o_lab.recall.facts import never_said, question_after_update, questions_about, read_facts, tells
 from h2o_stream.compare.folder import Folder, JobResult, identity
 from h2o_stream.compare.models import endless
 from h2o_stream.compare.nll import paired_difference, stream_nll
 from h2o_stream.compare.options import configs_of
-from h2o_stream.compare.recall.comparison import rates_by_distance
-from h2o_stream.compare.recall.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
-from h2o_stream.compare.recall.facts import never_said, question_after_update, questions_about, read_facts, tells
 from h2o_stream.config import POLICIES, CacheConfig, ModelConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError, DataError

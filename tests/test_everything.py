@@ -108,7 +108,7 @@ def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monk
 @pytest.mark.exhaustive
 def test_a_comparison_with_a_bug_does_not_end_the_others(arguments: list[object], monkeypatch: Any) -> None:
     measure(monkeypatch, {**FEW, "recall": TINY["recall"]})
-    monkeypatch.setattr("h2o_stream.compare.recall.comparison.read_facts", lambda count: 1 / 0)
+    monkeypatch.setattr("h2o_lab.recall.comparison.read_facts", lambda count: 1 / 0)
     done = invoke("h2o-compare", *arguments)
     assert done.exit_code == 0, done.stderr
     assert ("recall", None) in left_out_of(done.stdout)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from h2o_lab.recall.asking import prefilled, say
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
-from h2o_stream.compare.asking import prefilled, say
 from h2o_stream.engine.events import Token
 from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.recall.passage import Candidate, Passage, Recalled

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from h2o_lab.summarize.requests import read_requests
 from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import DataError
-from h2o_stream.session.requests import read_requests
 
 FORM = {"max_tokens": 64, "temperature": 0.3, "top_p": 1, "stop": ["###"], "n": 1, "logprobs": 1}
 

@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 
 import h2o_lab
 import h2o_stream
+from h2o_lab.summarize.requests import read_requests
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.transformers_model import load
@@ -24,7 +25,6 @@ from h2o_stream.models import template_limits
 from h2o_stream.models.rendering import render
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.questions import load_questions
-from h2o_stream.session.requests import read_requests
 from h2o_stream.session.transcript import Transcript
 from h2o_stream.ui.command_list import COMMANDS, is_command
 from tests.commands import invoke

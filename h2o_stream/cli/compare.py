@@ -15,10 +15,10 @@ from h2o_stream.base.processes import Processes
 from h2o_stream.base.registry import is_ours
 from h2o_stream.base.resources import require_matplotlib
 from h2o_stream.base.startup import importing
-from h2o_stream.cli import answers, run
+from h2o_stream.cli import run
 from h2o_stream.cli.groups import typer_option
 from h2o_stream.cli.options import OUTPUT, VERSION, OutputOptions, group_of
-from h2o_stream.compare.catalog import COMPARISONS
+from h2o_stream.compare.catalog import COMMANDS, COMPARISONS
 from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.compare.everything import AllOptions
 from h2o_stream.compare.options import ComparisonOptions
@@ -31,16 +31,20 @@ _NAME = "h2o-compare"
 
 
 class _Subcommands(TyperGroup):
-    """Our subcommands, and the comparisons of other packages."""
+    """Our subcommands, and the comparisons and commands of other packages."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(dict.fromkeys([*super().list_commands(ctx), *COMPARISONS.entry_points()]))
+        return list(dict.fromkeys([*super().list_commands(ctx), *_entry_points()]))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
-        if command is None and (entry := COMPARISONS.entry_points().get(cmd_name)):
+        if command is None and (entry := _entry_points().get(cmd_name)):
             return _PluginCommand(entry)
         return command
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return COMMANDS.entry_points() | COMPARISONS.entry_points()
 
 
 class _PluginCommand(TyperCommand):
@@ -51,9 +55,11 @@ class _PluginCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with run.reporting(_NAME, debug=False):
-            options = COMPARISONS[str(self.name)]
-        plugin = run.app(add_completion=False)
-        _add_comparison(plugin, str(self.name), options)
+            name, plugin = str(self.name), run.app(add_completion=False)
+            if name in COMPARISONS:
+                _add_comparison(plugin, name, COMPARISONS[name])
+            else:
+                _add_command(plugin, name, COMMANDS[name])
         return typer.main.get_command(plugin).make_context(info_name, args, parent, **extra)
 
 
@@ -86,6 +92,13 @@ def _add_comparison(app: typer.Typer, name: str, options: type[ComparisonOptions
 
                 made = chosen.make()
             run_comparison(made, chosen.out, terminal, records, Processes(shares_model=chosen.model.tensor_parallel))
+
+
+def _add_command(app: typer.Typer, name: str, options: Any) -> None:
+    @run.command(app, _NAME, group_of(options), OUTPUT, name=name, help=inspect.getdoc(options))
+    def command(chosen: Any, output: OutputOptions) -> None:
+        with run.outputs(output) as (terminal, records):
+            chosen.run(terminal, records)
 
 
 for _name in COMPARISONS.registered:
@@ -138,9 +151,6 @@ def certificate(options: CertifyOptions, output: OutputOptions) -> None:
         if differences:
             raise H2OStreamError(f"{name}: {'; '.join(differences)}")
         terminal.note(f"{name}: tokens and logits are those of transformers")
-
-
-answers.add_to(app)
 
 
 def main() -> None:

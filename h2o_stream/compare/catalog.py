@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from h2o_stream.base.options import Option, listed_if_any, numbers, numbers_if_any, paths, some_of
+from h2o_stream.base.options import Option, listed_if_any, numbers, paths, some_of
 from h2o_stream.base.registry import Registry
-from h2o_stream.base.resources import project_file, python_manual, require_package, write_text
+from h2o_stream.base.resources import python_manual, require_package, write_text
 from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
     InAll,
     Policies,
     Ray,
-    RecallModes,
     Seeds,
     Windows,
     configs_of,
 )
-from h2o_stream.compare.summarize.rouge import require_rouge
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.session.requests import read_requests
 
 PEERS = {
     "transformers": "transformers",
@@ -83,111 +80,6 @@ class NllOptions(ComparisonOptions):
     def variant(self) -> str:
         """Tokens are masked by the laboratory."""
         return "masked" if self.masked else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecallOptions(ComparisonOptions):
-    """Facts told in a chat and asked for later, with and without recall of what was evicted.
-
-    A fact is asked for in the same and in other words, after an update, and there are questions about things never
-    said. The full cache is asked as far as its context reaches. With --out (extra "plots") all replies are kept.
-    """
-
-    comparison = "h2o_stream.compare.recall.comparison:Recall"
-    page = "h2o_stream.ui.pages.recall:page"
-    in_all = InAll(
-        quick={"facts": 5, "distances": (64, 1024), "policies": ("sink", "h2o"), "recall": ("off", "auto")},
-        thorough={"recall": ("off", "auto")},
-    )
-
-    text: Annotated[Path, Option("A text file, the talk between facts; repeated if it is short.")]
-    policies: Policies = ("full", "sink", "h2o-paper", "h2o")
-    windows: Windows = (DEFAULT_WINDOW,)
-    distances: Annotated[
-        Sequence[int],
-        Option("Tokens between a fact and its question, separated by commas; may be empty.", parse=numbers_if_any),
-    ] = (64, 1024, 4096)
-    recall: RecallModes = ("off",)
-    facts: Annotated[int, Option("Facts told, 30 at most.", min=1)] = 30
-    chat: Annotated[
-        int | None, Option("Also ask at the end of a chat of this many tokens: MT-Bench's questions.", min=1)
-    ] = None
-    seeds: Seeds = (0,)
-    ray: Ray = None
-    engine: EngineChoice = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.distances or self.chat):
-            raise ConfigError("--distances is empty; give one or more, or --chat")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummarizeOptions(ComparisonOptions):
-    """ROUGE of the answers to summarization requests, by policy and window (extra "rouge").
-
-    Greedy unless --sample is given. With --out (extra "plots") every prediction is saved at once, and an interrupted
-    comparison resumes.
-    """
-
-    comparison = "h2o_stream.compare.summarize.comparison:Summarize"
-    page = "h2o_stream.ui.pages.summarize:page"
-    in_all = InAll(
-        quick={"limit": 8, "windows": (64, 128)},
-        thorough={"windows": (64, 128, 256)},
-    )
-
-    requests: Annotated[
-        Path | None,
-        Option(
-            "Requests in JSON Lines: the cookbook's or HELM's. (default: eight of our own)",
-            "--requests",
-            "--input-path",
-        ),
-    ] = None
-    policies: Policies = ("full", "sink", "h2o-paper", "h2o")
-    windows: Windows = (64, 128, 256, 512, 1024)
-    limit: Annotated[int | None, Option("Requests; default is all.", min=1)] = None
-    prefill: Annotated[
-        Literal["full", "chunked"], Option("full: evict after the prompt was read; chunked: while it is read.")
-    ] = "full"
-    sample: Annotated[
-        bool, Option("Sample as each request says, or take the likeliest token.", "--sample/--greedy")
-    ] = False
-    seed: Annotated[int, Option("Random seed.", min=0)] = 0
-    ray: Ray = None
-    engine: EngineChoice = "auto"
-    output_path: Annotated[Path | None, Option("The answers of one policy in HELM's form, requests echoed.")] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.output_path is not None and len(self.configs) > 1:
-            raise ConfigError(
-                f"output_path is {self.output_path}, for {len(self.configs)} policies and windows; --output-path takes "
-                "one of --policies and of --windows; --out FOLDER keeps all"
-            )
-
-    @property
-    def request_file(self) -> Path:
-        """The file of the requests."""
-        return self.requests or project_file("data/articles/requests.jsonl")
-
-    def check(self) -> None:
-        """Also check the requests, the place for the answers, and that ROUGE is installed."""
-        super().check()
-        require_rouge()
-        read_requests(self.request_file, self.limit)
-        if self.output_path is not None and self.output_path.is_dir():
-            raise ConfigError(f"--output-path {self.output_path} is a folder, it takes a file")
-
-    @property
-    def configs(self) -> list[CacheConfig]:
-        """Every policy and window; with --prefill full a prompt is one chunk."""
-        chunk = self.cache.get("chunk")
-        if self.prefill == "full" and chunk:
-            raise ConfigError(f"chunk is {chunk}, which --prefill full does not have; use --prefill chunked")
-        whole = {"chunk": 0} if self.prefill == "full" else {}
-        return configs_of(self.policies, self.windows, self.seeds, {**self.cache, **whole})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,10 +163,12 @@ COMPARISONS: Registry[type[ComparisonOptions]] = Registry(
     "h2o_stream.comparisons",
     {
         "nll": NllOptions,
-        "recall": RecallOptions,
-        "summarize": SummarizeOptions,
         "speed": SpeedOptions,
     },
     _options_class,
 )
 """Subcommands of ``h2o-compare``, by name."""
+
+COMMANDS: Registry[Any] = Registry("h2o_stream.commands", {}, lambda named: named)
+"""Subcommands of other packages that compare nothing: dataclasses of options, whose method ``run`` gets the terminal
+and the records."""

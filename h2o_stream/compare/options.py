@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar
 
 from h2o_stream.base.options import Option, listed, numbers, sizes, some_of
 from h2o_stream.base.registry import Registry, resolve
 from h2o_stream.base.resources import require_matplotlib, require_package
 from h2o_stream.base.texts import read_text
-from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig, RecallMode
+from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError
 
 Policies = Annotated[Sequence[str], Option("Policies, separated by commas.", parse=some_of("policy", POLICIES))]
@@ -30,13 +30,6 @@ CacheSizes = Annotated[
     Sequence[int], Option("Sizes of the cache, as 3MiB,6MiB: equal bytes; replaces --windows.", parse=sizes)
 ]
 Window = Annotated[int, Option("Tokens kept per layer and KV head.")]
-MODES = some_of("recall", get_args(RecallMode))
-"""A parser of modes of recall."""
-
-RecallModes = Annotated[
-    Sequence[RecallMode],
-    Option("off, auto or wide, or several with commas.", parse=MODES),
-]
 Ray = Annotated[str | None, Option("Run the jobs on a Ray cluster: auto, or its address as host:port (extra cluster).")]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from h2o_stream.base.memory import format_bytes, peak_bytes
-from h2o_stream.base.resources import write_text
-from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer, require_rouge, score_file
 from h2o_stream.errors import ConfigError
-from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.ui.format import format_speed, shade
 from h2o_stream.ui.pages import Page, TableData
 from h2o_stream.ui.terminal import Terminal, one_line
@@ -174,28 +171,3 @@ def models_table(models: Sequence[StoredModel], kept: Sequence[CachedFolder]) ->
     for name, nbytes, place in rows:
         table.add_row(one_line(name), format_bytes(nbytes), one_line(place))
     return table
-
-
-def show_scores(files: Sequence[Path], to: Path | None, terminal: Terminal, jsonl: JsonlWriter) -> None:
-    """Score files of answers and show a row for each. To a file, too, in the format of its name."""
-    require_rouge()
-    suffix = format_of(to, ".md", ".csv", ".tex") if to else ""
-    scorer = RougeScorer()
-    records = [score_file(file, scorer) for file in files]
-    for record in records:
-        jsonl.write(record)
-    rows = [
-        [Path(record["file"]).stem, str(record["n"]), *(f"{100 * record[name]:.2f}" for name in ROUGE)]
-        for record in records
-    ]
-    table = TableData("", ("answers", "n", "ROUGE-1", "ROUGE-2", "ROUGE-L"), rows)
-    if to is not None:
-        page = Page("ROUGE F-measures in %", "", [table])
-        texts: dict[str, Callable[[Page], str]] = {
-            ".md": markdown_page,
-            ".csv": lambda page: csv_tables({"score": page}),
-            ".tex": latex_page,
-        }
-        write_text(to, texts[suffix](page), "--to")
-    if not terminal.quiet:
-        terminal.console.print(data_table(table, terminal.console.width))

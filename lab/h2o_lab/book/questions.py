@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from h2o_stream.compare.recall.facts import tells
+from h2o_lab.recall.facts import tells
 from h2o_stream.session.jsonl import read_objects
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")

@@ -14,8 +14,8 @@ import numpy
 
 from h2o_lab.book.questions import BookQuestion, Part, parts_of, read_questions
 from h2o_lab.harness.options import TasksOptions
+from h2o_lab.recall.asking import GREEDY, prefilled, read, say, widest
 from h2o_stream.base.resources import python_manual
-from h2o_stream.compare.asking import GREEDY, prefilled, read, say, widest
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.models import context_of, dtype_of

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from h2o_lab.recall.options import RecallModes
 from h2o_stream.base.options import Option, numbers_if_any
 from h2o_stream.base.resources import require_package
-from h2o_stream.compare.options import ComparisonOptions, Policies, RecallModes, Windows
+from h2o_stream.compare.options import ComparisonOptions, Policies, Windows
 from h2o_stream.config import DEFAULT_WINDOW, EngineChoice
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from h2o_lab.recall.page import names_of, runs_of
 from h2o_stream.ui.pages import Page, Record, TableData, counted
-from h2o_stream.ui.pages.recall import names_of, runs_of
 
 _COLUMNS = {
     "listed": "right turn among five",

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from h2o_lab.recall.asking import prefilled, tell, widest
 from h2o_lab.ruler.items import Item, Question
 from h2o_stream.cache.state import State
-from h2o_stream.compare.asking import prefilled, tell, widest
 from h2o_stream.config import RecallMode, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, Token

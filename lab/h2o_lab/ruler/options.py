@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
+from h2o_lab.recall.options import MODES
 from h2o_lab.ruler.items import SINGLE, TASKS
 from h2o_stream.base.options import Option, numbers_if_any, some_of
-from h2o_stream.compare.options import MODES, ComparisonOptions
+from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.config import RecallMode
 from h2o_stream.errors import ConfigError
 

@@ -10,13 +10,13 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
+from h2o_lab.recall.asking import GREEDY
 from h2o_lab.ruler.answers import Answer, ask_at_once, ask_in_turns, ask_without_context
 from h2o_lab.ruler.items import Haystack, Item, make_item
 from h2o_lab.ruler.options import Form, RulerOptions
 from h2o_lab.ruler.rates import rates
 from h2o_stream.base.resources import python_manual
 from h2o_stream.base.texts import read_text
-from h2o_stream.compare.asking import GREEDY
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.models import context_of, dtype_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from h2o_stream.compare.asking import GREEDY, Answer, ask, say
-from h2o_stream.compare.recall.facts import Fact, never_said, questions_about
+from h2o_lab.recall.asking import GREEDY, Answer, ask, say
+from h2o_lab.recall.facts import Fact, never_said, questions_about
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.messages import UserTurn, text_of
 from h2o_stream.session.questions import Question

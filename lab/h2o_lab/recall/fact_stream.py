@@ -10,8 +10,8 @@ from heapq import heappop, heappush
 from itertools import chain, count
 from typing import Any
 
-from h2o_stream.compare.asking import MAX_ANSWER, Answer, ask, length_of_turn, tell
-from h2o_stream.compare.recall.facts import Fact, Question, never_said, question_after_update, questions_about
+from h2o_lab.recall.asking import MAX_ANSWER, Answer, ask, length_of_turn, tell
+from h2o_lab.recall.facts import Fact, Question, never_said, question_after_update, questions_about
 from h2o_stream.session.conversation import Conversation
 
 ACKNOWLEDGEMENT = "Thank you, I will remember that."

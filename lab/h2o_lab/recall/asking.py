@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_stream.compare.recall.facts import Question, tells
+from h2o_lab.recall.facts import Question, tells
 from h2o_stream.config import RecallMode, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.text import shared_length

@@ -11,17 +11,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from h2o_lab.summarize.options import SummarizeOptions
+from h2o_lab.summarize.requests import read_requests
+from h2o_lab.summarize.rouge import ROUGE, RougeScorer
 from h2o_stream.base.resources import write_text
-from h2o_stream.compare.catalog import SummarizeOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.models import context_of
-from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer
 from h2o_stream.config import POLICIES, CacheConfig
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.session.jsonl import jsonl_text
-from h2o_stream.session.requests import read_requests
 
 
 class Summarize(Comparison[SummarizeOptions]):

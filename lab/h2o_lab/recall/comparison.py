@@ -9,15 +9,15 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from h2o_stream.compare.asking import GREEDY
-from h2o_stream.compare.catalog import RecallOptions
+from h2o_lab.recall.asking import GREEDY
+from h2o_lab.recall.fact_chat import FactChat
+from h2o_lab.recall.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
+from h2o_lab.recall.facts import KINDS, Fact, read_facts
+from h2o_lab.recall.options import RecallOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.models import context_of
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.compare.recall.fact_chat import FactChat
-from h2o_stream.compare.recall.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
-from h2o_stream.compare.recall.facts import KINDS, Fact, read_facts
 from h2o_stream.config import RECALL_NAMES, CacheConfig, RecallMode
 from h2o_stream.errors import DataError
 from h2o_stream.session.conversation import Conversation
