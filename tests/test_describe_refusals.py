@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment.describe import describe
 from h2o_stream.native import library
+from h2o_stream.native.altup import Versions
 from h2o_stream.native.description import DescriptionError
 from tests.families import EXPERTS, FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES, tiny
+from tests.more_families import MORE
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "other names": (tiny("GPTBigCode", **SIZES), "gpt_bigcode is not in the table"),
@@ -129,3 +131,17 @@ def test_what_only_logits_show(change: Callable[[Any], None], llama: Any) -> Non
     change(llama.model.layers[1])
     with attach(llama, config) as cache:
         assert not cache.engine_note.startswith("native")
+
+
+def test_a_router_without_a_norm_is_refused() -> None:
+    model = copy.deepcopy(MORE["Gemma 3n, three versions"]())
+    model.model.layers[1].altup.router_norm = nn.Identity()
+    with pytest.raises(DescriptionError, match="it has no altup_router_norm"):
+        describe(model)
+
+
+def test_too_many_versions_are_refused() -> None:
+    versions = describe(MORE["Gemma 3n, three versions"]()).versions
+    assert versions is not None
+    with pytest.raises(DescriptionError, match="there are 5 versions"):
+        Versions(versions.first * 2, versions.last * 2, 0)

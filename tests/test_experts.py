@@ -24,7 +24,10 @@ from tests.fixtures import thinned
 from tests.packed_tiles import KINDS, numbers, random_tiles
 from tests.tolerance import relative_error
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = [
+    pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library"),
+    pytest.mark.usefixtures("dense_too"),
+]
 
 TOKENS = [number * 7 % 61 + 3 for number in range(40)]
 
@@ -33,12 +36,6 @@ MODELS = {
     "with an expert for all": ("Qwen2Moe", {"shared_expert_intermediate_size": 64}),
     "sigmoid": ("Glm4Moe", {"n_routed_experts": 6, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}),
 }
-
-
-@pytest.fixture(autouse=True)
-def dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are native although attentions are dense."""
-    monkeypatch.setattr(stepper, "DENSE", set())
 
 
 def packed(kind: MatrixKind, rows: int, columns: int, seed: int) -> Matrix:

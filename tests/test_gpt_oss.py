@@ -20,8 +20,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.experts import Experts
 from tests.family_models import MODELS, written
-from tests.test_native_prompt import streamed
-from tests.test_native_step import tokens_of
+from tests.native_streams import streamed, tokens_of
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")

@@ -11,7 +11,6 @@ from torch import Tensor
 from h2o_stream.native.abi import Matrix, MatrixKind
 from h2o_stream.native.packing import GROUP, columns_fit
 from tests.in_turn import in_turn
-from tests.native_builds import native, portable  # noqa: F401
 from tests.packed_tiles import KINDS, numbers, random_tiles
 
 GUARD = 123.5
@@ -54,7 +53,7 @@ COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]
 
 @in_turn("kind", [MatrixKind.FLOAT32, MatrixKind.BFLOAT16, MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16_COLUMNS])
 @in_turn("columns", [1, 7, 16, 40, 576])
-def test_dense(native: ctypes.CDLL, kind: int, columns: int) -> None:  # noqa: F811
+def test_dense(native: ctypes.CDLL, kind: int, columns: int) -> None:
     torch.manual_seed(columns)
     for rows in (*range(1, 10), 37):
         weights = torch.randn(rows, columns)
@@ -78,7 +77,7 @@ SHAPES = [
 
 
 @in_turn("kind, columns", [(kind, columns) for kind, columns in SHAPES if columns < 4096 or kind == KINDS[0]])
-def test_packed(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:  # noqa: F811
+def test_packed(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:
     torch.manual_seed(columns)
     for rows in (1, 15, 16, 17, 40):
         tiles = random_tiles(kind, rows, columns, rows)
@@ -101,7 +100,7 @@ def kinds_and_weights(rows: int, columns: int) -> list[tuple[int, Tensor]]:
 
 
 @pytest.mark.parametrize("columns", [576, 768])
-def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL, columns: int) -> None:  # noqa: F811
+def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL, columns: int) -> None:
     torch.manual_seed(0)
     for kind, weights in kinds_and_weights(403, columns):
         matrix, x = described(weights, None, 403, columns, kind), torch.randn(13, columns)
@@ -118,7 +117,7 @@ def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL, 
 
 @in_turn("kind", KINDS)
 @in_turn("columns", [32, 96, 256, 1056])
-def test_in_bfloat16(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:  # noqa: F811
+def test_in_bfloat16(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:
     """Both may be rounded to bfloat16 where that is faster; nothing else is lost, whatever the numbers of rows are."""
     if not columns_fit(kind, columns):
         return
@@ -135,7 +134,7 @@ def test_in_bfloat16(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> Non
 
 
 @in_turn("kind", KINDS)
-def test_prompts_give_the_numbers_of_single_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
+def test_prompts_give_the_numbers_of_single_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:
     """More vectors and columns than the cache holds at a time."""
     torch.manual_seed(0)
     columns = 1056 if columns_fit(kind, 1056) else 1280
@@ -146,7 +145,7 @@ def test_prompts_give_the_numbers_of_single_vectors(native: ctypes.CDLL, kind: M
         assert multiply(native, matrix, x, threads).equal(expected)
 
 
-def test_results_do_not_depend_on_earlier_products(native: ctypes.CDLL) -> None:  # noqa: F811
+def test_results_do_not_depend_on_earlier_products(native: ctypes.CDLL) -> None:
     """Vector buffers are reused, for shorter vectors and after non-finite ones."""
     torch.manual_seed(0)
     for columns in (768, 96):
@@ -160,7 +159,7 @@ def test_results_do_not_depend_on_earlier_products(native: ctypes.CDLL) -> None:
 
 @in_turn("kind", KINDS)
 @in_turn("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_shows(native: ctypes.CDLL, kind: MatrixKind, value: float) -> None:  # noqa: F811
+def test_what_is_not_finite_shows(native: ctypes.CDLL, kind: MatrixKind, value: float) -> None:
     tiles, x = random_tiles(kind, 8, 512), torch.randn(2, 512)
     x[1, 40] = value
     y = multiply(native, described(tiles, None, 8, 512, kind), x)
@@ -169,7 +168,7 @@ def test_what_is_not_finite_shows(native: ctypes.CDLL, kind: MatrixKind, value: 
 
 
 @in_turn("kind", KINDS)
-def test_extreme_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
+def test_extreme_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:
     tiles = random_tiles(kind, 8, 256)
     matrix, weights = described(tiles, None, 8, 256, kind), numbers(tiles, kind, 8, 256)
     alternating = torch.tensor([1.0, -1.0]).repeat(128)
@@ -190,7 +189,7 @@ BITS = {
 
 
 @in_turn("kind", KINDS)
-def test_extreme_codes(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
+def test_extreme_codes(native: ctypes.CDLL, kind: MatrixKind) -> None:
     """The largest dot products of either sign."""
     for byte in (0x00, 0x7F, 0x80, 0x81, 0xFF):
         tiles = random_tiles(kind, 16, 256)
@@ -204,7 +203,7 @@ def test_extreme_codes(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: 
 @in_turn("dtype", [torch.float32, torch.bfloat16])
 @in_turn("kind, columns", SHAPES)
 def test_rows_by_number(
-    native: ctypes.CDLL,  # noqa: F811
+    native: ctypes.CDLL,
     kind: MatrixKind,
     columns: int,
     dtype: torch.dtype,
@@ -222,7 +221,7 @@ def test_rows_by_number(
         assert out[-1].eq(GUARD).all()
 
 
-def test_on_any_processor(portable: ctypes.CDLL) -> None:  # noqa: F811
+def test_on_any_processor(portable: ctypes.CDLL) -> None:
     for kind, weights in kinds_and_weights(37, 768):
         x = torch.randn(3, 768)
         numbered = numbers(weights, kind, 37, 768) if kind in KINDS else weights.double().view(37, -1)

@@ -24,9 +24,8 @@ from h2o_stream.native.packing import pack
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
 from tests.families import CONTEXT, FAMILIES, GROUPED, tiny
 from tests.fixtures import with_exhaustive
+from tests.native_streams import exact, streamed, tokens_of
 from tests.states import with_checksums
-from tests.test_native_prompt import dense_too, streamed, taken  # noqa: F401
-from tests.test_native_step import exact, tokens_of
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -61,7 +60,7 @@ def states(cache: Any) -> list[Tensor]:
 @pytest.mark.every(2)
 @mixers
 @pytest.mark.usefixtures("dense_too")
-def test_blocks_of_a_prompt_and_threads(name: str, taken: list[tuple[int, int]]) -> None:  # noqa: F811
+def test_blocks_of_a_prompt_and_threads(name: str, taken: list[tuple[int, int]]) -> None:
     """More tokens than a block, of two streams, one after the other in the second block."""
     model, tokens, results = family_of(name).make(), tokens_of(2, 560), []
     config, before = CacheConfig(window=64, chunk=32), torch.get_num_threads()

@@ -27,7 +27,6 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import gather, pack, repack
 from h2o_stream.native.pointers import pointer
 from tests.fixtures import make_llama, thinned, with_exhaustive
-from tests.native_builds import in_use  # noqa: F401
 from tests.test_packed import packed_model
 from tests.tolerance import assert_close
 

@@ -18,8 +18,7 @@ from tests.families import FAMILIES, nudged
 from tests.family_models import MODELS
 from tests.fixtures import thinned, with_exhaustive
 from tests.more_families import MORE, OTHERS
-from tests.test_native_prompt import streamed
-from tests.test_native_step import EXACT, tokens_of
+from tests.native_streams import EXACT, streamed, tokens_of
 from tests.tolerance import relative_error, rms
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")

@@ -27,7 +27,6 @@ from h2o_stream.native import kernels
 from h2o_stream.native.kernels import NativeKernels
 from h2o_stream.runtime.rotations import rope_frequencies
 from tests.in_turn import in_turn
-from tests.native_builds import native, portable  # noqa: F401
 from tests.slots import attend
 
 POLICIES = ("h2o", "h2o-paper", "tova", "random", "sink", "recent")
@@ -230,17 +229,17 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", CASES)
-def test_as_the_eager_layer(native: ctypes.CDLL, name: str) -> None:  # noqa: F811
+def test_as_the_eager_layer(native: ctypes.CDLL, name: str) -> None:
     compare(native, CASES[name])
 
 
 @in_turn("name", ["h2o", "rows", "4 bits", "bfloat16"])
-def test_on_any_processor(portable: ctypes.CDLL, name: str) -> None:  # noqa: F811
+def test_on_any_processor(portable: ctypes.CDLL, name: str) -> None:
     compare(portable, CASES[name])
 
 
 @in_turn("name", ["groups of 3", "rows", "long prompt", "many heads", "4 bits", "bfloat16"])
-def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str, monkeypatch: Any) -> None:  # noqa: F811
+def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str, monkeypatch: Any) -> None:
     case, results = CASES[name], []
     for threads in (1, 2, 3):
         monkeypatch.setattr(kernels, "num_threads", lambda threads=threads: threads)
@@ -251,14 +250,14 @@ def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str, mo
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
-def test_inputs_that_are_views(native: ctypes.CDLL) -> None:  # noqa: F811
+def test_inputs_that_are_views(native: ctypes.CDLL) -> None:
     case = Case(plan())
     wanted = Layer(case, NativeKernels(native)).attend(0)
     case.inputs[0] = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.inputs[0])
     assert torch.equal(Layer(case, NativeKernels(native)).attend(0), wanted)
 
 
-def test_too_few_slots_are_refused(native: ctypes.CDLL) -> None:  # noqa: F811
+def test_too_few_slots_are_refused(native: ctypes.CDLL) -> None:
     layer = Layer(Case(plan()), NativeKernels(native))
     ((group, _),) = layer.groups
     group.schedule, group.fit = Schedule.equal(18), lambda lengths: None

@@ -18,7 +18,6 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import BLOCK, GGUF_KINDS, GROUP, ROWS, gather, pack, repack, tiles_shape
 from tests.in_turn import in_turn
-from tests.native_builds import native, portable  # noqa: F401
 from tests.packed_tiles import numbers, tile_dtype
 
 Bytes = NDArray[np.uint8]
@@ -32,7 +31,7 @@ KINDS = [MatrixKind.INT8, MatrixKind.INT4]
 
 
 @pytest.fixture(autouse=True)
-def chosen(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def chosen(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs with each library."""
     monkeypatch.setattr(library, "loaded", lambda: native)
 
@@ -120,7 +119,7 @@ class TestRepack:
             assert_as_in_file(name, unpacked(tiles[1:], kind, ROWS, columns), blocks[ROWS:])
 
     @in_turn("name", ["Q4_1", "Q6_K", "IQ4_XS"])
-    def test_on_any_processor(self, name: str, portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def test_on_any_processor(self, name: str, portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(library, "loaded", lambda: portable)
         self.check_reading(name)
 

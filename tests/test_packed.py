@@ -16,12 +16,11 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from tests.fixtures import make_llama
 from tests.in_turn import in_turn
-from tests.native_builds import native  # noqa: F401
 from tests.packed_tiles import KINDS, numbers, random_tiles
 
 
 @pytest.fixture(autouse=True)
-def every_build(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def every_build(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run all tests with every library."""
     monkeypatch.setattr(library, "loaded", lambda: native)
 

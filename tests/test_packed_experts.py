@@ -15,8 +15,7 @@ from h2o_stream.native import library
 from tests.families import EXPERTS, GROUPED, tiny
 from tests.family_models import TEXT, written
 from tests.fixtures import thinned
-from tests.test_native_prompt import streamed
-from tests.test_native_step import tokens_of
+from tests.native_streams import streamed, tokens_of
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")

@@ -12,8 +12,7 @@ from h2o_stream.attachment.verification import Verification
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from tests.families import FAMILIES, GROUPED, MULTIPLIERS, STATE_SPACE, nudged, tiny
-from tests.test_native_prompt import dense_too, streamed  # noqa: F401
-from tests.test_native_step import EXACT, tokens_of
+from tests.native_streams import EXACT, streamed, tokens_of
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
