@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -130,26 +129,6 @@ def test_a_step_that_differs_is_found_layer_by_layer(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(ModelGuard, "__bool__", lambda self: True)  # the native step still uses the old one
         with pytest.raises(H2OStreamError, match="after layer 1 "):
             model(tokens[:, 50:51], past_key_values=cache)
-
-
-def test_a_step_that_is_cut_off_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = make_llama(), tokens_of(1, 40)
-
-    def interrupted(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    with torch.no_grad(), attach(model, CacheConfig(window=24)) as cache:
-        model(tokens[:, :20], past_key_values=cache)
-        with monkeypatch.context() as patched:
-            patched.setattr(library.loaded(), "h2o_step", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                model(tokens[:, 20:21], past_key_values=cache)
-        with pytest.raises(H2OStreamError, match="cut off"):
-            model(tokens[:, 21:22], past_key_values=cache)
-        cache.reset()
-        model(tokens[:, :20], past_key_values=cache)
-        model(tokens[:, 20:21], past_key_values=cache)
-        assert cache.seen_tokens == 21
 
 
 @pytest.mark.parametrize(("slots", "dtype"), [(16_383, torch.int16), (16_384, torch.int32)])

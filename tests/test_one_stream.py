@@ -1,5 +1,6 @@
 """One stream at a time: which forwards continue it, which are refused, and the state after an interrupted forward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,26 +17,72 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("policy", ["h2o", "full"])
-class TestTorn:
-    @pytest.mark.parametrize("new", [1, 5])
-    def test_a_forward_cut_off_in_the_last_layer(self, tiny: LlamaForCausalLM, policy: str, new: int) -> None:
-        """Its layer has counted the tokens like all others."""
-        with attach(tiny, CacheConfig(policy, window=16), engine="eager") as cache:
-            tiny(ids(10), past_key_values=cache)
-            hook = tiny.model.layers[1].self_attn.o_proj.register_forward_pre_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                tiny(ids(new), past_key_values=cache)
-            hook.remove()
-            assert len({layer.get_seq_length() for layer in cache.layers}) == 1
-            assert cache.torn
-            with pytest.raises(H2OStreamError, match="cut off halfway"):
-                tiny(ids(new), past_key_values=cache)
-            cache.reset()
-            assert not cache.torn
-            tiny(ids(new), past_key_values=cache)
-            assert cache.seen_tokens == new
+def forward(count: int) -> Callable[[Any, Any], Any]:
+    return lambda model, cache: model(ids(count, rows=2), past_key_values=cache)
 
+
+def last_of(model: Any) -> Any:
+    return model.model.layers[1].self_attn.o_proj
+
+
+def choose_rows(model: Any, cache: Any) -> None:
+    cache.reorder_cache(torch.tensor([1, 1]))
+
+
+CUT_OFF: dict[str, tuple[str, Any, Callable[[Any, Any, pytest.MonkeyPatch], Any], Callable[[Any, Any], Any]]] = {
+    **{
+        f"{count} tokens in the last layer, {policy}": (
+            policy, "eager", lambda model, cache, patch: patch.setitem(last_of(model)._forward_pre_hooks, 0, interrupt),
+            forward(count),
+        )
+        for policy in ("h2o", "full")
+        for count in (1, 5)
+    },
+    "scores": ("h2o", "eager",
+        lambda model, cache, patch: patch.setattr(cache.head_groups[1].policy, "update_scores", interrupt), forward(1)),
+    "a slot": ("h2o", "eager",
+        lambda model, cache, patch: patch.setattr(cache.head_groups[1], "add_newest", interrupt), forward(1)),
+    "a native step": ("h2o", "auto",
+        lambda model, cache, patch: patch.setattr(library.loaded(), "h2o_step", interrupt), forward(1)),
+    "rows": ("h2o", "auto", lambda model, cache, patch: patch.setattr(cache.head_groups[1], "select_rows", interrupt),
+        choose_rows),
+    "rows, full": ("full", "auto",
+        lambda model, cache, patch: patch.setattr(cache.layers[1], "reorder_cache", interrupt), choose_rows),
+    **{
+        f"a reset, {policy}": (
+            policy, "auto", lambda model, cache, patch: patch.setattr(cache.layers[1], "reset", interrupt),
+            lambda model, cache: cache.reset(),
+        )
+        for policy in ("h2o", "full")
+    },
+}  # fmt: skip
+"""Policy, engine, where it is cut off, and what is."""
+
+
+@pytest.mark.parametrize("name", CUT_OFF)
+def test_what_is_cut_off_is_refused_until_reset(tiny: LlamaForCausalLM, name: str, monkeypatch: Any) -> None:
+    policy, engine, cut, act = CUT_OFF[name]
+    with attach(tiny, CacheConfig(policy, window=16), engine=engine) as cache:
+        tiny(ids(10, rows=2), past_key_values=cache)
+        with monkeypatch.context() as patch:
+            cut(tiny, cache, patch)
+            with pytest.raises(KeyboardInterrupt):
+                act(tiny, cache)
+        assert cache.torn
+        if "reset" not in name:
+            assert cache.seen_tokens == 10 or policy == "full", "a forward that is cut off is not counted"
+            assert len({layer.get_seq_length() for layer in cache.layers}) == 1
+        for call in (lambda: forward(1)(tiny, cache), lambda: forward(5)(tiny, cache), cache.state_dict):
+            with pytest.raises(H2OStreamError, match="cut off halfway"):
+                call()
+        cache.reset()
+        assert not cache.torn
+        forward(5)(tiny, cache)
+        assert cache.seen_tokens == 5
+
+
+@pytest.mark.parametrize("policy", ["h2o", "full"])
+class TestUntouched:
     def test_a_forward_that_touched_nothing_is_gone_on_with(self, tiny: LlamaForCausalLM, policy: str) -> None:
         expected = tiny(ids(12)).logits[:, -1]
         with attach(tiny, CacheConfig(policy, window=16)) as cache:
@@ -54,15 +101,6 @@ class TestTorn:
             hook.remove()
             assert_close(tiny(ids(10), past_key_values=cache).logits, expected)
 
-    def test_a_reset_that_was_cut_off(self, tiny: Any, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        with attach(tiny, CacheConfig(policy, window=16)) as cache:
-            tiny(ids(10), past_key_values=cache)
-            monkeypatch.setattr(cache.layers[1], "reset", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                cache.reset()
-            with pytest.raises(H2OStreamError, match="cut off halfway"):
-                tiny(ids(1), past_key_values=cache)
-
 
 def test_a_refused_forward_leaves_no_tear(tiny: LlamaForCausalLM) -> None:
     with attach(tiny, CacheConfig(window=16)) as cache:
@@ -70,36 +108,6 @@ def test_a_refused_forward_leaves_no_tear(tiny: LlamaForCausalLM) -> None:
         with pytest.raises(H2OStreamError, match="cannot take tokens back"):
             cache.crop(1)
         tiny(ids(1), past_key_values=cache)
-
-
-@pytest.mark.parametrize("policy", ["h2o", "full"])
-def test_rows_that_were_half_rearranged(tiny: LlamaForCausalLM, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with attach(tiny, CacheConfig(policy, window=16)) as cache:
-        tiny(ids(10, rows=2), past_key_values=cache)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        tiny(ids(1, rows=2), past_key_values=cache)
-        if policy == "full":
-            monkeypatch.setattr(cache.layers[1], "reorder_cache", interrupt)
-        else:
-            monkeypatch.setattr(cache.head_groups[1], "select_rows", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            cache.reorder_cache(torch.tensor([1, 1]))
-        with pytest.raises(H2OStreamError, match="cut off halfway"):
-            tiny(ids(1, rows=2), past_key_values=cache)
-
-
-def test_the_last_layer_cut_off_when_it_has_counted(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
-        tiny(ids(10), past_key_values=cache)
-        monkeypatch.setattr(cache.head_groups[1].policy, "update_scores", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            tiny(ids(1), past_key_values=cache)
-        assert {int(group.seen) for group in cache.head_groups} == {11}
-        assert cache.seen_tokens == cache.get_seq_length() == 10, "a forward that is cut off is not counted"
-        with pytest.raises(H2OStreamError, match="cut off halfway"):
-            cache.state_dict()
-        with pytest.raises(H2OStreamError, match="cut off halfway"):
-            tiny(ids(1), past_key_values=cache)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "full"])
