@@ -197,7 +197,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty files for charts, which take half a second each; test_report.py and test_cli_compare.py draw them."""
-    monkeypatch.setattr("h2o_stream.ui.report.svg", lambda chart, style: "<svg/>")
+    monkeypatch.setattr("h2o_lab.report.report.svg", lambda chart, style: "<svg/>")
     monkeypatch.setattr("h2o_stream.ui.comparison.draw", lambda chart, path: path.touch())
 
 

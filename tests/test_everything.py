@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from h2o_lab.report.everything import LeftOut, lines_of, read_left_out, write_left_out
 from h2o_lab.throughput.options import Shape
 from h2o_stream.base.processes import Processes
 from h2o_stream.compare import nll
 from h2o_stream.compare.catalog import COMPARISONS, NllOptions
 from h2o_stream.compare.comparison import Job, JobProgress
-from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out, write_left_out
 from h2o_stream.compare.options import InAll
 from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from h2o_stream.base.options import Option
 from h2o_stream.base.processes import Processes
 from h2o_stream.base.registry import is_ours
-from h2o_stream.base.resources import require_matplotlib
-from h2o_stream.base.startup import importing
 from h2o_stream.cli import run
 from h2o_stream.cli.groups import typer_option
 from h2o_stream.cli.options import OUTPUT, VERSION, OutputOptions, group_of
 from h2o_stream.compare.catalog import COMMANDS, COMPARISONS
-from h2o_stream.compare.certify import CertifyOptions, certify
-from h2o_stream.compare.everything import AllOptions
 from h2o_stream.compare.options import ComparisonOptions
-from h2o_stream.errors import H2OStreamError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -97,60 +89,14 @@ def _add_comparison(app: typer.Typer, name: str, options: type[ComparisonOptions
 def _add_command(app: typer.Typer, name: str, options: Any) -> None:
     @run.command(app, _NAME, group_of(options), OUTPUT, name=name, help=inspect.getdoc(options))
     def command(chosen: Any, output: OutputOptions) -> None:
-        with run.outputs(output) as (terminal, records):
+        with run.outputs(output, bars=True) as (terminal, records):
             chosen.run(terminal, records)
 
 
 for _name in COMPARISONS.registered:
     _add_comparison(app, _name, COMPARISONS[_name])
-
-
-@run.command(app, _NAME, group_of(AllOptions), OUTPUT, name="all", help=inspect.getdoc(AllOptions))
-def everything(options: AllOptions, output: OutputOptions) -> None:
-    """Run several comparisons, and write a report of them."""
-    require_matplotlib()
-    with run.outputs(output, bars=True) as (terminal, records):
-        with run.loading(options.model, terminal):
-            from h2o_stream.ui.comparison import run_everything
-        run_everything(options, terminal, records, Processes(shares_model=options.model.tensor_parallel))
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """One page of finished comparisons: tables and charts, settings, commands and machine.
-
-    HTML that needs nothing from outside, light or dark as the reader likes it (extra "plots"), Markdown, or the tables
-    alone as CSV or LaTeX, as the name of the file says.
-    """
-
-    folders: Annotated[
-        list[Path], typer.Argument(help="Folders of --out, or folders of such folders.", show_default=False)
-    ]
-    to: Annotated[Path, Option("The file: .html, .md, .csv or .tex.")] = Path("report.html")
-
-
-@run.command(app, _NAME, group_of(ReportOptions), OUTPUT, name="report", help=inspect.getdoc(ReportOptions))
-def report(options: ReportOptions, output: OutputOptions) -> None:
-    """Write a report."""
-    from h2o_stream.compare.everything import read_left_out
-    from h2o_stream.ui.report import read_comparisons, write_report
-    from h2o_stream.ui.terminal import Terminal
-
-    left_out = [item for folder in options.folders for item in read_left_out(folder)]
-    write_report(read_comparisons(options.folders), options.to, left_out)
-    Terminal(output.color, output.quiet).note(f"the report is {options.to}")
-
-
-@run.command(app, _NAME, group_of(CertifyOptions), OUTPUT, name="certify", help=inspect.getdoc(CertifyOptions))
-def certificate(options: CertifyOptions, output: OutputOptions) -> None:
-    """Compare two readings of a model."""
-    with run.outputs(output) as (terminal, records), importing():
-        differences = certify(options, lambda line: terminal.note(f"{line} ...", style="dim"))
-        name = options.name or options.model.model
-        records.write({"type": "certificate", "model": name, "differences": differences})
-        if differences:
-            raise H2OStreamError(f"{name}: {'; '.join(differences)}")
-        terminal.note(f"{name}: tokens and logits are those of transformers")
+for _name in COMMANDS.registered:
+    _add_command(app, _name, COMMANDS[_name])
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 from h2o_stream.base.options import Option, listed_if_any, numbers, paths, some_of
 from h2o_stream.base.registry import Registry
-from h2o_stream.base.resources import python_manual, require_package, write_text
+from h2o_stream.base.resources import require_package
+from h2o_stream.compare.certify import CertifyOptions
 from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
@@ -146,13 +147,6 @@ class SpeedOptions(ComparisonOptions):
         ]
 
 
-def manual_file(folder: Path) -> Path:
-    """The manual of Python, as a file in a folder."""
-    path = folder / "manual.txt"
-    write_text(path, python_manual(), "--out")
-    return path
-
-
 def _options_class(named: Any) -> type[ComparisonOptions]:
     if not (isinstance(named, type) and issubclass(named, ComparisonOptions)):
         raise TypeError(f"{named!r} is not a class derived from ComparisonOptions")
@@ -169,6 +163,5 @@ COMPARISONS: Registry[type[ComparisonOptions]] = Registry(
 )
 """Subcommands of ``h2o-compare``, by name."""
 
-COMMANDS: Registry[Any] = Registry("h2o_stream.commands", {}, lambda named: named)
-"""Subcommands of other packages that compare nothing: dataclasses of options, whose method ``run`` gets the terminal
-and the records."""
+COMMANDS: Registry[Any] = Registry("h2o_stream.commands", {"certify": CertifyOptions}, lambda named: named)
+"""Subcommands that are no comparisons: dataclasses of options, whose method ``run`` gets terminal and records."""

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from h2o_stream.base.progress import ignore
+from h2o_stream.base.startup import importing
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.session.jsonl import JsonlWriter
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,16 @@ class CertifyOptions:
         str, typer.Argument(help="The model, in place of --model.", metavar="MODEL", show_default=False)
     ] = ""
     model: ModelConfig = field(default_factory=ModelConfig)
+
+    def run(self, terminal: Any, records: JsonlWriter) -> None:
+        """Say whether there is a difference; see `catalog.COMMANDS`."""
+        with importing():
+            differences = certify(self, lambda line: terminal.note(f"{line} ...", style="dim"))
+        name = self.name or self.model.model
+        records.write({"type": "certificate", "model": name, "differences": differences})
+        if differences:
+            raise H2OStreamError(f"{name}: {'; '.join(differences)}")
+        terminal.note(f"{name}: tokens and logits are those of transformers")
 
 
 def certify(options: CertifyOptions, say: Callable[[str], None]) -> list[str]:

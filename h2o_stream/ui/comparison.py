@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from h2o_stream.base.memory import release_memory
 from h2o_stream.base.processes import Processes
 from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.compare.comparison import (
@@ -24,22 +23,19 @@ from h2o_stream.compare.comparison import (
     OnFailure,
     OnProgress,
     leave_out_unsupported,
-    reason_of,
     run_job,
     run_jobs,
     run_possible_jobs,
 )
-from h2o_stream.compare.everything import AllOptions, LeftOut, lines_of, write_left_out
 from h2o_stream.compare.folder import Folder, JobResult
 from h2o_stream.compare.options import RUNNERS
 from h2o_stream.compare.pause import Pause
-from h2o_stream.errors import H2OStreamError, file_errors
+from h2o_stream.errors import file_errors
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
 from h2o_stream.ui.format import format_duration
 from h2o_stream.ui.pages import Page, Record, page_of
 from h2o_stream.ui.plots import draw
-from h2o_stream.ui.report import read_comparisons, write_report
 from h2o_stream.ui.tables import data_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
 
@@ -225,59 +221,3 @@ class _Bars:
         full = [task.id for task in shown if task.id in self._tasks.values() and task.finished]
         for task in full[: max(len(shown) + 2 - self._progress.console.height, 0)]:
             self._progress.update(task, visible=False)
-
-
-_REPORTS = ("report.html", "report.md")
-
-
-def run_everything(options: AllOptions, terminal: Terminal, jsonl: JsonlWriter, processes: Processes) -> None:
-    """Run all comparisons and write their reports.
-
-    What a model, its tokenizer, the memory or the installation does not allow is left out, with the reason on the
-    terminal, in `jsonl` and in the reports. A model that cannot be loaded ends it all.
-
-    Raises:
-        H2OStreamError: the first comparison could not begin, or nothing could be measured.
-    """
-    comparisons, left_out = options.comparisons(), _Collector(options, terminal, jsonl, processes)
-    measured = 0
-    for number, (name, chosen) in enumerate(comparisons.items(), 1):
-        terminal.note(f"{number} of {len(comparisons)}: {name}", style="bold")
-        known = len(left_out.items)
-        try:
-            chosen.check()
-            run_comparison(chosen.make(), chosen.out, terminal, jsonl, processes, partial(left_out.add, name))
-            measured += 1
-        except Exception as error:  # the others are measured all the same
-            if number == 1 and len(left_out.items) == known:
-                raise
-            left_out.add(name, None, reason_of(error))
-        release_memory()
-    if not measured:
-        raise H2OStreamError(f"nothing could be measured; {lines_of(left_out.items)[0]}")
-    if processes.main:
-        finished = read_comparisons([options.out])
-        for report in _REPORTS:
-            write_report(finished, options.out / report, left_out.items)
-            terminal.note(f"the report is {options.out / report}")
-
-
-class _Collector:
-    """Collects what is left out, and says and stores it at once."""
-
-    def __init__(self, options: AllOptions, terminal: Terminal, jsonl: JsonlWriter, processes: Processes) -> None:
-        self.items: list[LeftOut] = []
-        self._folder, self._terminal, self._jsonl, self._main = options.out, terminal, jsonl, processes.main
-        self._store()
-
-    def add(self, comparison: str, job: str | None, reason: str) -> None:
-        """Add a job, or a whole comparison."""
-        item = LeftOut(comparison, job, reason)
-        self.items.append(item)
-        self._terminal.note(f"left out: {lines_of([item])[0]}", style="yellow")
-        self._jsonl.write(item.record)
-        self._store()
-
-    def _store(self) -> None:
-        if self._main:
-            write_left_out(self._folder, self.items)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.nn.functional import cross_entropy
 
+from h2o_lab.report.everything import manual_file
 from h2o_lab.soak.options import SoakOptions
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import input_device
@@ -25,7 +26,6 @@ from h2o_stream.base.resources import cache_folder, write_atomically
 from h2o_stream.base.texts import read_text
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.compare.catalog import manual_file
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens

@@ -13,10 +13,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from h2o_lab.report.everything import LeftOut, lines_of, read_left_out
 from h2o_stream.base.memory import format_bytes
 from h2o_stream.base.resources import require_matplotlib, version_of, write_text
 from h2o_stream.compare.catalog import COMPARISONS
-from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.run_record import RECORDS, RUN, read_run_record
@@ -113,7 +113,7 @@ def _is_report(text: str) -> bool:
 
 
 def _html(finished: Sequence[FinishedComparison], left_out: Sequence[LeftOut]) -> str:
-    environment = Environment(loader=PackageLoader("h2o_stream.ui"), autoescape=True, undefined=StrictUndefined)
+    environment = Environment(loader=PackageLoader("h2o_lab.report"), autoescape=True, undefined=StrictUndefined)
     environment.filters["images"] = _images
     environment.filters["settings"] = _settings
     template = environment.get_template("report.html")

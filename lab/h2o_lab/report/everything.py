@@ -1,20 +1,27 @@
-"""``h2o-compare all``: the options of several comparisons at once, and what of them could not be measured, and why."""
+"""The options of ``h2o-compare all`` and ``h2o-compare report``; what could not be measured, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from h2o_stream.base.options import Option
-from h2o_stream.base.resources import write_text
+from h2o_stream.base.processes import Processes
+from h2o_stream.base.resources import python_manual, require_matplotlib, write_text
 from h2o_stream.base.texts import read_text
-from h2o_stream.compare.catalog import COMPARISONS, manual_file
+from h2o_stream.cli.run import loading
+from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.options import ComparisonOptions, sets_window
 from h2o_stream.config import POLICIES, EngineChoice, ModelConfig
 from h2o_stream.errors import DataError
-from h2o_stream.session.jsonl import jsonl_text, read_objects
+from h2o_stream.session.jsonl import JsonlWriter, jsonl_text, read_objects
+
+if TYPE_CHECKING:
+    from h2o_stream.ui.terminal import Terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,20 @@ class AllOptions:
                 values.pop("windows", None)
             chosen[name] = options(out=self.out / name, model=self.model, cache=self.cache, **values)
         return chosen
+
+    def run(self, terminal: Terminal, records: JsonlWriter) -> None:
+        """Run them, and write reports."""
+        require_matplotlib()
+        with loading(self.model, terminal):
+            from h2o_lab.report.run import run_everything
+        run_everything(self, terminal, records, Processes(shares_model=self.model.tensor_parallel))
+
+
+def manual_file(folder: Path) -> Path:
+    """The manual of Python, as a file in a folder."""
+    path = folder / "manual.txt"
+    write_text(path, python_manual(), "--out")
+    return path
 
 
 _FILE = "left-out.jsonl"
@@ -97,3 +118,25 @@ def lines_of(left_out: Sequence[LeftOut]) -> list[str]:
     return [
         f"{', '.join(dict.fromkeys([comparison, *labels]))}: {reason}" for (comparison, reason), labels in jobs.items()
     ]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """One page of finished comparisons: tables and charts, settings, commands and machine.
+
+    HTML that needs nothing from outside, light or dark as the reader likes it (extra "plots"), Markdown, or the tables
+    alone as CSV or LaTeX, as the name of the file says.
+    """
+
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders of --out, or folders of such folders.", show_default=False)
+    ]
+    to: Annotated[Path, Option("The file: .html, .md, .csv or .tex.")] = Path("report.html")
+
+    def run(self, terminal: Terminal, records: JsonlWriter) -> None:
+        """Write the report."""
+        from h2o_lab.report.report import read_comparisons, write_report
+
+        left_out = [item for folder in self.folders for item in read_left_out(folder)]
+        write_report(read_comparisons(self.folders), self.to, left_out)
+        terminal.note(f"the report is {self.to}")

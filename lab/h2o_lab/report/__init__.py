@@ -1,0 +1,1 @@
+"""``h2o-compare all`` and ``h2o-compare report``: several comparisons, and a page of finished ones."""
