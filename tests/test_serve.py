@@ -406,6 +406,32 @@ class TestLimits:
                 origins = [future.result()[1]["h2o"]["origin"] for future in asked]
             assert sorted(origins) == ["branched", "continued"]
 
+    def test_what_woke_up_for_a_client_that_leaves_sleeps_again(
+        self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else its files would stay open."""
+        model, read, wake = ModelConfig(str(long_folder), dtype="float32"), threading.Event(), Conversations.wake
+        monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
+        monkeypatch.setattr(Conversations, "wake", lambda *values: read.wait(30) and wake(*values))
+        with Running(tmp_path, model, awake=1, running=1) as running:
+            worker, first = running.service.worker, running.say("Number 0.")
+            running.say("Number 1.")
+            with closing(http.client.HTTPConnection(running.url.removeprefix("http://"))) as leaving:
+                body = {"messages": [{"role": "user", "content": "And?"}], "previous_response_id": first["id"]}
+                leaving.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+                self._wait_until(lambda: bool(worker._waking))
+                with ThreadPoolExecutor(1) as executor:
+                    other = executor.submit(running.ask, "A story.", max_tokens=800, ignore_eos=True)
+                    self._wait_until(lambda: bool(worker._jobs))
+                    read.set()
+                    self._wait_until(lambda: bool(worker._woken))
+                    leaving.close()
+                    self._wait_until(lambda: not worker._asked)
+                    assert not other.done()
+                    assert not worker._woken
+                    kept = running.service.store.conversations[first["h2o"]["conversation"]]
+                    assert kept.session is None
+
     def _wait_until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 30
         while not holds():

@@ -189,6 +189,37 @@ def address(server: connections.Server) -> tuple[str, int]:
     return host, port
 
 
+def test_small_chunks_are_read_in_turn_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a megabyte of them, which is what a connection gives at once, takes seconds."""
+    events, handle = list[int](), connections.H11Protocol.handle_events
+
+    def counting(protocol: connections.H11Protocol) -> None:
+        number, take = len(events), protocol.conn.next_event
+        events.append(0)
+
+        def counted() -> object:
+            events[number] += 1
+            return take()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(protocol.conn, "next_event", counted)
+            handle(protocol)
+
+    async def sent() -> None:
+        server = await listening()
+        _, writer = await asyncio.open_connection(*address(server))
+        writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"1\r\n \r\n" * 20_000)
+        while sum(events) < 20_000:
+            await asyncio.sleep(0.01)
+        writer.close()
+        server.servers[0].close()
+
+    monkeypatch.setattr(connections.H11Protocol, "handle_events", counting)
+    asyncio.run(sent())
+    assert max(events) < 500
+
+
 def test_a_closed_connection_is_no_garbage() -> None:
     """Its collection would stop all threads, for tenths of a second after some thousand connections."""
 

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from starlette.routing import Route
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.models import tokenizer
 from h2o_stream.native import library
-from h2o_stream.serve import aside, chat, grammar_client, grammars, service, worker
+from h2o_stream.serve import app, aside, chat, grammar_client, grammars, service, worker
 from h2o_stream.serve.app import make_app
 from h2o_stream.serve.conversations import Conversations, Live
 from h2o_stream.serve.endings import Endings
@@ -545,13 +546,34 @@ def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: py
     assert threads["tokens"]
     assert threads["JSON"] | threads["messages"] <= {name for _, name, _ in read if name.startswith("h2o-aside")}
     read.clear()
+    for module in (aside, service):
+        monkeypatch.setattr(module, "LONG", 1000)
     for refused, param in (
         ({"messages": [{"role": "system", "content": text}, *other]}, "messages"),
         ({"messages": other, "pins": [text]}, "pins"),
+        ({"messages": [{"role": "system", "content": text[:6000]}, *other], "window": 300}, "messages"),
     ):
         status, answer = post(server.url, "/v1/chat/completions", refused)
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", param)
+    assert {name[:9] for what, name, size in read if what == "tokens" and size >= 6000} == {"h2o-aside"}
     assert not [what for what, _, size in read if what == "tokens" and size >= len(text)]
+
+
+def test_long_lists_of_tokens_are_written_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer with 20 likely tokens for each of 16,384 would stop all others for seconds."""
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "temperature": 0, "store": False}
+    here, threads = server.say("A list.", **asked)["choices"], list[str]()
+
+    def noting(function: Callable[..., Any], *values: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return function(*values)
+
+    for module, name in ((chat, "chat_logprobs"), (app, "patient_json")):
+        monkeypatch.setattr(module, name, partial(noting, getattr(module, name)))
+    for module in (aside, app):
+        monkeypatch.setattr(module, "LONG", 30)
+    assert server.say("A list.", **asked)["choices"] == here
+    assert [name[:9] for name in threads] == 2 * ["h2o-aside"]
 
 
 def test_long_texts_leave_the_processors_to_replies(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

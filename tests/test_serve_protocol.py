@@ -39,7 +39,7 @@ from h2o_stream.session.other_calls import Call
 from tests.fixtures import make_llama, saved
 from tests.protocol import ADAPTERS, answered, message_of, send, texts_of, whole_of
 from tests.served import Running
-from tests.test_serve_tools import STRICT
+from tests.test_serve_tools import ODD_JSON, STRICT
 from tests.test_tools import HERMES, TIME
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -58,8 +58,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 
 RESPONSE_TOOL = {"type": "function", **STRICT["function"]}  # type: ignore[dict-item]
+ODD_TOOLS = [[{**RESPONSE_TOOL, name: odd}] for name in RESPONSE_TOOL for odd in (None, "x", 5, [], {})]
+ODD_CALLS = [f'<tool_call>{{"name": "time", "arguments": {{"x": {odd}}}}}' for odd in ODD_JSON]
 TEXTS = st.sampled_from(
-    ["Hi.", "日本語 é 😀", "<|im_end|>", "x<|im_end|", ">", "", " ", "\n\n", "\ud800", "a" * 300, "\0"]
+    ["Hi.", "日本語 é 😀", "<|im_end|>", "x<|im_end|", ">", "", " ", "\n\n", "\ud800", "a" * 300, "\0", *ODD_CALLS]
 )
 ODD = st.one_of(
     st.sampled_from([None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, -(10**400)]),
@@ -109,7 +111,7 @@ OF_CHAT: dict[str, Any] = {
 PARTS = st.just([{"type": "text", "text": "Hi."}])
 CALLS = st.sampled_from([
     [{"id": "a", "type": "function", "function": {"name": "time", "arguments": arguments}}]
-    for arguments in ("{}", {"place": "x"}, "{", "[1]", "\ud800", None)
+    for arguments in ("{}", {"place": "x"}, "{", "[1]", "\ud800", None, *ODD_CALLS)
 ])  # fmt: skip
 MESSAGES = st.lists(
     st.fixed_dictionaries(
@@ -123,6 +125,7 @@ ITEMS = st.lists(
         {"role": "user", "content": "Hi."}, {"type": "message", "role": "user", "content": "Hi."},
         {"type": "function_call", "call_id": "a", "name": "time", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": "5"}, {"type": "reasoning", "summary": []},
+        *({"role": "assistant", "content": "x", "tool_calls": calls} for calls in (None, 5, [], {})),
         {"type": "x"}, None,
     ]),
     max_size=4,
@@ -143,7 +146,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "responses": {
         **NUMBERS, **OF_CHAT, "input": MESSAGES | ITEMS | TEXTS, "max_output_tokens": LIMITS,
-        "instructions": TEXTS, "tools": st.just([RESPONSE_TOOL]),
+        "instructions": TEXTS, "tools": st.sampled_from([[RESPONSE_TOOL], *ODD_TOOLS]),
         "truncation": st.sampled_from(["auto", "disabled", "x"]),
         "text": st.sampled_from([
             {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}, {"format": "json_object"}, {},

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
-from h2o_stream.serve import tools
+from h2o_stream.serve import aside, tools
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Exchange, Reply, as_fed, chain, next_hash, parse_dialogue
 from h2o_stream.serve.requests import Options
@@ -53,6 +53,9 @@ FORMATS = {
     NAMED: CallFormat("[TOOL_CALLS]", "", "", "[ARGS]"),
     XML: None,
 }
+ODD_JSON = ["NaN", "-Infinity", "1e999", "9" * 5000, '{"a": ' * 400 + "1" + "}" * 400, "[" * 300 + "]" * 300]
+"""What Python reads as JSON, or would, and nobody else."""
+
 BERN, NOW = Call("weather", {"city": "Bern"}), Call("time", {})
 WRITTEN = {
     HERMES: ["<tool_call>\n", '{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>', "\n<tool_call>\n",
@@ -123,6 +126,17 @@ class TestFormat:
         for text in ('{"name": "Bob", "age": 3}', '{"name": " ", "parameters": {}}'):
             assert form.parse(text) == (text, ())
 
+    @pytest.mark.parametrize("odd", ODD_JSON, ids=lambda text: text[:9])
+    def test_what_only_python_reads_is_no_call(self, odd: str) -> None:
+        for form in filter(None, FORMATS.values()):
+            call = f'{{"name": "time", "{form.key}": {{"x": {odd}}}}}' if form.key else f'time[ARGS]{{"x": {odd}}}'
+            text = f"{form.opening}{call}{form.closing}"
+            assert form.of([TIME]).parse(text) == (text, ())
+        again = copy.deepcopy(CALLING)
+        again["tool_calls"][0]["function"]["arguments"] = f'{{"x": {odd}}}'  # type: ignore[index]
+        (exchange,) = parse_dialogue([WARM, again, WARM]).past
+        assert exchange.reply.calls[0].arguments == {"arguments": f'{{"x": {odd}}}'}
+
     def test_arguments_can_be_encoded(self) -> None:
         for template, key in ((HERMES, "arguments"), (LLAMA, "parameters")):
             form = FORMATS[template]
@@ -145,6 +159,16 @@ CALLING = {
 
 
 class TestMessages:
+    @pytest.mark.parametrize("field", ["name", "arguments"])
+    def test_calls_count_as_text(self, field: str) -> None:
+        """Else the thread that steps all replies would make tokens of them, however long they are."""
+        again, long = copy.deepcopy(CALLING), "x" * aside.LONG
+        again["tool_calls"][0]["function"][field] = long if field == "name" else {"city": long}  # type: ignore[index]
+        result = {"role": "tool", "content": "18", "tool_call_id": long}
+        dialogue = parse_dialogue([WARM, again, result, WARM])
+        assert dialogue.size >= 2 * aside.LONG
+        assert min(dialogue.parts) >= aside.LONG
+
     def test_results_belong_to_the_turn_that_called(self) -> None:
         result = {"role": "tool", "content": "18", "tool_call_id": "a1b2c3d4e"}
         said = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Sure?"}]

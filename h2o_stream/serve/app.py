@@ -21,7 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from h2o_stream.serve.access import Gate
-from h2o_stream.serve.aside import LONG, PatientDecoder, aside
+from h2o_stream.serve.aside import LONG, PatientDecoder, aside, patient_json
 from h2o_stream.serve.chat import answer_chat, parse_chat, previous_chat, stream_chat
 from h2o_stream.serve.completions import answer_completion, parse_completion, stream_completion
 from h2o_stream.serve.errors import ApiError, wrong
@@ -202,7 +202,8 @@ async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Res
     after, keep = previous_chat(body), is_kept(body)
     asked = await aside(request.state.size, partial(parse_chat, body, service, request.state.owner))
     if not asked[2].stream:
-        return JSONResponse(await while_connected(request, answer_chat(service, asked, after, keep)))
+        answer = await while_connected(request, answer_chat(service, asked, after, keep))
+        return await _whole(answer, asked[2].listed)
     name = secrets.token_hex(16)
     opened = service.replies(*asked, after, keep, response=name)
     return await streamed(request, opened, partial(stream_chat, service, asked, name))
@@ -211,7 +212,8 @@ async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Res
 async def _completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
     asked = await aside(request.state.size, partial(parse_completion, body, service))
     if not asked.sampled.stream:
-        return JSONResponse(await while_connected(request, answer_completion(service, asked)))
+        answer = await while_connected(request, answer_completion(service, asked))
+        return await _whole(answer, asked.sampled.listed * len(asked.prompts))
     return await streamed(request, asked.replies(service), partial(stream_completion, service, asked))
 
 
@@ -220,6 +222,13 @@ async def _response(service: Service, request: Request, body: dict[str, Any]) ->
     if not asked.sampled.stream:
         return JSONResponse(await while_connected(request, answer_response(service, asked)))
     return await streamed(request, asked.replies(service), partial(stream_response, service, asked), named=True)
+
+
+async def _whole(answer: Mapping[str, Any], listed: int) -> Response:
+    """The response with an answer, which lists so many tokens at most."""
+    if listed < LONG:
+        return JSONResponse(answer)
+    return Response(await aside(listed, partial(patient_json, answer)), media_type="application/json")
 
 
 def _models(service: Service, request: Request) -> Response:
@@ -264,6 +273,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return _refusal(ApiError(error.status_code, f"{request.method} {path[:60]}: {why}. Served are {_SERVED}"))
 
 
-async def _unexpected(_: Request, error: Exception) -> Response:
-    _log.error("a request failed", exc_info=error)
+async def _unexpected(_: Request, error: Exception) -> Response:  # which uvicorn logs
     return _refusal(ApiError(500, f"unexpected {type(error).__name__}"))

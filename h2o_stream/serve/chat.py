@@ -7,8 +7,10 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
+from h2o_stream.serve.aside import aside
 from h2o_stream.serve.errors import no_response, wrong
 from h2o_stream.serve.logprobs import chat_logprobs
 from h2o_stream.serve.messages import Dialogue, parse_dialogue
@@ -95,7 +97,7 @@ async def answer_chat(
             message["content"] = None
         logprobs = None
         if sampled.logprobs is not None:
-            logprobs = chat_logprobs(service.texts, logprobs_of(pieces))
+            logprobs = await aside(sampled.listed, partial(chat_logprobs, service.texts, logprobs_of(pieces)))
         choices.append({
             "index": number, "message": message, "logprobs": logprobs,
             "finish_reason": _finish(end, sampled),

@@ -8,9 +8,11 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from h2o_stream.base.resources import replace_surrogates
+from h2o_stream.serve.aside import aside
 from h2o_stream.serve.errors import wrong
 from h2o_stream.serve.logprobs import TextLogprobs
 from h2o_stream.serve.messages import Dialogue
@@ -84,7 +86,8 @@ async def answer_completion(service: Service, asked: AskedCompletions) -> dict[s
     for number, (end, pieces) in enumerate(replies):
         logprobs = None
         if sampled.logprobs is not None:
-            logprobs = TextLogprobs(service.texts).part(logprobs_of(pieces))
+            part = partial(TextLogprobs(service.texts).part, logprobs_of(pieces))
+            logprobs = await aside(sampled.listed * len(asked.prompts), part)
         choices.append({"index": number, "text": end.text, "finish_reason": end.finish, "logprobs": logprobs})
     ends = dict(enumerate(end for end, _ in replies))
     return {**_head(service), "choices": choices, "usage": asked.usage(ends), "h2o": report(ends[0])}

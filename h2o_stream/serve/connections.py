@@ -44,6 +44,9 @@ _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 
 _MAX_MS = 2**31 - 1
 """What fits in an option of a socket."""
 
+_READ_BYTES = 2**11
+"""What is read of a connection before others have their turn: each chunk of a body takes as long, if it is a byte."""
+
 
 class Server(uvicorn.Server):
     """Ends soon after a signal, whatever its threads do."""
@@ -140,6 +143,7 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 transport.close()
                 return
             self._open[self] = None
+            transport.max_size = _READ_BYTES  # of asyncio's transports
             super().connection_made(transport)
             self._wait_for_headers()
             connection = transport.get_extra_info("socket")

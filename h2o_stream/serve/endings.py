@@ -20,6 +20,7 @@ from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Exchange, as_fed
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
+from h2o_stream.serve.schemas import size_of
 from h2o_stream.serve.stream import LogprobSampler
 from h2o_stream.serve.tools import named
 from h2o_stream.serve.turns import Event, corrected_events
@@ -101,9 +102,10 @@ class Job:
 
     @cached_property
     def _reads_much(self) -> bool:
-        """Whether many characters are to be read, or many turns."""
+        """Whether many characters are to be read, or many turns; asked for before anything is."""
         unread, dialogue = len(self.opened.unread), self.ask.dialogue
-        new = sum(dialogue.parts[len(dialogue.past) - unread :]) + sum(map(len, self.ask.options.pins))
+        begins = [] if self.live.engine.tokens else [dialogue.system, *self.ask.options.pins, *self.ask.options.tools]
+        new = sum(dialogue.parts[len(dialogue.past) - unread :]) + size_of(begins)
         return unread >= _MANY or new >= LONG
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError, wrong
+from h2o_stream.serve.schemas import size_of
 from h2o_stream.session.messages import Message, UserTurn, parse_calls
 from h2o_stream.session.other_calls import Call
 
@@ -30,6 +31,11 @@ class Reply:
     text: str
     calls: tuple[Call, ...] = ()
 
+    @property
+    def size(self) -> int:
+        """Characters of it."""
+        return len(self.text) + sum(size_of([call.name, call.arguments, call.id]) for call in self.calls)
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -45,8 +51,8 @@ class Dialogue:
 
     Attributes:
         begun: the reply continues this text.
-        size: characters of all of it.
-        parts: characters of each past turn, and last of what is answered, with some more for each message.
+        size: characters of all of it, calls included.
+        parts: those of each past turn, and last of what is answered, with some more for each message.
     """
 
     system: str | None
@@ -57,7 +63,7 @@ class Dialogue:
     parts: Sequence[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        sizes = [_size(exchange.user) + len(exchange.reply.text) for exchange in self.past] + [_size(self.user)]
+        sizes = [_size(exchange.user) + exchange.reply.size for exchange in self.past] + [_size(self.user)]
         counts = [_count(turn) for turn in (*(exchange.user for exchange in self.past), self.user)]
         object.__setattr__(self, "size", len(self.system or "") + sum(sizes))
         parts = [size + _PER_MESSAGE * count for size, count in zip(sizes, counts, strict=True)]
@@ -226,7 +232,7 @@ def as_fed(past: Iterable[Exchange], last: UserTurn) -> Iterator[FedTurn]:
 
 
 def _size(turn: UserTurn) -> int:
-    return len(turn) if isinstance(turn, str) else sum(len(message["content"]) for message in turn)
+    return len(turn) if isinstance(turn, str) else sum(size_of([*message.values()]) for message in turn)
 
 
 def _count(turn: UserTurn) -> int:

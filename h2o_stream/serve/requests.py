@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from h2o_stream.base.json_text import check_depth
 from h2o_stream.config import POLICIES, CacheConfig, RecallConfig, RecallMode, SamplingConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.native.slots import POLICIES as NATIVE
@@ -30,9 +31,6 @@ _NO_LIMIT, _FILL_CONTEXT, _ANY_SEED = -1, -2, -1
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 """An escape that is a character in a pair only."""
-
-_MAX_DEPTH = 100
-"""Levels of a request's JSON; other parsers have limits of this kind for the answers that repeat it."""
 
 _MAX_BIAS = 1e6
 _BIASES = "an object or a list of pairs of token ids or texts, each with a number or false"
@@ -155,6 +153,12 @@ class Sampled:
     calls: bool = False
     place: str = "response_format"
 
+    @property
+    def listed(self) -> int:
+        """How many tokens a whole answer lists, at most."""
+        tokens = 0 if self.logprobs is None else 1 + self.logprobs
+        return self.choices * self.config.max_tokens * tokens
+
 
 def served_policies() -> list[str]:
     """The policies that can be served without importing anything."""
@@ -171,13 +175,8 @@ def parse_json(data: bytes, decoder: type[json.JSONDecoder] | None = None) -> An
     value = json.loads(data.decode("utf-8-sig"), cls=decoder, parse_constant=_refuse_number, parse_float=_finite)
     if _HALF.search(data):
         json.dumps(value, ensure_ascii=False).encode()
-    level: list[Any] = [[value]]
-    for _ in range(_MAX_DEPTH):
-        inside = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for items in inside for item in items if isinstance(item, dict | list)]
-        if not level:
-            return value
-    raise ValueError(f"it is more than {_MAX_DEPTH} levels deep")
+    check_depth(value)
+    return value
 
 
 def _finite(text: str) -> float:

@@ -127,10 +127,12 @@ def _as_messages(given: Any) -> list[Any]:
         if kind == "function_call":
             function = {name: item.get(name) for name in ("name", "arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            before: dict[str, Any] = {"role": "assistant", "content": None}
-            if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-                before = messages.pop()
-            messages.append({**before, "tool_calls": [*before.get("tool_calls", ()), call]})
+            before: Any = messages[-1] if messages else None
+            listed = before.get("tool_calls") or [] if isinstance(before, dict) else None
+            if isinstance(listed, list) and before.get("role") == "assistant":
+                messages[-1] = {**before, "tool_calls": [*listed, call]}
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind != "reasoning":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from h2o_stream.base.json_text import check_depth
 from h2o_stream.serve.errors import ApiError, wrong
 
 Schema = Mapping[str, Any] | str
@@ -16,15 +18,20 @@ _OBJECT: Schema = {"type": "object"}
 
 
 def is_larger(value: Any, limit: int) -> bool:
-    """Whether a JSON value has more characters in its texts and more values than this, counted together."""
-    left, values = limit, [value]
-    while values and left >= 0:
+    """Whether `size_of` a JSON value is more than this."""
+    return size_of(value, limit) > limit
+
+
+def size_of(value: Any, limit: float = math.inf) -> int:
+    """Characters in the texts of a JSON value and its values, counted together; beyond the limit not all of them."""
+    size, values = 0, [value]
+    while values and size <= limit:
         value = values.pop()
-        left -= 1 + (len(value) if isinstance(value, str | list | dict) else 0)
-        if isinstance(value, list | dict) and left >= 0:
+        size += 1 + (len(value) if isinstance(value, str | list | dict) else 0)
+        if isinstance(value, list | dict) and size <= limit:
             values += value
             values += value.values() if isinstance(value, dict) else ()
-    return left < 0
+    return size
 
 
 def parse_schema(body: Mapping[str, Any]) -> tuple[Schema | None, str]:
@@ -72,7 +79,7 @@ def _json(value: Any, place: str) -> Schema:
     """A JSON schema, or its text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            check_depth(value := json.loads(value))
         except (ValueError, RecursionError):
             raise wrong(place, value, "a JSON schema") from None
     if not isinstance(value, dict):

@@ -19,7 +19,7 @@ from h2o_stream.loading.loading import load_model
 from h2o_stream.models.loaded import LoadedModel, short_name
 from h2o_stream.models.turn_tokens import end_tokens
 from h2o_stream.serve.access import Access
-from h2o_stream.serve.aside import aside
+from h2o_stream.serve.aside import LONG, aside
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.grammars import Grammars
@@ -28,11 +28,13 @@ from h2o_stream.serve.messages import Dialogue, chain, first_hash
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Message
 from h2o_stream.serve.requests import Model, Options, Sampled
+from h2o_stream.serve.schemas import size_of
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session.calls import CallFormat, find_format
 from h2o_stream.session.control_tokens import aliased
+from h2o_stream.session.messages import Tool
 from h2o_stream.session.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
@@ -143,19 +145,22 @@ class Service:
         place = sampled.place if sampled.rules is None else "tools"
         if rules is None:
             return None
-        template = ChatTemplate(self.model.tokenizer, None, self._ends, options.thinking)
         try:
-            return await self.grammars.make(rules, None if raw else template.free_thinking)
+            return await self.grammars.make(rules, None if raw else self._template(options).free_thinking)
         except H2OStreamError as error:
             raise as_api_error(error, place) from error
+
+    def _template(self, options: Options, system: str | None = None, tools: Sequence[Tool] = ()) -> ChatTemplate:
+        return ChatTemplate(self.model.tokenizer, system, self._ends, options.thinking, tools, options.effort)
 
     @cached_property
     def _token_length(self) -> int:
         """Most characters that a token stands for."""
         return max(map(len, self.model.tokenizer.backend_tokenizer.get_vocab()))
 
-    def _check_room(self, dialogue: Dialogue, options: Options, after: str | None) -> None:
-        """Refuse what cannot fit into the window, or the positions, by its characters: without making tokens of it.
+    def _check_room(self, dialogue: Dialogue, options: Options, after: str | None, begins: bool) -> None:
+        """Refuse what cannot fit into the window, or the positions, by its characters: without making tokens of it,
+        unless it `begins` with many.
 
         Raises:
             ApiError: something is too long.
@@ -171,6 +176,11 @@ class Service:
         if plan.positions == "absolute" and context and dialogue.size > context * self._token_length:
             message = f"{dialogue.size} characters are more than the model's {context} positions"
             raise ApiError(400, message, "messages", "context_length_exceeded")
+        if begins and context and size_of([dialogue.system, *options.tools], LONG) >= LONG:
+            size = self._template(options, dialogue.system, options.tools).opening_size
+            if size > max(plan.window, context):
+                message = f"{size} tokens are to be kept, more than the model's {context} positions"
+                raise ApiError(400, message, "messages", "context_length_exceeded")
 
     @asynccontextmanager
     async def replies(
@@ -189,9 +199,11 @@ class Service:
         self.active += len(queues)
         try:
             grammar = await self._grammar(sampled, options, raw)
-            await aside(dialogue.size, partial(self._check_room, dialogue, options, after))
+            size = dialogue.size + size_of(options.tools)
             first = first_hash(options.key, dialogue.system)
-            hashes = await aside(dialogue.size, partial(chain, first, dialogue.past))
+            hashes = await aside(size, partial(chain, first, dialogue.past))
+            begins = not raw and after is None and next(self.store.last_known(hashes), None) is None
+            await aside(size, partial(self._check_room, dialogue, options, after, begins))
             make = partial(
                 Ask, dialogue, hashes, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar,
                 after=after, calls=sampled.calls, raw=raw, response=response, asked=asked,

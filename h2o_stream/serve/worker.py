@@ -139,8 +139,7 @@ class Worker:
                     self._start(ask)
             except Exception as error:  # noqa: BLE001 - a request must not end the server
                 ask.try_send(Failed(as_api_error(error)))
-            if (kept := self._woken.pop(ask, None)) and kept.id not in self._conversations.awake:
-                kept.close()
+            self._close_woken(ask)
 
     def _step(self) -> None:
         """Take a token of every reply, and some of prompts, through the model."""
@@ -341,8 +340,15 @@ class Worker:
         for waiting in (self._asked, *self._waking.values()):
             if ask in waiting:
                 waiting.remove(ask)
+        self._close_woken(ask)
         for job in [job for job in self._jobs if job.ask is ask]:
             self._endings.interrupt(job)
+
+    def _close_woken(self, ask: Ask) -> None:
+        """Close what was woken up for a request, unless it is in use or others wait for it."""
+        kept = self._woken.pop(ask, None)
+        if kept and kept.id not in self._conversations.awake and all(kept is not x for x in self._woken.values()):
+            kept.close()
 
 
 def _nothing() -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
+from h2o_stream.base.json_text import check_depth
 from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import DataError
 
@@ -27,8 +29,17 @@ _PLACEHOLDER = "91c4-a-text-of-this-message-5be0-{}-d7"
 
 
 def encodable_json(value: Any) -> Any:
-    """A copy of a JSON value with the replacement character for each unpaired surrogate."""
-    return json.loads(replace_surrogates(json.dumps(value, ensure_ascii=False)))
+    """A copy of a JSON value with the replacement character for each unpaired surrogate.
+
+    Raises:
+        ValueError: it is too deep, or has a number that JSON has not.
+    """
+    check_depth(value)
+    return _encodable(value)
+
+
+def _encodable(value: Any) -> Any:
+    return json.loads(replace_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False)))
 
 
 def parse_turn(turn: UserTurn) -> UserTurn:
@@ -69,6 +80,9 @@ def parse_tools(value: Any, place: str = "tools") -> tuple[Tool, ...]:
         described = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(described, dict) or not _is_text(described.get("name")):
             _refuse(f"{place}[{number}]", tool, 'an object {"type": "function", "function": {"name": ...}}')
+        for name, kind, accepted in (("description", str, "a text"), ("parameters", dict, "a JSON schema")):
+            if not isinstance(described.get(name), kind | None):
+                _refuse(f"{place}[{number}].{name}", described[name], accepted)
     return tuple(tools)
 
 
@@ -177,12 +191,14 @@ def read_arguments(arguments: Any) -> dict[str, Any] | None:
                 return {"arguments": replace_surrogates(arguments)}
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
-    return arguments if isinstance(arguments, dict) else None
+    with suppress(ValueError):
+        return encodable_json(arguments) if isinstance(arguments, dict) else None
+    return None
 
 
 def _copy(value: Any, place: str) -> Any:
     try:
-        return encodable_json(value)
+        return _encodable(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{place} cannot be written as JSON: {error}") from error
 

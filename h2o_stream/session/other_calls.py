@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from h2o_stream.base.json_text import check_depth
 from h2o_stream.base.resources import replace_surrogates
-from h2o_stream.session.messages import encodable_json, read_arguments
+from h2o_stream.session.messages import read_arguments
 
 _NAMES = ("name", "function", "tool", "tool_name", "function_name")
 """Keys of the name of a tool."""
@@ -118,7 +119,9 @@ def _read(text: str, start: int) -> _Read:
     if text[start] not in "{[":
         return _Read(None, start)
     try:
-        return _Read(*_DECODER.raw_decode(text, start))
+        read = _Read(*_DECODER.raw_decode(text, start))
+        check_depth(read.value)
+        return read
     except RecursionError:
         return _Read(None, start, incomplete=True)
     except json.JSONDecodeError as error:
@@ -126,6 +129,8 @@ def _read(text: str, start: int) -> _Read:
         begun = any(word.startswith(rest) for word in _WORDS) or (len(rest) < _ESCAPE and "escape" in error.msg)
         closed = _BEGUN_CLOSING.match(rest) is not None
         return _Read(None, start, incomplete=begun or closed or error.msg.startswith("Unterminated string"))
+    except ValueError:  # it is too deep, or a number has too many digits
+        return _Read(None, start)
 
 
 def _completed(text: str, start: int) -> _Read:
@@ -160,7 +165,7 @@ def calls_in(value: Any, names: Collection[str] | None = None) -> list[Call]:
     if not name.strip() or (names is not None and name not in names) or len(given) > 1 or len(keys) != 1 + len(given):
         return []
     arguments = read_arguments(value[given[0]]) if given else {}
-    return [] if arguments is None else [Call(replace_surrogates(name), encodable_json(arguments))]
+    return [] if arguments is None else [Call(replace_surrogates(name), arguments)]
 
 
 def _may_become_call(text: str, names: Collection[str]) -> bool:

@@ -148,13 +148,14 @@ async function refused(answer) {
   return new Error(answer.status === 401 ? `${error}; open this page with #key=... in its address` : error);
 }
 
-/** The chunks of the answer to the first of these requests whose previous reply the server still knows. */
+/** The chunks of the answer to the first of these requests whose previous reply the server still knows, and keeps as
+ * it keeps new ones: with another window or policy, it has to read all of it again. */
 async function* chunks(requests, signal) {
   let answer;
   for (const request of requests) {
     const body = JSON.stringify({ ...request, stream: true, stream_options: { include_slots: true } });
     answer = await fetch("/v1/chat/completions", { method: "POST", headers, body, signal });
-    if (answer.status !== 404) break;
+    if (answer.status !== 404 && answer.status !== 400) break;
   }
   if (!answer.ok) throw await refused(answer);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
