@@ -71,6 +71,25 @@ def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float,
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("ending", ["stop strings", "max_tokens"])
+def test_a_reply_ends_inside_a_pass(opened: Callable[..., Engine], ending: str) -> None:
+    """At every place of it: the same events as without guesses, and the same conversation after it."""
+    guessing, stepping = (opened(mode, SamplingConfig(0.0, seed=5, max_tokens=24)) for mode in ("auto", "off"))
+    pieces = [event.text for event in stepping.decode() if isinstance(event, Token) and event.text]
+    list(guessing.decode())
+    stops = [(("".join(pieces[at : at + 2]),), 24) for at in range(1, 20, 3)]
+    for strings, most in stops if ending == "stop strings" else [((), most) for most in range(1, 9)]:
+        replies = list[list[Any]]()
+        for engine in (guessing, stepping):
+            list(engine.prefill([8, 9]))
+            events = engine.decode(strings, max_tokens=most)
+            replies.append([(type(event), event.text, getattr(event, "id", event)) for event in events])
+        assert replies[0] == replies[1]
+        assert same_states(guessing, stepping)
+    assert guessing.speculation.passes < stepping.speculation.passes
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("aside", [False, True])
 def test_what_a_grammar_leaves_is_guessed(
     opened: Callable[..., Engine], served_embedded: LoadedModel, aside: bool, monkeypatch: pytest.MonkeyPatch
