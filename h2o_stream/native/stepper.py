@@ -106,8 +106,7 @@ class Stepper:
         self.native = native
         self._layers: list[BoundLayer] = []
         self.revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
-        self.binding = -1
-        self._bound_tokens = 0
+        self.binding, self._bound_tokens = -1, 0
         mixers = enumerate(layer.mixer for layer in model.description.layers)
         self._state_shapes = {number: mixer.states for number, mixer in mixers if mixer}
         attention = [layer.attention for layer in model.layers]
@@ -308,8 +307,7 @@ class Stepper:
         return not self.why_not
 
     def _bind_slots(self) -> None:
-        bound: list[BoundLayer] = []
-        first = 0
+        bound, first = list[BoundLayer](), 0
         for number, layer in enumerate(self.model.layers):
             groups: Sequence[Slots] = self.cache.groups_of(number)
             layer.first_group, layer.group_count = first, len(groups)

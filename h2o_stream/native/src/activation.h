@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "simd.h"
+#include "simd_functions.h"
 #include "threads.h"
 
 // x * sigmoid(y).

@@ -2,6 +2,7 @@
 
 #include "layer_parts.h"
 #include "prompt.h"
+#include "simd_functions.h"
 #include "step.h"
 
 namespace altup {

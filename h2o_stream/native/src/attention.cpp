@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include "activation.h"
+#include "simd_functions.h"
 #include "slot_kernels.h"
 
 using simd::BFloat16;

@@ -7,6 +7,7 @@
 #include "buffer.h"
 #include "gemm.h"
 #include "masks.h"
+#include "simd_functions.h"
 #include "threads.h"
 
 namespace {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dot.h"
+#include "simd_functions.h"
 
 namespace dot {
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "buffer.h"
+#include "simd_functions.h"
 #include "slot_kernels.h"
 
 namespace fixed_point {

@@ -5,6 +5,7 @@
 #include "bfloat16_units.h"
 #include "block_scales.h"
 #include "dot.h"
+#include "simd_functions.h"
 #include "tiles.h"
 
 #if defined(H2O_BFLOAT16_UNITS)

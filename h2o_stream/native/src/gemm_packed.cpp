@@ -6,6 +6,7 @@
 #include "block_scales.h"
 #include "dot_columns.h"
 #include "rounding.h"
+#include "simd_functions.h"
 #include "tiles.h"
 
 namespace {

@@ -9,6 +9,7 @@
 #include "ranks.h"
 #include "rope.h"
 #include "simd.h"
+#include "simd_functions.h"
 #include "store.h"
 
 struct HeadSlots {

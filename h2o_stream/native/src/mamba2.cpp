@@ -3,6 +3,7 @@
 #include "activation.h"
 #include "convolution.h"
 #include "norm_rope.h"
+#include "simd_functions.h"
 
 namespace mamba2 {
 

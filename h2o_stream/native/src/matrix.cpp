@@ -3,6 +3,7 @@
 #include <exception>
 
 #include "bfloat16_units.h"
+#include "simd_functions.h"
 #include "tiles.h"
 
 namespace {

@@ -1,5 +1,6 @@
 // Products of float32 and bfloat16 matrices with float32 vectors.
 
+#include "simd_functions.h"
 #include "tiles.h"
 
 namespace {

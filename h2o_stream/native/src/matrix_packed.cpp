@@ -2,6 +2,7 @@
 
 #include "dot.h"
 #include "block_scales.h"
+#include "simd_functions.h"
 #include "tiles.h"
 
 namespace {

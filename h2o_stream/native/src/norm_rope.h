@@ -5,6 +5,7 @@
 #include "abi.h"
 #include "buffer.h"
 #include "simd.h"
+#include "simd_functions.h"
 
 // 1 / rms(x).
 inline float inverse_rms(const float* x, int64_t size, double epsilon) {

@@ -1,5 +1,6 @@
 // Quantizes dense weights to int8 and int4 tiles.
 
+#include "simd_functions.h"
 #include "tile_quantize.h"
 
 namespace {

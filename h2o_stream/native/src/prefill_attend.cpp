@@ -9,6 +9,7 @@
 #include "prefill.h"
 #include "prefill_blocking.h"
 #include "rope.h"
+#include "simd_functions.h"
 
 namespace prefill {
 

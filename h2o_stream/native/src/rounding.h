@@ -4,6 +4,7 @@
 
 #include "packed.h"
 #include "simd.h"
+#include "simd_functions.h"
 
 namespace rounding {
 

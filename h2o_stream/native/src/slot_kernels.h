@@ -4,6 +4,7 @@
 
 #include "rope.h"
 #include "simd.h"
+#include "simd_functions.h"
 #include "store.h"
 
 #include <type_traits>

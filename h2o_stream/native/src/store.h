@@ -7,6 +7,7 @@
 
 #include "abi.h"
 #include "simd.h"
+#include "simd_functions.h"
 
 #include <type_traits>
 
