@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,12 +22,23 @@ if TYPE_CHECKING:
 
 _NAME = "h2o-compare"
 
+_OTHER_SPELLINGS = {"recall --locomo": "locomo --dialogues", "speed --task": "speculation --tasks"}
+"""Comparisons that can also be called by an option of another one."""
+
 
 class _Subcommands(TyperGroup):
     """Our subcommands, and the comparisons and commands of other packages."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(dict.fromkeys([*super().list_commands(ctx), *_entry_points()]))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for spelling, other in _OTHER_SPELLINGS.items():
+            (name, option), (other_name, other_option) = spelling.split(), other.split()
+            replaced = [re.sub(f"^{option}(?==|$)", other_option, arg) for arg in args[1:]]
+            if args[0] == name and replaced != args[1:]:
+                args = [other_name, *replaced]
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)

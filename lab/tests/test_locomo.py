@@ -92,5 +92,5 @@ def test_the_table(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_options(tiny_folder: Path, tmp_path: Path) -> None:
-    base = ["locomo", "-m", tiny_folder, "--dialogues", locomo(tmp_path)]
+    base = ["recall", "-m", tiny_folder, "--locomo", locomo(tmp_path)]
     assert "has 1" in invoke("h2o-compare", *base, "--conversations", "2").stderr

@@ -1,4 +1,4 @@
-"""Replies with guesses and without, by `h2o-compare speculation`."""
+"""Replies with guesses and without, by `h2o-compare speculation`, which `speed --task` is, too."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ def test_replies_with_guesses_and_without(long_folder: Path, monkeypatch: pytest
     monkeypatch.setattr(comparison, "_MANUAL", 200)
     monkeypatch.setattr(comparison, "bandwidth", lambda threads: 1e10)
     out = tmp_path / "records.jsonl"
-    asked = "--tasks", "edit,json,recall", "-m", long_folder, "--policies", "h2o", "--jsonl", out
-    done = invoke("h2o-compare", "speculation", *asked)
+    asked = "--task", "edit,json,recall", "-m", long_folder, "--policies", "h2o", "--jsonl", out
+    done = invoke("h2o-compare", "speed", *asked)
     assert done.exit_code == 0, done.output
     timed = [record for record in map(json.loads, out.read_text().splitlines()) if record["type"] == "speculation"]
     assert [(record["task"], record["speculate"]) for record in timed] == [
