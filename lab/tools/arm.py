@@ -35,7 +35,7 @@ ALONE = ("torch==2.9.0", "accelerate", *DATA)
 
 KERNEL_TESTS = (
     "matrices", "experts", "pack", "packed", "packed_experts", "mixers", "state_spaces", "native_step", "native_batch",
-    "native_prefill", "native_prompt",
+    "native_prefill",
 )  # fmt: skip
 """Those that start no other Python: only this one is emulated."""
 
