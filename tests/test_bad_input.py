@@ -155,26 +155,6 @@ FAILURES: list[tuple[str, str, str]] = [
 ]  # fmt: skip
 """Failures before anything is loaded: exit code 1."""
 
-LINES: list[tuple[str, str]] = [
-    ("", "question"),
-    ('"turns"', "expected an object"),
-    ('{"question_id": 1, "category": "x", "turns": [null]}', "turns"),
-    ('{"turns": ["a"], "question_id": 1}', "category missing"),
-    ('{"question_id": 1, "category": "x", "turns": ["\\ud800"]}', ""),
-]
-"""Question files: exit code 1 and the line, or none of it for a lone surrogate, which is replaced.
-
-test_questions.py has more.
-"""
-
-REQUESTS: list[tuple[str, str]] = [
-    ("", "the file has no requests"),
-    ('{"article": "a", "top_p": 7}', "--top-p must be"),
-    ('{"article": "a", "stop": 7}', "stop must be"),
-    ('{"request": {"prompt": ""}}', "article or prompt"),
-]
-"""Files of requests; test_requests.py has more."""
-
 PROMPTS: list[tuple[str, str]] = [
     ("nulls", "a\x00b"), ("escape sequences", "\x1b[31mred\x1b]0;title\x07 \x9b31m"),
     ("a lone surrogate", "bad \udcff byte"), ("a long line", "word " * 4_000),
@@ -186,7 +166,7 @@ PROMPTS: list[tuple[str, str]] = [
 
 
 def test_the_table_is_long_enough() -> None:
-    assert len(OPTIONS) + len(FAILURES) + len(LINES) + len(REQUESTS) + len(PROMPTS) >= 150
+    assert len(OPTIONS) + len(FAILURES) + len(PROMPTS) >= 150
     assert len(set(OPTIONS)) == len(OPTIONS)
 
 
@@ -211,26 +191,6 @@ def test_a_failure_is_1_in_one_line(command: str, typed: str, words: str) -> Non
     assert done.stderr.startswith(f"{command}: ")
     assert done.stderr.count("\n") == 1
     assert not done.stdout
-
-
-@in_turn("line, words", LINES)
-def test_questions(line: str, words: str, tiny_folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "q.jsonl"
-    file.write_bytes(line.encode())
-    done = invoke(STREAM, "-m", tiny_folder, "--questions", file, "-n", "2", "-q")
-    assert done.exit_code == (1 if words else 0), done.stderr
-    assert words in done.stderr
-    assert done.stderr.count("\n") == (1 if words else 0)
-
-
-@in_turn("line, words", REQUESTS)
-def test_requests(line: str, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "r.jsonl"
-    file.write_text(line)
-    done = invoke(COMPARE, "summarize", "--requests", file, "-q")
-    assert done.exit_code == 1
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.every(3)

@@ -36,6 +36,7 @@ from tests.in_turn import in_turn
 from tests.published_configs import PUBLISHED, as_read, default_config, older_configs
 from tests.test_first_start import chat
 from tests.test_native_families import DESCRIBED
+from tests.test_runtime import through_both
 from tests.tolerance import relative_error
 
 DTYPES = ("float32", "bfloat16")
@@ -199,30 +200,20 @@ class TestServed:
     @pytest.mark.parametrize("name", thinned(zip(CHECKPOINTS), lambda name: CHECKPOINTS.index(name) % 3 == 0))
     def test_the_same_numbers(self, name: str, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sources, "file_tokenizer", lambda path, notify: FileTokenizer.from_folder(path))
-        path = saved(name, tmp_path, words)
-        config, cache = ModelConfig(str(path), dtype="float32"), CacheConfig(window=20, chunk=4)
-        theirs, ours = load(config), load_model(config, cache, "auto", print, print)
-        assert isinstance(ours.model, RuntimeModel), ours.why_transformers
-        with (
-            Engine(theirs.model, theirs.tokenizer, cache) as other,
-            Engine(ours.model, ours.tokenizer, cache) as engine,
-        ):
+        theirs, ours = through_both(saved(name, tmp_path, words), CacheConfig(window=20, chunk=4))
+        with theirs, ours:
             for start, stop in ((0, 100), (100, 101), (101, 140), (140, 141)):
-                expected, found = (each.served.forward(TEXT[start:stop]) for each in (other, engine))
-                assert relative_error(torch.from_numpy(found), torch.from_numpy(expected)) < 1e-4
-            assert engine.counts == other.counts
-            other.served.load_state_dict(engine.served.state_dict())
+                expected, found = (torch.from_numpy(each.served.forward(TEXT[start:stop])) for each in (theirs, ours))
+                assert relative_error(found, expected) < 1e-4
+            assert ours.counts == theirs.counts
+            theirs.served.load_state_dict(ours.served.state_dict())
 
     def test_bfloat16(self, tmp_path: Path, words: Any) -> None:
         """Also on units for it."""
         path = saved("Mistral", tmp_path, words, "bfloat16")
-        config, cache = ModelConfig(str(path), dtype="bfloat16"), CacheConfig(window=40, chunk=16)
-        theirs, ours = load(config), load_model(config, cache, "auto", print, print)
-        with (
-            Engine(theirs.model, theirs.tokenizer, cache) as other,
-            Engine(ours.model, ours.tokenizer, cache) as engine,
-        ):
-            expected, found = (torch.from_numpy(each.served.forward(TEXT[:60])) for each in (other, engine))
+        theirs, ours = through_both(path, CacheConfig(window=40, chunk=16), "bfloat16")
+        with theirs, ours:
+            expected, found = (torch.from_numpy(each.served.forward(TEXT[:60])) for each in (theirs, ours))
         assert relative_error(found, expected) < 0.05
 
     @pytest.mark.every(2)

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.errors import DataError
 from h2o_stream.session.history import ConversationHistory
-from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transactions import ResumeError
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
@@ -137,26 +136,6 @@ def test_a_session_of_another_policy_is_replayed(make: Callable[..., Conversatio
     history = make("h2o")
     assert history.open("talk")
     assert history.header().policy == "h2o"
-    history.close()
-
-
-def test_a_full_disk_is_reported_with_the_turn(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = make()
-    history.open("talk")
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(StateFiles, "write", full)
-    turn = next(event for event in history.say("Hello.") if isinstance(event, Turn))
-    assert "No space left on device" in turn.detail
-    assert turn.text
-    assert len(history.entries) == 1
-    with pytest.raises(DataError, match="the state of the cache is not"):
-        list(history.feed_turn("What is the code?", "4711."))
-    with pytest.raises(DataError, match="the state of the cache is not"):
-        list(history.pin("The code is 4711."))
-    assert [entry.kind for entry in history.entries] == ["said", "told", "pinned"]
     history.close()
 
 
