@@ -186,7 +186,7 @@ def _tokenizers(folder: Path) -> Makers:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-    from tests.test_modelfile import PLAIN
+    from tests.test_models import PLAIN
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_bpe = Tokenizer(models.BPE({letter: number for number, letter in enumerate([*letters, "th"])}, [("t", "h")]))
@@ -245,7 +245,7 @@ def _stores(folder: Path) -> Makers:
     from tokenizers import Tokenizer, models
 
     from h2o_stream.models.tokenizer import FileTokenizer
-    from tests.test_modelfile import PLAIN
+    from tests.test_models import PLAIN
 
     params = {"temperature": 0.5, "top_k": 40, "stop": ["</s>", "User:"], "num_ctx": 2048}
     layers = {

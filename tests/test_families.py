@@ -2,14 +2,17 @@
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from h2o_stream import CacheConfig, attach
+from tests.causal_models import ENTRIES
 from tests.families import (
     CELLS,
     CONTEXT,
@@ -26,6 +29,7 @@ from tests.families import (
 )
 from tests.fixtures import ids, thinned
 from tests.oracle import Oracle, cache_of
+from tests.sweep import OUTCOMES, outcome, rows_in
 
 MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
 """RMS difference relative to the RMS of the logits."""
@@ -116,3 +120,39 @@ def test_far_past_the_span_and_the_context(number: int, positions: str) -> None:
         ours = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
     assert oracle.margin > TIE
     assert float((ours - wanted).abs().max() / wanted.abs().max()) < LARGEST
+
+
+DOCS = Path("lab/docs/families.md").read_text(encoding="utf-8")
+
+same_version = pytest.mark.skipif(
+    f"transformers {transformers.__version__}" not in DOCS, reason="the table is of another version of transformers"
+)
+
+
+SOME = ((None, "absolute"), ("auto",))
+ALL = ((None, "rolling", "absolute"), ("auto", "eager"))
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("entry", "tried"), thinned(
+    [(entry, tried) for entry in ENTRIES for tried in (SOME, ALL)],
+    lambda entry, tried: tried is SOME and ENTRIES.index(entry) % 8 == 0,
+))  # fmt: skip
+def test_right_or_refused(entry: str, tried: Any) -> None:
+    """`make test` tries some in the default and absolute positions with the default engine."""
+    found = outcome(entry, *tried)
+    if f"transformers {transformers.__version__}" in DOCS:
+        assert entry in rows_in(DOCS)[found], "make family-table"
+
+
+def test_nearly_all_are_tried() -> None:
+    assert len(ENTRIES) >= 170
+
+
+@same_version
+def test_the_counts_in_the_docs() -> None:
+    rows = rows_in(DOCS)
+    assert list(rows) == list(OUTCOMES)
+    assert sorted(entry for entries in rows.values() for entry in entries) == ENTRIES
+    for name, entries in rows.items():
+        assert re.search(rf"^\| {re.escape(name)} \| {len(entries)} \|", DOCS, re.MULTILINE)

@@ -21,7 +21,7 @@ from h2o_stream.session.turn import Turn
 from tests.fixtures import make_llama, saved
 from tests.serve_load import post
 from tests.served import Running
-from tests.test_thinking_families import FORMS
+from tests.test_thinking import FORMS
 from tests.thinking_model import OPENED, SWITCHED, thinking_tokenizer
 
 SCHEMA = {"enum": ["{yes}", "no"]}

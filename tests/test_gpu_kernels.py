@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from h2o_stream.gpu import available
-from tests.test_native_prefill import CASES, Case, Eager, plan
+from tests.test_native_prefill import CASES, Case, Layer, plan
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
 
@@ -123,7 +123,7 @@ def test_programs_in_another_order(monkeypatch: pytest.MonkeyPatch, name: str, s
 def compare(case: Case, processors: int = 0) -> None:
     gpu = kernels()
     gpu._processors = processors
-    eager, ours = Eager(case), Eager(case, gpu)
+    eager, ours = Layer(case), Layer(case, gpu)
     for call, counts in enumerate(case.prompts):
         wanted, got = eager.attend(call), ours.attend(call).float()
         there = torch.arange(got.shape[1]) < torch.tensor(counts)[:, None]
@@ -134,7 +134,7 @@ def compare(case: Case, processors: int = 0) -> None:
                 exactly = name in ("index", "rank", "keys", "values")
                 torch.testing.assert_close(have[name].float(), want[name].float(), rtol=0 if exactly else 3e-5,
                                            atol=0 if exactly else 3e-5)  # fmt: skip
-        for (layer, _), (theirs, _) in zip(ours.layers, eager.layers, strict=True):
+        for (layer, _), (theirs, _) in zip(ours.groups, eager.groups, strict=True):
             assert (layer.index.gather(2, layer.free) == -1).all()
             assert (layer.scores[layer.index < 0] == -torch.inf).all()
             assert (layer.rank[layer.index < 0] >= layer.schedule.held(max(layer.tokens.lengths))).all()

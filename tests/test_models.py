@@ -1,5 +1,7 @@
-"""Finding and loading models; every failure has one clear line."""
+"""Finding and loading models, Modelfiles, and better models that are recommended; every failure has one clear line."""
 
+import copy
+import hashlib
 import json
 import os
 import shutil
@@ -13,14 +15,20 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, ConfigError, ModelNotFoundError, UnsupportedModelError
-from h2o_stream.config import ModelConfig
+from h2o_stream.config import ModelConfig, model_sampling
 from h2o_stream.errors import DataError
 from h2o_stream.loading.transformers_model import LoadedModel, load
 from h2o_stream.models import find as finding
+from h2o_stream.models import recommended
 from h2o_stream.models.find import find
+from h2o_stream.models.go_template import as_jinja
+from h2o_stream.models.modelfile import with_modelfile
+from h2o_stream.models.recommended import Recommended, best, better_models
+from h2o_stream.models.rendering import render
+from h2o_stream.models.templates import FALLBACK_TEMPLATE
 from tests.fixtures import saved
 from tests.gguf_files import QuickReader
 from tests.hub import serving_hub
@@ -167,3 +175,127 @@ def test_the_hub_offline(hub: str, tmp_path: Path) -> None:
     said = ask(hub, tmp_path, "org/model", HF_HUB_OFFLINE="1")
     assert str(tmp_path) in said["org/model"], "HF_HOME is where it looks"
     assert "this run is offline" in said["org/model"]
+
+
+CHATML = (
+    "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n{{ end }}{{ if .Prompt }}<|im_start|>user\n"
+    "{{ .Prompt }}<|im_end|>\n{{ end }}<|im_start|>assistant\n{{ .Response }}<|im_end|>\n"
+)
+PLAIN = (
+    "<s>{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MESSAGES = [{"role": role, "content": content} for role, content in (
+    ("system", "Be {{ brief }}."), ("user", " U "), ("assistant", "A\n"), ("user", "V"))]  # fmt: skip
+RENDERED = {
+    CHATML: "<|im_start|>system\nBe {{ brief }}.<|im_end|>\n<|im_start|>user\n U <|im_end|>\n<|im_start|>assistant\nA\n"
+            "<|im_end|>\n<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\n",
+    "[INST] {{ .System }} {{ .Prompt }} [/INST]": "[INST] Be {{ brief }}.  U  [/INST]A\n[INST]  V [/INST]",
+    "{{- if .First }}\n### System:\n{{ .System }}\n{{- end }}\n\n### User:\n{{ .Prompt }}\n\n### Response:\n":
+        "\n### System:\nBe {{ brief }}.\n\n### User:\n U \n\n### Response:\nA\n\n\n### User:\nV\n\n### Response:\n",
+    "\n{{ if .System }}{{ .System }}{{ else }}none{{ end -}}  \n {{ .Prompt -}} \n {{- .Response }} {% x %} {# y #}\n":
+        "\nBe {{ brief }}. U A\n {% x %} {# y #}\n\nnoneV",
+    "{{ range .Messages }}{{ .Role }}{{ end }}": None,
+    "{{ if .Tools }}{{ .Prompt }}{{ end }}": None,
+    "{{ if .System }}{{ .Response }}{{ end }}": None,
+    "{{ if .System }}{{ .Prompt }}": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "rendered"), RENDERED.items(), ids=range(len(RENDERED)))
+def test_templates_of_go(template: str, rendered: str | None) -> None:
+    jinja = as_jinja(template)
+    assert (jinja and render(jinja, MESSAGES, add_generation_prompt=True)) == rendered
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Loads a model of an ollama store with these layers: what comes of it, and the lines for the user."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+
+    def made(own: str = "", stops: tuple[str, ...] = (), **layers: str) -> tuple[LoadedModel, list[str]]:
+        shutil.rmtree(tmp_path / "blobs", ignore_errors=True)
+        (tmp_path / "blobs").mkdir()
+        listed = []
+        for kind, content in {"model": "GGUF", **layers}.items():
+            digest = hashlib.sha256((kind + content).encode()).hexdigest()
+            (tmp_path / "blobs" / f"sha256-{digest}").write_text(content)
+            listed.append({"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{digest}"})
+        manifest = tmp_path / "manifests" / "registry.ollama.ai" / "library" / "m" / "latest"
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        manifest.write_text(json.dumps({"layers": listed}))
+        changed, notes = copy.copy(tokenizer), list[str]()
+        changed.chat_template = own or tokenizer.chat_template
+        loaded = with_modelfile(LoadedModel("ollama:m", None, changed, stops), notes.append)
+        return loaded, notes
+
+    return made
+
+
+class TestLayers:
+    def test_system_and_parameters(self, make: Any) -> None:
+        values = {
+            "temperature": 0.1, "repeat_penalty": 1.3, "top_p": 7, "stop": ["!", "?"], "num_ctx": 9, "mirostat": 2,
+        }  # fmt: skip
+        loaded, (note,) = make(system="You are Mario.\n", params=json.dumps(values), license="MIT", messages="[]")
+        assert loaded.system == "You are Mario."
+        assert loaded.sampling == {"temperature": 0.1, "repetition_penalty": 1.3}
+        assert loaded.stops == ("!", "?")
+        assert note == (
+            "ollama:m: uses SYSTEM, temperature 0.1, repeat_penalty 1.3, stop; does not use top_p; "
+            "does not use mirostat; does not use MESSAGE"
+        )
+
+    def test_a_template_that_says_the_same_is_silent(self, make: Any) -> None:
+        loaded, notes = make(own=PLAIN, template=CHATML)
+        assert not notes
+        assert loaded.tokenizer.chat_template == PLAIN
+
+    def test_another_template_is_used(self, make: Any) -> None:
+        loaded, (note,) = make(
+            own=FALLBACK_TEMPLATE, stops=("\nUser:",), template=CHATML, params='{"stop": "<|im_end|>"}'
+        )
+        assert note == "ollama:m: uses stop, TEMPLATE"
+        rendered = loaded.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+        assert rendered == RENDERED[CHATML]
+        assert loaded.stops == ("<|im_end|>",)
+
+    def test_one_that_is_too_complicated_is_named(self, make: Any) -> None:
+        _, (note,) = make(template="{{ range .Messages }}{{ end }}")
+        assert "does not use TEMPLATE, in place of which the file's own chat template is used" in note
+
+    @pytest.mark.parametrize("params", ["{", "[]", "3", "{" * 2000])
+    def test_damaged_parameters_are_named(self, make: Any, params: str) -> None:
+        _, (note,) = make(params=params)
+        assert note == "ollama:m: does not use PARAMETER, which cannot be read"
+
+    def test_an_adapter_is_refused(self, make: Any) -> None:
+        with pytest.raises(UnsupportedModelError, match=r"ollama:m has an adapter \(LoRA\)"):
+            make(adapter="GGUF")
+
+    def test_nothing_else(self, make: Any) -> None:
+        loaded, notes = make()
+        assert (notes, loaded.system, loaded.sampling) == ([], None, {})
+        other = LoadedModel("smollm2-135m", None, None)
+        assert with_modelfile(other, notes.append).sampling == model_sampling("smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("free", "bandwidth", "found"),
+    [(24e9, 60e9, "Qwen3-8B"), (6e9, 60e9, "Qwen3-4B"), (24e9, 1e9, "0.5B"), (2e9, 15e9, "1.5B"), (0.3e9, 15e9, None)],
+)
+def test_the_largest_that_fits_and_writes_as_fast_as_people_read(
+    monkeypatch: pytest.MonkeyPatch, free: float, bandwidth: float, found: str | None
+) -> None:
+    monkeypatch.setattr(recommended, "free_bytes", lambda: free)
+    monkeypatch.setattr(recommended, "bandwidth", lambda *_: bandwidth)
+    model = best(recommended.recommended())
+    assert (model.name if model else "").count(found or "") > 0
+    assert ("h2o-chat -m Qwen/" in better_models()) == (found is not None)
+    assert better_models().endswith("too.")
+
+
+def test_of_this_machine() -> None:
+    for model in recommended.recommended():
+        assert isinstance(model, Recommended)
+        assert 0.01 < model.tokens_per_s < 5000

@@ -35,6 +35,9 @@ POLICIES = ("h2o", "h2o-paper", "tova", "random", "sink", "recent")
 class Table(Rotations):
     """Rotations as tensors, too."""
 
+    def __init__(self, rotary: int) -> None:
+        super().__init__(rope_frequencies(10_000, rotary))
+
     def upto(self, limit: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(self.on_cpu(limit)).to(dtype)
 
@@ -88,26 +91,16 @@ def padding(counts: Sequence[int]) -> Padding | None:
 
 
 class Layer:
-    """The head groups of a case: eager ones in float32, or in the case's dtype with kernels.
-
-    Slots are as many as the native library needs, and their keys and values begin as garbage.
-    """
+    """The head groups of a case: eager ones in float32, or in the case's dtype with kernels."""
 
     def __init__(self, case: Case, kernels: Kernels | None = None) -> None:
         self.case, self.kernels, self.groups = case, kernels, []
         heads_of_groups = case.heads or (tuple(range(case.kv_heads)),)
-        slots = case.schedule.max_held + (1 if case.plan.kv_bits == 16 else 2)
         for heads in heads_of_groups:
-            table = None if case.plan.positions == "absolute" else Table(rope_frequencies(10_000, case.rotary))
+            table = None if case.plan.positions == "absolute" else Table(case.rotary)
             group = HeadGroup(case.plan, layer=3, table=table, sliding=case.sliding)
             group.schedule = case.schedule
             group.protection = Protection(case.plan.sinks, case.pins, case.plan.recent, case.transient)
-            if kernels:
-                shape = HeadShape(len(heads), len(heads), case.size, case.size)
-                group.allocate(shape, str(case.dtype), case.batch, slots)
-                if case.plan.kv_bits == 16:
-                    group.store.keys.fill_(7.0)
-                    group.store.values.fill_(7.0)
             self.groups.append((group, torch.tensor(heads)))
 
     def attend(self, call: int) -> Tensor:
@@ -124,6 +117,18 @@ class Layer:
 
     def held(self) -> list[dict[str, Tensor]]:
         return [by_token(group.store, group.candidates) for group, _ in self.groups]
+
+
+def native_layer(library: ctypes.CDLL, case: Case) -> Layer:
+    """Slots are as many as the library needs, and their keys and values begin as garbage."""
+    layer, exact = Layer(case, NativeKernels(library)), case.plan.kv_bits == 16
+    for group, heads in layer.groups:
+        shape = HeadShape(len(heads), len(heads), case.size, case.size)
+        group.allocate(shape, str(case.dtype), case.batch, case.schedule.max_held + (1 if exact else 2))
+        if exact:
+            group.store.keys.fill_(7.0)
+            group.store.values.fill_(7.0)
+    return layer
 
 
 def by_token(store: Any, slots: Candidates) -> dict[str, Tensor]:
@@ -146,7 +151,7 @@ def by_token(store: Any, slots: Candidates) -> dict[str, Tensor]:
 
 def compare(library: ctypes.CDLL, case: Case) -> None:
     """Run every call natively and eagerly; outputs and kept tokens must agree."""
-    eager, ours = Layer(case), Layer(case, NativeKernels(library))
+    eager, ours = Layer(case), native_layer(library, case)
     exact, bits = case.dtype == torch.float32, case.plan.kv_bits
     for call, counts in enumerate(case.prompts):
         wanted, got = eager.attend(call), ours.attend(call).float()
@@ -243,7 +248,7 @@ def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str, mo
     case, results = CASES[name], []
     for threads in (1, 2, 3):
         monkeypatch.setattr(kernels, "num_threads", lambda threads=threads: threads)
-        layer = Layer(case, NativeKernels(native))
+        layer = native_layer(native, case)
         outputs = [layer.attend(call) for call in range(len(case.prompts))]
         results.append([*outputs, *(tensor for group, _ in layer.groups for tensor in group.tensors().values())])
     for other in results[1:]:
@@ -252,13 +257,13 @@ def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str, mo
 
 def test_inputs_that_are_views(native: ctypes.CDLL) -> None:
     case = Case(plan())
-    wanted = Layer(case, NativeKernels(native)).attend(0)
+    wanted = native_layer(native, case).attend(0)
     case.inputs[0] = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.inputs[0])
-    assert torch.equal(Layer(case, NativeKernels(native)).attend(0), wanted)
+    assert torch.equal(native_layer(native, case).attend(0), wanted)
 
 
 def test_too_few_slots_are_refused(native: ctypes.CDLL) -> None:
-    layer = Layer(Case(plan()), NativeKernels(native))
+    layer = native_layer(native, Case(plan()))
     ((group, _),) = layer.groups
     group.schedule, group.fit = Schedule.equal(18), lambda lengths: None
     with pytest.raises(H2OStreamError, match="17 slots are too few to hold 18 tokens"):

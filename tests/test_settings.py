@@ -1,12 +1,23 @@
-"""Sources of settings."""
+"""Sources of settings, values of options that are converted without typer, and the engine that is chosen."""
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Optional
 
 import pytest
+import typer
+import typer.testing
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, TokenType
+from transformers import PreTrainedModel
+from typer.core import TyperCommand
 
+from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cli import chat, run, stream
+from h2o_stream.cli.conversion import convert_plainly
+from h2o_stream.cli.options import ENGINE
+from h2o_stream.config import Settings
+from h2o_stream.engine.engine import Engine
+from h2o_stream.native import gguf_types
 from tests.commands import invoke, piped
 from tests.preloaded import run as run_command
 
@@ -80,3 +91,100 @@ class TestSettings:
         done = piped(tiny_folder, ["/system", "/system pirate", "/system"], "--system", "storyteller")
         assert "You are brief.\n" in done.stderr
         assert "You are a pirate.\n" in done.stderr
+
+
+def command(kind: Any, default: Any, plainly: bool, **settings: Any) -> tuple[typer.Typer, list[Any]]:
+    """A command with one option, and what it was called with."""
+    app, seen = typer.Typer(), list[Any]()
+    annotated = Annotated[kind, typer.Option("--value", **settings)]
+
+    class Command(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            for parameter in self.get_params(ctx) if plainly else ():
+                convert_plainly(parameter, annotated if parameter.name == "value" else None)
+            return super().parse_args(ctx, args)
+
+    def run(value: Any = default) -> None:
+        seen.append(value)
+
+    run.__annotations__["value"] = annotated
+    app.command(cls=Command)(run)
+    return app, seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "default", "settings"),
+    [
+        (int, 256, {}),
+        (int | None, None, {}),
+        (Optional[int], None, {}),  # noqa: UP045
+        (int | None, None, {"min": 1}),
+        (float | None, None, {}),
+        (str | None, None, {}),
+        (str, "auto", {}),
+        (Literal["auto", "off"], "auto", {"case_sensitive": False}),
+        (Literal["a", "b"] | None, None, {}),
+        (list[str] | None, None, {}),
+    ],
+)
+def test_as_typer_converts(kind: Any, default: Any, settings: dict[str, Any]) -> None:
+    texts = ["2", "-2", "0", "+3", "007", "2.0", ".5", "1e3", "nan", "2_0", "²", "auto", "AUTO", "", " 2", "a\nb"]
+    for arguments in ([], *(["--value", text] for text in texts)):
+        outcomes = []
+        for plainly in (False, True):
+            app, seen = command(kind, default, plainly, **settings)
+            outcomes.append((typer.testing.CliRunner().invoke(app, arguments).exit_code, seen or None))
+        by_typer, converted = outcomes
+        assert converted[0] == by_typer[0], arguments
+        assert repr(converted[1]) == repr(by_typer[1]), arguments
+
+
+def test_types_of_gguf_files() -> None:
+    assert {(kind.name, kind.value): size for kind, size in gguf_types.BLOCKS.items()} == {
+        (kind.name, kind.value): size for kind, size in GGML_QUANT_SIZES.items()
+    }
+    assert {*gguf_types.TensorType.__members__} == {*GGMLQuantizationType.__members__}
+    assert {kind.name: kind.value for kind in gguf_types.ValueType} == {kind.name: kind.value for kind in GGUFValueType}
+    assert (gguf_types.CONTROL, gguf_types.USER_DEFINED) == (TokenType.CONTROL, TokenType.USER_DEFINED)
+
+
+@pytest.mark.parametrize(("options", "choice"), [({}, "auto"), ({"engine": "eager"}, "eager")])
+def test_what_is_chosen(options: dict[str, Any], choice: str) -> None:
+    assert ENGINE.make(**options) == choice
+
+
+def test_others_are_refused(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--engine takes auto, eager"):
+        Settings(engine="compiled")  # type: ignore[arg-type]
+    assert invoke("h2o-chat", "-m", tiny_folder, "-p", "Hello.", "--engine", "fast").exit_code == 2
+
+
+@pytest.mark.parametrize(("option", "steps"), [("eager", "steps: eager"), ("auto", "steps: ")])
+def test_verbose_shows_the_engine(tiny_folder: Path, option: str, steps: str) -> None:
+    base = ["-m", tiny_folder, "-p", "Hello.", "-n", 4, "--device", "cpu", "--engine", option]
+    done = invoke("h2o-chat", *base, "-v")
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr.count(steps) == 1
+    assert "steps:" not in invoke("h2o-chat", *base).stderr
+
+
+def test_the_cache_reports_the_engine(tiny: PreTrainedModel) -> None:
+    with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
+        assert cache.engine_note == "eager: --engine eager"
+
+
+def test_counts_are_made_when_somebody_looks(talker: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have a cost, so they are not computed for every token."""
+    from h2o_stream.config import SamplingConfig
+    from h2o_stream.engine.events import Token
+
+    with Engine(talker(), tokenizer, CacheConfig(window=16), SamplingConfig(max_tokens=12, seed=0)) as engine:
+        list(engine.prefill([5, 6, 7]))
+        looked: list[int] = []
+        counts = engine.cache.counts
+        monkeypatch.setattr(engine.cache, "counts", lambda: looked.append(0) or counts())
+        for event in engine.decode():
+            if isinstance(event, Token):
+                assert not looked
+                assert event.seen == len(engine.tokens)
+        assert not looked
