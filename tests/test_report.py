@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from h2o_lab.report.report import NARROW, WIDE, svg
 from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.comparison import Job, JobProgress
 from h2o_stream.compare.folder import Folder
@@ -20,7 +21,7 @@ from h2o_stream.errors import DataError
 from h2o_stream.ui.comparison import _Bars
 from h2o_stream.ui.format import shade
 from h2o_stream.ui.pages import Chart, Curve, Heatmap, TableData, decoding, loss, page_of, readable
-from h2o_stream.ui.plots import NARROW, WIDE, ChartStyle, svg
+from h2o_stream.ui.plots import ChartStyle
 from h2o_stream.ui.tables import data_table
 from tests.commands import invoke, records
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import os
 import sys
@@ -39,15 +38,6 @@ def trim_heap() -> None:
     """
     if sys.platform == "linux" and (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         malloc_trim(0)
-
-
-def release_memory() -> None:
-    """Return memory of objects that nobody holds any more, also that of an accelerator."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-    trim_heap()
 
 
 def peak_bytes() -> int:

@@ -18,12 +18,6 @@ from h2o_stream.native.matrix import DescriptionError
 _DTYPES = {"U8": numpy.uint8, "F32": numpy.float32, "BF16": numpy.uint16, "F16": numpy.float16}
 """Of the tensors of checkpoints, by safetensors' names."""
 
-SAFETENSORS_DTYPES: dict[type, str] = {dtype: name for name, dtype in _DTYPES.items()}
-"""The opposite."""
-
-SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""safetensors' names of dtypes, by those of config.json."""
-
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint.

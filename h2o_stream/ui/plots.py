@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -34,27 +33,14 @@ _MARKERS = "osD^vPX*"
 _MAX_MARKERS = 20
 """Curves with fewer points get a marker at each, others eight or so, staggered."""
 
-_DARK = ("#f0f0f0", "#ff7b89", "#3fc5d8", "#f2b84b", "#a797ff", "#7bd36a", "#a0a0a0", "#f49ac8")
-
-WIDE = ChartStyle(title=False, background="none")
-WIDE_DARK = ChartStyle(foreground="#e8e8e8", background="none", colors=_DARK, title=False)
-NARROW = ChartStyle((4.1, 4.1), title=False, background="none")
-NARROW_DARK = ChartStyle((4.1, 4.1), "#e8e8e8", "none", _DARK, title=False)
-
 
 def draw(chart: Chart | Heatmap, path: Path) -> None:
     """Draw a chart into a PNG file; raises OSError if it cannot be written."""
-    _figure(chart, ChartStyle()).savefig(path, dpi=120)
+    figure_of(chart, ChartStyle()).savefig(path, dpi=120)
 
 
-def svg(chart: Chart | Heatmap, style: ChartStyle) -> str:
-    """A chart as a self-contained SVG picture."""
-    text = StringIO()
-    _figure(chart, style).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue()
-
-
-def _figure(chart: Chart | Heatmap, style: ChartStyle) -> Figure:
+def figure_of(chart: Chart | Heatmap, style: ChartStyle) -> Figure:
+    """A chart in a style, as matplotlib has it."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import re
-from collections.abc import Mapping, Sequence
-from io import StringIO
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -15,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from h2o_stream.base.memory import format_bytes, peak_bytes
-from h2o_stream.errors import ConfigError
 from h2o_stream.ui.format import format_speed, shade
 from h2o_stream.ui.pages import Page, TableData
 from h2o_stream.ui.terminal import Terminal, one_line
@@ -26,9 +21,6 @@ if TYPE_CHECKING:
     from h2o_stream.models.packed_cache import CachedFolder
     from h2o_stream.session.report import RunReport
 
-
-CSV_BEGINS = ("comparison", "table")
-"""The first columns of tables in CSV."""
 
 _ENDS = {
     "stop": "ended",
@@ -118,47 +110,6 @@ def _markdown(table: TableData) -> str:
     lines = [table.header, ["---:"] * len(table.header), *table.rows]
     title = f"{table.title}\n\n" if table.title else ""
     return title + "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def latex_table(table: TableData) -> str:
-    """A table for a paper, with booktabs."""
-    lines = [" & ".join(map(_latex, line)) + r" \\" for line in (table.header, *table.rows)]
-    columns = "l" + "r" * (len(table.header) - 1)
-    body = [lines[0], r"\midrule", *lines[1:]]
-    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def latex_page(page: Page) -> str:
-    """A page's tables for a paper, each after a comment that names it."""
-    titles = [" ".join(f"% {page.title} {table.title}".split()) for table in page.tables]
-    return "\n".join(f"{title}\n{latex_table(table)}" for title, table in zip(titles, page.tables, strict=True))
-
-
-def csv_tables(pages: Mapping[str, Page]) -> str:
-    """The tables of pages as one: the page and the title of its table in front of each row, all columns after."""
-    tables = [(name, table) for name, page in pages.items() for table in page.tables]
-    columns = dict.fromkeys(column for _, table in tables for column in table.header)
-    text = StringIO()
-    writer = csv.DictWriter(text, [*CSV_BEGINS, *columns], restval="", lineterminator="\n")
-    writer.writeheader()
-    for name, table in tables:
-        for row in table.rows:
-            writer.writerow(dict(zip((*CSV_BEGINS, *table.header), (name, table.title, *row), strict=True)))
-    return text.getvalue()
-
-
-def _latex(text: str) -> str:
-    return re.sub(r"([&%$#_{}])", r"\\\1", text)
-
-
-def format_of(path: Path, *formats: str) -> str:
-    """The format of a file by the end of its name; raises ConfigError if it is none of `formats`."""
-    suffix = path.suffix.lower()
-    if suffix not in formats:
-        raise ConfigError(
-            f"--to {path} names no format that there is; it takes a name that ends in {', '.join(formats)}"
-        )
-    return suffix
 
 
 def models_table(models: Sequence[StoredModel], kept: Sequence[CachedFolder]) -> Table:

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import StringIO
 from os.path import relpath
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h2o_lab.report.everything import LeftOut, lines_of, read_left_out
+from h2o_lab.report.tables import CSV_BEGINS, csv_tables, format_of, latex_page
 from h2o_stream.base.memory import format_bytes
 from h2o_stream.base.resources import require_matplotlib, version_of, write_text
 from h2o_stream.compare.catalog import COMPARISONS
@@ -21,13 +23,20 @@ from h2o_stream.errors import DataError, file_errors
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.run_record import RECORDS, RUN, read_run_record
 from h2o_stream.ui.pages import Chart, Heatmap, Page, page_of
-from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, svg
-from h2o_stream.ui.tables import CSV_BEGINS, csv_tables, format_of, latex_page, markdown_page
+from h2o_stream.ui.plots import ChartStyle, figure_of
+from h2o_stream.ui.tables import markdown_page
 
 _MADE_BY = "h2o_stream report"
 """Marks a file that a later report may overwrite."""
 
 _VERSION = version_of("h2o-stream")
+
+_DARK = ("#f0f0f0", "#ff7b89", "#3fc5d8", "#f2b84b", "#a797ff", "#7bd36a", "#a0a0a0", "#f49ac8")
+
+WIDE = ChartStyle(title=False, background="none")
+WIDE_DARK = ChartStyle(foreground="#e8e8e8", background="none", colors=_DARK, title=False)
+NARROW = ChartStyle((4.1, 4.1), title=False, background="none")
+NARROW_DARK = ChartStyle((4.1, 4.1), "#e8e8e8", "none", _DARK, title=False)
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,13 @@ def _images(chart: Chart | Heatmap) -> dict[str, str]:
     styles = {"wide": WIDE, "wide_dark": WIDE_DARK, "narrow": NARROW, "narrow_dark": NARROW_DARK}
     pictures = {name: base64.b64encode(svg(chart, style).encode()).decode() for name, style in styles.items()}
     return {name: f"data:image/svg+xml;base64,{picture}" for name, picture in pictures.items()}
+
+
+def svg(chart: Chart | Heatmap, style: ChartStyle) -> str:
+    """A chart as a self-contained SVG picture."""
+    text = StringIO()
+    figure_of(chart, style).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
 
 
 def _settings(run: dict[str, Any]) -> str:

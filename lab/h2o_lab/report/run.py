@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from functools import partial
 
 from h2o_lab.report.everything import AllOptions, LeftOut, lines_of, write_left_out
 from h2o_lab.report.report import read_comparisons, write_report
-from h2o_stream.base.memory import release_memory
+from h2o_stream.base.memory import trim_heap
 from h2o_stream.base.processes import Processes
 from h2o_stream.compare.comparison import reason_of
 from h2o_stream.errors import H2OStreamError
@@ -39,7 +41,7 @@ def run_everything(options: AllOptions, terminal: Terminal, jsonl: JsonlWriter, 
             if number == 1 and len(left_out.items) == known:
                 raise
             left_out.add(name, None, reason_of(error))
-        release_memory()
+        _release_memory()
     if not measured:
         raise H2OStreamError(f"nothing could be measured; {lines_of(left_out.items)[0]}")
     if processes.main:
@@ -47,6 +49,15 @@ def run_everything(options: AllOptions, terminal: Terminal, jsonl: JsonlWriter, 
         for report in _REPORTS:
             write_report(finished, options.out / report, left_out.items)
             terminal.note(f"the report is {options.out / report}")
+
+
+def _release_memory() -> None:
+    """Return memory of objects that nobody holds any more, also that of an accelerator."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    trim_heap()
 
 
 class _Collector:

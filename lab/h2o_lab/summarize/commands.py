@@ -52,8 +52,9 @@ class ScoreOptions:
 
     def run(self, terminal: Terminal, records: JsonlWriter) -> None:
         """Score the files and show a row for each. To a file, too, in the format of its name."""
+        from h2o_lab.report.tables import csv_tables, format_of, latex_page
         from h2o_stream.ui.pages import Page, TableData
-        from h2o_stream.ui.tables import csv_tables, data_table, format_of, latex_page, markdown_page
+        from h2o_stream.ui.tables import data_table, markdown_page
 
         require_rouge()
         suffix = format_of(self.to, ".md", ".csv", ".tex") if self.to else ""
