@@ -3,76 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast, get_args
 
 from rich.table import Table
 
 from h2o_stream.base.memory import format_bytes
-from h2o_stream.base.resources import named_prompts
 from h2o_stream.config import RecallMode, ThinkMode
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
+from h2o_stream.session.folders import read_settings, remove_session, write_settings
+from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.retention import retention
 from h2o_stream.session.transactions import NoStateError
-from h2o_stream.session.transcript import Entry
+from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.why import explain
-from h2o_stream.ui.command_list import ALIASES, COMMANDS, unknown_command
+from h2o_stream.ui.chat_context import ChatContext
 from h2o_stream.ui.documents import read_files
 from h2o_stream.ui.files import find_files, read_all
 from h2o_stream.ui.format import SOURCES, legend
 from h2o_stream.ui.heatmap import explanation, heatmap
 from h2o_stream.ui.recall import candidates_table, note_recalled
-from h2o_stream.ui.session_commands import SessionCommands
 from h2o_stream.ui.settings import parse_setting
+from h2o_stream.ui.shared_commands import SharedCommands, number_of, title_of
 from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import one_line
 
 _DRAWN = {"show": "shown", "fold": "folded", "hide": "hidden"}
 
 
-class Commands(SessionCommands):
-    """Executes commands in a chat. The command ``/name`` is the method ``_name``."""
+class Commands(SharedCommands):
+    """The commands of a chat with a model."""
 
-    def execute(self, line: str) -> str | None:
-        """Execute a command line. Returns a message for the model, or None."""
-        name, _, argument = line.partition(" ")
-        name, argument = name.strip(), argument.strip()
-        name = ALIASES.get(name, name)
-        command = COMMANDS.get(name)
-        if command is None:
-            self._terminal.error(unknown_command(name))
-        elif command.requires_argument and not argument:
-            self._terminal.error(f"{name} needs {command.argument}: {command.summary}")
-        elif argument and not command.argument:
-            self._terminal.error(f"{name} takes no argument")
-        else:
-            try:
-                method: Callable[[str], str | None] = getattr(self, f"_{name[1:]}")
-                return method(argument)
-            except H2OStreamError as error:
-                self._terminal.error(str(error))
-        return None
+    def __init__(self, context: ChatContext) -> None:
+        super().__init__(context.terminal)
+        self._context = context
 
-    def _help(self, argument: str) -> None:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for name, command in COMMANDS.items():
-            table.add_row(f"{name} {command.argument}".strip(), command.summary)
-        self._terminal.console.print(table)
-        self._terminal.console.print("Ctrl-C stops a reply and keeps what was said.")
-        self._terminal.console.print('For several lines: Meta-Enter, or """ around them; Ctrl-X Ctrl-E for an editor.')
+    @property
+    def _history(self) -> ConversationHistory:
+        return self._context.history
 
-    def _reset(self, argument: str) -> None:
-        self._history.reset()
-        self._terminal.note("Started a new conversation.")
+    @property
+    def _turns(self) -> Sequence[Entry]:
+        return self._history.entries
 
-    def _system(self, argument: str) -> None:
-        if argument:
-            self._history.reset(named_prompts().get(argument, argument))
-            self._terminal.note("Started a new conversation with this system prompt.")
-        else:
-            system = self._history.conversation.system
-            self._terminal.note("the template's own, if it has one" if system is None else system)
+    def _start_over(self, system: str | None) -> None:
+        self._history.reset(system)
+
+    def _go_back(self, count: int) -> None:
+        self._context.go_back(count)
+
+    def _take_up(self, entry: Entry) -> None:
+        self._context.edited = entry
+
+    def _header(self) -> Header:
+        return self._history.header()
 
     def _set(self, argument: str) -> None:
         engine = self._history.conversation.engine
@@ -100,7 +85,7 @@ class Commands(SessionCommands):
         self._terminal.console.print(table)
 
     def _window(self, argument: str) -> None:
-        self._context.change(window=_parse_number("/window", argument))
+        self._context.change(window=number_of("/window", argument))
         self._note_change()
 
     def _policy(self, argument: str) -> None:
@@ -172,31 +157,6 @@ class Commands(SessionCommands):
             self._context.go_back(1)
             return prompt
 
-    def _undo(self, argument: str) -> None:
-        count, entries = _parse_number("/undo", argument) if argument else 1, self._history.entries
-        self._context.go_back(count)
-        self._terminal.note(f"undone: {_title(entries[-count])}" + (" ..." if count > 1 else ""))
-
-    def _edit(self, argument: str) -> None:
-        spoken = [entry for entry in self._history.entries if entry.kind == "said"]
-        if not spoken:
-            raise H2OStreamError("nothing was said yet")
-        entry = self._entry(_parse_number("/edit", argument)) if argument else spoken[-1]
-        if entry.kind != "said":
-            raise H2OStreamError(f"turn {entry.turn} is no message of yours")
-        self._context.edited = entry
-        later = len(self._history.entries) - self._history.entries.index(entry)
-        what = "this turn" if later == 1 else f"this turn and the {later - 1} after it"
-        self._terminal.note(f"the next message takes the place of {what}: {_title(entry)}")
-
-    def _copy(self, argument: str) -> None:
-        entries = self._history.entries
-        if not argument and not entries:
-            raise H2OStreamError("nothing was said yet")
-        text = (self._entry(_parse_number("/copy", argument)) if argument else entries[-1]).text
-        self._terminal.copy(text)
-        self._terminal.note(f"copied {len(text):,} characters")
-
     def _recall(self, argument: str) -> None:
         recall = self._history.conversation.recall
         if argument in get_args(RecallMode):
@@ -253,30 +213,35 @@ class Commands(SessionCommands):
         else:
             self._terminal.note(f"turn {entry.turn} has no thinking")
 
-    def _entry(self, number: int) -> Entry:
-        entry = next((entry for entry in self._history.entries if entry.turn == number), None)
-        if entry is None:
-            raise H2OStreamError(f"there is no turn {number} in the transcript")
-        return entry
-
     def _read_again(self, number: int) -> None:
         entry = self._entry(number)
         if self._context.feed(self._history.feed_turn(entry.prompt, entry.text)):
-            self._terminal.note(f"turn {number} was read again: {_title(entry)}")
+            self._terminal.note(f"turn {number} was read again: {title_of(entry)}")
+
+    def _fork(self, argument: str) -> None:
+        self._history.fork(argument)
+        self._context.keep_options()
+        self._terminal.note(f"the conversation continues as session {argument}")
+
+    def _rename(self, argument: str) -> None:
+        session = self._history.session
+        self._history.fork(argument)
+        self._context.keep_options()
+        if session is not None:
+            remove_session(session.name)
+        self._terminal.note(f"this is session {argument} now")
+
+    def _save(self, argument: str) -> None:
+        self._history.save(argument)
+        write_settings(argument, self._context.kept_options())
+        self._terminal.note(f"saved as session {argument}")
+
+    def _load(self, argument: str) -> None:
+        self._context.open_session(argument)
+        self._context.take_options(read_settings(argument))
+
+    def _export(self, argument: str, thinking: bool = False) -> None:
+        super()._export(argument, self._context.think == "show")
 
     def _exit(self, argument: str) -> None:
         self._context.leaving = True
-
-
-_TITLE = 60
-
-
-def _title(entry: Entry) -> str:
-    text = " ".join(entry.prompt.split())
-    return text if len(text) <= _TITLE else f"{text[: _TITLE - 1]}…"
-
-
-def _parse_number(command: str, text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"{command} takes a number, not {text!r}")
-    return int(text)

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from prompt_toolkit.formatted_text import FormattedText
-from rich.table import Table
 from rich.text import Text
 
 from h2o_stream.base.logs import Log
-from h2o_stream.base.resources import named_prompts, replace_surrogates, user_path
+from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.base.texts import piped_lines
 from h2o_stream.config import ChatConfig, SamplingConfig
-from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
 from h2o_stream.session.server import Server
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transcript import Entry, Header, export
-from h2o_stream.ui.command_list import ALIASES, COMMANDS, is_command, unknown_command
+from h2o_stream.session.transcript import Entry, Header
+from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.files import find_files, read_all
 from h2o_stream.ui.message_prompt import MessagePrompt, input_history
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
-from h2o_stream.ui.sessions import NOT_KEPT, show_matches, show_resumed, show_sessions
+from h2o_stream.ui.sessions import NOT_KEPT, show_resumed
 from h2o_stream.ui.settings import parse_setting
+from h2o_stream.ui.shared_commands import SharedCommands
 from h2o_stream.ui.terminal import Terminal
 
 
-class ServerChat:
+class ServerChat(SharedCommands):
     """Chats with a server, as `Chat` does with a model. A context manager.
 
     Args:
@@ -50,8 +50,9 @@ class ServerChat:
         terminal: Terminal,
         jsonl: JsonlWriter,
     ) -> None:
-        self._server, self._options, self._system = server, dict(options), system
-        self._config, self._terminal, self._jsonl = config, terminal, jsonl
+        super().__init__(terminal)
+        self._server, self._options, self._instructions = server, dict(options), system
+        self._config, self._jsonl = config, jsonl
         self._entries = Log[Entry]()
         self._session: Session | None = None
         self._automatic = terminal.interactive and config.prompt is None and config.history
@@ -74,7 +75,7 @@ class ServerChat:
     def _open(self, session: Session) -> None:
         self._session, self._entries = session, session.transcript.entries
         if session.transcript.header is not None:
-            self._system = session.transcript.header.system
+            self._instructions = session.transcript.header.system
         if self._entries:
             show_resumed(self._terminal, session.name, self._entries)
 
@@ -91,7 +92,7 @@ class ServerChat:
         self._terminal.note(title, style="dim")
         for text in self._typed() if self._terminal.interactive else piped_lines(sys.stdin.buffer, "standard input"):
             try:
-                message = self._execute(text.strip()) if is_command(text.strip()) else text.strip()
+                message = self.execute(text.strip()) or "" if is_command(text.strip()) else text.strip()
                 interrupted = bool(message) and self._say(message.removeprefix("/") if message[:2] == "//" else message)
             except H2OStreamError as error:
                 self._terminal.error(str(error))
@@ -160,8 +161,8 @@ class ServerChat:
         return MarkdownReply(lambda width: Text(self._status[:width]), self._terminal.stdout_console, thinking)
 
     def _messages(self) -> Iterator[dict[str, str]]:
-        if self._system:
-            yield {"role": "system", "content": self._system}
+        if self._instructions:
+            yield {"role": "system", "content": self._instructions}
         for entry in self._entries:
             yield {"role": "user", "content": entry.prompt}
             if entry.text:
@@ -181,7 +182,7 @@ class ServerChat:
     # keeping
 
     def _header(self) -> Header:
-        return Header(self._server.model, "server", 0, self._system)
+        return Header(self._server.model, "server", 0, self._instructions)
 
     def _keep(self, entry: Entry) -> None:
         self._entries = self._entries.append(entry)
@@ -196,62 +197,39 @@ class ServerChat:
             self._automatic = False
             self._terminal.error(f"this chat is not kept: {error}")
 
-    def _go_back(self, count: int) -> list[Entry]:
+    def _go_back(self, count: int) -> None:
         if not 1 <= count <= len(self._entries):
             raise H2OStreamError(f"cannot undo {count} turns, there are {len(self._entries)}")
-        kept, undone = self._entries.first(len(self._entries) - count), self._entries[-count:]
+        kept = self._entries.first(len(self._entries) - count)
         if self._session is not None:
             self._session.undo(kept[-1].turn if kept else 0)
         self._entries, self._previous = kept, None
-        return undone
 
     # commands
 
-    def _execute(self, line: str) -> str:
-        """Execute a command line. Returns a message for the model, or nothing."""
-        name, _, argument = line.partition(" ")
-        name = ALIASES.get(name, name)
-        commands = self._commands()
-        if name not in commands:
-            known = f"{name} needs the model in this process; the server was started with its options"
-            raise ConfigError(known if name in COMMANDS else unknown_command(name))
-        if COMMANDS[name].requires_argument and not argument.strip():
-            raise ConfigError(f"{name} needs {COMMANDS[name].argument}: {COMMANDS[name].summary}")
-        return commands[name](argument.strip()) or ""
+    @property
+    def _turns(self) -> Sequence[Entry]:
+        return self._entries
 
-    def _commands(self) -> Mapping[str, Callable[[str], str | None]]:
-        terminal = self._terminal
-        return {
-            "/help": self._help,
-            "/reset": lambda argument: self._reset(self._system),
-            "/system": lambda argument: self._reset(named_prompts().get(argument, argument) or self._system),
-            "/set": self._set,
-            "/show": lambda argument: terminal.note(str(self._options)),
-            "/file": self._file,
-            "/regen": lambda argument: self._go_back(1)[0].prompt,
-            "/undo": lambda argument: terminal.note(f"undone: {self._go_back(_number(argument))[0].prompt[:60]}"),
-            "/edit": self._edit,
-            "/copy": lambda argument: terminal.copy(self._entry(argument).text),
-            "/search": lambda argument: show_matches(terminal.console, argument),
-            "/sessions": lambda argument: show_sessions(terminal, terminal.console),
-            "/export": lambda argument: export(user_path(argument, "/export"), self._header(), self._entries),
-            "/exit": self._exit,
-        }
-
-    def _help(self, argument: str) -> None:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for name in self._commands():
-            table.add_row(f"{name} {COMMANDS[name].argument}".strip(), COMMANDS[name].summary)
-        self._terminal.console.print(table)
-
-    def _reset(self, system: str | None) -> None:
+    def _start_over(self, system: str | None) -> None:
+        system = self._instructions if system is None else system
         if self._session is not None and self._session.automatic:
             self._session.close()
             self._session = None
         elif self._session is not None:
             self._session.begin(replace(self._header(), system=system))
-        self._entries, self._system, self._previous = Log(), system, None
-        self._terminal.note("Started a new conversation.")
+        self._entries, self._instructions, self._previous = Log(), system, None
+
+    def _take_up(self, entry: Entry) -> None:
+        self._draft, self._edited = entry.prompt, self._entries.index(entry) + 1
+
+    def _show(self, argument: str) -> None:
+        self._terminal.note(str(self._options))
+
+    def _regen(self, argument: str) -> str:
+        entries = self._entries
+        self._go_back(1)
+        return entries[-1].prompt
 
     def _set(self, argument: str) -> None:
         name, value = parse_setting(argument)
@@ -263,17 +241,6 @@ class ServerChat:
         files, question = find_files(argument)
         texts = [f"{name}:\n\n{text}" for name, text in read_all(files, self._terminal.note)]
         return "\n\n".join([*texts, question]).strip()
-
-    def _edit(self, argument: str) -> None:
-        entry = self._entry(argument)
-        self._draft, self._edited = entry.prompt, self._entries.index(entry) + 1
-        self._terminal.note("the next message takes the place of this turn and those after it")
-
-    def _entry(self, argument: str) -> Entry:
-        number = _number(argument) if argument else len(self._entries)
-        if not 1 <= number <= len(self._entries):
-            raise H2OStreamError(f"there is no turn {number} in the transcript")
-        return self._entries[number - 1]
 
     def _exit(self, argument: str) -> None:
         self._leaving = True
@@ -300,9 +267,3 @@ def _record(entry: Entry, last: Mapping[str, Any], times: Sequence[float]) -> di
         **({"thinking": entry.thinking} if entry.thinking else {}),
         "finish": entry.finish,
     }
-
-
-def _number(text: str) -> int:
-    if text and not text.isdecimal():
-        raise ConfigError(f"{text!r} is no number")
-    return int(text or 1)
