@@ -16,9 +16,9 @@ import numpy
 import pytest
 import torch
 
+from h2o_lab.peers import step_bytes
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.attachment.describe import describe
-from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig, Positions
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.transformers_model import load

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from h2o_lab.peers import step_bytes
 from h2o_stream import CacheConfig
 from h2o_stream.attachment.describe import describe
-from h2o_stream.compare.speed.peers import step_bytes
 from h2o_stream.config import ModelConfig
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.gguf import GgufFile

@@ -15,13 +15,13 @@ import pytest
 from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
-from h2o_stream.compare.speed import peers
 from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, engine_specs, needed
 from h2o_stream.compare.speed.engines import (
     IK_LLAMA_CPP,
     LLAMA_CPP,
     OPENVINO,
     OURS,
+    RUNNERS,
     TRANSFORMERS,
     EngineInfo,
     EngineSpec,
@@ -213,7 +213,7 @@ def test_openvino_reads_again_what_it_evicts(policy: str, read_s: float, monkeyp
     genai = Mock(LLMPipeline=PretendedPipeline, TokenizedInputs=lambda *tensors: tensors)
     monkeypatch.setitem(sys.modules, "openvino_genai", genai)
     monkeypatch.setitem(sys.modules, "openvino", Mock(Tensor=lambda numbers: numbers))
-    runner = peers.RUNNERS[OPENVINO](EngineSpec(OPENVINO, ModelConfig(), CacheConfig(policy, window=200)))
+    runner = RUNNERS[OPENVINO](EngineSpec(OPENVINO, ModelConfig(), CacheConfig(policy, window=200)))
     assert runner.feed([5] * 100) == pytest.approx(0.1)
     assert runner.decode([5] * 100) == pytest.approx(0.2)
     assert runner.feed([5] * 100) == pytest.approx(read_s)

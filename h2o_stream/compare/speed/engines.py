@@ -1,4 +1,4 @@
-"""The engines that are timed: ours and transformers; others are in `peers`."""
+"""The engines that are timed: ours and transformers; other packages bring others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_stream.base.memory import trim_heap
 from h2o_stream.base.progress import ignore
+from h2o_stream.base.registry import Registry
 from h2o_stream.compare.catalog import PEERS
 from h2o_stream.compare.comparison import label_of
 from h2o_stream.compare.models import Models, cache_bytes, context_of, dtype_of
@@ -218,5 +219,7 @@ def _weight_bytes(model: Any) -> int:
     return weight_bytes(model)
 
 
-RUNNERS: dict[str, type[Runner]] = {OURS: _OurRunner, TRANSFORMERS: _TransformersRunner}
-"""By engine; see `peers` for the rest."""
+RUNNERS: Registry[type[Runner]] = Registry(
+    "h2o_stream.peers", {OURS: _OurRunner, TRANSFORMERS: _TransformersRunner}, lambda named: named
+)
+"""By engine."""

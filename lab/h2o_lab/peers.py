@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.compare.speed.engines import IK_LLAMA_CPP, LLAMA_CPP, OPENVINO, EngineInfo, EngineSpec, Runner
+from h2o_stream.compare.speed.engines import EngineInfo, EngineSpec, Runner
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.find import gguf_file
 from h2o_stream.models.gguf import GgufFile
@@ -48,7 +48,7 @@ class _FileRunner(Runner):
 
 
 def step_bytes(file: GgufFile) -> int:
-    """Bytes of a file's weights that a step reads, see `attachment.sizing.weight_bytes`."""
+    """Bytes of a file's weights that a step reads, see `h2o_stream.attachment.sizing.weight_bytes`."""
     chosen, count = (file.metadata.get(f"{file.architecture}.expert_{name}count", 1) for name in ("used_", ""))
     untied = [EMBEDDING] if f"{OUTPUT}.weight" in file.tensors else []
     tables = [f"{name}.weight" for name in (*untied, LAYER_EMBEDDINGS)]
@@ -61,7 +61,7 @@ def step_bytes(file: GgufFile) -> int:
     return total
 
 
-class _LlamaCppRunner(_FileRunner):
+class LlamaCppRunner(_FileRunner):
     """llama.cpp through llama-cpp-python, with the GGUF file of the model."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -80,14 +80,16 @@ class _LlamaCppRunner(_FileRunner):
         self._logits = llama_cpp.llama_get_logits
 
     def step(self, tokens: Sequence[int]) -> None:
+        """See `Runner`."""
         self._llama.eval(list(tokens))
 
     def next_logits(self, token: int) -> NDArray[numpy.float32]:
+        """Decode a token. Returns the logits [V] after it."""
         self.step([token])
         return numpy.ctypeslib.as_array(self._logits(self._llama.ctx), (self._llama.n_vocab(),))
 
 
-class _IkLlamaCppRunner(_FileRunner):
+class IkLlamaCppRunner(_FileRunner):
     """ik_llama.cpp through ik-llama-cpp-python, which itself only generates: tokens are fed by its inner parts."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -108,6 +110,7 @@ class _IkLlamaCppRunner(_FileRunner):
         self._describe(path, None)
 
     def step(self, tokens: Sequence[int]) -> None:
+        """See `Runner`."""
         context = self._llama._context
         for begin in range(0, len(tokens), context._n_ubatch):
             chunk = list(tokens[begin : begin + context._n_ubatch])
@@ -119,13 +122,14 @@ class _IkLlamaCppRunner(_FileRunner):
             self._fed += len(chunk)
 
     def next_logits(self, token: int) -> NDArray[numpy.float32]:
+        """Decode a token. Returns the logits [V] after it."""
         self.step([token])
         context = self._llama._context
         logits = ctypes.cast(context.get_logits(), ctypes.POINTER(ctypes.c_float))
         return numpy.ctypeslib.as_array(logits, (context.model.n_vocab,))
 
 
-class _OpenVinoRunner(_FileRunner):
+class OpenVinoRunner(_FileRunner):
     """OpenVINO GenAI, which converts the file itself.
 
     It generates only tokens of its own, so `decode` times as many of those. A prompt is read anew with each call, but
@@ -171,14 +175,17 @@ class _OpenVinoRunner(_FileRunner):
         self._tokens.clear()
 
     def step(self, tokens: Sequence[int]) -> None:
+        """See `Runner`."""
         self._tokens += tokens
 
     def feed(self, tokens: Sequence[int]) -> float:
+        """See `Runner`."""
         self.step(tokens)
         seconds: float = self._generate(1).get_ttft().mean / 1000
         return seconds * len(tokens) / len(self._tokens) if self._evicts else seconds
 
     def decode(self, tokens: Sequence[int]) -> float:
+        """See `Runner`."""
         seconds: float = self._generate(len(tokens) + 1).get_tpot().mean / 1000 * len(tokens)
         self.step(tokens)
         return seconds
@@ -191,11 +198,3 @@ class _OpenVinoRunner(_FileRunner):
         tensors = [self._openvino.Tensor(array) for array in (ids, numpy.ones_like(ids))]
         config = self._genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)
         return self._pipeline.generate(self._genai.TokenizedInputs(*tensors), config).perf_metrics
-
-
-RUNNERS: dict[str, type[Runner]] = {
-    LLAMA_CPP: _LlamaCppRunner,
-    IK_LLAMA_CPP: _IkLlamaCppRunner,
-    OPENVINO: _OpenVinoRunner,
-}
-"""By engine."""
