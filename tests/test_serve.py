@@ -377,6 +377,29 @@ class TestLimits:
             assert 0 < found["h2o_cache_bytes"] < 10**6 < found["process_resident_memory_bytes"]
             assert found["h2o_disk_bytes"] < found["h2o_disk_limit_bytes"]
 
+    def test_caches_fit_into_memory(self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As many are awake as fit if they are full. What does not fit at all is refused."""
+        with Running(tmp_path, ModelConfig(str(long_folder), dtype="float32")) as running:
+            conversations = running.service.conversations
+            first = running.say("Number 0.")
+            (size,) = conversations._sizes.values()
+            monkeypatch.setattr(conversations, "_memory", 2.5 * size)
+            for number in range(1, 4):
+                running.say(f"Number {number}.")
+            assert len(conversations.awake) == len(conversations._sizes) == 2
+            assert running.say("Number 0.", reply(first), "And?")["h2o"]["origin"] == "continued"
+            status, answer = running.ask("Much?", window=8000)
+            assert (status, answer["error"]["param"]) == (400, "window")
+            with ThreadPoolExecutor(2) as executor:
+                for number in range(2):
+                    executor.submit(running.ask, f"A story, {number}.", max_tokens=2000, ignore_eos=True, store=False)
+                self._wait_until(lambda: len(running.service.worker._jobs) == 2)
+                assert not conversations.awake
+                status, answer = running.ask("Room?")
+                assert (status, answer["error"]["code"]) == (503, "busy")
+            assert running.ask("Room?")[0] == 200
+            assert len(running.service.store.conversations) == 5
+
     def test_others_do_not_wait_while_a_long_conversation_wakes_up(
         self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -437,6 +460,12 @@ class TestLimits:
         while not holds():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+    def test_refused_choices_leave_nothing(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
+        unknown = {"previous_response_id": "chatcmpl-" + "0" * 32, "stream": True, "n": 3}
+        assert [server.ask("And?", **unknown)[0] for _ in range(20)] == 20 * [404]
+        gc.collect()
+        assert not [record for record in caplog.records if record.name == "asyncio"]
 
     def test_a_client_that_leaves_stops_the_reply(self, server: Running) -> None:
         connection = http.client.HTTPConnection(server.url.removeprefix("http://"))

@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
-from weakref import proxy
+from weakref import WeakKeyDictionary, proxy
 
 from h2o_stream.base.logs import Log
+from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
@@ -32,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 _MANY = 500
 """Conversations with more turns are woken in another thread: parsing this many lines takes a few milliseconds."""
+
+_MEMORY_SHARE = 0.75
+"""Of the memory that is free when the server starts, for caches."""
 
 Origin = Literal["new", "continued", "branched", "read"]
 
@@ -116,6 +120,7 @@ class Conversations:
 
     def __init__(self, model: LoadedModel, config: ServeConfig, store: Store) -> None:
         self._model, self._config, self._store = model, config, store
+        self._memory, self._sizes = free_bytes() * _MEMORY_SHARE, WeakKeyDictionary[WaitingEngine, int]()
         self.awake: dict[str, Live] = {}
         self.busy: set[str] = set()
         self.pace = Pace()
@@ -200,49 +205,40 @@ class Conversations:
             kept.close()
         if saved is None:
             return None
-        branch = None
-        if keep:
-            branch = self._store.create(kept.key, kept.system, kept.hashes[0], kept.owner)
-            branch.hashes, branch.turns = kept.hashes.first(turn + 1), kept.turns.first(turn + 1)
-        live = self._load(branch, options, kept.system, saved, turn, kept)
+        live = self._load(kept, options, saved, turn)
         if live is None:
             return None
-        if branch:
+        if keep:
+            live.kept = branch = self._store.create(kept.key, kept.system, kept.hashes[0], kept.owner)
+            branch.hashes, branch.turns = kept.hashes.first(turn + 1), kept.turns.first(turn + 1)
             self._make_room()
             self.awake[branch.id] = live
+        self._prepare_recall(live)
         return live, "branched"
 
     def _wake(self, kept: Kept, options: Options, turn: int) -> Live | None:
         """Load a conversation after its last turn; None if the state is not available."""
         live = None
-        with suppress(DataError):
-            self._store.wake(kept)
-            if saved := self._store.saved(kept, turn):
-                live = self._load(kept, options, kept.system, saved, turn)
-        if live is None:
-            kept.close()
-        return live
+        try:
+            with suppress(DataError):
+                self._store.wake(kept)
+                if (saved := self._store.saved(kept, turn)) and (live := self._load(kept, options, saved, turn)):
+                    live.kept = kept
+                    self._prepare_recall(live)
+            return live
+        finally:
+            if live is None:
+                kept.close()
 
-    def _load(
-        self,
-        kept: Kept | None,
-        options: Options,
-        system: str | None,
-        saved: tuple[State, Log[Entry]],
-        turn: int,
-        source: Kept | None = None,
-    ) -> Live | None:
-        origin = source or kept
-        assert origin is not None
-        conversation, (state, entries) = self._converse(options, system), saved
+    def _load(self, source: Kept, options: Options, saved: tuple[State, Log[Entry]], turn: int) -> Live | None:
+        """What is known of a conversation after a turn, as one that is not kept yet."""
+        conversation, (state, entries) = self._converse(options, source.system), saved
         try:
             conversation.load_state_dict(state)
         except H2OStreamError as error:
-            _log.warning("the state of conversation %s is not used: %s", origin.id, error)
+            _log.warning("the state of conversation %s is not used: %s", source.id, error)
             return None
-        live = Live(conversation, kept, options, origin.hashes[turn], before=entries)
-        self._prepare_recall(live)
-        return live
+        return Live(conversation, None, options, source.hashes[turn], before=entries)
 
     def _start(self, options: Options, system: str | None, first: str, keep: bool) -> Live:
         try:
@@ -259,10 +255,28 @@ class Conversations:
 
     def _converse(self, options: Options, system: str | None) -> Conversation:
         engine = WaitingEngine(self._model, options.cache, self.pace, self._config.speculate)
+        self._reserve(engine)
         system = self._model.system if system is None else system
         return Conversation(
             engine, system, self._model.stops, options.recall_config, options.thinking, options.tools, options.effort
         )
+
+    def _reserve(self, engine: WaitingEngine) -> None:
+        """Put conversations to sleep until the cache of a new one fits beside the others, which may be full later.
+
+        Raises:
+            ApiError: it does not.
+        """
+        size = engine.cache.allocated_bytes()
+        idle = [live for name, live in self.awake.items() if name not in self.busy][::-1]
+        while (used := sum(self._sizes.values())) + size > self._memory and used:
+            if not idle:
+                raise ApiError(503, "the caches of others take all memory", code="busy", retry_after_s=2)
+            self.drop(idle.pop())
+        if size > self._memory:
+            message = f"a cache of {format_bytes(size)} is larger than the memory of this server; use a smaller window"
+            raise ApiError(400, message, "window")
+        self._sizes[engine] = size
 
     def _prepare_recall(self, live: Live) -> None:
         session, recall = live.kept and live.kept.session, live.conversation.recall
@@ -288,6 +302,7 @@ class Conversations:
             live.kept.close()
             if not live.kept.nbytes:
                 self._store.forget(live.kept)
+        self._sizes.pop(live.engine, None)
         try:
             live.conversation.recall.close()
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from h2o_stream.serve.replies import Done, Failed, Message, Started
 T = TypeVar("T")
 
 Queues = Sequence["asyncio.Queue[Message]"]
-Messages = AsyncIterator[tuple[int, Message]]
+Messages = AsyncGenerator[tuple[int, Message]]
 """What comes of several replies, with their numbers."""
 
 _DONE = b"data: [DONE]\n\n"
@@ -87,6 +87,7 @@ async def _first(messages: Messages) -> list[tuple[int, Message]]:
     found = list[tuple[int, Message]]()
     async for number, message in messages:
         if isinstance(message, Failed):
+            await messages.aclose()
             raise message.error
         found.append((number, message))
         if not isinstance(message, Started):
