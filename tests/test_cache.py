@@ -11,6 +11,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import eager
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.audit import check_slots
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.config import MIN_EVICTABLE
 from tests.fixtures import ids
@@ -83,17 +84,8 @@ class TestSlots:
             self.check(layer)
 
     def check(self, layer: HeadGroup) -> None:
-        held, window = layer.held, layer.plan.window
-        full = layer.index >= 0
-        assert full.sum(-1).eq(held).all()
-        assert held == min(layer.tokens.lengths[0], window)
-        assert not full.gather(-1, layer.free).any(), "the free slot is empty"
-        assert layer.scores.isfinite().equal(full)
-        for index, rank, occupied in zip(
-            layer.index.flatten(0, 1), layer.rank.flatten(0, 1), full.flatten(0, 1), strict=True
-        ):
-            order = index[occupied].argsort(descending=True)
-            assert rank[occupied][order].tolist() == list(range(held)), "rank counts the newer tokens held"
+        check_slots(layer, "slots")
+        held = layer.held
         kept = layer.kept()
         seen = layer.tokens.lengths[0]
         recent = torch.arange(max(seen - layer.protection.recent, 0), seen)

@@ -7,9 +7,9 @@ Every operation is done to both of a pair; logits, tokens kept and refusals must
 import copy
 import os
 import random
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from h2o_stream.cache.tolerance import error_of
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from tests.fixtures import make_llama
-from tests.test_native_boundary import default_dtype
+from tests.test_native_boundary import default_dtype, run_all
 from tests.test_packed import packed_model
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -273,11 +273,7 @@ class Machine:
                     except H2OStreamError as error:
                         errors.append(str(error))
 
-        threads = [threading.Thread(target=feed) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_all(feed, feed)
         assert all("another thread" in error for error in errors)
         assert pair.native.seen_tokens + len(errors) == 40
         pair.begin()
@@ -290,23 +286,7 @@ class Machine:
                 for token in tokens:
                     one.compare(one.both(lambda model, cache: model(token, past_key_values=cache).logits))  # noqa: B023
 
-        failures: list[BaseException] = []
-
-        def guarded(one: Pair, tokens: list[Tensor]) -> None:
-            try:
-                feed(one, tokens)
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
-
-        threads = []
-        for one in self.pairs:
-            tokens = [self.ids(one.rows, 1) for _ in range(6)]
-            threads.append(threading.Thread(target=guarded, args=(one, tokens)))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures
+        run_all(*(partial(feed, one, [self.ids(one.rows, 1) for _ in range(6)]) for one in self.pairs))
 
     def do_without_a_cache(self, pair: Pair) -> None:
         tokens = self.ids(2, 9)

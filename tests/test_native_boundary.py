@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -304,6 +306,13 @@ class TestChangedWeights:
         assert_close(logits("auto"), logits("eager"))
 
 
+def run_all(*actions: Callable[[], Any]) -> None:
+    """Each in a thread of its own."""
+    with ThreadPoolExecutor(len(actions)) as pool:
+        for done in [pool.submit(action) for action in actions]:
+            done.result()
+
+
 class TestThreads:
     @pytest.mark.parametrize("policy", ["h2o", "full"])
     def test_a_second_one_is_refused(self, tiny: LlamaForCausalLM, policy: str) -> None:
@@ -353,11 +362,7 @@ class TestThreads:
                         except H2OStreamError as error:
                             refused.append(str(error))
 
-            threads = [threading.Thread(target=talk, args=(seed,)) for seed in made]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            run_all(*(partial(talk, seed) for seed in made))
             assert model.generate(ids(12), **how).equal(expected[0])
         assert all(text.equal(expected[seed]) for seed in made for text in made[seed])
         assert all("another thread" in error or "newer one has replaced" in error for error in refused)
@@ -372,11 +377,7 @@ class TestThreads:
             with torch.no_grad():
                 found[number] += [stream(models[number], "auto")[0] for _ in range(5)]
 
-        threads = [threading.Thread(target=run, args=(number,)) for number in found]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_all(*(partial(run, number) for number in found))
         assert [len(logits) for logits in found.values()] == [5, 5]
         assert all(logits.equal(expected[number]) for number in found for logits in found[number])
 

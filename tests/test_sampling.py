@@ -314,19 +314,6 @@ def test_the_penalty_is_that_of_transformers(count: int) -> None:
     assert sampler.sample(scores.numpy(), tokens.tolist()) == wanted.argmax()
 
 
-@in_turn("settings, words", [
-    ({"temperature": "warm"}, "--temp takes a number"), ({"temperature": -1}, "--temp"),
-    ({"temperature": float("nan")}, "--temp"), ({"top_p": 0}, "--top-p"), ({"top_k": -1}, "--top-k"),
-    ({"min_p": 2}, "--min-p"), ({"repetition_penalty": 0}, "--repetition-penalty"), ({"seed": -1}, "--seed"),
-    ({"frequency_penalty": 3}, "--frequency-penalty"), ({"presence_penalty": float("nan")}, "--presence-penalty"),
-    ({"repeat_last_n": -2}, "--repeat-last-n"),
-    ({"max_tokens": 0}, "--max-tokens"), ({"stop": ("",)}, "--stop"),
-])  # fmt: skip
-def test_wrong_sampling_names_the_option(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        SamplingConfig(**settings)
-
-
 @in_turn("spread", [0.1, 1.0, 4.0])
 @in_turn("top_p", [0.1, 0.9, 0.999])
 def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> None:
