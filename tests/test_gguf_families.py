@@ -19,6 +19,7 @@ import torch
 from h2o_lab.peers import step_bytes
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.attachment.describe import describe
+from h2o_stream.cache.state import checksummed
 from h2o_stream.config import ModelConfig, Positions
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.transformers_model import load
@@ -210,6 +211,14 @@ def test_streams_go_on_from_states(name: str, file_of: Files) -> None:
             assert list(engine.tokens) == TEXT[:45]
             numpy.testing.assert_array_equal(engine.served.forward(TEXT[45:]), expected)
             assert engine.counts == other.counts
+        for served in (ours.served, theirs.served):
+            state = served.state_dict()
+            key = next(key for key in state if key.endswith(".conv.0"))
+            cut, missing = {**state, key: state[key][:, :, 1:]}, {name: x for name, x in state.items() if name != key}
+            for damaged in (cut, missing):
+                damaged.pop("checksums")
+                with pytest.raises(H2OStreamError, match="fit|missing|recurrent"):
+                    served.load_state_dict(checksummed(damaged))
 
 
 FILE_TYPES = {

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
-from h2o_stream import CacheConfig, H2OStreamError, attach
+from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment.describe import describe
-from h2o_stream.cache.arrays import to_array, to_arrays, to_tensors
 from h2o_stream.cache.recurrent import states_of
-from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.description import Description, DescriptionError
+from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.packing import pack
-from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
-from tests.families import CONTEXT, FAMILIES, GROUPED, tiny
+from tests.families import FAMILIES, GROUPED, tiny
 from tests.fixtures import with_exhaustive
 from tests.native_streams import exact, streamed, tokens_of
-from tests.states import with_checksums
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -198,70 +192,6 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str) -> None:
         streamed(model, config, tokens, engine, parts=parts)[0].float() - wanted for engine in ("auto", "eager")
     )
     assert ours.norm() < 1.2 * theirs.norm() < 0.6 * wanted.norm()
-
-
-def as_arrays(value: Any) -> Any:
-    """A description whose arrays are numpy's."""
-    if isinstance(value, Tensor):
-        return to_array(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: as_arrays(getattr(value, field.name)) for field in fields(value)})
-    return [as_arrays(item) for item in value] if isinstance(value, list) else value
-
-
-def runtime_of(description: Description, config: CacheConfig, digest: str) -> ServedRuntime:
-    """The same model without torch."""
-    windows = [(HeadWindow(),)] * len(description.layers)
-    sliding = [None] * len(description.layers)
-    return RuntimeModel(description, windows, digest, lambda: "", CONTEXT, CONTEXT, sliding, None).serve(config)
-
-
-@pytest.mark.every(2)
-@mixers
-@pytest.mark.usefixtures("dense_too")
-def test_states_move_between_the_runtimes(name: str) -> None:
-    """From arrays to tensors and back: the same logits, but for the last digit of rotations."""
-    model, tokens = family_of(name).make(), tokens_of(1, 60)[0].tolist()
-    description, limit = as_arrays(describe(model)), exact(family_of(name))
-    with torch.no_grad(), attach(model, CONFIG) as cache:
-        served = runtime_of(description, CONFIG, cache.model_digest())
-        assert served.cache.nbytes == 0
-        ours = served.forward(tokens[:30])
-        theirs = model(torch.tensor([tokens[:30]]), past_key_values=cache, logits_to_keep=1).logits[0, 0]
-        assert relative_error(torch.from_numpy(ours), theirs) < limit
-        served.forward(tokens[30:31])
-        held = sum(spec.state_bytes for spec in cache.specs)
-        assert served.cache.nbytes == held + sum(group.nbytes for group in served.cache.head_groups)
-        saved = served.state_dict()
-        cache.load_state_dict(to_tensors(saved))
-        for token in tokens[31:40]:
-            ours = served.forward([token])
-            theirs = model(torch.tensor([[token]]), past_key_values=cache).logits[0, 0]
-            assert relative_error(torch.from_numpy(ours), theirs) < limit
-        served.load_state_dict(to_arrays(cache.state_dict()))
-        theirs = model(torch.tensor([tokens[40:50]]), past_key_values=cache, logits_to_keep=1).logits[0, 0]
-        assert relative_error(torch.from_numpy(served.forward(tokens[40:50])), theirs) < limit
-        served.load_state_dict(saved)
-        assert all(numpy.array_equal(x, saved[key]) for key, x in served.state_dict().items())
-        served.cache.reset()
-        assert served.cache.nbytes == 0
-        assert served.forward(tokens[:30]).shape == ours.shape
-
-
-@pytest.mark.every(2)
-@mixers
-@pytest.mark.usefixtures("dense_too")
-def test_a_damaged_state_is_refused(name: str) -> None:
-    served = runtime_of(as_arrays(describe(family_of(name).make())), CONFIG, "")
-    served.forward(tokens_of(1, 20)[0].tolist())
-    state = served.state_dict()
-    key = next(key for key in state if key.endswith(".conv.0"))
-    cut = {**state, key: state[key][:, :, 1:]}
-    missing = {name: array for name, array in state.items() if name != key}
-    for damaged in (cut, missing):
-        damaged.pop("checksums")
-        with pytest.raises(H2OStreamError, match="fit|missing"):
-            served.load_state_dict(to_arrays(with_checksums(to_tensors(damaged))))
 
 
 class TestRefusals:

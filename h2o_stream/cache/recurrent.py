@@ -154,6 +154,8 @@ def load_states(
             raise H2OStreamError(f"the state does not fit: {name} is {list(state.shape)}, {[rows, *wanted]} is needed")
     if layer.number_of_states and not chosen:
         raise H2OStreamError("the state is incomplete: a layer has no recurrent state")
+    if lost := sorted(shapes.keys() - chosen.keys()):
+        raise H2OStreamError(f"the state is incomplete: {lost[0]} is missing")
     for name, state in chosen.items():
         _set_state(layer, name, state.to(device or state.device, copy=True))
 
