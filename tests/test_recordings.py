@@ -172,12 +172,6 @@ class TestSideBySide:
         same = invoke("h2o-stream", *options, "--compare", "h2o,h2o")
         assert same.stderr.count("the replies are identical") == 2
 
-    @pytest.mark.parametrize("policies", ["full", "full,best", ""])
-    def test_it_takes_two_or_more(self, policies: str) -> None:
-        done = invoke("h2o-stream", "--compare", policies)
-        assert done.exit_code == 2
-        assert "--compare takes two or more of" in done.stderr
-
     @pytest.mark.parametrize(("columns", "lines"), with_exhaustive([(80, 24)], [(160, 45)]))
     def test_in_two_panes(self, tiny_folder: Path, questions: Path, columns: int, lines: int) -> None:
         with Pty(

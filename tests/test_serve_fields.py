@@ -19,6 +19,7 @@ from h2o_stream.serve.fields import ELSEWHERE, FIELDS, Endpoint, Ignored, Refuse
 from h2o_stream.serve.responses import parse_response
 from h2o_stream.serve.wording import renamed
 from tests.fixtures import make_llama, saved
+from tests.protocol import send
 from tests.serve_load import post
 from tests.served import Running
 from tests.test_tools import HERMES, WEATHER
@@ -110,25 +111,13 @@ def ask(server: Running, endpoint: str, name: str = "", value: Any = None) -> tu
         body["messages"][0][inner] = value
     elif inner:
         body[outer] = {inner: value}
-    status, answer = post_raw(server.url, f"/v1/{endpoint}", body)
-    return status, re.sub(r'"(id|created|created_at|item_id|nbytes)": ?("[^"]*"|\d+)', "", answer)
+    status, _, answer = send(server, endpoint, json.dumps(body).encode())
+    return status, re.sub(r'"(id|created|created_at|item_id|nbytes)": ?("[^"]*"|\d+)', "", answer.decode())
 
 
 def inside(name: str) -> tuple[str, str, str]:
     """The object of a field and its name in it; llama.cpp has names with a dot."""
     return (name, "", "") if name.startswith("speculative.") else name.partition(".")
-
-
-def post_raw(url: str, path: str, body: Any) -> tuple[int, str]:
-    import urllib.error
-    import urllib.request
-
-    try:
-        asked = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def cases(kind: type) -> list[Any]:
