@@ -24,7 +24,7 @@ def run(*arguments: str, **variables: str) -> None:
     pytest.param("", id="all", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_interpreted(chosen: str) -> None:
-    files = ("tests/test_gpu_kernels.py", "tests/test_gpu_steps.py", "tests/test_gpu_steps.py")
+    files = ("tests/test_gpu_kernels.py", "tests/test_gpu_steps.py")
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *(("-k", chosen) if chosen else ()),
         **{available.INTERPRET: "1"})  # fmt: skip
 

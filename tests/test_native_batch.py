@@ -15,6 +15,7 @@ from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
 from h2o_stream.runtime.sources import ModelFile
 from tests.family_models import GGUF, TEXT, written
 from tests.fixtures import with_exhaustive
+from tests.states import equal_states
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
@@ -57,8 +58,7 @@ def test_together_as_alone(model: RuntimeModel, count: int) -> None:
         logits = batch.step([served.stepper for served in together])
         assert numpy.array_equal(logits, wanted)
     for one, other in zip(alone, together, strict=True):
-        first, second = one.state_dict(), other.state_dict()
-        assert all(numpy.array_equal(first[name], second[name]) for name in first)
+        assert equal_states(one.state_dict(), other.state_dict())
 
 
 SOME = ("Ministral 3", "Gemma 3", "Qwen3-Next", "Mixtral")
@@ -156,8 +156,7 @@ def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts:
         logits = batch.forward(steppers[:steps], steppers[steps:], tokens, plans)
         assert numpy.array_equal(logits, wanted)
     for one, other in zip(alone, together, strict=True):
-        first, second = one.state_dict(), other.state_dict()
-        assert all(numpy.array_equal(first[name], second[name]) for name in first)
+        assert equal_states(one.state_dict(), other.state_dict())
 
 
 def test_addresses_that_were_bound_anew_are_told_apart(model: RuntimeModel) -> None:

@@ -1,12 +1,21 @@
-"""Conversations: only new tokens are fed, the system prompt once, with any template."""
+"""Conversations: only new tokens are fed, the system prompt once, with any template; saved ones go on the same."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, SamplingConfig, UnsupportedModelError
+from h2o_stream import (
+    CacheConfig,
+    ConfigError,
+    Conversation,
+    Engine,
+    H2OStreamError,
+    SamplingConfig,
+    UnsupportedModelError,
+)
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.models.templates import FALLBACK_TEMPLATE
@@ -14,6 +23,7 @@ from h2o_stream.session.questions import load_questions
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.turn import Timings, Turn
+from tests.states import equal_states
 
 END = "<|im_end|>"
 SYSTEM = "You are a terse assistant."
@@ -212,3 +222,49 @@ class TestReport:
         assert sum(work.new_tokens for _, _, work in rows) == 1000
         assert rows[0][0] == 0
         assert rows[-1][1] >= 1_000_000
+
+
+SEA = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on."]
+Talker = Callable[..., PreTrainedModel]
+
+
+def sampling_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str = "h2o") -> Engine:
+    return Engine(model, tokenizer, CacheConfig(policy, 64), SamplingConfig(temperature=1.0, seed=3, max_tokens=10))
+
+
+def said_of(conversation: Conversation, text: str) -> str:
+    return next(event.text for event in conversation.say(text) if isinstance(event, Turn))
+
+
+def test_a_state_that_does_not_fit_changes_nothing(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+    model = talker()
+    with sampling_engine(model, tokenizer, "sink") as one:
+        talk = Conversation(one)
+        said_of(talk, SEA[0])
+        foreign = talk.state_dict()
+    with sampling_engine(model, tokenizer) as other:
+        again = Conversation(other)
+        said_of(again, SEA[1])
+        before = again.state_dict()
+        with pytest.raises(H2OStreamError, match="another policy"):
+            again.load_state_dict(foreign)
+        with pytest.raises(H2OStreamError, match="damaged"):
+            again.load_state_dict({name: tensor for name, tensor in before.items() if name != "conversation"})
+        after = again.state_dict()
+        assert equal_states(before, after)
+
+
+def test_another_system_prompt(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+    with sampling_engine(talker(), tokenizer) as one:
+        talk = Conversation(one, "Be brief.")
+        said_of(talk, SEA[0])
+        before = talk.state_dict()
+        with pytest.raises(ConfigError, match="pinned tokens"):
+            talk.reset("word " * 8000)
+        after = talk.state_dict()
+        assert equal_states(before, after)
+        talk.reset("Be kind.")
+        said_of(talk, SEA[1])
+        start = tokenizer.decode(list(one.tokens[: one.counts.pinned + one.counts.sinks]))
+        assert "Be kind." in start
+        assert "Be brief." not in tokenizer.decode(list(one.tokens))

@@ -2,21 +2,27 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from h2o_stream.config import CacheConfig, SamplingConfig, SpeculateMode
+from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig, SpeculateMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Token
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.engine.speculation import Speculation, followers
+from h2o_stream.loading.loading import load_model
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native import library
-from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.native.stepper import Stepper
+from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
 from h2o_stream.serve.grammars import Grammars
+from tests.family_models import TEXT, written
+from tests.states import equal_states
 from tests.test_native_batch import model  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -46,11 +52,6 @@ def opened(model: RuntimeModel, served_embedded: LoadedModel) -> Iterator[Callab
         engine.close()
 
 
-def same_states(one: Engine, other: Engine) -> bool:
-    first, second = one.state_dict(), other.state_dict()
-    return first.keys() == second.keys() and all(numpy.array_equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(("temperature", "said", "kv_bits"), [(0.0, 9, 16), (0.4, 60, 16), (0.4, 9, 8), (0.0, 60, 4)])
 def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float, said: int, kv_bits: int) -> None:
@@ -64,7 +65,7 @@ def test_replies_are_the_same(opened: Callable[..., Engine], temperature: float,
         list(engine.prefill([8, 9]))
     tokens = [[event.id for event in reply if isinstance(event, Token)] for reply in replies]
     assert tokens[0] == tokens[1]
-    assert same_states(*engines)
+    assert equal_states(*(engine.state_dict() for engine in engines))
     passes = [engine.speculation.passes for engine in engines]
     assert passes[1] == len(tokens[1])
     assert passes[0] < passes[1]
@@ -85,7 +86,7 @@ def test_a_reply_ends_inside_a_pass(opened: Callable[..., Engine], ending: str) 
             events = engine.decode(strings, max_tokens=most)
             replies.append([(type(event), event.text, getattr(event, "id", event)) for event in events])
         assert replies[0] == replies[1]
-        assert same_states(guessing, stepping)
+        assert equal_states(guessing.state_dict(), stepping.state_dict())
     assert guessing.speculation.passes < stepping.speculation.passes
 
 
@@ -104,7 +105,7 @@ def test_what_a_grammar_leaves_is_guessed(
     texts = ["".join(event.text for event in engine.decode()) for engine in engines]
     assert texts[0] == texts[1]
     assert texts[0].startswith("{")
-    assert same_states(*engines)
+    assert equal_states(*(engine.state_dict() for engine in engines))
     passes = [engine.speculation.passes for engine in engines]
     assert passes[0] <= 0.4 * passes[1]
     grammars.close()
@@ -141,3 +142,57 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
     off._step_s = 1.0
     off.step(served, tokens, 2)  # type: ignore[arg-type]
     assert not served.guesses
+
+
+CONFIGS = {
+    "h2o": CacheConfig(window=48),
+    "h2o-paper": CacheConfig("h2o-paper", window=48),
+    "tova": CacheConfig("tova", window=40),
+    "recent": CacheConfig("recent", window=40),
+    "random": CacheConfig("random", window=40, kv_bits=8),
+    "few bits": CacheConfig(window=64, kv_bits=4, positions="rolling"),
+    "absolute": CacheConfig(window=48, kv_bits=6, positions="absolute"),
+}
+
+TOKENS = [5 + 13 * i * i % 4001 for i in range(800)]
+
+
+def follow(passing: ServedRuntime, stepped: ServedRuntime, tokens: list[int], right: Callable[[int], int]) -> int:
+    """Feed tokens to both, with `right(i)` right guesses in pass number i and then wrong ones; the number of passes."""
+    passes = done = 0
+    while done < len(tokens):
+        ahead = tokens[done + 1 : done + 1 + right(passes)]
+        guesses = [*ahead, *((token + 1) % 61 for token in tokens[done + 1 + len(ahead) : done + 8])]
+        for place in range(done, done + 1 + len(ahead)):
+            logits, taken = passing.step(tokens[place], partial(list, guesses))
+            passes += taken > 1
+            assert numpy.array_equal(logits, stepped.forward([tokens[place]]))
+            assert passing.cache.seen_tokens == stepped.cache.seen_tokens
+        done += 1 + len(ahead)
+    return passes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_wrong_guesses_at_every_position_leave_no_trace(model: RuntimeModel, name: str) -> None:  # noqa: F811
+    passing, stepped = (model.serve(CONFIGS[name]) for _ in range(2))
+    for served in (passing, stepped):
+        served.cache.pin(3, 5)
+        start = 36
+        served.forward(TOKENS[:start])
+        served.cache.evict_first(start - 16, start - 12)
+    assert follow(passing, stepped, TOKENS[start : start + 70], lambda number: number % 7) > 10
+    assert equal_states(passing.state_dict(), stepped.state_dict())
+
+
+@pytest.mark.parametrize("name", ["Qwen 3.5 with more value heads", "LFM2", "Granite 4", "Falcon-H1"])
+def test_recurrent_states_follow_what_was_said(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside attention, and with several threads."""
+    monkeypatch.setattr(Stepper, "threads", 2)
+    config = CacheConfig(window=24)
+    loaded = load_model(ModelConfig(str(written(tmp_path, name)), dtype="float32"), config, "auto", print, print)
+    assert isinstance(loaded.model, RuntimeModel)
+    passing, stepped = (loaded.model.serve(config) for _ in range(2))
+    for served in (passing, stepped):
+        served.forward(TEXT[:30])
+    assert follow(passing, stepped, TEXT[30:100], lambda number: number % 7) > 10
+    assert equal_states(passing.state_dict(), stepped.state_dict())
