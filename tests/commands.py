@@ -9,10 +9,10 @@ from typing import Any
 import typer.main
 import typer.testing
 
-from h2o_stream.cli import chat, compare, stream
+from h2o_stream.cli import chat, compare, serve, stream
 
 vars(typer.testing)["_get_command"] = cache(typer.main.get_command)  # reading the signatures takes up to 40 ms
-APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app}
+APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app, "h2o-serve": serve.app}
 
 
 def invoke(command: str, *arguments: object, typed: str | None = None) -> Any:

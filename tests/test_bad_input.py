@@ -14,7 +14,7 @@ import pytest
 from tests.commands import invoke
 from tests.in_turn import in_turn
 
-CHAT, STREAM, COMPARE = "h2o-chat", "h2o-stream", "h2o-compare"
+CHAT, STREAM, COMPARE, SERVE = "h2o-chat", "h2o-stream", "h2o-compare", "h2o-serve"
 
 OPTIONS: list[tuple[str, str, str]] = [
     # values out of range
@@ -60,6 +60,14 @@ OPTIONS: list[tuple[str, str, str]] = [
     (COMPARE, "tasks --ratio -1", "--ratio"), (COMPARE, "tasks --shots -1", "--shots"),
     (COMPARE, "tasks --limit 0", "--limit"), (COMPARE, "soak --tokens 5", "--tokens"),
     (COMPARE, "soak --passes 1", "--passes"),
+    (SERVE, "--port -1", "--port must be at least 0"), (SERVE, "--port 70000", "--port must be at least 0, and below"),
+    (SERVE, "--awake 0", "--awake must be at least 1"), (SERVE, "--running 70", "--running 70 needs --awake 70"),
+    (SERVE, "--max-reply 99999999999", "--max-reply must be at least 1, and below"),
+    (SERVE, "--unread-s nan", "--unread-s must be more than 0"), (SERVE, "--timeout-s 0", "--timeout-s must be more"),
+    (SERVE, "--expiry-days -1", "--expiry-days must be more"), (SERVE, "--disk -5", "--disk takes one like"),
+    (SERVE, "--host 0.0.0.0", "--allow-anyone"), (SERVE, "--allow-origin x", "write it like"),
+    (SERVE, "--api-key ' '", "the API key is empty"), (SERVE, "--api-key-file /dev/null", "has no key"),
+    (SERVE, "--speculate maybe", "--speculate"), (SERVE, "--recall never", "--recall"),
     # unknown names
     (CHAT, "--policy best", "--policy takes one of"), (CHAT, "--policy H20", "--policy takes one of"),
     (CHAT, "--policy=", "--policy takes one of"), (CHAT, "--positions middle", "--positions"),
@@ -177,7 +185,7 @@ def test_the_table_is_long_enough() -> None:
 def test_wrong_usage_is_2(command: str, typed: str, words: str, tiny_folder: Path) -> None:
     arguments = shlex.split(typed)
     if command != COMPARE and "-m" not in arguments:
-        arguments += ["-m", str(tiny_folder), *([] if command == STREAM or "-p" in typed else ["-p", "x"])]
+        arguments += ["-m", str(tiny_folder), *([] if command != CHAT or "-p" in typed else ["-p", "x"])]
         arguments = arguments if "--session" not in typed and "-p a" not in typed else typed.split()
     done = invoke(command, *arguments)
     assert done.exit_code == 2, done.stderr

@@ -21,10 +21,10 @@ from starlette.applications import Starlette
 
 from h2o_stream.base import startup
 from h2o_stream.config import ServeConfig
-from h2o_stream.errors import ConfigError
+from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.native import library
 from h2o_stream.serve import connections
-from h2o_stream.serve.connections import max_connections, raise_file_limit, uvicorn_config
+from h2o_stream.serve.connections import bound, max_connections, raise_file_limit, uvicorn_config
 from tests.serve_kill import Server
 from tests.serve_load import post
 
@@ -138,6 +138,24 @@ def test_a_signal_ends_everything_soon(small: Server) -> None:
         small.process.send_signal(signal.SIGTERM)
         small.process.wait(10)
         assert time.monotonic() - began < 2.5
+
+
+def test_a_port_of_others_is_refused_and_a_free_one_is_named() -> None:
+    (free,) = bound(ServeConfig(port=0))
+    with free:
+        free.listen()
+        config = ServeConfig(port=free.getsockname()[1])
+        with pytest.raises(DataError, match=r"--host 127\.0\.0\.1 --port \d+: Address already in use"):
+            bound(config)
+    with pytest.raises(DataError, match=r"--host 192\.0\.2\.1 --port 8000: "):
+        bound(ServeConfig(host="192.0.2.1", allow_anyone=True))
+
+
+def test_keys_in_a_file(tmp_path: Path) -> None:
+    """A mark of its encoding is no part of a key, and a device is not read to its end, which it has not."""
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfone\n# none\n two \n")
+    assert ServeConfig(api_key_file=tmp_path / "keys").api_keys == ("one", "two")
+    assert len(ServeConfig(api_key_file=Path("/dev/zero")).api_keys) == 1
 
 
 async def listening() -> connections.Server:

@@ -92,17 +92,19 @@ def serve(
     with run.outputs(output) as (terminal, _):
         with run.loading(model, terminal):
             from h2o_stream.serve.app import make_app
-            from h2o_stream.serve.connections import Server, uvicorn_config
+            from h2o_stream.serve.connections import Server, bound, uvicorn_config
             from h2o_stream.serve.requests import Options
             from h2o_stream.serve.service import Service, load_served
+        sockets = bound(config)
         service = Service(load_served(model, cache), config, Options(cache, *conversation))
         gc.collect()
         gc.freeze()  # only what requests have made is collected
         gc.set_threshold(*_GARBAGE)
         sys.setswitchinterval(_SWITCH_S)
-        address = f"http://{config.host}:{config.port}"
+        host, port = f"[{config.host}]" if ":" in config.host else config.host, sockets[0].getsockname()[1]
+        address = f"http://{host}:{port}"
         terminal.note(f"Serving {service.name} on {address}/v1, and a page at {address}", style="dim")
-        Server(uvicorn_config(make_app(service), config)).run()
+        Server(uvicorn_config(make_app(service), config)).run(sockets)
 
 
 def main() -> None:

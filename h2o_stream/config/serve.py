@@ -11,6 +11,9 @@ from pathlib import Path
 from h2o_stream.config.speculation import SpeculateMode
 from h2o_stream.errors import ConfigError, file_errors
 
+_MAX_KEYS = 2**20
+"""Bytes of a file of keys that are read: devices have no end."""
+
 
 @dataclass(frozen=True)
 class ServeConfig:
@@ -61,11 +64,15 @@ class ServeConfig:
     speculate: SpeculateMode = "auto"
 
     def __post_init__(self) -> None:
-        for name, minimum in (("awake", 1), ("running", 1), ("waiting", 0), ("states", 1), ("max_reply", 1)):
-            if (value := getattr(self, name)) < minimum:
-                raise ConfigError(f"{name} is {value}; --{name.replace('_', '-')} must be at least {minimum}")
-        if self.unread_s <= 0:
-            raise ConfigError(f"unread_s is {self.unread_s}; --unread-s must be more than 0")
+        minima = {"port": 0, "awake": 1, "running": 1, "waiting": 0, "states": 1, "max_reply": 1}
+        for name, minimum in minima.items():
+            value, limit = getattr(self, name), 2**16 if name == "port" else 2**31
+            if not minimum <= value < limit:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{name} is {value}; {option} must be at least {minimum}, and below {limit}")
+        for name in ("expiry_days", "timeout_s", "unread_s"):
+            if not (value := getattr(self, name)) > 0:
+                raise ConfigError(f"{name} is {value}; --{name.replace('_', '-')} must be more than 0")
         if self.running > self.awake:
             raise ConfigError(f"--running {self.running} needs --awake {self.running} or more, not {self.awake}")
         if self.api_key is not None and not self.api_key.strip():
@@ -90,8 +97,8 @@ class ServeConfig:
         keys = [self.api_key] if self.api_key is not None else []
         if self.api_key_file is not None:
             place = f"--api-key-file {self.api_key_file}"
-            with file_errors(place):
-                listed = self.api_key_file.expanduser().read_text("utf-8", errors="replace").splitlines()
+            with file_errors(place), self.api_key_file.expanduser().open("rb") as file:
+                listed = file.read(_MAX_KEYS).decode("utf-8-sig", "replace").splitlines()
             found = [line.strip() for line in listed if line.strip() and not line.startswith("#")]
             if not found:
                 raise ConfigError(f"{place} has no key; write one a line")

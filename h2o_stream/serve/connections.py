@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from h2o_stream.config import ServeConfig
-from h2o_stream.errors import ConfigError
+from h2o_stream.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +95,28 @@ def max_connections(config: ServeConfig, files: int) -> int:
             "allow more (ulimit -n), or keep fewer awake"
         )
     return files - needed
+
+
+def bound(config: ServeConfig) -> list[socket.socket]:
+    """Sockets at the server's addresses, with the same port.
+
+    Raises:
+        DataError: another program has it, or there is no such address.
+    """
+    port, found = config.port, list[socket.socket]()
+    try:
+        for family, kind, protocol, _, place in dict.fromkeys(
+            socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)
+        ):
+            found.append(socket.socket(family, kind, protocol))
+            found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                found[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            found[-1].bind((place[0], port, *place[2:]))
+            port = found[-1].getsockname()[1]
+    except OSError as error:
+        raise DataError(f"--host {config.host} --port {port}: {error.strerror or error}") from error
+    return found
 
 
 def uvicorn_config(app: Starlette, config: ServeConfig) -> uvicorn.Config:
