@@ -229,10 +229,10 @@ class AttachedForward:
             mask = chosen[:, None].long().expand(-1, length).to(tokens.device)
             arguments = shared | {name: _columns(tokens, part), "attention_mask": mask}
             cache.prepare_forward(arguments)
-            found = self._output(arguments).logits
-            logits = found.new_zeros(rows, new, found.shape[-1]) if logits is None else logits
+            part_logits = self._output(arguments).logits
+            logits = part_logits.new_zeros(rows, new, part_logits.shape[-1]) if logits is None else logits
             for row in chosen.nonzero().flatten().tolist():
-                logits[row, part[row]] = found[row]
+                logits[row, part[row]] = part_logits[row]
         assert logits is not None
         cache.tokens.columns = columns + new
         keep = kwargs.get("logits_to_keep", 0)

@@ -50,17 +50,17 @@ class ModuleWeights(Weights):
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
-        found = self._name(name, layer)
-        module, weights = self._modules.get(found) if found else None, self._tensors.get(found)
+        full_name = self._name(name, layer)
+        module, weights = self._modules.get(full_name) if full_name else None, self._tensors.get(full_name)
         if module is not None:
-            matrix = (embedding_of if hasattr(module, "num_embeddings") else matrix_of)(module, found)
+            matrix = (embedding_of if hasattr(module, "num_embeddings") else matrix_of)(module, full_name)
             self._read.update(map(id, chain(module.parameters(), module.buffers())))
             rows = matrix.rows if layer is None else rows
         elif weights is not None:
-            matrix = self._stacked(found, weights)
+            matrix = self._stacked(full_name, weights)
         else:
-            raise DescriptionError(f"it has no {found or name}")
-        matrix.check_shape(rows, columns, found)
+            raise DescriptionError(f"it has no {full_name or name}")
+        matrix.check_shape(rows, columns, full_name)
         return matrix
 
     def _stacked(self, name: str, weights: Tensor) -> Matrix:
@@ -76,24 +76,24 @@ class ModuleWeights(Weights):
 
     def small_matrix(self, name: str, layer: int | None, rows: int, columns: int, dtype: str) -> Matrix:
         """See `Weights`."""
-        found = self._name(name, layer)
-        weights, bias = (self._tensors.get(f"{found}.{kind}") for kind in ("weight", "bias"))
+        full_name = self._name(name, layer)
+        weights, bias = (self._tensors.get(f"{full_name}.{kind}") for kind in ("weight", "bias"))
         if weights is None:
-            raise DescriptionError(f"it has no {found or name}")
+            raise DescriptionError(f"it has no {full_name or name}")
         self._read |= {id(weights), id(bias)}
-        matrix = dense_matrix(weights, bias, found)
-        matrix.check_shape(rows, columns, found)
+        matrix = dense_matrix(weights, bias, full_name)
+        matrix.check_shape(rows, columns, full_name)
         return matrix
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        found = self._name(name, layer, kind)
-        tensor = self._tensors.get(f"{found}.{kind}", self._tensors.get(found))
+        full_name = self._name(name, layer, kind)
+        tensor = self._tensors.get(f"{full_name}.{kind}", self._tensors.get(full_name))
         if tensor is None:
             return None
         self._read.add(id(tensor))
-        numbers: Floats = raw_tensor(tensor, found).float().cpu().numpy().reshape(-1)
-        return as_used(numbers, self._architecture, name, kind)
+        values: Floats = raw_tensor(tensor, full_name).float().cpu().numpy().reshape(-1)
+        return as_used(values, self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""

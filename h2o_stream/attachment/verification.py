@@ -248,8 +248,8 @@ class Verification:
             if error < tolerance:
                 return ""
             with in_dtype(self._model, dtype), rounded_embedding(self._model, rounding.step, seed):
-                own = last_error(self._logits(), expected)
-            tolerance = min(max(tolerance, ROUNDINGS * own), rounding.limit)
+                rounding_error = last_error(self._logits(), expected)
+            tolerance = min(max(tolerance, ROUNDINGS * rounding_error), rounding.limit)
         where = "in float32 " if dtype else ""
         return (
             ""

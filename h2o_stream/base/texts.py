@@ -119,8 +119,8 @@ def _readable(text: str, label: str) -> str:
 
 def _encoding(data: bytes) -> str:
     """Name of the encoding of a text: by its mark, or by the zeros that letters of UTF-16 have; else UTF-8."""
-    if found := next((name for mark, name in _MARKS.items() if data.startswith(mark)), None):
-        return found
+    if encoding := next((name for mark, name in _MARKS.items() if data.startswith(mark)), None):
+        return encoding
     pairs = data[: _HEAD - _HEAD % 2]
     pairs = pairs[: len(pairs) // 2 * 2]
     if len(data) % 2 or not pairs:

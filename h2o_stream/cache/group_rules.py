@@ -87,8 +87,8 @@ class GroupRules:
         """More than the largest distance at which RoPE sees that many keys, the new ones included, as long as the
         revision stays the same: what the rules allow, and at most twice the tokens of the stream.
         """
-        most = keys + self.span if self.plan.positions == "gap" else keys
-        return min(most, self.tokens.reach)
+        distance = keys + self.span if self.plan.positions == "gap" else keys
+        return min(distance, self.tokens.reach)
 
     # how many slots there are
 

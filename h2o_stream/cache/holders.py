@@ -103,8 +103,8 @@ def _of_full(cache: FullCache, layers: Sequence[int]) -> Holders:
     """Of layers in which every head holds the newest tokens, mostly all."""
     seen, shapes = cache.seen_tokens, [cache.kept(number).shape for number in layers]
     begins = numpy.zeros(seen + 1, dtype=numpy.int64)  # how many more heads hold a token than its predecessor
-    for _, heads, held in shapes:
-        begins[seen - held] += heads
+    for _, heads, length in shapes:
+        begins[seen - length] += heads
     counts = begins[:seen].cumsum()
     tokens = counts.nonzero()[0]
     return Holders(tokens, counts[tokens], sum(heads for _, heads, _ in shapes))

@@ -58,11 +58,11 @@ def sized(
         return config
     queries = max((x.query_heads / x.kv_heads for x in shapes if x), default=1)
     step_share = AUTO_STEP_SHARE * min(1, AUTO_QUERIES / queries)
-    most = min(step_bytes() * step_share, free_bytes() * AUTO_MEMORY_SHARE / config.auto_window)
+    max_bytes = min(step_bytes() * step_share, free_bytes() * AUTO_MEMORY_SHARE / config.auto_window)
     largest = _largest_window(config, max_distance)
     for window in AUTO_WINDOWS[1:]:  # from the smallest, so that small models start without counting the large ones
         larger = replace(config, window=window)
-        if window > largest or allocated_bytes(larger) > most:
+        if window > largest or allocated_bytes(larger) > max_bytes:
             break
         config = larger
     return config

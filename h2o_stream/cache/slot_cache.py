@@ -114,12 +114,12 @@ class SlotCache(Tearable, WindowRules):
         if not self._stage_ends.isdisjoint(self.tokens.lengths):
             self._fit([length + more for length in self.tokens.lengths for more in (0, 1)])
 
-    def steps_ahead(self, most: int) -> int:
+    def steps_ahead(self, limit: int) -> int:
         """How many tokens, at most so many, native steps can take before slots change otherwise."""
         if len(self.tokens.lengths) != 1:
             return 0
         length = self.tokens.lengths[0]
-        ahead: int = min([most, *(end - length for end in self._stage_ends if end >= length)])
+        ahead: int = min([limit, *(end - length for end in self._stage_ends if end >= length)])
         return ahead
 
     def make_room_for_prompt(self, shapes: Sequence[HeadShape], dtype: str, lengths: Sequence[int], rows: int) -> None:

@@ -109,13 +109,13 @@ def logs_of(state: Mapping[str, Array]) -> list[str]:
 
 def load_log(state: Mapping[str, Array], name: str) -> NumberLog:
     """A log from the arrays of `log_state`; raises H2OStreamError if they are missing or damaged."""
-    numbers, marks = require_array(state, name), state.get(name + MARKS)
+    array, marks = require_array(state, name), state.get(name + MARKS)
     if marks is None:  # earlier versions: the array is among those with checksums
-        return NumberLog(numbers)
+        return NumberLog(array)
     length, crc = (0, 0) if not len(marks) else marks[-1].tolist()
-    if numbers.dtype != numpy.int32 or len(numbers) != length or zlib.crc32(numbers.data, 0) != crc:
+    if array.dtype != numpy.int32 or len(array) != length or zlib.crc32(array.data, 0) != crc:
         raise H2OStreamError(f"the state is damaged: {name} is not what was saved")
-    return NumberLog(numbers, list(map(tuple, marks.tolist())))
+    return NumberLog(array, list(map(tuple, marks.tolist())))
 
 
 def with_prefix(state: Mapping[str, Array], prefix: str) -> State:

@@ -42,15 +42,15 @@ class WindowGrowth:
             ConfigError: the model's context, or the size of the cache, does not allow it.
             OutOfMemoryError: there is no memory for it.
         """
-        config, given = self.config, self.config.window
+        config, initial = self.config, self.config.window
         sinks = POLICIES[config.policy].sinks if config.sinks is None else config.sinks
         pinned = sum(map(len, merged((range(sinks), *pins))))
         if pinned <= sinks:
-            return given
-        window = min(max(given, pinned + max(given - given // 2, self.min_movable)), max(self.largest, given))
+            return initial
+        window = min(max(initial, pinned + max(initial - initial // 2, self.min_movable)), max(self.largest, initial))
         self.check(pinned, window)
-        more = (window - given) * self.numbers * (config.kv_bits or _FULL_BITS) // 8
-        if window > given and more > (free := free_bytes()):
+        more = (window - initial) * self.numbers * (config.kv_bits or _FULL_BITS) // 8
+        if window > initial and more > (free := free_bytes()):
             raise OutOfMemoryError(
                 f"{pinned} pinned tokens (system prompt, tools, sinks, pins) need a window of {window}, which takes "
                 f"{format_bytes(more)} more, and {format_bytes(free)} of memory are free; pin less, or lower --kv-bits"

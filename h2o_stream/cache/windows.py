@@ -154,9 +154,9 @@ def schedules(windows: tuple[int, ...], weights: tuple[int, ...], common: int) -
     while stages[-1] < max(windows):
         stages.append(min(math.ceil(stages[-1] * _STAGE), max(windows)))
         unfilled = sum(weight * max(window - stages[-1], 0) for window, weight in zip(windows, weights, strict=True))
-        left = unfilled / sum(growing)
+        unfilled_share = unfilled / sum(growing)
         seen = numpy.arange(stages[-2] + 1, min(stages[-1] + 1, max(windows)))
-        counts = [numpy.minimum(seen, window + max(common - window, 0) * left) for window in windows]
+        counts = [numpy.minimum(seen, window + max(common - window, 0) * unfilled_share) for window in windows]
         for column, values in zip(columns, _rounded(counts, weights), strict=True):
             column += values.tolist()
     return [

@@ -58,13 +58,13 @@ class ChatOptions(ChatConfig):
             ConfigError: the prompt is empty, or was given twice; options contradict each other.
             DataError: its file cannot be read, or standard input is not text; there is no session to continue.
         """
-        given = self.prompt
-        if self.question and (given is not None or self.prompt_file is not None):
+        text = self.prompt
+        if self.question and (text is not None or self.prompt_file is not None):
             raise ConfigError(f"{' '.join(self.question)!r} and --prompt were both given; leave one of them out")
         if self.question:
-            given = " ".join(self.question)
-        prompt = text_or_file(given, "--prompt", self.prompt_file, "--prompt-file")
-        if given == "-":
+            text = " ".join(self.question)
+        prompt = text_or_file(text, "--prompt", self.prompt_file, "--prompt-file")
+        if text == "-":
             prompt = piped_text(sys.stdin.buffer, "standard input")
         if prompt is not None and not prompt.strip():
             raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")

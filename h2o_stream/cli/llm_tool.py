@@ -72,7 +72,9 @@ class H2OModel(llm.Model):
 
         past = list(conversation.responses) if conversation else []
         options = prompt.options
-        system = next((said.prompt.system for said in past if said.prompt.system), None) or prompt.system or None
+        system = (
+            next((response.prompt.system for response in past if response.prompt.system), None) or prompt.system or None
+        )
         settings = (options.model, options.window, options.policy, system)
         opened = self._open
         if (
@@ -89,8 +91,8 @@ class H2OModel(llm.Model):
         model = self._load(ModelConfig(options.model), cache)
         engine = Engine(model.model, model.tokenizer, cache, sampling_defaults=model.sampling)
         ours = Conversation(engine, system or model.system, model.stops, CHAT_RECALL)
-        for said in past:
-            for _ in ours.feed_turn(said.prompt.prompt, said.text()):
+        for response in past:
+            for _ in ours.feed_turn(response.prompt.prompt, response.text()):
                 pass
         self._open = _Open(conversation, settings, ours, len(past))
         return self._open

@@ -97,8 +97,8 @@ class Comparison(ABC, Generic[Options]):
         from h2o_stream.attachment.support import with_default_positions
         from h2o_stream.cache.rope import ABSOLUTE_TAKEN
 
-        given, self.configs = self.configs, [with_default_positions(self.model.config, one) for one in self.configs]
-        if self.configs != given:
+        before, self.configs = self.configs, [with_default_positions(self.model.config, one) for one in self.configs]
+        if self.configs != before:
             notify(ABSOLUTE_TAKEN)
 
     def model_for(self, config: CacheConfig) -> tuple[Any, CacheConfig]:
@@ -195,10 +195,10 @@ def run_possible_jobs(
         elif outcome.reason is not None:
             comparison.leave_out(job.subject)
             on_failure(job.label, outcome.reason)
-    left = list(map(_digest, comparison.jobs()))
-    if not left or not results.keys() >= set(left):
+    digests = list(map(_digest, comparison.jobs()))
+    if not digests or not results.keys() >= set(digests):
         raise H2OStreamError("nothing can be measured without what failed")
-    return [results[digest] for digest in left]
+    return [results[digest] for digest in digests]
 
 
 def leave_out_unsupported(comparison: Comparison[Any], on_failure: OnFailure) -> None:

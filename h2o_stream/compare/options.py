@@ -63,8 +63,10 @@ def configs_of(
     configs = []
     for policy in policies:
         if policy == "full":
-            own = {name: cache[name] for name in ("chunk", "device") if name in cache}
-            configs.append(CacheConfig("full", **{**own, **({"device": "cpu"} if own.get("device") == "disk" else {})}))
+            options = {name: cache[name] for name in ("chunk", "device") if name in cache}
+            configs.append(
+                CacheConfig("full", **{**options, **({"device": "cpu"} if options.get("device") == "disk" else {})})
+            )
             continue
         for window in windows:
             chosen = {"window": window} if window != AUTO else {"auto_window": int(cache.get("heavy") is None)}

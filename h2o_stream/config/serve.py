@@ -99,10 +99,10 @@ class ServeConfig:
             place = f"--api-key-file {self.api_key_file}"
             with file_errors(place), self.api_key_file.expanduser().open("rb") as file:
                 listed = file.read(_MAX_KEYS).decode("utf-8-sig", "replace").splitlines()
-            found = [line.strip() for line in listed if line.strip() and not line.startswith("#")]
-            if not found:
+            file_keys = [line.strip() for line in listed if line.strip() and not line.startswith("#")]
+            if not file_keys:
                 raise ConfigError(f"{place} has no key; write one a line")
-            keys += found
+            keys += file_keys
         return tuple(key.strip() for key in keys)
 
     @property

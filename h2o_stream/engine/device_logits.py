@@ -45,8 +45,8 @@ class TensorLogits:
             ids, factors, added, banned = (torch.from_numpy(x).to(scores.device, non_blocking=True) for x in change)
             scores = scores.index_copy(0, ids, changed(scores[ids], factors, added, banned, torch.where))
         token = scores.argmax() if draw is None else _drawn(scores, draw)
-        found, peak = torch.stack([token.double(), self._logits.max().double()]).tolist()
-        return min(int(found), len(scores) - 1), peak
+        number, peak = torch.stack([token.double(), self._logits.max().double()]).tolist()
+        return min(int(number), len(scores) - 1), peak
 
 
 def _drawn(scores: Tensor, draw: Draw) -> Tensor:

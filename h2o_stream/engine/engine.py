@@ -261,9 +261,9 @@ class Engine:
         text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
         matcher = self.grammar.matcher(thinking) if self.grammar else None
         reply, passes = list[int](), self.speculation.passes
-        most = self.sampling.max_tokens if max_tokens is None else max_tokens
+        limit = self.sampling.max_tokens if max_tokens is None else max_tokens
         self.sampler.end_tokens = [*self.end_tokens]
-        while len(reply) < most:
+        while len(reply) < limit:
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
                 return
@@ -279,7 +279,7 @@ class Engine:
                 if matcher:
                     matcher.accept(token)
                 ended = token in self.end_tokens
-                wanted = 0 if ended else most - len(reply) - 1
+                wanted = 0 if ended else limit - len(reply) - 1
                 yield from self.forward([token], partial(self._speculate, wanted, matcher))
             except OutOfMemoryError as error:
                 yield Finished("oom", text.flush(), str(error))
@@ -317,11 +317,11 @@ class Engine:
             ) from error
         yield from ()
 
-    def _speculate(self, most: int, matcher: Matcher | None) -> Logits:
+    def _speculate(self, max_guesses: int, matcher: Matcher | None) -> Logits:
         """Take the last token through the model, with at most so many guesses. Returns the logits after it."""
         if (limit := self._max_tokens()) is not None:
-            most = min(most, max(limit - len(self.tokens), 0))
-        return self.speculation.step(self.served, self.tokens.array, most, matcher)
+            max_guesses = min(max_guesses, max(limit - len(self.tokens), 0))
+        return self.speculation.step(self.served, self.tokens.array, max_guesses, matcher)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Note tokens that are about to go through the model."""

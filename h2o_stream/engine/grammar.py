@@ -115,18 +115,18 @@ class Matcher:
         """Append the sampled token."""
         self._matcher.consume_token(token)
 
-    def foresee(self, follow: Follow, most: int) -> list[Guess]:
+    def foresee(self, follow: Follow, max_guesses: int) -> list[Guess]:
         """Tokens that may come next, at most so many: those of text that must, which may be divided into others, too;
         and between them what `follow` gives, or what ends a name, as far as it is allowed.
         """
         matcher, guesses, likely = self._matcher, list[Guess](), list[Guess]()
-        while len(guesses) < most:
+        while len(guesses) < max_guesses:
             if forced := matcher.compute_ff_tokens():
                 likely = [Guess(token, FORCED) for token in forced]
             elif not likely or not self._allows(likely[0].token):
                 ends_name = ([Guess(token, STRUCTURE)] for token in self.sample.tokens[-1:])
                 candidates = chain(follow(guesses), ends_name)
-                likely = next((found for found in candidates if self._allows(found[0].token)), [])
+                likely = next((guessed for guessed in candidates if self._allows(guessed[0].token)), [])
             if not likely:
                 break
             (token, length), *likely = likely
@@ -203,13 +203,13 @@ class ThinkingMatcher(Matcher):
             allowed |= matcher.allowed(len(logits))
         return _masked(logits, allowed, self._ends)
 
-    def foresee(self, follow: Follow, most: int) -> list[Guess]:
+    def foresee(self, follow: Follow, max_guesses: int) -> list[Guess]:
         """See `Matcher`."""
         if self._forced:
-            return [Guess(token, FORCED) for token in self._forced[:most]]
+            return [Guess(token, FORCED) for token in self._forced[:max_guesses]]
         if len(self._alive) > 1 or self._within:
-            return next(iter(follow(())), [])[:most]
-        return self._alive[0].foresee(follow, most)
+            return next(iter(follow(())), [])[:max_guesses]
+        return self._alive[0].foresee(follow, max_guesses)
 
     def accept(self, token: int) -> None:
         """Go on with a token."""

@@ -195,19 +195,19 @@ class Sampler:
         whole = np.array(reply, np.int64)
         tokens = whole[len(whole) - count :]
         banned = [self.forbidden[token] for token in reply[-1:] if token in self.forbidden]
-        said = counts = tokens[:0]
+        distinct = counts = tokens[:0]
         if self._penalty != 1 or config.frequency_penalty or config.presence_penalty:
-            said, counts = np.unique(tokens, return_counts=True)
+            distinct, counts = np.unique(tokens, return_counts=True)
         repeated, losses = (
             self._repetitions(whole, count) if self._dry and count else (tokens[:0], np.zeros(0, np.float32))
         )
-        if not (banned or len(said) or len(repeated)):
+        if not (banned or len(distinct) or len(repeated)):
             return None
-        changes = Changes.none(said, repeated, banned)
+        changes = Changes.none(distinct, repeated, banned)
         lost = np.zeros(len(changes.ids), np.float32)
         np.maximum.at(lost, changes.places(repeated), losses)
-        lost[changes.places(said)] += config.frequency_penalty * counts + config.presence_penalty
-        changes.factors[changes.places(said)] = self._penalty
+        lost[changes.places(distinct)] += config.frequency_penalty * counts + config.presence_penalty
+        changes.factors[changes.places(distinct)] = self._penalty
         changes.banned[changes.places(banned)] = True
         return changes._replace(added=-lost)
 

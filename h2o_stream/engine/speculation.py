@@ -59,13 +59,15 @@ class Speculation:
         self._expected: Sequence[Guess] = ()
         self._seen = 0
 
-    def step(self, served: Served, tokens: NDArray[numpy.int32], most: int, matcher: Matcher | None = None) -> Logits:
+    def step(
+        self, served: Served, tokens: NDArray[numpy.int32], max_guesses: int, matcher: Matcher | None = None
+    ) -> Logits:
         """Take the last of some tokens through the model, perhaps with guesses, unless it was guessed before.
 
         Args:
             served: the model.
             tokens: [n] all tokens of the conversation.
-            most: guesses that can be of use, at most.
+            max_guesses: guesses that can be of use, at most.
             matcher: of the grammar, if the reply has one.
 
         Returns:
@@ -83,7 +85,7 @@ class Speculation:
             if self.mode == "off":
                 return ()
             self._expect(tokens[-SEARCHED_TOKENS:], matcher)
-            guesses = [guess.token for guess in self._expected[: self._count(min(most, len(self._expected)))]]
+            guesses = [guess.token for guess in self._expected[: self._count(min(max_guesses, len(self._expected)))]]
             started = time.perf_counter()
             return guesses
 
@@ -113,12 +115,12 @@ class Speculation:
             return
         self._expected = foresee(matcher, tokens)
 
-    def _count(self, most: int) -> int:
-        """How many guesses pay, 0 to `most`."""
-        if not most or not self._step_s:
+    def _count(self, max_guesses: int) -> int:
+        """How many guesses pay, 0 to `max_guesses`."""
+        if not max_guesses or not self._step_s:
             return 0
-        right = numpy.cumprod([self._right[_place(guess)] for guess in self._expected[:most]])
-        gains = (1 + right.cumsum()) / (1 + self._cost_factor * (_COSTS[:most] - 1))
+        right = numpy.cumprod([self._right[_place(guess)] for guess in self._expected[:max_guesses]])
+        gains = (1 + right.cumsum()) / (1 + self._cost_factor * (_COSTS[:max_guesses] - 1))
         best = int(gains.argmax())
         if gains[best] >= MIN_GAIN:
             return best + 1
@@ -141,7 +143,7 @@ def foresee(matcher: Matcher, tokens: NDArray[numpy.int32]) -> list[Guess]:
         guessed = numpy.array([guess.token for guess in guesses], numpy.int32)
         before = followers(numpy.concatenate([tokens, guessed]), 1)
         written = followers(numpy.concatenate([sample, tokens[-MATCHED_TOKENS:], guessed]), 1)
-        return merge(before, written, key=lambda found: -found[0].length)
+        return merge(before, written, key=lambda likely: -likely[0].length)
 
     return matcher.foresee(follow, len(PASS_COSTS))
 

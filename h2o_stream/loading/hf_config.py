@@ -66,19 +66,19 @@ def hf_config(file: GgufFile, parameters: Parameters) -> PretrainedConfig:
 
 def _identity(file: GgufFile) -> dict[str, Any]:
     """What computes nothing, and is in the names of models that states have had since the first version."""
-    numbers = file.metadata
+    metadata = file.metadata
     known = {"_model_name_or_path": "general.name", "unk_token_id": "tokenizer.ggml.unknown_token_id"}
-    return {name: numbers[key] for name, key in known.items() if key in numbers}
+    return {name: metadata[key] for name, key in known.items() if key in metadata}
 
 
 def _values(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
     """Values by the names of all families."""
     kinds = [_kind(file, parameters, number) for number in range(parameters.num_layers)]
-    numbers = file.metadata
+    metadata = file.metadata
     ends = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
     return {
         **{field: end in ends for field, end in _FLAGS.items()},
-        **{f"{name}_token_id": numbers.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()},
+        **{f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()},
         "vocab_size": parameters.vocabulary,
         "hidden_size": parameters.hidden_size,
         "intermediate_size": parameters.inner_size,

@@ -79,8 +79,8 @@ class HfWeights:
         layer, inner, kind = tensor_name(tensor.name)
         name = self._architecture.parameter_name(inner, layer, kind or "weight")
         stacked = re.sub(r"experts\.(?:gate|up)_proj\b", "experts.gate_up_proj", name)  # of all experts
-        for found in (name, name.removesuffix(".weight"), stacked):
-            for each in (found, found.removesuffix(".weight"), found.replace("_proj.bias", "_proj_bias")):
+        for stem in (name, name.removesuffix(".weight"), stacked):
+            for each in (stem, stem.removesuffix(".weight"), stem.replace("_proj.bias", "_proj_bias")):
                 if each in self._shapes:
                     return each
         model = type(self._skeleton).__name__

@@ -224,8 +224,8 @@ class _Loader:
             if self._file is not None:
                 name = self._file.path.name
                 unpacking = GgufConfig(gguf_file=name, dequantize=True)
-                own = {"config": self._hf_config, "gguf_file": name, "quantization_config": unpacking}
-                model = self._read(self._file.path.parent, dtype=dtype, **own, **device_kwargs)
+                file_options = {"config": self._hf_config, "gguf_file": name, "quantization_config": unpacking}
+                model = self._read(self._file.path.parent, dtype=dtype, **file_options, **device_kwargs)
                 return self._with_generation(model)
             return self._read(self._source, dtype=dtype, **self._bars, **device_kwargs, **self._local)
 

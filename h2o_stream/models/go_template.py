@@ -73,4 +73,4 @@ def _actions(template: str) -> Iterator[tuple[int, int, str, str, str]]:
 
 def _literal(text: str) -> str:
     """A text that Jinja leaves as it is."""
-    return re.sub(r"\{(?=[{%#])|(?<=[%#}])\}", lambda found: f"{{{{ {found[0]!r} }}}}", text)
+    return re.sub(r"\{(?=[{%#])|(?<=[%#}])\}", lambda match: f"{{{{ {match[0]!r} }}}}", text)

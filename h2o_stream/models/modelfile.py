@@ -44,34 +44,34 @@ def with_modelfile(loaded: LoadedModel, notify: Callable[[str], None]) -> Loaded
     layers = ollama_layers(loaded.name)
     if "adapter" in layers:
         raise UnsupportedModelError(f"{loaded.name} has an adapter (LoRA), which is not applied here; merge it first")
-    used, left = list[str](), list[str]()
+    used, unused = list[str](), list[str]()
     system = layers.get("system", "").strip() or None
     used += ["SYSTEM"] if system else []
-    sampling, stops = _parameters(layers.get("params", ""), used, left)
-    own = loaded.stops
+    sampling, stops = _parameters(layers.get("params", ""), used, unused)
+    model_stops = loaded.stops
     if (template := layers.get("template", "")).strip():
         changed = _changed(loaded.tokenizer, template)
         if changed is None:
-            left.append("TEMPLATE, in place of which the file's own chat template is used")
+            unused.append("TEMPLATE, in place of which the file's own chat template is used")
         elif changed:
             used.append("TEMPLATE")
             loaded.tokenizer.chat_template = changed
-            own = with_template(loaded.tokenizer)[1]
-    left += ["MESSAGE"] if "messages" in layers else []
-    if used or left:
+            model_stops = with_template(loaded.tokenizer)[1]
+    unused += ["MESSAGE"] if "messages" in layers else []
+    if used or unused:
         parts = [f"uses {', '.join(used)}"] if used else []
-        notify(f"{loaded.name}: {'; '.join([*parts, *(f'does not use {what}' for what in left)])}")
-    return replace(loaded, stops=(*own, *stops), system=system, own_sampling=sampling)
+        notify(f"{loaded.name}: {'; '.join([*parts, *(f'does not use {what}' for what in unused)])}")
+    return replace(loaded, stops=(*model_stops, *stops), system=system, own_sampling=sampling)
 
 
-def _parameters(text: str, used: list[str], left: list[str]) -> tuple[dict[str, float], tuple[str, ...]]:
+def _parameters(text: str, used: list[str], unused: list[str]) -> tuple[dict[str, float], tuple[str, ...]]:
     """Sampling settings and stops of a layer of parameters; what is used, and what is not, is added to the lists."""
     try:
         values = parse_json(text) if text else {}
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        left.append("PARAMETER, which cannot be read")
+        unused.append("PARAMETER, which cannot be read")
         return {}, ()
     sampling, stops = dict[str, float](), tuple[str, ...]()
     for name, value in values.items():
@@ -82,7 +82,7 @@ def _parameters(text: str, used: list[str], left: list[str]) -> tuple[dict[str, 
             sampling[_SAMPLING[name]] = value
             used.append(f"{name} {value}")
         elif name not in _NO_INFLUENCE:
-            left.append(str(name)[:40])
+            unused.append(str(name)[:40])
     return sampling, stops
 
 
@@ -93,9 +93,9 @@ def _listed(value: Any) -> Iterator[Any]:
 def _is_setting(name: str, value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    given: Mapping[str, Any] = {name: value}
+    setting: Mapping[str, Any] = {name: value}
     try:
-        SamplingConfig(**given)
+        SamplingConfig(**setting)
     except ConfigError:
         return False
     return True
@@ -103,13 +103,13 @@ def _is_setting(name: str, value: Any) -> bool:
 
 def _changed(tokenizer: Any, template: str) -> str | None:
     """The template for Jinja; nothing if the tokenizer's makes the same of messages, None if it is too complicated."""
-    jinja, own = as_jinja(template), tokenizer.chat_template
+    jinja, original = as_jinja(template), tokenizer.chat_template
     if jinja is None:
         return None
     ours = _rendered(tokenizer)
     tokenizer.chat_template = jinja
     theirs = _rendered(tokenizer)
-    tokenizer.chat_template = own
+    tokenizer.chat_template = original
     if "" in theirs:
         return None
     same = all(

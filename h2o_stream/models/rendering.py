@@ -47,8 +47,8 @@ def apply_template(
         TemplateError: see `render`.
         ValueError: there is no template.
     """
-    given = {"tools": tools, "documents": None, "add_generation_prompt": False, **variables}
-    return render(tokenizer.get_chat_template(tools=tools), messages, **{**tokenizer.special_tokens_map, **given})
+    values = {"tools": tools, "documents": None, "add_generation_prompt": False, **variables}
+    return render(tokenizer.get_chat_template(tools=tools), messages, **{**tokenizer.special_tokens_map, **values})
 
 
 def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:

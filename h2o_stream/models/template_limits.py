@@ -31,9 +31,9 @@ _WIDTH = re.compile(r"\d{6}|\*")
 
 
 class _Budget:
-    def __init__(self, given: int) -> None:
-        self._left = MAX_CHARACTERS + _PER_CHARACTER * given
-        self._end = time.thread_time() + MAX_SECONDS + _SECONDS_PER_CHARACTER * given
+    def __init__(self, characters: int) -> None:
+        self._left = MAX_CHARACTERS + _PER_CHARACTER * characters
+        self._end = time.thread_time() + MAX_SECONDS + _SECONDS_PER_CHARACTER * characters
 
     def spend(self, cost: int) -> None:
         self._left -= cost
@@ -47,9 +47,9 @@ _BUDGET: ContextVar[_Budget] = ContextVar("budget")
 
 
 @contextmanager
-def limited(*given: Any) -> Iterator[None]:
+def limited(*values: Any) -> Iterator[None]:
     """Limits templates of `LimitedSandbox` in the block, by what is given to them."""
-    token = _BUDGET.set(_Budget(sum(map(_deep_size, given))))
+    token = _BUDGET.set(_Budget(sum(map(_deep_size, values))))
     try:
         yield
     finally:

@@ -176,8 +176,8 @@ class FileTokenizer:
             TemplateError: the template is invalid, or rejects the conversation.
             ValueError: there is no template.
         """
-        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
-        return render(self.get_chat_template(tools), conversation, **{**self.special_tokens_map, **given})
+        values = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
+        return render(self.get_chat_template(tools), conversation, **{**self.special_tokens_map, **values})
 
     @property
     def _special_tokens(self) -> list[str]:

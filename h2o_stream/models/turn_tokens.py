@@ -149,10 +149,10 @@ def end_tokens(generation: Any, tokenizer: Any) -> frozenset[int]:
     listed, added = generation.eos_token_id, _added(tokenizer)
     ends = {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None}
     ends = {end for end in ends if 0 <= end < 2**31}  # some configs have -1
-    own = turn_end(tokenizer)
-    if own is not None:
+    turn_end_token = turn_end(tokenizer)
+    if turn_end_token is not None:
         entry = tokenizer.backend_tokenizer.id_to_token
-        ends = {number for number in ends if number in added or is_marker(entry(number) or "")} | {own}
+        ends = {number for number in ends if number in added or is_marker(entry(number) or "")} | {turn_end_token}
     ids = {token.content: number for number, token in added.items()}
     ends |= {ids[text] for text in TURN_ENDS & ids.keys()}
     ends |= {ids[text] for text in TEXT_ENDS if text in ids and added[ids[text]].special}

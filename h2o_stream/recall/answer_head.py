@@ -135,13 +135,13 @@ def _match(queries: Floats, keys: Floats) -> float:
     return float((queries @ keys.T).max(1).mean())
 
 
-def _matches(asked: list[list[Floats]], passages: list[list[Floats]]) -> Floats:
+def _matches(questions: list[list[Floats]], passages: list[list[Floats]]) -> Floats:
     """[questions, passages, layers, heads]; all layers have as many heads."""
-    found = numpy.empty((len(asked), len(passages), len(asked[0]), asked[0][0].shape[1]), numpy.float32)
-    for i, question in enumerate(asked):
+    matches = numpy.empty((len(questions), len(passages), len(questions[0]), questions[0][0].shape[1]), numpy.float32)
+    for i, question in enumerate(questions):
         for j, passage in enumerate(passages):
             for layer, (queries, keys) in enumerate(zip(question, passage, strict=True)):
                 grouped = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[2])
                 products = numpy.einsum("nkgd,mkd->kgnm", grouped, keys, optimize=True)
-                found[i, j, layer] = products.max(3).mean(2).reshape(-1)
-    return found
+                matches[i, j, layer] = products.max(3).mean(2).reshape(-1)
+    return matches

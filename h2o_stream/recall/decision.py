@@ -77,7 +77,7 @@ def decide(
     message: str,
     index: PassageIndex,
     terms: TermWeights,
-    held: Callable[[int, int], float],
+    share_held: Callable[[int, int], float],
     budget: int,
     list_budget: int,
     count_tokens: Callable[[str], int],
@@ -85,7 +85,7 @@ def decide(
 ) -> list[Candidate]:
     """The passages worth reading again before the reply to a message, best first, at most 12, with verdicts.
 
-    `held` returns the share of the tokens of a range that the heads that copy still hold, 0 to 1; `budget`,
+    `share_held` returns the share of the tokens of a range that the heads that copy still hold, 0 to 1; `budget`,
     `list_budget`, for messages that ask for several things, and `count_tokens` are in tokens. `answer` finds what the
     user said that answers a question in other words.
     """
@@ -93,13 +93,13 @@ def decide(
     asked = without_quantities(_weights(request, terms))
     if not asked or not len(index):
         return []
-    found = index.search(list(asked), _FOUND)
-    if not label(message) and any(label(passage.text) for passage in found):
-        said = index.around(list(asked), _FOUND, AROUND)
-        if (matches := said_by_people(asked, said, index.rarity, terms)) is not None:
-            return _judge(matches, _Limits(_LISTED_VALUE, list_budget, list_budget, 0), terms, held, count_tokens)
+    passages = index.search(list(asked), _FOUND)
+    if not label(message) and any(label(passage.text) for passage in passages):
+        numbered = index.around(list(asked), _FOUND, AROUND)
+        if (matches := said_by_people(asked, numbered, index.rarity, terms)) is not None:
+            return _judge(matches, _Limits(_LISTED_VALUE, list_budget, list_budget, 0), terms, share_held, count_tokens)
     typed = _find_typed(asked, index, terms)
-    others = set(found) - typed
+    others = set(passages) - typed
     matcher = Matcher(request, asked, terms, typed)
     matches, listed = matcher.with_listed_first(matcher.matches(_with_questions([*typed, *others], index)))
     if first_person(request) and is_question(request) and not any(match.rank >= 1 for match in matches):
@@ -112,7 +112,7 @@ def decide(
         for match in matches:
             match.rank /= 1 + match.rank if match.of_another else 1
         matches.sort(key=lambda match: match.of_another)
-    return _judge(matches[:_SHOWN], limits, terms, held, count_tokens)
+    return _judge(matches[:_SHOWN], limits, terms, share_held, count_tokens)
 
 
 def states(text: str) -> str:
@@ -172,23 +172,23 @@ def _judge(
     matches: list[Match],
     limits: _Limits,
     terms: TermWeights,
-    held: Callable[[int, int], float],
+    share_held: Callable[[int, int], float],
     count_tokens: Callable[[str], int],
 ) -> list[Candidate]:
     candidates: list[Candidate] = []
     best = max((match.rank for match in matches), default=0.0)
     user_answers = any(match.rank >= 1 and match.passage.role == "user" for match in matches)
     known: list[Match] = []
-    left = limits.budget
+    budget_left = limits.budget
     for match in matches:
         passage = match.passage
-        share = held(passage.start, passage.stop)
-        text, size = excerpt(passage.text, match.sentence, min(left, limits.room), count_tokens)
+        share = share_held(passage.start, passage.stop)
+        text, size = excerpt(passage.text, match.sentence, min(budget_left, limits.room), count_tokens)
         if (name := label(passage.text)) and not text.startswith(name):
             text = name + text
             size = count_tokens(text)
-        is_first = left == limits.budget
-        available = limits.most if is_first else left
+        is_first = budget_left == limits.budget
+        available = limits.most if is_first else budget_left
         if is_first and size > available:
             text = cut(text, match.terms, available / size)
             size = count_tokens(text)
@@ -209,18 +209,18 @@ def _judge(
             verdict = "no room"
         if verdict in ("recalled", "still held"):
             known.append(match)
-        left -= size if verdict == "recalled" else 0
+        budget_left -= size if verdict == "recalled" else 0
         candidates.append(Candidate(passage, text, match.score, match.terms, share, size, verdict, match.sure))
-    return _completed(candidates, left)
+    return _completed(candidates, budget_left)
 
 
-def _completed(candidates: list[Candidate], left: int) -> list[Candidate]:
+def _completed(candidates: list[Candidate], budget_left: int) -> list[Candidate]:
     """The candidates; of several, those that are still held are read as well, for a reply repeats the list it reads."""
     if sum(candidate.verdict == "recalled" for candidate in candidates) < _LIST:
         return candidates
     completed = list[Candidate]()
     for candidate in candidates:
-        read = candidate.verdict == "still held" and candidate.tokens <= left
-        left -= candidate.tokens if read else 0
+        read = candidate.verdict == "still held" and candidate.tokens <= budget_left
+        budget_left -= candidate.tokens if read else 0
         completed.append(replace(candidate, verdict="recalled") if read else candidate)
     return completed

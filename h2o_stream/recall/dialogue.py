@@ -80,7 +80,7 @@ def label(text: str) -> str:
 
 def said_by_people(
     asked: Mapping[str, float],
-    said: Mapping[int, Passage],
+    numbered: Mapping[int, Passage],
     rarity: Callable[[Sequence[str]], Floats],
     terms: TermWeights,
 ) -> list[Match] | None:
@@ -90,16 +90,16 @@ def said_by_people(
 
     Args:
         asked: the terms of the question and their weights.
-        said: passages by number, those that were found with those around them.
+        numbered: passages by number, those that were found with those around them.
         rarity: returns how rare terms are, [T].
         terms: tells which words mean nearly the same.
     """
-    speakers = _speakers(said)
+    speakers = _speakers(numbered)
     everybody = set(speakers.values())
     people, sought = everybody.intersection(asked), [word for word in asked if word not in everybody]
     if not (people and sought) or len(everybody) < 2:
         return None
-    passages, is_person = _about(people, said, speakers)
+    passages, is_person = _about(people, numbered, speakers)
     weights = rarity(sought) * numpy.array([_ANY + asked[word] for word in sought], numpy.float32)
     coverage = _Coverage(sought, weights / weights.sum(), passages, terms)
     if len(people) == 1:
@@ -176,10 +176,10 @@ class _Coverage:
         return best
 
 
-def _speakers(said: Mapping[int, Passage]) -> dict[int, str]:
+def _speakers(numbered: Mapping[int, Passage]) -> dict[int, str]:
     """Who says the passages that somebody says, in lower case. What follows in a turn is of its speaker."""
     speakers, turn, speaker = dict[int, str](), (0, ""), ""
-    for number, passage in sorted(said.items()):
+    for number, passage in sorted(numbered.items()):
         match = _LABEL.match(passage.text)
         if match or (passage.turn, passage.role) != turn:
             speaker = match["name"].casefold() if match else ""
@@ -190,15 +190,15 @@ def _speakers(said: Mapping[int, Passage]) -> dict[int, str]:
 
 
 def _about(
-    people: Set[str], said: Mapping[int, Passage], speakers: Mapping[int, str]
+    people: Set[str], numbered: Mapping[int, Passage], speakers: Mapping[int, str]
 ) -> tuple[list[Passage], NDArray[numpy.bool_]]:
     """The passages that somebody says, or that name the people, in order; and which are of the people."""
     of_people = {
         number: speakers.get(number) in people or number not in speakers
-        for number in sorted(said)
-        if number in speakers or not people.isdisjoint(words(said[number].text))
+        for number in sorted(numbered)
+        if number in speakers or not people.isdisjoint(words(numbered[number].text))
     }
-    return [said[number] for number in of_people], numpy.array(list(of_people.values()))
+    return [numbered[number] for number in of_people], numpy.array(list(of_people.values()))
 
 
 @lru_cache(maxsize=4096)

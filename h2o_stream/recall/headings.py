@@ -70,9 +70,9 @@ def headings(text: str) -> Iterator[Heading]:
             yield Heading(match.start(), "numeral", number.count("."), "", number, _clean(match["numbered"]))
 
 
-def extent(text: str, found: Sequence[Heading], heading: Heading) -> str:
+def extent(text: str, all_headings: Sequence[Heading], heading: Heading) -> str:
     """A heading with what follows, up to the next one of its level or above."""
-    ends = (one.start for one in found if one.start > heading.start and _ends(one, heading))
+    ends = (one.start for one in all_headings if one.start > heading.start and _ends(one, heading))
     return text[heading.start : next(ends, len(text))].strip()
 
 

@@ -125,8 +125,8 @@ class PassageIndex:
         query = f"SELECT id, {FIELDS} FROM passages WHERE id BETWEEN ? AND ?"
 
         def read(connection: sqlite3.Connection) -> dict[int, Passage]:
-            found = [number for number, *_ in _search(connection, terms, limit, False)]
-            spans = ((number - distance, number + distance) for number in found)
+            best = [number for number, *_ in _search(connection, terms, limit, False)]
+            spans = ((number - distance, number + distance) for number in best)
             return {row[0]: Passage(*row[1:]) for span in spans for row in connection.execute(query, span)}
 
         return self._run(read, {})

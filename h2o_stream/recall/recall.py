@@ -103,10 +103,10 @@ class Recall:
     def _recalled(self, message: str, whole: Whole | None = None) -> tuple[Candidate, ...]:
         """The passages to read again before a message; if a whole is given, only those of it."""
         self.last = tuple(self.decide(message)) if self._mode != "off" else ()
-        found = tuple(candidate for candidate in self.last if candidate.verdict == "recalled")
+        recalled = tuple(candidate for candidate in self.last if candidate.verdict == "recalled")
         if whole is None:
-            return found
-        return tuple(one for one in found if one.passage.turn == whole.turn and one.excerpt in whole.text)
+            return recalled
+        return tuple(one for one in recalled if one.passage.turn == whole.turn and one.excerpt in whole.text)
 
     def _find_whole(self, message: str) -> Whole | None:
         """What a message asks for as a whole, if the cache no longer has it."""
@@ -117,18 +117,18 @@ class Recall:
         if whole is None or not whole.turn:
             return whole
         turn = next(turn for turn in turns() if turn[0] == whole.turn)
-        said = turn[1] if whole.role == "user" else turn[2]
-        start, stop, first = 0, len(self._engine.tokens), said.find(whole.text)
+        text = turn[1] if whole.role == "user" else turn[2]
+        start, stop, first = 0, len(self._engine.tokens), text.find(whole.text)
         if first >= 0:  # it is not all that was said
             passages = (passage for passage in self._finder()(*turn) if passage.role == whole.role)
             inside = [
                 passage
-                for part, passage in zip(split(said), passages, strict=True)
+                for part, passage in zip(split(text), passages, strict=True)
                 if part.start < first + len(whole.text) and first < part.stop
             ]
             start, stop = inside[0].start, inside[-1].stop
-        held = retrieval_holders(self._engine.cache).share(start, stop)
-        return None if held >= HELD else replace(whole, start=start, stop=stop, held=held)
+        share = retrieval_holders(self._engine.cache).share(start, stop)
+        return None if share >= HELD else replace(whole, start=start, stop=stop, held=share)
 
     def _turns_with_whole(self, message: str) -> list[SaidTurn]:
         """The turns in which a whole is looked for, however many there are: the newest, and older ones with words of
@@ -144,8 +144,8 @@ class Recall:
         if len(newest) == len(turns) or self._mode == "off":
             return newest[::-1]
         self.synchronize()
-        numbers = {passage.turn for passage in self._index.search(message.split(), MAX_OLDER)}
-        places = (bisect_left(turns, number, key=itemgetter(0)) for number in sorted(numbers) if number < newest[-1][0])
+        older = {passage.turn for passage in self._index.search(message.split(), MAX_OLDER)}
+        places = (bisect_left(turns, number, key=itemgetter(0)) for number in sorted(older) if number < newest[-1][0])
         return [*(turns[place] for place in places), *newest[::-1]]
 
     def _pieces(self, whole: Whole) -> tuple[tuple[Candidate, ...], Gone]:
@@ -156,8 +156,8 @@ class Recall:
             return (), "off"
         if len(whole.text) > MAX_CHARACTERS or (tokens := self._count_tokens(whole.text)) > MAX_WHOLE:
             return (), "too long"
-        most = min(MAX_PIECES, self._engine.sampling.max_tokens // MIN_REPLY) if self.in_pieces else 1
-        count = max(min(-(-tokens // max(self._limit, 1)), most), 1)
+        max_pieces = min(MAX_PIECES, self._engine.sampling.max_tokens // MIN_REPLY) if self.in_pieces else 1
+        count = max(min(-(-tokens // max(self._limit, 1)), max_pieces), 1)
         pieces = [
             (text, self._count_tokens(text)) for text in cut_pieces(whole.text, tokens / count, self._count_tokens)
         ]
@@ -171,10 +171,10 @@ class Recall:
         if not self._engine.tokens or self._engine.cache.plan.policy == "full":
             return []
         self.synchronize()
-        held = retrieval_holders(self._engine.cache)
+        holders = retrieval_holders(self._engine.cache)
         index = self._index
         return decide(
-            message, index, self.terms, held.share, self.budget, self.list_budget, self._count_tokens,
+            message, index, self.terms, holders.share, self.budget, self.list_budget, self._count_tokens,
             lambda question: self._answers.find(question, index) if self._mode == "wide" else None,
         )  # fmt: skip
 
@@ -196,7 +196,7 @@ class Recall:
     def truncate(self, turn: int) -> None:
         """The conversation has gone back to this turn; 0 for its start."""
         self._num_turns = turn if self._num_turns is None else min(turn, self._num_turns)
-        self._deferred = [said for said in self._deferred if said[0] <= turn]
+        self._deferred = [deferred for deferred in self._deferred if deferred[0] <= turn]
 
     def use(self, path: Path | None) -> None:
         """Keep the index in this file from now on, or in a temporary one. It is compared with `source` when used."""
@@ -213,8 +213,8 @@ class Recall:
         if self._mode != "off" and self.source is not None and (not self._in_sync or self._index.stale):
             self._index.sync(self.source(), self._finder())
             self._in_sync = True
-        for said in self._deferred if self._mode != "off" else ():
-            self._index.add(*said, self._finder()(*said))
+        for deferred in self._deferred if self._mode != "off" else ():
+            self._index.add(*deferred, self._finder()(*deferred))
         self._deferred = []
 
     def close(self) -> None:

@@ -108,9 +108,9 @@ def find_whole(message: str, turns: Callable[[], Sequence[SaidTurn]]) -> Whole |
     if len(message) > _MAX_REQUEST:
         return None
     asks = _WHOLE.search(message) is not None
-    if asks and (chat := _CHAT.search(message)) and (said := turns()):
+    if asks and (chat := _CHAT.search(message)) and (past := turns()):
         return Whole(
-            chat[0], said[-1][0], text="\n\n".join(f"User: {said}\n\nAssistant: {reply}" for _, said, reply in said)
+            chat[0], past[-1][0], text="\n\n".join(f"User: {said}\n\nAssistant: {reply}" for _, said, reply in past)
         )
     for named in _named(message, asks):
         if found := _find(named, turns()):
@@ -140,34 +140,34 @@ def _named(message: str, asks: bool) -> Iterator[_Named]:
     if asks:
         yield _Named("", lambda text: _titled(text, message))
         yield _Named("", lambda text: _file(text, message))
-    if (given := _TEXT.search(message)) and (asks or _is_about(message, given[0])):
-        yield _Named(given[0], lambda text: text if len(text) >= _LONG else "")
+    if (shown := _TEXT.search(message)) and (asks or _is_about(message, shown[0])):
+        yield _Named(shown[0], lambda text: text if len(text) >= _LONG else "")
     elif asks and (it := _IT.search(message)):
         yield _Named(it[0].strip(), lambda text: text if len(text) >= _LENGTHY else "", newest=True)
 
 
 def _find(named: _Named, turns: Sequence[SaidTurn]) -> tuple[int, Role, str] | None:
-    users: list[tuple[int, Role, str]] = [(turn, "user", said) for turn, said, _ in reversed(turns)]
+    users: list[tuple[int, Role, str]] = [(turn, "user", message) for turn, message, _ in reversed(turns)]
     models: list[tuple[int, Role, str]] = [(turn, "assistant", reply) for turn, _, reply in reversed(turns)]
     texts = [text for pair in zip(models, users, strict=True) for text in pair] if named.newest else users + models
-    return next(((turn, role, found) for turn, role, text in texts if (found := named.find(text))), None)
+    return next(((turn, role, part) for turn, role, text in texts if (part := named.find(text))), None)
 
 
 def _part(text: str, kind: str, number: str) -> str:
     """The longest part of a text with this kind and number: tables of contents have the same headings."""
-    found = list(headings(text))
-    alike = [one for one in found if one.kind == kind and one.number]
+    parts = list(headings(text))
+    alike = [one for one in parts if one.kind == kind and one.number]
     if number == "last" and alike:
         depth = min(one.depth for one in alike)
         number = [one for one in alike if one.depth == depth][-1].number
-    return _longest(extent(text, found, one) for one in alike if one.number == number)
+    return _longest(extent(text, parts, one) for one in alike if one.number == number)
 
 
 def _titled(text: str, message: str) -> str:
     """The longest part of a text whose title a message has."""
-    asked = message.casefold()
-    found = list(headings(text))
-    return _longest(extent(text, found, one) for one in found if len(one.title) >= 8 and one.title.casefold() in asked)
+    folded = message.casefold()
+    parts = list(headings(text))
+    return _longest(extent(text, parts, one) for one in parts if len(one.title) >= 8 and one.title.casefold() in folded)
 
 
 def _longest(texts: Iterator[str]) -> str:

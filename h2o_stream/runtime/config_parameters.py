@@ -85,22 +85,24 @@ def parameters_of_config(config: Config) -> tuple[Architecture, Parameters]:
 def _entries(config: Config) -> tuple[ModelType, Entries]:
     """The row of a checkpoint, and its entries with those that it leaves out; of one with images, those for text."""
     text, names = config.get("text_config"), config.get("architectures") or []
-    said = config if text is None else {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
-    kind = MODEL_TYPES.get(str(said.get("model_type")))
+    text_config = config if text is None else {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+    kind = MODEL_TYPES.get(str(text_config.get("model_type")))
     ends = "ForCausalLM" if text is None else ("ForCausalLM", "ForConditionalGeneration")
     if kind is None or not (isinstance(names, list) and all(str(name).endswith(ends) for name in names)):
-        raise DescriptionError(f"{said.get('model_type')} is not in the table of checkpoints")
+        raise DescriptionError(f"{text_config.get('model_type')} is not in the table of checkpoints")
     for key in _NEUTRAL:
         if config.get(key) and not (key == "quantization_config" and config[key].get("quant_method") == "h2o"):
             raise DescriptionError(f"its {key} is {config[key]}")
-    if said.get("use_bidirectional_attention") not in (None, False, "vision"):
+    if text_config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise DescriptionError("its tokens attend to later ones")
-    of_class = published().get(str(said["model_type"]), {})
+    of_class = published().get(str(text_config["model_type"]), {})
     defaults, renamed = {**of_class.get("defaults", {}), **kind.defaults}, of_class.get("renamed", {})
-    if defaults.get("rope_theta", 0) is None and not (said.get("rope_parameters") or said.get("rope_scaling")):
+    if defaults.get("rope_theta", 0) is None and not (
+        text_config.get("rope_parameters") or text_config.get("rope_scaling")
+    ):
         raise DescriptionError("its config says nothing of RoPE")
-    said = {renamed[name]: value for name, value in said.items() if name in renamed} | {**said}
-    return kind, Entries({**defaults, **said, **kind.older(said), **kind.fixed})
+    text_config = {renamed[name]: value for name, value in text_config.items() if name in renamed} | {**text_config}
+    return kind, Entries({**defaults, **text_config, **kind.older(text_config), **kind.fixed})
 
 
 def _architecture(kind: ModelType, entries: Entries) -> Architecture:
@@ -222,9 +224,9 @@ def _mixer(entries: Entries, hidden: int) -> MixerParameters | None:
         )
     if not (heads := entries.count("mamba_n_heads mamba_num_heads", 0)):
         return None
-    said = entries.first("mamba_d_head mamba_head_dim")
+    head_dim = entries.first("mamba_d_head mamba_head_dim")
     inner = entries.count("mamba_d_ssm", entries.count("mamba_expand", 2) * hidden)
-    value_size = inner // heads if said in (None, "auto") else int(said)
+    value_size = inner // heads if head_dim in (None, "auto") else int(head_dim)
     low, high = entries.get("time_step_limit") or (0.0, math.inf)
     high = math.inf if isinstance(high, dict) else high  # as transformers saves it
     norms = entries.get("mamba_rms_norm", True)

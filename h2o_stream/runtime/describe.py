@@ -164,9 +164,9 @@ class _FileReader:
         norms = {role: self._norm(name, number, role not in optional) for role, name in names.items()}
         by_role: dict[str, Any] = {role: norms.get(role, Norm()) for role in NORM_ROLES}
         scale, hidden, altup = weights.vector("layer_output_scale", number), self._parameters.hidden_size, None
-        if numbers := self._parameters.altup:
+        if altup_parameters := self._parameters.altup:
             norm = self._norm("altup_router_norm", number)
-            altup = layer_altup(numbers, weights, number, norm, self._constant(1 / hidden))
+            altup = layer_altup(altup_parameters, weights, number, norm, self._constant(1 / hidden))
         return Layer(
             attention=attention,
             mixer=describe_mixer(self._architecture, self._parameters, weights, number) if mixes else None,
@@ -176,8 +176,8 @@ class _FileReader:
             own_embedding=self._own_embedding(number),
             output_scale=1.0 if scale is None else float(scale[0]),
             altup=altup,
-            laurel=layer_laurel(numbers, weights, number, self._norm("laurel_post_norm", number), hidden)
-            if numbers
+            laurel=layer_laurel(altup_parameters, weights, number, self._norm("laurel_post_norm", number), hidden)
+            if altup_parameters
             else None,
         )
 

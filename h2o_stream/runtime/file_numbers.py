@@ -16,11 +16,11 @@ Orders = Mapping[str, NDArray[numpy.int64]]
 """Orders of rows, by llama.cpp's names of tensors in a layer."""
 
 
-def rounded(numbers: Floats, dtype: str) -> Floats:
+def rounded(values: Floats, dtype: str) -> Floats:
     """Numbers as `dtype` holds them, ``float32`` or ``bfloat16``, in float32."""
     if dtype == "float32":
-        return numbers
-    bits = numbers.view(numpy.uint32)
+        return values
+    bits = values.view(numpy.uint32)
     half = ((bits >> 16) & 1) + 0x7FFF  # rounds to nearest, ties to even
     return ((bits + half) & 0xFFFF0000).view(numpy.float32)
 
@@ -45,7 +45,7 @@ def row_orders(architecture: Architecture, parameters: Parameters) -> Orders:
 
 
 def as_needed(
-    numbers: Floats,
+    values: Floats,
     name: str,
     kind: str,
     architecture: Architecture,
@@ -55,14 +55,14 @@ def as_needed(
 ) -> Floats:
     """The numbers [n] of a vector of a GGUF file as the model's dtype holds them; the rest as for `GgufWeights`."""
     if (order := orders.get(name)) is not None:
-        require(numbers.size % len(order) == 0, f"{name} is {numbers.size} numbers, not rows of {len(order)}")
-        numbers = numbers.reshape(len(order), -1)[order].reshape(-1)
+        require(values.size % len(order) == 0, f"{name} is {values.size} numbers, not rows of {len(order)}")
+        values = values.reshape(len(order), -1)[order].reshape(-1)
     if name == "ssm_a":  # transformers has its logarithm
-        require(bool((numbers < 0).all()), f"{name} has numbers that are not negative")
-        return -numpy.exp(rounded(numpy.log(-numbers), dtype))
+        require(bool((values < 0).all()), f"{name} has numbers that are not negative")
+        return -numpy.exp(rounded(numpy.log(-values), dtype))
     has_offset = name.endswith("norm") and kind == "weight" and name not in architecture.stored_as_in_gguf
     offset = numpy.float32(architecture.norm_offset if has_offset else 0)
     if not offset:
-        return rounded(numbers, dtype)
-    saved: Floats = rounded(numbers - offset, dtype)
+        return rounded(values, dtype)
+    saved: Floats = rounded(values - offset, dtype)
     return saved if as_saved else saved + offset

@@ -74,14 +74,14 @@ class GgufWeights(Weights):
             return small_matrix(self.numbers(tensor), bias, rows, columns, self.dtype, tensor.name)
         if tensor is not None and is_dense(tensor) and name not in PARTS:
             return self._dense(tensor, self.vector(name, layer, "bias"), rows, columns)
-        form = None if tensor is None else self.form(tensor)
-        if tensor is None or form is None or (form.rows, form.columns) != (rows, columns):
-            raise DescriptionError(f"its {gguf_name(name, layer)}.weight is {form}, not {(rows, columns)}")
-        tiles = kept_tiles(self.kept, self._kept_name(tensor), form.tiles)
+        packed_form = None if tensor is None else self.form(tensor)
+        if tensor is None or packed_form is None or (packed_form.rows, packed_form.columns) != (rows, columns):
+            raise DescriptionError(f"its {gguf_name(name, layer)}.weight is {packed_form}, not {(rows, columns)}")
+        tiles = kept_tiles(self.kept, self._kept_name(tensor), packed_form.tiles)
         if tiles is None:
-            tiles = self._take(form.nbytes).reshape(form.tiles)
+            tiles = self._take(packed_form.nbytes).reshape(packed_form.tiles)
             self.repack(tensor, tiles)
-        return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, form.kind)
+        return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, packed_form.kind)
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
@@ -91,8 +91,8 @@ class GgufWeights(Weights):
     def entries(self) -> Iterator[Entry]:
         """The packed matrices, for a folder of packed weights; raises DescriptionError if one cannot be packed."""
         for tensor in self._matrices:
-            if form := self.form(tensor):
-                yield Entry(self._kept_name(tensor), form.tiles, partial(self.repack, tensor))
+            if packed_form := self.form(tensor):
+                yield Entry(self._kept_name(tensor), packed_form.tiles, partial(self.repack, tensor))
 
     def _kept_name(self, tensor: GgufTensor) -> str:
         """What the tiles of a matrix are called in such a folder: by transformers' name, in most families."""
@@ -111,8 +111,8 @@ class GgufWeights(Weights):
     def _found(self, name: str, layer: int | None, kind: str) -> GgufTensor | None:
         """A tensor, if there is one; files may have the name of weights without what they are."""
         full = gguf_name(name, layer)
-        found = self.file.tensors.get(f"{full}.{kind}")
-        return self.file.tensors.get(full) if found is None and kind == "weight" else found
+        tensor = self.file.tensors.get(f"{full}.{kind}")
+        return self.file.tensors.get(full) if tensor is None and kind == "weight" else tensor
 
     def form(self, tensor: GgufTensor) -> PackedForm | None:
         """How a matrix is packed; None for one that is packed with another, as the second of its `PARTS`.
@@ -168,8 +168,8 @@ class GgufWeights(Weights):
             DescriptionError: its type cannot be read.
         """
         _, name, kind = tensor_name(tensor.name)
-        numbers = as_floats(self._stored(tensor), tensor.name).reshape(-1)
-        return as_needed(numbers, name, kind, self.architecture, self._orders, self.dtype, as_saved)
+        values = as_floats(self._stored(tensor), tensor.name).reshape(-1)
+        return as_needed(values, name, kind, self.architecture, self._orders, self.dtype, as_saved)
 
     def _dense(self, tensor: GgufTensor, bias: Floats | None, rows: int, columns: int) -> Matrix:
         """A matrix that is not packed, in the order of rows that transformers has.
@@ -182,9 +182,9 @@ class GgufWeights(Weights):
         by_columns = bias is not None and "_exps." in tensor.name  # in transformers: they could not be compared
         if self.architecture.interleaved_heads or by_columns:
             raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
-        numbers, order = self._stored(tensor).reshape(rows, columns), self._orders.get(tensor_name(tensor.name)[1])
-        matrix = dense_matrix(numbers if order is None else numbers[order], bias, self.dtype)
-        if not numpy.may_share_memory(matrix.weights, numbers):
+        stored, order = self._stored(tensor).reshape(rows, columns), self._orders.get(tensor_name(tensor.name)[1])
+        matrix = dense_matrix(stored if order is None else stored[order], bias, self.dtype)
+        if not numpy.may_share_memory(matrix.weights, stored):
             self.file.release(tensor)
         return matrix
 

@@ -40,7 +40,7 @@ def dequantized(file: GgufFile, tensor: GgufTensor) -> Floats:
 
     blocks: NDArray[numpy.uint8] = file.blocks(tensor).reshape(-1, tensor.nbytes // math.prod(tensor.shape[:-1]))
     try:
-        numbers: Floats = dequantize(blocks, GGMLQuantizationType(tensor.type)).reshape(tensor.shape)
+        values: Floats = dequantize(blocks, GGMLQuantizationType(tensor.type)).reshape(tensor.shape)
     except NotImplementedError as error:
         raise DescriptionError(f"{tensor.name} is {tensor.type.name}, which cannot be read") from error
-    return numbers
+    return values

@@ -51,20 +51,20 @@ class MlpReader:
             if weights.has(f"ffn_gate{kind}", number):
                 gate = weights.matrix(f"ffn_gate{kind}", number, inner, hidden)
         down, altup = weights.matrix(f"ffn_down{kind}", number, hidden, inner), self._parameters.altup
-        numbers = self._xielu(number) if family.activation == Activation.XIELU else family.activation_parameters
+        activation = self._xielu(number) if family.activation == Activation.XIELU else family.activation_parameters
         cut, inner_norm = altup.gate_deviations[number] if altup else None, self._norm("ffn_sub_norm", number, False)
         factors = self._parameters.multipliers
         gate = gate.scaled(factors.gate) if gate else None
-        return Mlp(gate, up, down.scaled(factors.down), family.activation, numbers, inner_norm, cut)
+        return Mlp(gate, up, down.scaled(factors.down), family.activation, activation, inner_norm, cut)
 
     def _xielu(self, number: int) -> tuple[float, ...]:
         """The parameters of the activation of a layer, see `abi.h`."""
         names = [f"ffn_act.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")]
         values = [self._weights.vector(name, number) for name in names]
-        found = [math.nan if value is None or value.size != 1 else float(value[0]) for value in values]
-        require(not math.isnan(sum(found)), f"layer {number} does not have the four numbers of its activation")
-        positive, negative = (float(numpy.logaddexp(numpy.float32(0), numpy.float32(x))) for x in found[:2])
-        return positive, negative + found[2], found[2], found[3]
+        scalars = [math.nan if value is None or value.size != 1 else float(value[0]) for value in values]
+        require(not math.isnan(sum(scalars)), f"layer {number} does not have the four numbers of its activation")
+        positive, negative = (float(numpy.logaddexp(numpy.float32(0), numpy.float32(x))) for x in scalars[:2])
+        return positive, negative + scalars[2], scalars[2], scalars[3]
 
     def experts(self, number: int, experts: ExpertParameters) -> Experts:
         """The experts of a layer."""

@@ -55,20 +55,20 @@ class Weights(Protocol):
         """Whether the layer has this weight."""
 
 
-def dense_matrix(numbers: NDArray[Any], bias: Floats | None, dtype: str) -> Matrix:
+def dense_matrix(values: NDArray[Any], bias: Floats | None, dtype: str) -> Matrix:
     """A matrix that is not packed, of numbers [rows, columns].
 
     Those in bfloat16 (uint16) stay so in a model of float32, which multiplies the same. Those in float32 are rounded to
     the dtype of the model. There are no kernels for float16: it is exact in float32, and in bfloat16 it is rounded, as
     where transformers reads it.
     """
-    if numbers.dtype == numpy.float16:
-        numbers = numbers.astype(numpy.float32)
-    if numbers.dtype == numpy.float32 and dtype == "bfloat16":
-        numbers = (rounded(numbers, dtype).view(numpy.uint32) >> 16).astype(numpy.uint16)
-    kind = MatrixKind.FLOAT32 if numbers.dtype == numpy.float32 else MatrixKind.BFLOAT16
-    rows, columns = numbers.shape
-    return Matrix(numbers, bias, rows, columns, kind)
+    if values.dtype == numpy.float16:
+        values = values.astype(numpy.float32)
+    if values.dtype == numpy.float32 and dtype == "bfloat16":
+        values = (rounded(values, dtype).view(numpy.uint32) >> 16).astype(numpy.uint16)
+    kind = MatrixKind.FLOAT32 if values.dtype == numpy.float32 else MatrixKind.BFLOAT16
+    rows, columns = values.shape
+    return Matrix(values, bias, rows, columns, kind)
 
 
 def gguf_name(name: str, layer: int | None) -> str:
@@ -76,15 +76,15 @@ def gguf_name(name: str, layer: int | None) -> str:
     return name if layer is None else f"blk.{layer}.{name}"
 
 
-def small_matrix(numbers: Floats | None, bias: Floats | None, rows: int, columns: int, dtype: str, name: str) -> Matrix:
+def small_matrix(values: Floats | None, bias: Floats | None, rows: int, columns: int, dtype: str, name: str) -> Matrix:
     """A matrix that is not packed, of numbers that `dtype` holds.
 
     Raises:
         DescriptionError: there are none, or another number.
     """
-    if numbers is None or numbers.size != rows * columns:
+    if values is None or values.size != rows * columns:
         raise DescriptionError(f"its {name} is not {rows} rows of {columns}")
-    return dense_matrix(numbers.reshape(rows, columns), bias, dtype)
+    return dense_matrix(values.reshape(rows, columns), bias, dtype)
 
 
 @dataclass(frozen=True)
@@ -206,23 +206,23 @@ class CheckpointWeights(Weights):
             return None
         if kind == "bias" and name == _GATES_AND_UPS and self._architecture.interleaved_experts:
             stored = numpy.concatenate((stored[..., ::2], stored[..., 1::2]), -1)
-        numbers = as_floats(stored, name).reshape(-1)
-        return as_used(rounded(numbers, self._dtype), self._architecture, name, kind)
+        values = as_floats(stored, name).reshape(-1)
+        return as_used(rounded(values, self._dtype), self._architecture, name, kind)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
         module = self.module_name(name, layer)
         first = module.replace(_EXPERTS, f"{_EXPERTS}0.")
-        return bool(module) and any(found in self.arrays for found in (f"{module}.weight", module, f"{first}.weight"))
+        return bool(module) and any(each in self.arrays for each in (f"{module}.weight", module, f"{first}.weight"))
 
 
-def as_used(numbers: Floats, architecture: Architecture, name: str, kind: str) -> Floats:
+def as_used(values: Floats, architecture: Architecture, name: str, kind: str) -> Floats:
     """The numbers of a checkpoint's or a model's vector, with what is added to weights of norms, or made of logs."""
     if name == "ssm_a":
-        return -numpy.exp(numbers)
+        return -numpy.exp(values)
     has_offset = name.endswith("norm") and kind == "weight" and name != "ssm_norm"
     offset = architecture.norm_offset if has_offset else 0
-    return numbers + numpy.float32(offset) if offset else numbers
+    return values + numpy.float32(offset) if offset else values
 
 
 def as_floats(stored: NDArray[Any], name: str) -> Floats:

@@ -87,8 +87,8 @@ class CallFormat:
             return ("", known) if known else (text, ())
         texts, calls, rest = list[str](), list[Call](), text
         while True:
-            before, found, after = rest.partition(self.opening)
-            parsed = self._at(after) if found else None
+            before, marker, after = rest.partition(self.opening)
+            parsed = self._at(after) if marker else None
             if parsed is None:
                 break
             texts.append(before)
@@ -188,8 +188,8 @@ class CallSplitter:
     def push(self, text: str) -> str:
         """Append text. Returns what is no part of a call."""
         self._text += text
-        given, self._given = self._given, max(self._given, 0 if self._forced else self._certain_size())
-        return self._text[given : self._given]
+        start, self._given = self._given, max(self._given, 0 if self._forced else self._certain_size())
+        return self._text[start : self._given]
 
     def flush(self) -> tuple[str, tuple[Call, ...]]:
         """What was held back and is no call, and the calls."""
@@ -287,11 +287,11 @@ def _format(rendered: str, header: str, tail: str) -> CallFormat | None:
     return None
 
 
-def _marked(found: CallFormat) -> CallFormat | None:
+def _marked(call_format: CallFormat) -> CallFormat | None:
     """The format, if its calls can be recognised in text, and no id is part of it."""
-    marked = not found.opening or found.opening[0] in "<[" or "<" in found.opening
-    named = found.key or (found.opening and found.between)
-    return found if marked and named and not any(_ID in marker for marker in found.markers) else None
+    marked = not call_format.opening or call_format.opening[0] in "<[" or "<" in call_format.opening
+    named = call_format.key or (call_format.opening and call_format.between)
+    return call_format if marked and named and not any(_ID in marker for marker in call_format.markers) else None
 
 
 def _documents(functions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -300,12 +300,12 @@ def _documents(functions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     """
     documents = dict[str, Mapping[str, Any]]()
     for number, function in enumerate(functions):
-        given = function.get("parameters")
-        parameters = dict(given) if isinstance(given, Mapping) and given else {"type": "object"}
+        schema = function.get("parameters")
+        parameters = dict(schema) if isinstance(schema, Mapping) and schema else {"type": "object"}
         parameters.pop("$schema", None)  # old ones have other names for ids
-        own = str(parameters.get("$id"))
-        own = own if _URI.fullmatch(own) and own not in documents else f"urn:function:{number}"
-        documents[own] = {**parameters, "$id": own}
+        uri = str(parameters.get("$id"))
+        uri = uri if _URI.fullmatch(uri) and uri not in documents else f"urn:function:{number}"
+        documents[uri] = {**parameters, "$id": uri}
     return list(documents.values())
 
 

@@ -161,10 +161,15 @@ def calls_in(value: Any, names: Collection[str] | None = None) -> list[Call]:
     if len(keys) == 1 and keys[0] in _OUTER and isinstance(value[keys[0]], dict | list):
         return calls_in(value[keys[0]], names)
     name = next((value[key] for key in _NAMES if isinstance(value.get(key), str)), "")
-    given = [key for key in _ARGUMENTS if key in value]
-    if not name.strip() or (names is not None and name not in names) or len(given) > 1 or len(keys) != 1 + len(given):
+    arguments_in = [key for key in _ARGUMENTS if key in value]
+    if (
+        not name.strip()
+        or (names is not None and name not in names)
+        or len(arguments_in) > 1
+        or len(keys) != 1 + len(arguments_in)
+    ):
         return []
-    arguments = read_arguments(value[given[0]]) if given else {}
+    arguments = read_arguments(value[arguments_in[0]]) if arguments_in else {}
     return [] if arguments is None else [Call(replace_surrogates(name), arguments)]
 
 

@@ -123,8 +123,8 @@ def _checked(chunk: Mapping[str, Any]) -> dict[str, Any]:
     checked = []
     for choice in map(_object, choices if isinstance(choices, list) else ()):
         delta = _object(choice.get("delta"))
-        said = {name: _text(delta.get(name)) for name in ("content", "reasoning_content")}
-        checked.append({"delta": said, "finish_reason": _text(choice.get("finish_reason"))})
+        texts = {name: _text(delta.get(name)) for name in ("content", "reasoning_content")}
+        checked.append({"delta": texts, "finish_reason": _text(choice.get("finish_reason"))})
     return {
         "id": _text(chunk.get("id")),
         "usage": usage | ({"prompt_tokens_details": details} if usage else {}),

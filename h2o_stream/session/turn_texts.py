@@ -147,8 +147,8 @@ class TurnTexts:
             raise UnsupportedModelError(message) from error
 
     def _split(self, rendered: str) -> tuple[str, str]:
-        before, found, after = rendered.partition(self._placeholder(_USER))
-        if not found:
+        before, placeholder, after = rendered.partition(self._placeholder(_USER))
+        if not placeholder:
             raise UnsupportedModelError("the chat template omits the user's message; use a model with another template")
         return before, after
 

@@ -191,8 +191,10 @@ class _Total:
         line = f"{self._name}: {len(self._finished)} of {self._count} jobs"
         self._progress.update(self._task, completed=sum(self._done.values()), description=line)
         if self._progress.disable and time.monotonic() - self._noted_at >= _NOTE_EVERY_S:
-            left = next(task.time_remaining for task in self._progress.tasks if task.id == self._task)
-            self._terminal.note(line + ("" if left is None else f", about {format_duration(left)} left"), style="dim")
+            time_left = next(task.time_remaining for task in self._progress.tasks if task.id == self._task)
+            self._terminal.note(
+                line + ("" if time_left is None else f", about {format_duration(time_left)} left"), style="dim"
+            )
             self._noted_at = time.monotonic()
 
 

@@ -139,11 +139,11 @@ class Screen:
         seen = f"seen {counts.seen:,}  {kept_text(counts)}  evicted {counts.evicted:,}"
         rates = f"prefill {self._prefill or '-'}  decode {self._decode or '-'}"
         memory = f"cache {format_bytes(counts.nbytes)}, whole process {format_bytes(self._process.memory_info().rss)}"
-        numbers = [seen, rates, memory] if width < 100 else [f"{seen}  │  {rates}", memory]
-        numbers = [f"{seen}  │  {rates}  │  {memory}"] if width >= 150 else numbers
+        parts = [seen, rates, memory] if width < 100 else [f"{seen}  │  {rates}", memory]
+        parts = [f"{seen}  │  {rates}  │  {memory}"] if width >= 150 else parts
         lines = [
             *(colored(pairs) for pairs in (bar, uses)),
-            *(Text(line, no_wrap=True, overflow="ellipsis") for line in numbers),
+            *(Text(line, no_wrap=True, overflow="ellipsis") for line in parts),
         ]
         rows = min(max((height - 20) // 6, 1), 5)
         return [*lines, *draw_timeline(self._report.timeline, width, rows, self._context)]

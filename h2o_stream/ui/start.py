@@ -61,10 +61,10 @@ class LoadedConversation:
         """Model, policy and window, for display."""
         plan, counts = self.conversation.engine.cache.plan, self.conversation.engine.counts
         ratios = self.settings.cache.ratios_text
-        given = f"{ratios} of the first prompt" if ratios else counts.window_note
+        window_text = f"{ratios} of the first prompt" if ratios else counts.window_note
         bits = f", {plan.kv_bits} bits" if plan.kv_bits < 16 else ""
-        given += f" (auto{bits})" if self.settings.cache.auto_window else ""
-        window = f" · window {given} · {plan.positions}" if plan.window else ""
+        window_text += f" (auto{bits})" if self.settings.cache.auto_window else ""
+        window = f" · window {window_text} · {plan.positions}" if plan.window else ""
         return f"{self.name} · {plan.policy}{window}"
 
     def describe(self) -> dict[str, Any]:

@@ -38,10 +38,10 @@ def draw_timelines(timelines: Sequence[Timeline], width: int, rows: int, context
     return [
         [
             *_line(speed, rows, fastest, f"{fastest:.0f} tok/s" if fastest else "- tok/s", "green", mark),
-            *_line(held, rows, largest, format_bytes(int(largest)), "magenta", mark),
+            *_line(bytes_held, rows, largest, format_bytes(int(largest)), "magenta", mark),
             *_axis(count, timeline.seen, context, mark),
         ]
-        for timeline, speed, held in zip(timelines, speeds, memory, strict=True)
+        for timeline, speed, bytes_held in zip(timelines, speeds, memory, strict=True)
     ]
 
 

@@ -225,11 +225,11 @@ def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
     return policy
 
 
-def _parameters(kind: type[Policy], policy: str, given: str) -> dict[str, Any]:
-    settable = [own for own in fields(kind) if own.init and own.name not in ("plan", "layer")]
-    defaults: dict[str, Any] = {own.name: own.default for own in settable}
+def _parameters(kind: type[Policy], policy: str, text: str) -> dict[str, Any]:
+    settable = [parameter for parameter in fields(kind) if parameter.init and parameter.name not in ("plan", "layer")]
+    defaults: dict[str, Any] = {parameter.name: parameter.default for parameter in settable}
     values = dict[str, Any]()
-    for word in filter(None, given.split(":")):
+    for word in filter(None, text.split(":")):
         name, _, value = word.partition("=")
         try:
             values[name] = type(defaults[name])(value)

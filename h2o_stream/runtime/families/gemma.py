@@ -56,22 +56,22 @@ _ALTUP = {
 def _config(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
     """Embeddings of layers, versions of the residual stream, layers that differ."""
     table, altup = file.tensors.get(f"{LAYER_EMBEDDINGS}.weight"), parameters.altup
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "num_kv_shared_layers": parameters.shared_kv_layers,
         "hidden_size_per_layer_input": parameters.own_embedding,
         "vocab_size_per_layer_input": table.shape[0] if table else 0,
     }
     if parameters.experts:
-        found["enable_moe_block"] = True
+        entries["enable_moe_block"] = True
     if altup:
         deviations = (-math.inf if x is None else x for x in altup.gate_deviations)
-        found |= {
+        entries |= {
             "altup_num_inputs": altup.count,
             "altup_active_idx": altup.active,
             "laurel_rank": altup.rank,
             "activation_sparsity_pattern": [math.erfc(-x / math.sqrt(2)) / 2 for x in deviations],
         }
-    return found | (_layers(file, parameters) if parameters.layer_shapes else {})
+    return entries | (_layers(file, parameters) if parameters.layer_shapes else {})
 
 
 def _layers(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
@@ -160,11 +160,11 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Any]:
     wide = shared["shared_kv_layers"] if config.get("use_double_wide_mlp") else 0
     shapes = []
     for number in range(count):
-        said = {**config, **sizes.get(number, {})}
+        layer = {**config, **sizes.get(number, {})}
         factor = 2 if number >= count - wide else 1
         shapes.append(
             LayerShape(
-                int(said["head_dim"]), int(said["num_key_value_heads"]), factor * int(config["intermediate_size"])
+                int(layer["head_dim"]), int(layer["num_key_value_heads"]), factor * int(config["intermediate_size"])
             )
         )
     return {**shared, "layer_shapes": tuple(shapes)}

@@ -186,10 +186,10 @@ def decoding(records: Sequence[Record]) -> str:
         if record["history"] == history:
             fastest[record["name"]] = record
     name = ours[0]["name"]
-    speeds, own = {other: record["decode_tok_s"] for other, record in fastest.items()}, weights(fastest[name])
+    speeds, our_weights = {other: record["decode_tok_s"] for other, record in fastest.items()}, weights(fastest[name])
     ratios = [
         f"{speeds[name] / speeds[other]:.2g} times {other}'s"
-        + ("" if weights(record) == own else f" ({weights(record)})")
+        + ("" if weights(record) == our_weights else f" ({weights(record)})")
         for other, record in fastest.items()
         if other != name and speeds[other]
     ]

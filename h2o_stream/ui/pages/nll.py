@@ -86,8 +86,8 @@ def _by_limit(text: str, records: Sequence[Record], title: str) -> list[Chart]:
     places = sorted({place(record) for record in records if record["policy"] != "full"})
     curves = []
     for name in dict.fromkeys(map(label, records)):
-        own = [record for record in records if label(record) == name]
-        points = [(x, own[0]) for x in places] if own[0]["policy"] == "full" else [(place(r), r) for r in own]
+        shown = [record for record in records if label(record) == name]
+        points = [(x, shown[0]) for x in places] if shown[0]["policy"] == "full" else [(place(r), r) for r in shown]
         points.sort(key=lambda point: point[0])
         curves.append(Curve(name, [x for x, _ in points], [record["nll"] for _, record in points]))
     heading = f"Loss by {'size' if sized else 'window'}\n{title}; {stem(text)}"
