@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_stream.session.report import MAX_ENTRIES, Entry, Timeline
+from h2o_stream.session.report import MAX_ENTRIES, Timeline
+from h2o_stream.session.turn import Timings
 from h2o_stream.ui.timeline import bars, draw_timeline, draw_timelines
 
 
@@ -11,7 +12,8 @@ def course(tokens: int, growing: bool) -> Timeline:
     """A run of some tokens, 10 ms each: of a full cache that grows and slows, or of a constant one."""
     timeline = Timeline()
     for seen in range(1, tokens + 1):
-        timeline.add(seen, Entry(1, 0.01 * (1 + seen / tokens if growing else 1), 100 * seen if growing else 5000))
+        decode_s, cache_bytes = (0.01 * (1 + seen / tokens), 100 * seen) if growing else (0.01, 5000)
+        timeline.add(seen, Timings(new_tokens=1, decode_s=decode_s, cache_bytes=cache_bytes))
     return timeline
 
 
@@ -20,7 +22,7 @@ class TestTimeline:
     def test_nothing_is_lost_and_it_stays_small(self, tokens: int, step: int) -> None:
         timeline = Timeline()
         for seen in range(step, tokens + 1, step):
-            timeline.add(seen, Entry(step, 0.5, seen))
+            timeline.add(seen, Timings(new_tokens=step, decode_s=0.5, cache_bytes=seen))
         columns = [column for column in timeline.columns(timeline.seen or 1, 1) if column]
         assert sum(column.new_tokens for column in columns) == tokens // step * step
         assert len(timeline._entries) <= MAX_ENTRIES
@@ -62,7 +64,7 @@ class TestLines:
     def test_a_text_that_is_read_has_memory_from_its_beginning(self) -> None:
         reading = Timeline()
         for seen in (400, 800):
-            reading.add(seen, Entry(0, 0.0, 1000 * seen))
+            reading.add(seen, Timings(cache_bytes=1000 * seen))
         speed, memory, _ = draw_timeline(reading, 51, 1, None)
         assert speed.plain.startswith("  - tok/s │")
         assert memory.plain.split("│")[1] == "▄" * 22 + "▅" * 5 + "▆" * 5 + "▇" * 5 + "█" * 3

@@ -22,6 +22,12 @@ _MIN_ZEROS = 0.4
 _CONTROLS = frozenset("\t\n\v\f\r\b\x1b\x1c\x1d\x1e\x1f\x85")
 """Control characters that texts and terminals have."""
 
+ARCHIVES: Mapping[bytes, str] = {
+    b"\x1f\x8b": "a gzip archive", b"BZh": "a bzip2 archive", b"\xfd7zXZ": "an xz archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive", b"7z\xbc\xaf\x27": "a 7z archive", b"Rar!\x1a": "a rar archive",
+}  # fmt: skip
+"""By the first bytes."""
+
 _CONVERT = "save it as text, or convert it, with pandoc for example"
 _UNPACK = "unpack it first"
 _OFFICE: Mapping[bytes, str] = {
@@ -32,12 +38,7 @@ _OFFICE: Mapping[bytes, str] = {
 _STARTS: Mapping[bytes, str] = {
     b"{\\rtf": f"a document in RTF; {_CONVERT}",
     b"\xd0\xcf\x11\xe0": f"an old document of Office; {_CONVERT}",
-    b"\x1f\x8b": f"a gzip archive; {_UNPACK}",
-    b"BZh": f"a bzip2 archive; {_UNPACK}",
-    b"\xfd7zXZ": f"an xz archive; {_UNPACK}",
-    b"\x28\xb5\x2f\xfd": f"a zstd archive; {_UNPACK}",
-    b"7z\xbc\xaf\x27": f"a 7z archive; {_UNPACK}",
-    b"Rar!\x1a": f"a rar archive; {_UNPACK}",
+    **{start: f"{kind}; {_UNPACK}" for start, kind in ARCHIVES.items()},
     **dict.fromkeys((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"II*\0", b"MM\0*"), "an image, sound or film"),
     **dict.fromkeys((b"ID3", b"OggS", b"fLaC", b"\0\0\0\x18ftyp", b"\0\0\0\x20ftyp"), "a sound or a film"),
     **dict.fromkeys((b"\x7fELF", b"MZ\x90\0", b"\xcf\xfa\xed\xfe"), "a program"),

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.texts import ARCHIVES
+
 _START_BYTES = 512
 _MAX_TEXT_BYTES = 1 << 16
 _TEXTS, _MAX_TEXTS = (".json", ".jinja"), 1 << 27
@@ -20,12 +22,7 @@ _STARTS: Mapping[bytes, str] = {
     _POINTER: "a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
     b"PK\x03\x04": f"a zip archive, or a checkpoint of torch.save; {_UNPACK}, or convert it to safetensors",
     b"\x80\x02": "a pickled checkpoint; convert it to safetensors or GGUF",
-    b"\x1f\x8b": f"a gzip archive; {_UNPACK}",
-    b"BZh": f"a bzip2 archive; {_UNPACK}",
-    b"\xfd7zXZ": f"an xz archive; {_UNPACK}",
-    b"\x28\xb5\x2f\xfd": f"a zstd archive; {_UNPACK}",
-    b"7z\xbc\xaf": f"a 7z archive; {_UNPACK}",
-    b"Rar!": f"a rar archive; {_UNPACK}",
+    **{start: f"{kind}; {_UNPACK}" for start, kind in ARCHIVES.items()},
     b"\x89HDF": "a checkpoint of Keras; convert it to safetensors or GGUF",
     **dict.fromkeys(
         (b"lmgg", b"fmgg", b"tjgg"), "a file of llama.cpp before GGUF; convert it, or download a newer one"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from h2o_stream.native.altup import AltUp, Laurel, Versions
-from h2o_stream.native.description import DescriptionError, Norm
+from h2o_stream.native.description import Norm
 from h2o_stream.runtime.file_altup import AltUpParameters
-from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights
 
 
@@ -26,13 +25,13 @@ def layer_altup(altup: AltUpParameters, weights: Weights, number: int, norm: Nor
     """
     assert norm.weight is not None
     count, hidden = altup.count, norm.weight.size
-    scale = _vector(weights, "altup_correct_scale", number, hidden)
-    router = _vector(weights, "altup_router", number, count * hidden).reshape(count, hidden)
+    scale = weights.sized_vector("altup_correct_scale", number, hidden)
+    router = weights.sized_vector("altup_router", number, count * hidden).reshape(count, hidden)
     return AltUp(
         router * norm.weight * input_scale,
         norm.epsilon,
-        _vector(weights, "altup_predict_coef", number, count**3).reshape(count**2, count),
-        _vector(weights, "altup_correct_coef", number, count**2).reshape(count, count),
+        weights.sized_vector("altup_predict_coef", number, count**3).reshape(count**2, count),
+        weights.sized_vector("altup_correct_coef", number, count**2).reshape(count, count),
         scale if altup.corrects_scale else None,
     )
 
@@ -41,10 +40,3 @@ def layer_laurel(altup: AltUpParameters, weights: Weights, number: int, norm: No
     """The residual of low rank of a layer."""
     left = weights.matrix("laurel_l", number, altup.rank, hidden)
     return Laurel(left, weights.matrix("laurel_r", number, hidden, altup.rank), norm)
-
-
-def _vector(weights: Weights, name: str, number: int, size: int) -> Floats:
-    vector = weights.vector(name, number)
-    if vector is None or vector.size != size:
-        raise DescriptionError(f"its {name} of layer {number} is not {size} numbers")
-    return vector

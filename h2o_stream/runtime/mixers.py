@@ -120,10 +120,7 @@ class _MixerReader:
         return self._weights.matrix(name, self._layer, rows, columns or self._hidden)
 
     def _vector(self, name: str, size: int, kind: str = "weight") -> Floats:
-        vector = self._weights.vector(name, self._layer, kind)
-        if vector is None or vector.size != size:
-            raise DescriptionError(f"{name} of layer {self._layer} is not {size} numbers")
-        return vector
+        return self._weights.sized_vector(name, self._layer, size, kind)
 
     def _convolution(self, name: str, channels: int) -> Convolution:
         weight = self._weights.vector(name, self._layer)

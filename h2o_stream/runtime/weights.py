@@ -42,6 +42,13 @@ class Weights(Protocol):
         Small matrices that are not packed are vectors, too; so are parameters of recurrent layers.
         """
 
+    def sized_vector(self, name: str, layer: int, size: int, kind: str = "weight") -> Floats:
+        """The same, of so many numbers; raises DescriptionError if it is missing, or of another size."""
+        vector = self.vector(name, layer, kind)
+        if vector is None or vector.size != size:
+            raise DescriptionError(f"its {name} of layer {layer} is not {size} numbers")
+        return vector
+
     def small_matrix(self, name: str, layer: int | None, rows: int, columns: int, dtype: str) -> Matrix:
         """A small matrix that is not packed, in the dtype of the model.
 

@@ -18,60 +18,39 @@ MAX_ROWS = 12
 _COUNT_INTERVAL_S = 0.1
 """Between two updates of the counts while tokens arrive, as counting takes time from the model."""
 
-
 MAX_ENTRIES = 512
 """Beyond this, neighbours are merged: finer than any terminal shows."""
 
 
 @dataclass
-class Entry:
-    """A stretch of the stream."""
-
-    new_tokens: int = 0
-    decode_s: float = 0.0
-    cache_bytes: int = 0
-
-    @property
-    def tok_s(self) -> float:
-        """Generated tokens per second; 0 if none was generated."""
-        return self.new_tokens / self.decode_s if self.decode_s else 0.0
-
-    def add(self, later: Entry) -> None:
-        """Append what came after it."""
-        self.new_tokens += later.new_tokens
-        self.decode_s += later.decode_s
-        self.cache_bytes = later.cache_bytes or self.cache_bytes
-
-
-@dataclass
 class Timeline:
-    """Entries of equal length, by tokens seen."""
+    """What stretches of equal length took, by tokens seen."""
 
     width: int = 16
     seen: int = 0
-    _entries: dict[int, Entry] = field(default_factory=dict)
+    _entries: dict[int, Timings] = field(default_factory=dict)
 
-    def add(self, seen: int, entry: Entry) -> None:
+    def add(self, seen: int, timings: Timings) -> None:
         """Append what happened up to the token `seen`."""
         self.seen = max(seen, self.seen)
-        self._at(max(seen - 1, 0) // self.width).add(entry)
+        self._at(max(seen - 1, 0) // self.width).add(timings)
         while len(self._entries) > MAX_ENTRIES:
             merged, self._entries, self.width = self._entries, {}, 2 * self.width
             for number, old in sorted(merged.items()):
                 self._at(number // 2).add(old)
 
-    def columns(self, end: int, count: int) -> list[Entry | None]:
+    def columns(self, end: int, count: int) -> list[Timings | None]:
         """The stream from 0 to `end` in `count` parts; None where nothing was measured."""
-        parts: dict[int, Entry] = {}
-        for number, entry in sorted(self._entries.items()):
+        parts: dict[int, Timings] = {}
+        for number, timings in sorted(self._entries.items()):
             first = min(number * self.width * count // max(end, 1), count - 1)
             beyond = min((number + 1) * self.width, self.seen) * count // max(end, 1)
             for column in range(first, max(min(beyond, count), first + 1)):
-                parts.setdefault(column, Entry()).add(entry)
+                parts.setdefault(column, Timings()).add(timings)
         return [parts.get(column) for column in range(count)]
 
-    def _at(self, number: int) -> Entry:
-        return self._entries.setdefault(number, Entry())
+    def _at(self, number: int) -> Timings:
+        return self._entries.setdefault(number, Timings())
 
 
 class RunReport:
@@ -108,15 +87,15 @@ class RunReport:
         elapsed_s = event.elapsed_s - (self._previous.elapsed_s if same_kind and self._previous else 0.0)
         if isinstance(event, PrefillProgress):
             done = self._previous.done if isinstance(self._previous, PrefillProgress) else 0
-            timings = Timings(prompt_tokens=event.done - done, prefill_s=elapsed_s)
+            timings = Timings(event.done - done, elapsed_s, cache_bytes=self.cache_bytes)
         else:
             passes = event.passes - (self._previous.passes if isinstance(self._previous, Token) else 0)
-            timings = Timings(new_tokens=1, decode_s=elapsed_s, passes=passes)
+            timings = Timings(0, 0.0, 1, elapsed_s, passes, self.cache_bytes)
         self._previous = event
         self.total.add(timings)
         self.seen = event.seen if isinstance(event, Token) else event.counts.seen
         self._by_thousand.setdefault(max(self.seen - 1, 0) // 1000, Timings()).add(timings)
-        self.timeline.add(self.seen, Entry(timings.new_tokens, timings.decode_s, self.cache_bytes))
+        self.timeline.add(self.seen, timings)
 
     def end_turn(self) -> None:
         """The next event begins another turn; a `Turn` says so by itself."""

@@ -17,7 +17,8 @@ from h2o_stream.recall.passage import Candidate
 class Timings:
     """Tokens and compute time of a turn or of any part of a run. Template and end-of-turn tokens count.
 
-    `passes`: how many times generated tokens went through the model, several at once where some were guessed.
+    `passes`: how many times generated tokens went through the model, several at once where some were guessed;
+    `cache_bytes`: the size of the cache afterwards, as far as it was measured.
     """
 
     prompt_tokens: int = 0
@@ -25,6 +26,7 @@ class Timings:
     new_tokens: int = 0
     decode_s: float = 0.0
     passes: int = 0
+    cache_bytes: int = 0
 
     @property
     def prefill_tok_s(self) -> float:
@@ -42,12 +44,13 @@ class Timings:
         return self.new_tokens / self.passes if self.passes else 0.0
 
     def add(self, other: Timings) -> None:
-        """Add another measurement to this one."""
+        """Add a later measurement to this one."""
         self.prompt_tokens += other.prompt_tokens
         self.prefill_s += other.prefill_s
         self.new_tokens += other.new_tokens
         self.decode_s += other.decode_s
         self.passes += other.passes
+        self.cache_bytes = other.cache_bytes or self.cache_bytes
 
 
 @dataclass(frozen=True)

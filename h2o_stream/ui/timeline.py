@@ -32,7 +32,7 @@ def draw_timelines(timelines: Sequence[Timeline], width: int, rows: int, context
     count = max(width - _LABEL, 8)
     mark = context * count // end if near and context else None
     parts = [timeline.columns(end, count) for timeline in timelines]
-    speeds = [[entry.tok_s if entry else 0.0 for entry in part] for part in parts]
+    speeds = [[entry.decode_tok_s if entry else 0.0 for entry in part] for part in parts]
     memory = [_joined([entry.cache_bytes if entry else 0 for entry in part]) for part in parts]
     fastest, largest = (max((max(values) for values in side), default=0.0) for side in (speeds, memory))
     return [
