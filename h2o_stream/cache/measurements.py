@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.base.json_text import parse_json
-from h2o_stream.base.resources import cache_folder, remove_oldest
+from h2o_stream.base.resources import atomic_file, cache_folder, remove_oldest
 
 LONG_S = 0.5
 """Seconds that a measurement must take to be worth saving."""
@@ -36,9 +36,8 @@ def save_measurement(kind: str, key: str, value: Any) -> None:
     with suppress(OSError):
         path = _path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(value))
-        scratch.replace(path)
+        with atomic_file(path, sync=False) as file:
+            file.write(json.dumps(value).encode())
         remove_oldest(path.parent, "*", MAX_SAVED)
 
 

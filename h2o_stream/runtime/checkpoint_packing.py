@@ -15,7 +15,7 @@ from h2o_stream.models.pages import HugePages
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Matrix
 from h2o_stream.native.packing import ROWS, columns_fit, pack, packed_bytes, tiles_shape
-from h2o_stream.runtime.packed_file import Entry, Kept, kept_tiles
+from h2o_stream.runtime.packed_file import Kept, PackedMatrix, kept_tiles
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import CheckpointWeights, StoredMatrix, Weights
 
@@ -69,12 +69,12 @@ class PackedCheckpoint(Weights):
         """Bytes of the packed matrices."""
         return sum(packed_bytes(kind, *matrix.shape) for matrix, kind in self.packed.values())
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[PackedMatrix]:
         """The packed matrices, in the order of the files, for a folder of packed weights."""
         by_array = {matrix.arrays[0]: (matrix, kind) for matrix, kind in self.packed.values()}
         for matrix, kind in (by_array[name] for name in self._weights.arrays if name in by_array):
             fill = partial(self._pack_stored, matrix, kind)
-            yield Entry(f"{matrix.module}.tiles", tiles_shape(kind, *matrix.shape), fill)
+            yield PackedMatrix(f"{matrix.module}.tiles", tiles_shape(kind, *matrix.shape), fill)
 
     def unpacked(self) -> dict[str, NDArray[Any]]:
         """All other arrays of the files, by name."""

@@ -23,7 +23,7 @@ from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, til
 from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.file_numbers import as_needed, row_orders
 from h2o_stream.runtime.merged import PARTS, WHOLES, dequantized, merged
-from h2o_stream.runtime.packed_file import Entry, Kept, kept_tiles
+from h2o_stream.runtime.packed_file import Kept, PackedMatrix, kept_tiles
 from h2o_stream.runtime.parameters import Parameters, tensor_name
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights, as_floats, dense_matrix, gguf_name, small_matrix
@@ -74,7 +74,7 @@ class GgufWeights(Weights):
             return small_matrix(self.numbers(tensor), bias, rows, columns, self.dtype, tensor.name)
         if tensor is not None and is_dense(tensor) and name not in PARTS:
             return self._dense(tensor, self.vector(name, layer, "bias"), rows, columns)
-        packed_form = None if tensor is None else self.form(tensor)
+        packed_form = None if tensor is None else self.packed_form(tensor)
         if tensor is None or packed_form is None or (packed_form.rows, packed_form.columns) != (rows, columns):
             raise DescriptionError(f"its {gguf_name(name, layer)}.weight is {packed_form}, not {(rows, columns)}")
         tiles = kept_tiles(self.kept, self._kept_name(tensor), packed_form.tiles)
@@ -88,11 +88,11 @@ class GgufWeights(Weights):
         tensor = self._found(name, layer, kind)
         return None if tensor is None else self.numbers(tensor)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[PackedMatrix]:
         """The packed matrices, for a folder of packed weights; raises DescriptionError if one cannot be packed."""
         for tensor in self._matrices:
-            if packed_form := self.form(tensor):
-                yield Entry(self._kept_name(tensor), packed_form.tiles, partial(self.repack, tensor))
+            if packed_form := self.packed_form(tensor):
+                yield PackedMatrix(self._kept_name(tensor), packed_form.tiles, partial(self.repack, tensor))
 
     def _kept_name(self, tensor: GgufTensor) -> str:
         """What the tiles of a matrix are called in such a folder: by transformers' name, in most families."""
@@ -114,7 +114,7 @@ class GgufWeights(Weights):
         tensor = self.file.tensors.get(f"{full}.{kind}")
         return self.file.tensors.get(full) if tensor is None and kind == "weight" else tensor
 
-    def form(self, tensor: GgufTensor) -> PackedForm | None:
+    def packed_form(self, tensor: GgufTensor) -> PackedForm | None:
         """How a matrix is packed; None for one that is packed with another, as the second of its `PARTS`.
 
         Raises:
@@ -195,8 +195,8 @@ class GgufWeights(Weights):
 
     def _take(self, size: int) -> NDArray[numpy.uint8]:
         if self._pages is None:
-            forms = filter(None, map(self.form, self._matrices))
-            self._pages = HugePages(sum(HugePages.aligned(form.nbytes) for form in forms))
+            packed_forms = filter(None, map(self.packed_form, self._matrices))
+            self._pages = HugePages(sum(HugePages.aligned(each.nbytes) for each in packed_forms))
         return self._pages.take(size)
 
 

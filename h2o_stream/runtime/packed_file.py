@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Entry:
+class PackedMatrix:
     """A matrix of the packed file: its name there, the shape of its tiles, and what packs it into such an array."""
 
     name: str
@@ -51,7 +51,7 @@ def kept_tiles(kept: Kept | None, name: str, shape: tuple[int, int]) -> NDArray[
 
 
 def write_packed(
-    entries: Iterable[Entry], metadata: Mapping[str, str], folder: Path, notify: Callable[[str], None]
+    entries: Iterable[PackedMatrix], metadata: Mapping[str, str], folder: Path, notify: Callable[[str], None]
 ) -> None:
     """Write all matrices of a model as a folder of packed weights, atomically, unless that is impossible.
 
@@ -71,7 +71,7 @@ def write_packed(
         threading.Thread(target=data.flush).start()  # a crash of the machine must not leave zeros
 
 
-def packed_difference(entries: Iterable[Entry], folder: Path) -> str:
+def packed_difference(entries: Iterable[PackedMatrix], folder: Path) -> str:
     """The first matrix in a folder that is not, bit by bit, what would be written; or nothing.
 
     Raises:
@@ -86,7 +86,7 @@ def packed_difference(entries: Iterable[Entry], folder: Path) -> str:
     return ""
 
 
-def _mapped(path: Path, entries: list[Entry]) -> mmap.mmap:
+def _mapped(path: Path, entries: list[PackedMatrix]) -> mmap.mmap:
     """A new file of safetensors, mapped; its tensors are zero."""
     header, end = {}, 0
     for entry in entries:

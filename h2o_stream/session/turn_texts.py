@@ -172,7 +172,7 @@ class TurnTexts:
         if not greeted and all(message["role"] != "system" for message in messages):
             return list(messages)
         forms = [list(messages), as_users(messages), *([opened, as_users(opened)] if greeted else [])]
-        return next((form for form in forms if self._has_room(form, render)), forms[-1])
+        return next((candidate for candidate in forms if self._has_room(candidate, render)), forms[-1])
 
     def _has_room(self, messages: Sequence[Message], render: Render) -> bool:
         hidden, texts = with_placeholders(messages, lambda _: True)
