@@ -10,10 +10,10 @@ import numpy
 import pytest
 from tokenizers import Tokenizer
 
+from h2o_lab.certify import CertifyOptions, certify
 from h2o_stream.attachment import retrieval_heads
 from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.attachment.support import layer_specs
-from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_lab.certify import CertifyOptions, certify
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment import native_steps, verification
 from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.attachment.support import layer_specs
-from h2o_stream.compare.certify import CertifyOptions, certify
 from h2o_stream.config import ModelConfig
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.native.description import Description

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from h2o_stream.base.options import Option, listed_if_any, numbers, paths, some_of
 from h2o_stream.base.registry import Registry
 from h2o_stream.base.resources import require_package
-from h2o_stream.compare.certify import CertifyOptions
 from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
@@ -163,5 +162,5 @@ COMPARISONS: Registry[type[ComparisonOptions]] = Registry(
 )
 """Subcommands of ``h2o-compare``, by name."""
 
-COMMANDS: Registry[Any] = Registry("h2o_stream.commands", {"certify": CertifyOptions}, lambda named: named)
+COMMANDS: Registry[Any] = Registry("h2o_stream.commands", {}, lambda named: named)
 """Subcommands that are no comparisons: dataclasses of options, whose method ``run`` gets terminal and records."""
