@@ -20,7 +20,9 @@ from h2o_stream.compare.folder import Folder
 from h2o_stream.errors import DataError
 from h2o_stream.ui.comparison import _Bars
 from h2o_stream.ui.format import shade
-from h2o_stream.ui.pages import Chart, Curve, Heatmap, TableData, decoding, loss, page_of, readable
+from h2o_stream.ui.pages import Chart, Curve, Heatmap, TableData, page_of, readable
+from h2o_stream.ui.pages.nll import loss
+from h2o_stream.ui.pages.speed import decoding
 from h2o_stream.ui.plots import ChartStyle
 from h2o_stream.ui.tables import data_table
 from tests.commands import invoke, records

@@ -17,11 +17,11 @@ from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
 from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, engine_specs, needed
 from h2o_stream.compare.speed.engines import (
+    ENGINES,
     IK_LLAMA_CPP,
     LLAMA_CPP,
     OPENVINO,
     OURS,
-    RUNNERS,
     TRANSFORMERS,
     EngineInfo,
     EngineSpec,
@@ -213,7 +213,7 @@ def test_openvino_reads_again_what_it_evicts(policy: str, read_s: float, monkeyp
     genai = Mock(LLMPipeline=PretendedPipeline, TokenizedInputs=lambda *tensors: tensors)
     monkeypatch.setitem(sys.modules, "openvino_genai", genai)
     monkeypatch.setitem(sys.modules, "openvino", Mock(Tensor=lambda numbers: numbers))
-    runner = RUNNERS[OPENVINO](EngineSpec(OPENVINO, ModelConfig(), CacheConfig(policy, window=200)))
+    runner = ENGINES[OPENVINO](EngineSpec(OPENVINO, ModelConfig(), CacheConfig(policy, window=200)))
     assert runner.feed([5] * 100) == pytest.approx(0.1)
     assert runner.decode([5] * 100) == pytest.approx(0.2)
     assert runner.feed([5] * 100) == pytest.approx(read_s)

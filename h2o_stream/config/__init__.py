@@ -28,7 +28,6 @@ from h2o_stream.config.conversation import (
     AUTOMATIC_BYTES,
     CHAT_RECALL,
     EFFORT_VARIABLE,
-    RECALL_NAMES,
     THINKING_VARIABLES,
     THINKING_WORDS,
     AtContext,

@@ -15,9 +15,6 @@ from h2o_stream.errors import ConfigError
 
 RecallMode = Literal["auto", "wide", "off"]
 
-RECALL_NAMES: Mapping[str, str] = {"auto": "recall", "wide": "wide recall", "off": ""}
-"""The modes for people."""
-
 CHAT_RECALL: RecallMode = "auto"
 """The mode of recall in ``h2o-chat``. Elsewhere it is that of `RecallConfig`."""
 

@@ -219,7 +219,7 @@ def _weight_bytes(model: Any) -> int:
     return weight_bytes(model)
 
 
-RUNNERS: Registry[type[Runner]] = Registry(
+ENGINES: Registry[type[Runner]] = Registry(
     "h2o_stream.peers", {OURS: _OurRunner, TRANSFORMERS: _TransformersRunner}, lambda named: named
 )
 """By engine."""

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from h2o_stream.compare.speed.engines import RUNNERS, EngineSpec
+from h2o_stream.compare.speed.engines import ENGINES, EngineSpec
 from h2o_stream.errors import H2OStreamError
 
 
@@ -54,7 +54,7 @@ def _serve(pipe: Connection, spec: EngineSpec) -> None:
     runner: Any = None
     failure: Exception | None = None
     try:
-        runner = RUNNERS[spec.engine](spec)
+        runner = ENGINES[spec.engine](spec)
     except Exception as error:  # noqa: BLE001
         failure = _in_a_line(spec, error)
     while True:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 from h2o_stream.base.registry import resolve
 from h2o_stream.compare.catalog import COMPARISONS
-from h2o_stream.config import RECALL_NAMES
 
 Record = Mapping[str, Any]
 
@@ -120,11 +118,6 @@ def curve_name(record: Record) -> str:
     return f"{label(record)} {record['window'] or ''}".strip()
 
 
-def with_recall(name: str, record: Record) -> str:
-    """A name of the record's policy, and the mode of recall unless it is off."""
-    return " with ".join(filter(None, (name, RECALL_NAMES[record.get("recall", "off")])))
-
-
 def or_dash(value: Any) -> str:
     """A value, or a dash for None."""
     return "-" if value is None else str(value)
@@ -135,76 +128,9 @@ def stem(path: str) -> str:
     return path.replace("\\", "/").rpartition("/")[2].rpartition(".")[0] or path
 
 
-def loss(records: Sequence[Record]) -> str:
-    """What each policy loses against a full cache at every window or size, a mean over texts and seeds."""
-    added: dict[tuple[int, str], dict[str, list[float]]] = {}
-    for record in records:
-        if record["to_full"]:
-            size = record["cache_size"]
-            limit = (size, f"{size / 2**20:.3g} MiB") if size else (record["window"], f"window {record['window']}")
-            added.setdefault(limit, {}).setdefault(record["policy"], []).append(record["to_full"]["mean"])
-    sentences = []
-    for _, limit in a_few(sorted(added)):
-        means = {policy: fmean(losses) for policy, losses in added[_, limit].items()}
-        best, *others = [_loss(name, means[name]) for name in best_named(means, smallest=True)]
-        sentences.append(f"At {limit}, {listing([f'{best} nats per token against the full cache', *others])}.")
-    return " ".join(sentences)
-
-
-def _loss(name: str, mean: float) -> str:
-    return f"{name} {'loses' if mean >= 0 else 'gains'} {abs(mean):.2g}"
-
-
-def share(values: Mapping[str, float], where: str, verb: str, what: str) -> str:
-    """Shares by policy, the largest first: "At window 64, h2o keeps 71% of ... and sink 40%."."""
-    if not values:
-        return ""
-    first, *others = [f"{name} {{}}{values[name]:.0%}" for name in best_named(values, smallest=False)]
-    phrases = [f"{first.format(f'{verb} ')} {what}", *(other.format("") for other in others)]
-    return f"{where}, {listing(phrases)}."
-
-
 def listing(phrases: Sequence[str]) -> str:
     """Phrases with commas and "and"."""
     return " and ".join(filter(None, (", ".join(phrases[:-1]), *phrases[-1:])))
-
-
-def counted(number: int, thing: str) -> str:
-    """A number and what it counts, in the plural unless it is one."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def decoding(records: Sequence[Record]) -> str:
-    """How fast ours decodes at the longest history that all engines reached, beside the others."""
-    ours = [record for record in records if record["engine"] == "h2o-stream" and record["policy"] == "h2o"]
-    common = set.intersection(*(_histories(records, name) for name in {record["name"] for record in records}))
-    if not (ours and common):
-        return ""
-    history = max(common)
-    fastest: dict[str, Record] = {}
-    for record in sorted(records, key=lambda record: float(record["decode_tok_s"])):
-        if record["history"] == history:
-            fastest[record["name"]] = record
-    name = ours[0]["name"]
-    speeds, our_weights = {other: record["decode_tok_s"] for other, record in fastest.items()}, weights(fastest[name])
-    ratios = [
-        f"{speeds[name] / speeds[other]:.2g} times {other}'s"
-        + ("" if weights(record) == our_weights else f" ({weights(record)})")
-        for other, record in fastest.items()
-        if other != name and speeds[other]
-    ]
-    compared = f", {listing(ratios)}" if ratios else ""
-    return f"After {history:,} tokens, {name} decodes {speeds[name]:.3g} tokens/s{compared}."
-
-
-def weights(record: Record) -> str:
-    """In what form an engine holds the weights."""
-    ours = record["engine"] == "h2o-stream" and record["quantize"] != "none"
-    return str(record["quantize"] if ours else record["dtype"])
-
-
-def _histories(records: Sequence[Record], name: str) -> set[int]:
-    return {record["history"] for record in records if record["name"] == name}
 
 
 def best_named(values: Mapping[str, float], smallest: bool) -> list[str]:

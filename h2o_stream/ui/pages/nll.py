@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, loss, or_dash, stem
+from h2o_stream.ui.pages import (
+    Chart,
+    Curve,
+    Page,
+    Record,
+    TableData,
+    a_few,
+    best_named,
+    curve_name,
+    label,
+    listing,
+    or_dash,
+    stem,
+)
 
 _HEADER = ("policy", "window", "MiB", "nll", "last half", "to full", "95%", "gap", "tok/s")
 
@@ -93,3 +107,23 @@ def _by_limit(text: str, records: Sequence[Record], title: str) -> list[Chart]:
     heading = f"Loss by {'size' if sized else 'window'}\n{title}; {stem(text)}"
     axes = ("cache, MiB" if sized else "window, tokens", "nats per token")
     return [Chart(f"nll-{stem(text)}-by-{'size' if sized else 'window'}", heading, axes, curves, logarithmic="x")]
+
+
+def loss(records: Sequence[Record]) -> str:
+    """What each policy loses against a full cache at every window or size, a mean over texts and seeds."""
+    added: dict[tuple[int, str], dict[str, list[float]]] = {}
+    for record in records:
+        if record["to_full"]:
+            size = record["cache_size"]
+            limit = (size, f"{size / 2**20:.3g} MiB") if size else (record["window"], f"window {record['window']}")
+            added.setdefault(limit, {}).setdefault(record["policy"], []).append(record["to_full"]["mean"])
+    sentences = []
+    for _, limit in a_few(sorted(added)):
+        means = {policy: fmean(losses) for policy, losses in added[_, limit].items()}
+        best, *others = [_loss(name, means[name]) for name in best_named(means, smallest=True)]
+        sentences.append(f"At {limit}, {listing([f'{best} nats per token against the full cache', *others])}.")
+    return " ".join(sentences)
+
+
+def _loss(name: str, mean: float) -> str:
+    return f"{name} {'loses' if mean >= 0 else 'gains'} {abs(mean):.2g}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from h2o_stream.ui.pages import Page, Record, TableData, curve_name, label, or_dash, share, with_recall
+from h2o_lab.phrases import share, with_recall
+from h2o_stream.ui.pages import Page, Record, TableData, curve_name, label, or_dash
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from h2o_lab.book import page as book
+from h2o_lab.phrases import share
 from h2o_lab.ruler import page as ruler
-from h2o_stream.ui.pages import Page, Record, TableData, label, share
+from h2o_stream.ui.pages import Page, Record, TableData, label
 
 _METRICS = ("acc_norm", "acc", "exact_match")
 """Metrics for the table; the first one that a task has is used."""

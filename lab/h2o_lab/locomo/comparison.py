@@ -9,10 +9,11 @@ from typing import Any
 
 from h2o_lab.locomo.dialogues import CATEGORIES, UNANSWERABLE, Dialogue, Question, read_dialogues, score
 from h2o_lab.locomo.options import LocomoOptions
+from h2o_lab.phrases import RECALL_NAMES
 from h2o_lab.recall.asking import GREEDY, say, tell
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.config import RECALL_NAMES, CacheConfig, RecallMode
+from h2o_stream.config import CacheConfig, RecallMode
 from h2o_stream.errors import ConfigError
 from h2o_stream.recall.decision import decide
 from h2o_stream.recall.index import PassageIndex

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from h2o_lab.phrases import counted
 from h2o_lab.recall.page import names_of, runs_of
-from h2o_stream.ui.pages import Page, Record, TableData, counted
+from h2o_stream.ui.pages import Page, Record, TableData
 
 _COLUMNS = {
     "listed": "right turn among five",

@@ -9,6 +9,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from h2o_lab.phrases import RECALL_NAMES
 from h2o_lab.recall.asking import GREEDY
 from h2o_lab.recall.fact_chat import FactChat
 from h2o_lab.recall.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
@@ -18,7 +19,7 @@ from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, 
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.models import context_of
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.config import RECALL_NAMES, CacheConfig, RecallMode
+from h2o_stream.config import CacheConfig, RecallMode
 from h2o_stream.errors import DataError
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text

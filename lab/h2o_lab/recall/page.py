@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from h2o_stream.ui.pages import (
-    Chart,
-    Curve,
-    Page,
-    Record,
-    TableData,
-    counted,
-    curve_name,
-    label,
-    or_dash,
-    share,
-    stem,
-    with_recall,
-)
+from h2o_lab.phrases import counted, share, with_recall
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
 
 _HEADINGS = {
     "same": "asked in the same words",

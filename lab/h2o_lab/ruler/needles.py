@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Heatmap, Page, Record, TableData, curve_name, share
+from h2o_lab.phrases import share
+from h2o_stream.ui.pages import Heatmap, Page, Record, TableData, curve_name
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:

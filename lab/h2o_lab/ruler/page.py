@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from h2o_lab.phrases import share, with_recall
 from h2o_lab.ruler import needles
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, share, with_recall
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash
 
 _NO_CONTEXT = "no context"
 

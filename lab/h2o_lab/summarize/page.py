@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, counted, listing, or_dash, share
+from h2o_lab.phrases import counted, share
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, listing, or_dash
 
 _HEADER = ("policy", "window", "n", "ROUGE-1", "ROUGE-2", "ROUGE-L", "to full", "tokens", "tok/s")
 _ROUGE = ("rouge1", "rouge2", "rougeL")
