@@ -22,7 +22,7 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
 from h2o_stream.models.templates import FALLBACK_TEMPLATE, with_template
 from h2o_stream.models.tokenizer import FileTokenizer
-from h2o_stream.recall.passages import decode
+from h2o_stream.recall.located import decode
 from h2o_stream.recall.terms import TermWeights
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.conversation_state import TurnSpan

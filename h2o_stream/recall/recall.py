@@ -18,8 +18,9 @@ from h2o_stream.recall.answer_head import Place
 from h2o_stream.recall.answers import Answers
 from h2o_stream.recall.decision import HELD, decide
 from h2o_stream.recall.index import PassageIndex
+from h2o_stream.recall.located import locate
 from h2o_stream.recall.passage import Candidate, Gone, Passage, Recalled, SaidTurn, Whole
-from h2o_stream.recall.passages import locate, split
+from h2o_stream.recall.passages import split
 from h2o_stream.recall.terms import TermWeights
 from h2o_stream.recall.wholes import MAX_PIECES, MAX_WHOLE, MIN_REPLY, cut_pieces, find_whole
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.cache.worths import Holding, Worths
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.recall.passages import decode
+from h2o_stream.recall.located import decode
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.retention import check_layer
 
