@@ -4,7 +4,8 @@ import copy
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.base.resources import wheel_file
+from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import ModelConfig
 from h2o_stream.engine.served import serve
 from h2o_stream.loading.loading import load_model
@@ -59,6 +61,16 @@ def _made_llama(
         initializer_range=0.4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval(), torch.get_rng_state()
+
+
+def make_grouped(monkeypatch: pytest.MonkeyPatch, groups: Sequence[tuple[HeadWindow, ...]]) -> LlamaForCausalLM:
+    """A model of three layers of three KV heads whose windows are these, by layer, as if they were measured."""
+
+    def assigned(model: Any, specs: Any, progress: Any) -> Any:
+        return [replace(spec, windows=windows) for spec, windows in zip(specs, groups, strict=True)]
+
+    monkeypatch.setattr("h2o_stream.attachment.attach.give_retrieval_heads_more", assigned)
+    return make_llama(heads=3, groups=2, layers=3, context=256)
 
 
 def ids(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:

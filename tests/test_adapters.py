@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
+from h2o_stream.cache.tolerance import error_of
 from tests.fixtures import make_llama
 from tests.in_turn import in_turn
 from tests.tolerance import assert_close
@@ -99,12 +101,32 @@ def patch_forward(module: Any) -> None:
 
 
 UNEVEN = torch.linspace(0.5, 2, 16)
-CHANGES: dict[str, Callable[[Any], Any]] = {
+DOWN, QUERY = "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"
+
+
+def scale_entry(module: Any) -> None:
+    module._parameters["weight"] = nn.Parameter(module.weight.detach() * 3, requires_grad=False)
+
+
+def scaled(module: Any, factors: Tensor) -> Tensor:
+    return module.weight.data * factors.to(module.weight.dtype)
+
+
+IN_BOTH_DTYPES: dict[str, Callable[[Any], Any]] = {
     "other data": lambda model: set_data(up := model.model.layers[0].mlp.up_proj, up.weight.data * 2),
-    "other weights": lambda model: set_weight(model.model.layers[1].self_attn.q_proj, torch.eye(16)),
-    "written into weights": lambda model: model.model.layers[1].mlp.up_proj.weight.mul_(2),
-    "written into norms": lambda model: model.model.norm.weight.mul_(UNEVEN),
+    "other data of norms": lambda model: set_data(model.model.norm, scaled(model.model.norm, UNEVEN)),
+    "another entry": lambda model: scale_entry(model.get_submodule(QUERY)),
+    "by accelerate": lambda model: set_module_tensor_to_device(
+        model, f"{DOWN}.weight", "cpu", model.get_submodule(DOWN).weight.detach() * 2
+    ),
     "written behind norms": lambda model: model.model.layers[0].input_layernorm.weight.data.mul_(UNEVEN),
+    "written behind weights": lambda model: model.lm_head.weight.data.mul_(torch.linspace(0.5, 2, 64)[:, None]),
+    "written into norms": lambda model: model.model.norm.weight.mul_(UNEVEN),
+}
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    **IN_BOTH_DTYPES,
+    "other weights": lambda model: set_weight(model.get_submodule(QUERY), torch.eye(16)),
+    "written into weights": lambda model: model.model.layers[1].mlp.up_proj.weight.mul_(2),
     "loaded": lambda model: model.load_state_dict(make_llama(seed=3).state_dict(), assign=True),
     "another module": lambda model: setattr(model.model.layers[1], "mlp", make_llama(seed=3).model.layers[0].mlp),
     "a bias": lambda model: setattr(
@@ -128,18 +150,23 @@ class TestChanged:
             CHANGES[name](model)
             assert_close(logits_of(model), expected)
 
-    @in_turn("name", CHANGES)
-    def test_between_two_tokens(self, name: str) -> None:
-        ids = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(0))
+    @in_turn("name, dtype", [
+        *((name, torch.float32) for name in CHANGES), *((name, torch.bfloat16) for name in IN_BOTH_DTYPES),
+    ])  # fmt: skip
+    def test_between_two_tokens(self, name: str, dtype: torch.dtype) -> None:
+        parts = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(0)).split([10, *[1] * 14], 1)
         logits = []
         for engine in ("auto", "eager"):
-            model = make_llama()
-            with attach(model, ROOMY, engine=engine) as cache:  # type: ignore[arg-type]
-                model(ids[:, :10], past_key_values=cache)
-                model(ids[:, 10:11], past_key_values=cache)
+            model, config = make_llama().to(dtype), CacheConfig(window=16)
+            with attach(model, config, engine=engine) as cache:  # type: ignore[arg-type]
+                found = [model(part, past_key_values=cache).logits for part in parts[:6]]
                 CHANGES[name](model)
-                logits.append(model(ids[:, 11:], past_key_values=cache).logits)
-        assert_close(*logits)
+                found += [model(part, past_key_values=cache).logits for part in parts[6:]]
+            logits.append(torch.cat(found, 1).float())
+        if dtype == torch.float32:
+            assert_close(*logits)
+        else:
+            assert error_of(*logits) < 0.1
 
 
 def test_a_model_that_cannot_be_compiled_gives_the_reason() -> None:

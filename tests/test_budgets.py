@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from h2o_stream.cache.windows import HeadWindow, schedules, windows
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.engine.engine import Engine
 from h2o_stream.loading.transformers_model import LoadedModel
-from tests.fixtures import make_llama, thinned, with_exhaustive
+from tests.fixtures import make_grouped, make_llama, thinned, with_exhaustive
 from tests.oracle import Rules
 from tests.states import with_checksums
 from tests.test_oracle import compare, tokens_of
@@ -47,12 +46,7 @@ TOKENS = torch.tensor([tokens_of(0, 120), tokens_of(1, 120)])
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A model of three layers whose heads are grouped as in `GROUPS`."""
-
-    def assigned(model: Any, specs: Any, progress: Any) -> Any:
-        return [replace(spec, windows=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
-
-    monkeypatch.setattr("h2o_stream.attachment.attach.give_retrieval_heads_more", assigned)
-    return make_llama(heads=3, groups=2, layers=3, context=256)
+    return make_grouped(monkeypatch, GROUPS)
 
 
 def config_of(**more: Any) -> CacheConfig:

@@ -24,6 +24,7 @@ from tests.gguf_files import key, write_model
 
 T = GGUFValueType
 TIME_NS = 1
+EOS = "tokenizer.ggml.eos_token_id"
 
 
 @pytest.fixture
@@ -63,25 +64,18 @@ def base(value: float) -> bytes:
 
 
 class TestGguf:
-    def test_a_template_of_its_own(self, original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        other = changed(original, b"{{ message.content }}", b"{{ message['role'] }}")
-        templates = [exported(path, monkeypatch)[1].chat_template for path in (original, other)]
-        assert [("role" in template) for template in templates] == [False, True]
-
-    def test_a_vocabulary_of_its_own(self, original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        other = changed(original, b"<more7>", b"<less7>")
-        vocabularies = [exported(path, monkeypatch)[1].get_vocab() for path in (original, other)]
-        assert [("<less7>" in vocabulary) for vocabulary in vocabularies] == [False, True]
-
-    def test_a_rope_base_of_its_own(self, original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        other = changed(original, base(10000), base(50000))
-        thetas = [exported(path, monkeypatch)[0].rope_parameters["rope_theta"] for path in (original, other)]
-        assert thetas == [10000, 50000]
-
-    def test_end_tokens_of_its_own(self, original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        eos = "tokenizer.ggml.eos_token_id"
-        other = changed(original, key(eos, T.UINT32, 2), key(eos, T.UINT32, 1))
-        assert [exported(path, monkeypatch)[0].eos_token_id for path in (original, other)] == [2, 1]
+    @pytest.mark.parametrize(("old", "new", "read", "values"), [
+        (b"{{ message.content }}", b"{{ message['role'] }}",
+            lambda config, tokenizer: "role" in tokenizer.chat_template, [False, True]),
+        (b"<more7>", b"<less7>", lambda config, tokenizer: "<less7>" in tokenizer.get_vocab(), [False, True]),
+        (base(10000), base(50000), lambda config, tokenizer: config.rope_parameters["rope_theta"], [10000, 50000]),
+        (key(EOS, T.UINT32, 2), key(EOS, T.UINT32, 1), lambda config, tokenizer: config.eos_token_id, [2, 1]),
+    ], ids=["template", "vocabulary", "base of RoPE", "end"])  # fmt: skip
+    def test_all_of_it_is_of_its_own(
+        self, original: Path, old: bytes, new: bytes, read: Any, values: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        other = changed(original, old, new)
+        assert [read(*exported(path, monkeypatch)) for path in (original, other)] == values
 
     def test_what_states_know_it_by(self, embedded_file: Path) -> None:
         """The whole digest is an exhaustive test of `test_runtime`."""

@@ -16,7 +16,7 @@ from h2o_stream.cache.windows import HeadWindow, schedules
 from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import ConfigError, H2OStreamError, OutOfMemoryError
 from tests.family_models import TEXT, written
-from tests.fixtures import make_llama
+from tests.fixtures import make_grouped, make_llama
 from tests.oracle import Oracle, Rules
 from tests.test_budgets import GROUPS
 from tests.test_oracle import TIE, compare, examples, held_by, kept_by, tokens_of
@@ -124,12 +124,7 @@ def test_measured_windows_and_states_go_on(
     monkeypatch: pytest.MonkeyPatch, measured: bool, fed: int, kv_bits: int
 ) -> None:
     """Before, while and after heads change size: every head gets as much, and a state continues exactly."""
-
-    def assigned(model: Any, specs: Any, progress: Any) -> Any:
-        return [replace(spec, windows=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
-
-    monkeypatch.setattr("h2o_stream.attachment.attach.give_retrieval_heads_more", assigned)
-    model = make_llama(heads=3, groups=2, layers=3, context=256)
+    model = make_grouped(monkeypatch, GROUPS)
     tokens = torch.tensor([tokens_of(0, 200)])
     given = (
         WINDOW if kv_bits == 16 else 32

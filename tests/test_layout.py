@@ -14,7 +14,7 @@ from h2o_stream.cache.audit import audit
 from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.windows import HeadWindow
-from tests.fixtures import ids, make_llama
+from tests.fixtures import ids, make_grouped
 
 WINDOW = 24
 GROUPS = (
@@ -28,12 +28,7 @@ GROUPS = (
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     """A model whose heads are grouped as in `GROUPS`."""
-
-    def grouped(model: Any, specs: Any, progress: Any) -> Any:
-        return [replace(spec, windows=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
-
-    monkeypatch.setattr("h2o_stream.attachment.attach.give_retrieval_heads_more", grouped)
-    return make_llama(heads=3, groups=2, layers=3, context=256)
+    return make_grouped(monkeypatch, GROUPS)
 
 
 class TestWindows:

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -28,7 +27,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import gather, pack, repack
 from h2o_stream.native.pointers import pointer
-from tests.fixtures import make_llama, thinned, with_exhaustive
+from tests.fixtures import make_llama, with_exhaustive
 from tests.test_packed import packed_model
 from tests.tolerance import assert_close
 
@@ -247,52 +246,7 @@ class TestTokens:
         assert torch.cat(found, 1).equal(expected)
 
 
-def in_place(model: PreTrainedModel) -> None:
-    model.model.layers[0].input_layernorm.weight.mul_(1.5)
-
-
-def through_data(model: PreTrainedModel) -> None:
-    model.model.norm.weight.data.mul_(torch.linspace(0.5, 2, model.model.norm.weight.numel()).to(model.dtype))
-
-
-def other_data(model: PreTrainedModel) -> None:
-    model.model.norm.weight.data = model.model.norm.weight.data * torch.linspace(0.5, 2, 16).to(model.dtype)
-
-
-def other_entry(model: PreTrainedModel) -> None:
-    layer = model.model.layers[1].self_attn.q_proj
-    layer._parameters["weight"] = nn.Parameter(layer.weight.detach() * 3)
-
-
-def by_accelerate(model: PreTrainedModel) -> None:
-    weight = model.model.layers[1].mlp.down_proj.weight.detach()
-    set_module_tensor_to_device(model, "model.layers.1.mlp.down_proj.weight", "cpu", weight * 2)
-
-
-def matrix_through_data(model: PreTrainedModel) -> None:
-    model.lm_head.weight.data.mul_(torch.linspace(0.5, 2, 64)[:, None].to(model.dtype))
-
-
-CHANGES = (in_place, through_data, other_data, other_entry, by_accelerate, matrix_through_data)
-
-
 class TestChangedWeights:
-    @pytest.mark.every(2)
-    @pytest.mark.parametrize(("change", "dtype"), thinned(
-        product(CHANGES, (torch.float32, torch.bfloat16)),
-        lambda change, dtype: (dtype == torch.float32) == CHANGES.index(change) % 2,
-    ))  # fmt: skip
-    def test_in_the_middle_of_a_stream(self, change: Callable[[PreTrainedModel], None], dtype: torch.dtype) -> None:
-        def logits(engine: str) -> Tensor:
-            model, parts = make_llama().to(dtype), ids(24).split([12, *[1] * 12], 1)
-            with attach(model, CacheConfig(window=16), engine=engine) as cache:
-                found = [model(part, past_key_values=cache).logits for part in parts[:6]]
-                change(model)
-                found += [model(part, past_key_values=cache).logits for part in parts[6:]]
-            return torch.cat(found, 1)
-
-        assert_as_close_as(dtype, logits("auto"), logits("eager"))
-
     def test_functional_call(self) -> None:
         def logits(engine: str) -> Tensor:
             model, parts = make_llama(), ids(20).split([12, *[1] * 8], 1)

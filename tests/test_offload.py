@@ -150,14 +150,6 @@ class TestOptions:
         config = ModelConfig(device_map="auto", max_memory="0=10GiB, cpu=1.5GB")
         assert config.memory_by_device() == {0: "10GiB", "cpu": "1.5GB"}
 
-    def test_memory_without_a_map(self) -> None:
-        with pytest.raises(ConfigError, match="needs --device-map auto"):
-            ModelConfig(max_memory="cpu=1GiB")
-
-    def test_an_unknown_device_of_the_cache(self) -> None:
-        with pytest.raises(ConfigError, match="--cache-device takes one of auto, cpu, disk"):
-            CacheConfig(device="nvme")  # type: ignore[arg-type]
-
 
 def test_weights_on_disk_are_part_of_what_a_model_is(tiny_folder: Path, tmp_path: Path) -> None:
     inside = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
