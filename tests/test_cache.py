@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import eager
@@ -15,30 +15,11 @@ from h2o_stream.cache.audit import check_slots
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.config import MIN_EVICTABLE
 from tests.fixtures import ids
-from tests.in_turn import in_turn
 from tests.slots import attend
 from tests.tolerance import assert_close
 
 
-class TestBeforeAnyEviction:
-    """Before the first eviction the results equal those of transformers' own cache."""
-
-    @in_turn("positions, chunk, dtype, tolerance", [
-        ("gap", 1, torch.float32, 1e-4), ("rolling", 0, torch.float32, 1e-4), ("absolute", 7, torch.float32, 1e-4),
-        ("gap", 64, torch.bfloat16, 0.5),
-    ])  # fmt: skip
-    def test_logits_equal_dynamic_cache(
-        self, grouped: LlamaForCausalLM, positions: str, chunk: int, dtype: torch.dtype, tolerance: float
-    ) -> None:
-        model, tokens = grouped.to(dtype), ids(40, rows=2)
-        theirs = DynamicCache(config=model.config)
-        expected = [model(tokens[:, :30], past_key_values=theirs).logits]
-        expected += [model(tokens[:, i : i + 1], past_key_values=theirs).logits for i in range(30, 40)]
-        with attach(model, CacheConfig(window=40, positions=positions, chunk=chunk)) as cache:
-            ours = [model(tokens[:, :30], past_key_values=cache).logits]
-            ours += [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(30, 40)]
-        assert_close(torch.cat(ours, 1), torch.cat(expected, 1), tolerance)
-
+class TestChunks:
     @pytest.mark.parametrize("chunk", [1, 7, 64])
     def test_chunks_leave_the_same_state_as_one_shot(self, grouped: LlamaForCausalLM, chunk: int) -> None:
         states = []

@@ -134,20 +134,6 @@ def test_a_lack_of_memory_is_left_to_transformers(tmp_path: Path, monkeypatch: p
 
 
 class TestStates:
-    def test_go_to_transformers_and_back(self, file: Path) -> None:
-        """Also where torch is needed to tell what transformers' model is called."""
-        native, theirs = loaded(file), load(ModelConfig(str(file), dtype=DTYPE))
-        config = CacheConfig(window=40, budgets="equal")
-        with (
-            Engine(native.model, native.tokenizer, config) as ours,
-            Engine(theirs.model, theirs.tokenizer, config) as other,
-        ):
-            for engine, to in ((ours, other), (other, ours)):
-                engine.reset()
-                list(engine.prefill(TEXT[:60]))
-                to.load_state_dict(engine.state_dict())
-                assert to.tokens == engine.tokens
-
     def test_of_another_file_are_refused(self, file: Path, tmp_path: Path) -> None:
         folder = tmp_path / "other"
         folder.mkdir()

@@ -184,12 +184,3 @@ def test_transient_tokens_leave_first(
         transient=tuple((0 if i % 2 else prompt + late, range(start, start + 5)) for i, start in enumerate(starts)),
     )  # fmt: skip
     assume(compare(model, config, rules, tokens_of(seed, prompt + 14), prompt))
-
-
-def test_far_past_the_span_and_the_context() -> None:
-    """`gap` and `rolling` continue past the model's context; distances stay within it."""
-    model = make_llama(context=32)
-    for positions in ("gap", "rolling"):
-        config = CacheConfig("h2o", 12, 4, 2, 0.9, positions, chunk=4)
-        span = config.plan(32).span
-        assert compare(model, config, Rules(12, 4, 2, 0.9, positions, span, long_term=2.0), tokens_of(3, 90), 60)

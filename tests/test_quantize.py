@@ -184,14 +184,6 @@ class TestCache:
         assert [CacheConfig(kv_bits=bits).plan().long_term for bits in (16, 8, 6, 4, 2)] == [2.0] * 5
         assert CacheConfig(kv_bits=8, long_term=0.0).plan().long_term == 0
 
-    @pytest.mark.parametrize(("settings", "words"), [
-        ({"kv_bits": 3}, "--kv-bits takes one of 16, 8, 6, 4, 2"),
-        ({"policy": "full", "kv_bits": 4}, "needs another --policy"),
-    ])  # fmt: skip
-    def test_wrong_settings(self, settings: dict[str, Any], words: str) -> None:
-        with pytest.raises(ConfigError, match=words):
-            CacheConfig(**settings)
-
     def test_heads_that_do_not_fill_bytes(self) -> None:
         model = make_llama(size=6)
         with attach(model, CacheConfig(window=16, kv_bits=2)), pytest.raises(ConfigError, match="heads of size 6"):

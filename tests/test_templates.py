@@ -247,10 +247,3 @@ def test_the_templates_own_text_keeps_its_markers(tokenizer: PreTrainedTokenizer
     changed.chat_template = "<|im_start|>system\nBe kind.<|im_end|>" + _REST
     prompt = ChatTemplate(changed, None, ()).first_turn("hello")
     assert sum(token in set(tokenizer.all_special_ids) for token in prompt.tokens) == 2
-
-
-def test_a_template_that_fails(tokenizer: PreTrainedTokenizerBase) -> None:
-    changed = copy.copy(tokenizer)
-    changed.chat_template = "{{ raise_exception('\x1b[31mno') }}"
-    with pytest.raises(UnsupportedModelError, match="the chat template fails"):
-        ChatTemplate(changed, "Be brief.", ()).first_turn("hello")
