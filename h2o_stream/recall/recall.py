@@ -84,6 +84,11 @@ class Recall:
         return min(2 * self.budget, self._limit)
 
     @property
+    def in_sync(self) -> bool:
+        """Whether nothing has to be indexed before something is found."""
+        return self._mode == "off" or (self._in_sync and not self._deferred)
+
+    @property
     def _limit(self) -> int:
         cache = self._engine.cache
         return max((cache.plan.window - sum(map(len, cache.windows.protected))) // 2, 0)
@@ -187,8 +192,8 @@ class Recall:
                 self.add_deferred()
 
     def add_deferred(self) -> None:
-        """Index the turns that `add` has noted."""
-        if not self._deferred:
+        """Index the turns that `add` has noted, and compare the index with `source` if it may differ."""
+        if self.in_sync:
             return
         self.synchronize()
         if self._mode == "wide":

@@ -77,7 +77,7 @@ class Live:
 
     def said(self) -> SaidTurns:
         """The turns, for recall."""
-        session = self.kept.session if self.kept else None
+        session = self.kept.session if self.kept and self.kept.nbytes else None
         return SaidTurns(session.transcript.entries if session else self.before, self.entries)
 
     def add(self, entry: Entry, *exchanges: Exchange) -> None:
@@ -324,6 +324,9 @@ class Conversations:
         for exchanges in live.exchanges:
             past = chain(past, exchanges)[-1]
             hashes.append(past)
+        self._store.wake(live.kept)
+        if not live.kept.nbytes and live.kept.session:
+            live.conversation.recall.use(live.kept.session.index_path)
         live.conversation.recall.add_deferred()
         self._store.save(live.kept, header, live.entries, hashes, state, before, live.response)
         live.past = past
@@ -331,8 +334,6 @@ class Conversations:
     def committed(self, live: Live) -> None:
         """Recognise the conversation by its saved turns, and forget those that there is no room for."""
         if live.kept is not None:
-            if not live.kept.nbytes and live.kept.session:
-                live.conversation.recall.use(live.kept.session.index_path)
             self._store.committed(live.kept, len(live.exchanges), filter(None, [live.response]))
         live.entries, live.exchanges, live.before, live.response = [], [], Log(), ""
         for kept in self._store.to_forget({*self.awake, *self.busy}):

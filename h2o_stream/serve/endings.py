@@ -35,7 +35,7 @@ _MANY = 100
 """Unread turns from which they are not even counted between the steps of others."""
 
 _WRITERS = 2
-"""Threads that save conversations."""
+"""Threads that save conversations, and as many for those of which much is indexed."""
 
 
 @dataclass(eq=False)
@@ -98,15 +98,15 @@ class Job:
     @property
     def is_long(self) -> bool:
         """Whether its next step may be long: not between tokens, if much is to be read."""
-        return (self.corrected or not self.tokens) and self._reads_much
+        return (self.corrected or not self.tokens) and self.reads_much
 
     @cached_property
-    def _reads_much(self) -> bool:
-        """Whether many characters are to be read, or many turns; asked for before anything is."""
+    def reads_much(self) -> bool:
+        """Whether many characters are to be read, or many turns, or indexed; asked for before anything is."""
         unread, dialogue = len(self.opened.unread), self.ask.dialogue
         begins = [] if self.live.engine.tokens else [dialogue.system, *self.ask.options.pins, *self.ask.options.tools]
         new = sum(dialogue.parts[len(dialogue.past) - unread :]) + size_of(begins)
-        return unread >= _MANY or new >= LONG
+        return unread >= _MANY or new >= LONG or not (begins or self.live.conversation.recall.in_sync)
 
 
 class Endings:
@@ -130,12 +130,13 @@ class Endings:
         call: Callable[[Callable[[], None]], None],
     ) -> None:
         self._jobs, self._conversations, self._metrics, self._call = jobs, conversations, metrics, call
-        self._writers = ThreadPoolExecutor(_WRITERS, "h2o-save")
+        self._writers, self._long_writers = (ThreadPoolExecutor(_WRITERS, f"h2o-save{x}") for x in ("", "-long"))
         self.saving = 0
 
     def close(self) -> None:
         """Wait for the threads that save."""
-        self._writers.shutdown()
+        for writers in (self._writers, self._long_writers):
+            writers.shutdown()
 
     def end(self, job: Job, turn: Turn) -> None:
         """A reply has ended: save it, and send the end to its client."""
@@ -220,7 +221,8 @@ class Endings:
             self.discard(live)
             job.ask.try_send(done)
             return
-        future = self._writers.submit(self._conversations.commit, live)
+        writers = self._long_writers if job.reads_much else self._writers
+        future = writers.submit(self._conversations.commit, live)
         self.saving += 1
         future.add_done_callback(lambda saved: self._call(lambda: self._saved(job, done, saved.exception())))
 
