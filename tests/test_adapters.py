@@ -1,6 +1,8 @@
 """Models whose weights or modules change: PEFT adapters, and changes to an attached model."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,10 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.cache.tolerance import error_of
+from h2o_stream.config import ModelConfig
+from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.loading.loading import load_model
+from h2o_stream.loading.transformers_model import load
 from tests.fixtures import make_llama
 from tests.in_turn import in_turn
 from tests.tolerance import assert_close
@@ -85,6 +91,22 @@ class TestAdapters:
             model = with_adapter(32, base)
             assert_close(logits_of(model), expected)
             assert_close(logits_of(model.unload()), plain)
+
+
+def test_on_disk(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: beside a model, one engine applied them and the other one did not."""
+    with_adapter(8, LlamaForCausalLM.from_pretrained(tiny_folder)).save_pretrained(tmp_path / "alone")
+    both = shutil.copytree(tiny_folder, tmp_path / "both")
+    shutil.copytree(tmp_path / "alone", both, dirs_exist_ok=True)
+    for folder, error in ((tmp_path / "alone", ModelNotFoundError), (both, UnsupportedModelError)):
+        for engine in ("auto", "eager"):
+            with pytest.raises(error, match=r"adapter \(PEFT\); merge it"):
+                load_model(ModelConfig(str(folder)), CacheConfig(), engine, print, print)  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        "h2o_stream.loading.transformers_model.check_folder", print
+    )  # on the Hub there is no folder yet
+    with pytest.raises(UnsupportedModelError, match=r"adapter \(PEFT\); merge it"):
+        load(ModelConfig(str(both)))
 
 
 def set_weight(module: Any, weight: Tensor) -> None:

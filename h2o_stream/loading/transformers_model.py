@@ -51,6 +51,7 @@ from h2o_stream.models.gguf_pretokenizer import missing_name
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.models.other_files import ADAPTER
 from h2o_stream.models.packed_experts import SplitExperts, split_stacked_experts
 from h2o_stream.models.precision import (
     allowed_dtypes,
@@ -296,6 +297,8 @@ class _Loader:
         if missing := sorted(report["missing_keys"]):
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise DataError(f"{self._config.model} is damaged or incomplete: it has no {missing[0]}{more}")
+        if getattr(model, "_hf_peft_config_loaded", False):  # transformers finds them, also on the Hub
+            raise UnsupportedModelError(f"{self._config.model} has {ADAPTER}")
         return model
 
     def _with_generation(self, model: Any) -> Any:

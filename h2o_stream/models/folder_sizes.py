@@ -9,7 +9,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
+from h2o_stream.models.other_files import ADAPTER, ADAPTER_CONFIG
 from h2o_stream.models.tokenizer import read_object
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_nextn_predict_layers")
@@ -31,7 +32,10 @@ def check_folder(folder: Path) -> None:
 
     Raises:
         ModelNotFoundError: one is out of range, more than the weights have, or a file is damaged.
+        UnsupportedModelError: it has an adapter, with which the model would be another one.
     """
+    if (folder / ADAPTER_CONFIG).exists():
+        raise UnsupportedModelError(f"folder {folder} has {ADAPTER}")
     path = folder / "config.json"
     layers, size = _MAX_LAYERS, _MAX_SIZE
     try:

@@ -42,6 +42,9 @@ _HUB = re.compile(
 
 _ENCODERS = ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert",
              "eurobert", "gemma-embedding", "t5encoder")  # fmt: skip
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "an adapter (PEFT); merge it into its model, and give the result"
+"""The file of adapters that are beside their model or without it, and what such a folder has."""
+
 _TYPES: Mapping[str, str] = {
     "mmproj": "a projector (mmproj), which shows images to a model; give the model's own file, and texts only",
     "adapter": "an adapter (LoRA); merge it into its model with llama.cpp's llama-export-lora, and give the result",
