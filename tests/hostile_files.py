@@ -260,7 +260,8 @@ def _changed_json(rng: random.Random, content: bytes) -> bytes:
     text = json.dumps(_mutated_json(rng, json.loads(content)))
     if rng.random() < 0.03:
         deep, (begin, end) = rng.choice((700, 9999)), rng.choice((("[", "]"), ('{"a":', "}")))
-        text = text.replace(rng.choice(("1", "true", "null", '""', "2")), begin * deep + "1" + end * deep, 1)
+        strange = rng.choice((begin * deep + "1" + end * deep, "9" * 5000, "1e999", "NaN"))
+        text = text.replace(rng.choice(("1", "true", "null", '""', "2")), strange, 1)
     return text.encode()
 
 

@@ -346,6 +346,86 @@ def _open_session(path: Path, seed: Seed) -> None:
         history.close()
 
 
+# what commands read
+
+_RECORD = {
+    "type": "nll",
+    "policy": "h2o",
+    "window": 64,
+    "text": "a.txt",
+    "tokens": 199,
+    "loss": 2.5,
+    "interval": [2, 3],
+}
+_MACHINE = {
+    "hardware": {"memory_bytes": 2**34, "processor": "x", "machine": "x", "cores": 2},
+    "versions": {"torch": "2"},
+}
+_MESSAGES: Any = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+_CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+
+TEXTS: Mapping[str, tuple[list[Any], tuple[str, ...]]] = {
+    "questions.jsonl": (
+        [{"question_id": 81, "category": "writing", "turns": ["a", _MESSAGES], "tools": [_CALL]}] * 2,
+        ("h2o-stream", "-m", "./nowhere", "--questions"),
+    ),
+    "requests.jsonl": (
+        [{"article": "a b", "summary_gt": "a", "max_tokens": 8, "temperature": 0.3, "top_p": 1, "stop": ["###"]},
+         {"request": {"prompt": "a", "max_tokens": 8}}],
+        ("h2o-compare", "summarize", "-m", "./nowhere", "--requests"),
+    ),
+    "articles.jsonl": (
+        [{"document": "a b", "summary": "a", "id": 3}, {"article": "a b", "highlights": "a"}],
+        ("h2o-compare", "requests", "--to", os.devnull),
+    ),
+    "answers.jsonl": (
+        [{"text": "a", "reference": "a b"},
+         {"result": {"choices": [{"text": "a"}]}, "request": {"summary_gt": "a b"}}],
+        ("h2o-compare", "score"),
+    ),
+    "schema.json": (
+        [{"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}],
+        ("h2o-chat", "-m", "./nowhere", "-p", "a", "--json-schema"),
+    ),
+    "talk.jsonl": (
+        [{"version": 2, "width": 80, "height": 24, "idle_time_limit": 0.4}, [0.1, "o", "\x1b[1;1Ha"], [0.3, "i", "b"]],
+        ("h2o-stream", "--pace", "1e12", "--replay"),
+    ),
+    "settings.json": (
+        [{"model": "./nowhere", "policy": "h2o", "window": "64", "stop": ["a b"], "temperature": 0.5, "top_k": 4,
+          "think": "fold", "recall": "auto", "json_schema": "schema.json", "cache_size": "6MiB", "offline": True}],
+        ("h2o-chat", "-m", "./nowhere", "-p", "a", "--session"),
+    ),
+    "run.json": ([{"type": "run", "command": "h2o-compare nll", **_MACHINE}], ("h2o-compare", "report")),
+}  # fmt: skip
+"""Files by name: their values, and the command that reads them."""
+
+
+def _texts(folder: Path) -> Makers:
+    seeds = {
+        name: Folder({name: "".join(json.dumps(value) + "\n" for value in values).encode()}, name, name)
+        for name, (values, _) in TEXTS.items()
+    }
+    run = seeds["run.json"].files["run.json"]
+    records = run + json.dumps(_RECORD).encode() + b"\n"
+    return seeds | {"run.json": Folder({"run.json": run, "records.jsonl": records}, "records.jsonl", "run.json")}
+
+
+def _open_texts(path: Path, seed: Seed) -> None:
+    """As a command does, which has no model; a session and a report are folders."""
+    from h2o_stream.errors import H2OStreamError
+    from tests.commands import invoke
+
+    assert isinstance(seed, Folder)
+    name = seed.note
+    (path / "transcript.jsonl").touch()
+    places = {"settings.json": [path.name], "run.json": [path, "--to", path / "a.md"]}
+    done = invoke(*TEXTS[name][1], *places.get(name, [path / name]))
+    assert "unexpected" not in done.stderr, done.stderr
+    if done.exit_code and "./nowhere does not exist" not in done.stderr:
+        raise H2OStreamError(done.stderr.strip())
+
+
 def _ignore(*_: Any) -> None:
     pass
 
@@ -374,6 +454,7 @@ KINDS: Mapping[str, Kind] = {
     "tokenizer": Kind(_tokenizers, _open_tokenizer),
     "store": Kind(_stores, _open_store),
     "session": Kind(_sessions, _open_session),
+    "texts": Kind(_texts, _open_texts),
     "structs": Kind(partial(_ggufs, make=_structs_seed), compute),
     "torch": Kind(_checkpoints, _open_with_torch),
 }

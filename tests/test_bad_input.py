@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
-from tests.commands import invoke
+from h2o_stream.cli import compare
+from tests.commands import APPS, invoke
 from tests.in_turn import in_turn
 
 CHAT, STREAM, COMPARE, SERVE = "h2o-chat", "h2o-stream", "h2o-compare", "h2o-serve"
@@ -192,6 +194,26 @@ def test_wrong_usage_is_2(command: str, typed: str, words: str, tiny_folder: Pat
     assert words in " ".join(done.stderr.split())
     assert not done.stdout
     assert "Traceback" not in done.stderr
+
+
+ODD = ("9" * 5000, "9" * 400 + "GiB", "nan", "1e400", "٣", "\udcff", "[/]{}%s")
+
+
+@in_turn("command", [(CHAT,), (STREAM,), *((COMPARE, name) for name in get_command(compare.app).commands)])
+def test_odd_values_of_all_options(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Refused, or taken until no model is found."""
+    monkeypatch.chdir(tmp_path)
+    described: Any = get_command(APPS[command[0]])
+    options = (described.commands[command[1]] if command[1:] else described).params
+    base = [] if "model" not in {option.name for option in options} else ["-m", "./nowhere"]
+    base += ["-p", "x"] if command == (CHAT,) else ["--text", "x"] * any(option.name == "text" for option in options)
+    for option in options:
+        if option.param_type_name != "option" or option.is_flag or option.nargs != 1:
+            continue
+        for value in ODD:
+            done = invoke(*command, *base, option.opts[-1], value)
+            assert done.exit_code in (0, 1, 2)
+            assert "unexpected" not in done.stderr, (option.opts[-1], value[:20], done.stderr)
 
 
 @in_turn("command, typed, words", FAILURES)

@@ -38,7 +38,9 @@ class TestCommands:
 
     def test_what_is_none_is_an_error_and_never_said(self, tiny_folder: Path, tmp_path: Path) -> None:
         out = tmp_path / "run.jsonl"
-        done = piped(tiny_folder, ["/hepl", "/undo x", "/pin", "/exit now", "/exit", "too late"], "--jsonl", out)
+        long = [f"/{name} {'9' * 5000}" for name in ("undo", "why", "think", "recall", "window", "copy", "edit")]
+        lines = ["/hepl", "/undo x", "/pin", *long, "/exit now", "/exit", "too late"]
+        done = piped(tiny_folder, lines, "--jsonl", out)
         assert done.exit_code == 0
         assert "/hepl is not a command; did you mean /help?" in done.stderr
         assert "/undo takes a number, not 'x'" in done.stderr
@@ -158,6 +160,20 @@ class TestCommands:
 
 
 class TestSessions:
+    def test_kept_options(self, tiny_folder: Path, tmp_path: Path) -> None:
+        """Regression: a stop string with a space was two of them after /load, and what was damaged was a TypeError."""
+        piped(tiny_folder, ["one"], "--session", "talk", "--stop", "a b", "--stop", "c")
+        assert "('a b', 'c')" in piped(tiny_folder, ["/load talk", "/show"]).stderr
+        file = tmp_path / "data" / "h2o-stream" / "sessions" / "talk" / "settings.json"
+        for name, value in (("top_k", "x"), ("stop", "a"), ("decay", [1]), ("think", 5), ("recall", []), ("chunk", {})):
+            file.write_text(json.dumps({name: value}))
+            done = piped(tiny_folder, ["two"], "--session", "talk")
+            assert done.exit_code == 2
+            assert f"session talk: --{name.replace('_', '-')} is {value!r}; " in done.stderr
+            assert "no one" not in piped(tiny_folder, ["/load talk", "/show"]).stderr
+        file.write_text(json.dumps({"think": "loudly"}))
+        assert "--think takes" in piped(tiny_folder, ["/load talk"]).stderr
+
     def test_another_policy(self, tiny_folder: Path) -> None:
         piped(tiny_folder, ["one", "two"], "--session", "talk")
         refused = piped(tiny_folder, ["three"], "--session", "talk", "--policy", "sink")

@@ -142,6 +142,16 @@ class TestKeys:
             pty.send("/why\r")
             pty.until(lambda p: "turn 1" in p.text)
 
+    def test_ctrl_c_stops_a_command(self, tiny_folder: Path, tmp_path: Path) -> None:
+        """Regression: it ended the chat."""
+        os.mkfifo(tmp_path / "endless")
+        with self.chat(tiny_folder) as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send(f"/file {tmp_path / 'endless'}\r")
+            pty.until(lambda p: "seen 0" not in p.text)
+            pty.send("\x03")
+            pty.until(lambda p: "stopped; the conversation goes on" in p.text and "seen 0" in p.text)
+
     def test_what_is_typed_during_a_reply_waits_for_the_prompt(self, tiny_folder: Path) -> None:
         """Regression: the terminal echoed it into the reply, whose lines then stood there twice."""
         with self.chat(tiny_folder, "-n", "1000", "--window", "64") as pty:

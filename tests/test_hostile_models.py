@@ -28,9 +28,21 @@ from tests.hostile_files import Folder, Gguf
 from tests.hostile_kinds import KINDS, checkpoint_seed, gguf_seed
 from tests.in_turn import in_turn
 
-KINDS_TESTED = ("gguf", "checkpoint", "packed", "tokenizer", "store", "session", "structs")
+KINDS_TESTED = ("gguf", "checkpoint", "packed", "tokenizer", "store", "session", "texts", "structs")
 COUNT = 140
-SOME = ("SmolLM3", "Gemma 4, experts", "Qwen3-Next", "Mixtral", "Llama 3", "BPE", "Unigram", "m", "Llama, memory")
+SOME = (
+    "SmolLM3",
+    "Gemma 4, experts",
+    "Qwen3-Next",
+    "Mixtral",
+    "Llama 3",
+    "BPE",
+    "Unigram",
+    "m",
+    "Llama, memory",
+    "settings.json",
+    "questions.jsonl",
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Questions in MT-Bench's format, requests in the cookbook's and HELM's, and summaries of them."""
 
 import json
+import math
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,7 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("line", "words"), [
     ("{", "not JSON"), ("[1]", "expected an object, got list"), ({"text": "x"}, "article or prompt must be"),
+    ('{"id": ' + "9" * 5000 + "}", "not JSON"), ({"prompt": "x", "max_tokens": math.inf}, "must be a number"),
     ({"prompt": 3}, "article or prompt must be"), ({"prompt": ""}, "article or prompt must be"),
     ({"article": "x", "summary_gt": ["y"]}, "summary_gt must be"),
     ({"prompt": "x", "stop": [1]}, "stop must be"), ({"prompt": "x", "stop": [""]}, "a stop string is empty"),

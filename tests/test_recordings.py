@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pyte
 import pytest
@@ -60,6 +60,14 @@ class TestRecordings:
         assert screens[0].display[1].startswith("frame 8")
         assert "".join(recorded).count("a line") == 5, "one whole frame"
         assert "".join(recorded).count("frame") == 5 < 9, "and a few times a second"
+
+    def test_strange_times(self, tmp_path: Path) -> None:
+        file = tmp_path / "run.rec"
+        file.write_text('{"version": 2, "idle_time_limit": 1' + "0" * 400 + '}\n[0, "o", "one"]\n[1e7, "o", "two"]\n')
+        assert invoke("h2o-stream", "--replay", file, "--pace", 1e9).stdout == "onetwo"
+        with patch("h2o_stream.ui.recording.time.sleep") as slept:
+            assert invoke("h2o-stream", "--replay", file, "--pace", 1e-300).stdout == "onetwo"
+        assert all(0 <= call.args[0] < 1e9 for call in slept.call_args_list)
 
     def test_the_recording_of_the_documentation(self) -> None:
         file = Path(__file__).parents[1] / "docs" / "images" / "cliff.cast"

@@ -90,6 +90,26 @@ def test_what_is_new_is_sent_alone_if_the_server_knows_the_rest(server: Server) 
     ]  # fmt: skip
 
 
+def test_keys_are_not_for_others(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: whom the server named in its place got it, and an error showed one that no header can have."""
+    keys = list[str | None]()
+
+    def get(handler: Handler) -> None:
+        keys.append(handler.headers.get("Authorization"))
+        if "elsewhere" not in handler.path:
+            handler.send_response(307)
+            handler.send_header("Location", f"http://localhost:{server.server_address[1]}/elsewhere")
+            handler.end_headers()
+        else:
+            handler.answer({"data": [{"id": "tiny"}]})
+
+    monkeypatch.setattr(Handler, "do_GET", get)
+    assert invoke("h2o-chat", "--server", server.url, "--api-key", "secret", "-p", "one").exit_code == 0
+    assert keys == ["Bearer secret", None]
+    refused = invoke("h2o-chat", "--server", server.url, "--api-key", "se\ncret", "-p", "one")
+    assert (refused.exit_code, "cret" in refused.stderr) == (2, False)
+
+
 def test_records(server: Server, tmp_path: Path) -> None:
     done = invoke("h2o-chat", "--server", server.url, "--jsonl", tmp_path / "run", "--temp", 0, typed="one\ntwo\n")
     assert done.exit_code == 0
@@ -167,6 +187,8 @@ def test_models_of_any_kind(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("url", "code", "words"), [
     ("ftp://x", 2, "is no address of a server"), ("127.0.0.1:1", 1, "does h2o-serve run there?"),
+    ("http://[", 2, "is no address of a server"), ("a..b", 2, "is no address of a server"),
+    ("http://\u0663", 1, "does h2o-serve run there?"),
 ])  # fmt: skip
 def test_no_server(url: str, code: int, words: str) -> None:
     done = invoke("h2o-chat", "--server", url, "-p", "a")

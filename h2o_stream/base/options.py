@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.base.resources import is_file, named_prompts, replace_surrogates
 from h2o_stream.base.texts import read_text
 from h2o_stream.errors import ConfigError, DataError
@@ -63,13 +63,23 @@ def paths(text: str, flag: str) -> tuple[Path, ...]:
     return tuple(map(Path, listed(text, flag)))
 
 
+MAX_DIGITS = 20
+"""Of a whole number: Python reads no more than some thousands, and floats have no more than some hundreds."""
+
+
+def whole_number(text: str) -> int | None:
+    """The whole number that a text is; None if it is none, or has more digits than any that is used."""
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
+
+
 def numbers(text: str, flag: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas; raises ConfigError if one is no whole number, or there are none."""
-    items = listed(text, flag)
-    for item in items:
-        if not item.isdecimal():
+    found = []
+    for item in listed(text, flag):
+        if (number := whole_number(item)) is None:
             raise ConfigError(f"{item!r} is not a whole number; {flag} takes numbers and commas")
-    return tuple(map(int, items))
+        found.append(number)
+    return tuple(found)
 
 
 def numbers_if_any(text: str, flag: str) -> tuple[int, ...]:
@@ -82,7 +92,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 1
 
 def parse_bytes(text: str, flag: str) -> int:
     """A size with its unit, in bytes; raises ConfigError if it is not a size."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    size = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)", text.strip())
     if not size or size[2].upper() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; {flag} takes one like 128MiB or 2GiB")
     return int(float(size[1]) * _UNITS[size[2].upper()])
@@ -112,8 +122,8 @@ def json_object(file: Path, option: str) -> dict[str, Any]:
     """The JSON object in a file; raises DataError, naming the option, if it cannot be read, or holds something else."""
     place = f"{option} {file}"
     try:
-        value = json.loads(read_text(file, place))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(read_text(file, place))
+    except ValueError as error:
         raise DataError(f"{place} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise DataError(f"{place} holds {'a list' if isinstance(value, list) else repr(value)[:40]}, not a JSON object")

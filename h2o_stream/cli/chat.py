@@ -16,7 +16,7 @@ from h2o_stream.base.options import Option, text_or_file
 from h2o_stream.base.texts import piped_text
 from h2o_stream.cli import listings, run
 from h2o_stream.cli.groups import Group, completing
-from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, list_prompts, settings_group
+from h2o_stream.cli.options import CONTEXT, OUTPUT, OutputOptions, convert, list_prompts, settings_group, sources_of
 from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, Settings
 from h2o_stream.errors import ConfigError, DataError, file_errors
 
@@ -159,8 +159,8 @@ KEPT_OPTIONS = frozenset(parameter.name for parameter in SETTINGS.parameters()) 
 """Options that a session keeps. The system prompt and the random generator are in its states."""
 
 
-@run.command(app, "h2o-chat", CHAT, SETTINGS, OUTPUT, SOURCES)
-def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: dict[str, tuple[Any, str]]) -> None:
+@run.command(app, "h2o-chat", CHAT, SETTINGS, OUTPUT, CONTEXT)
+def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, context: typer.Context) -> None:
     """Chat with a model for as long as you like, in constant memory.
 
     With a question it is answered, and the command ends.
@@ -172,7 +172,7 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
         listings.search(" ".join((chat.search, *(chat.question or ()))))
         return
     chat = chat.checked()
-    settings, sources = _resumed(chat.session, settings, sources)
+    settings, sources = _resumed(chat.session, settings, context)
     chat = replace(chat, kept_options=KEPT_OPTIONS)
     if chat.export is not None and chat.session is not None:
         _export(chat.session, chat.export, thinking=settings.think == "show")
@@ -201,20 +201,17 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
 
 
 def _resumed(
-    session: str | None, settings: Settings, sources: dict[str, tuple[Any, str]]
+    session: str | None, settings: Settings, context: typer.Context
 ) -> tuple[Settings, dict[str, tuple[Any, str]]]:
     """The settings that a session was left with, unless flags say otherwise; and where each option comes from."""
+    sources = sources_of(context)
     if session is None:
         return settings, sources
     from h2o_stream.session.folders import read_settings
 
-    kept = read_settings(session)
-    kept = {name: value for name, value in kept.items() if name in KEPT_OPTIONS and sources[name][1] != "flag"}
-    if not kept:
-        return settings, sources
-    texts = {name for name, (value, _) in sources.items() if isinstance(value, str)}  # whose values are typed as texts
-    typed = {name: str(value) if name in texts else value for name, value in kept.items()}
-    sources = {**sources, **{name: (value, "session") for name, value in typed.items()}}
+    for name, value in read_settings(session).items():
+        if value is not None and name in KEPT_OPTIONS and sources[name][1] != "flag":
+            sources[name] = convert(context, name, value, f"session {session}"), "session"
     return SETTINGS.build({name: value for name, (value, _) in sources.items()}), sources
 
 

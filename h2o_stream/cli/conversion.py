@@ -10,7 +10,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 _UNKNOWN = object()
 """Stands for a value that typer has to convert, or to refuse with its message."""
 
-_PATTERNS = {int: re.compile(r"[+-]?[0-9]+"), float: re.compile(r"[+-]?[0-9]+(\.[0-9]*)?"), str: re.compile(r"(?s).*")}
+_PATTERNS = {
+    int: re.compile(r"[+-]?[0-9]{1,20}"),
+    float: re.compile(r"[+-]?[0-9]+(\.[0-9]*)?"),
+    str: re.compile(r"(?s).*"),
+}
 """Texts of which all libraries make the same value."""
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
-from h2o_stream.base.options import Option, json_object, parse_bytes, text_or_file
+from h2o_stream.base.options import MAX_DIGITS, Option, json_object, parse_bytes, text_or_file
 from h2o_stream.base.resources import named_prompts, replace_surrogates, version_of
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.config import (
@@ -120,7 +120,7 @@ def _cache_config(
 ) -> CacheConfig:
     if window.lower() != _AUTO:
         try:
-            values["window"] = int(window)
+            values["window"] = int(window if len(window) <= MAX_DIGITS else "")
         except ValueError as error:
             raise ConfigError(f"window is {window!r}; --window takes a number of tokens, or {_AUTO}") from error
     elif not any(cache[name] is not None for name in ("heavy", "heavy_ratio", "recent_ratio", "cache_size")):
@@ -276,7 +276,14 @@ class OutputOptions:
 OUTPUT = group_of(OutputOptions, "Output")
 
 
-def _sources(context: typer.Context) -> dict[str, tuple[Any, str]]:
+def _context(context: typer.Context) -> typer.Context:
+    return context
+
+
+CONTEXT = Group(_context, context=None)
+
+
+def sources_of(context: typer.Context) -> dict[str, tuple[Any, str]]:
     """Every option's value and its source: flag, environment, file or default."""
     names = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
     sources = {}
@@ -286,4 +293,10 @@ def _sources(context: typer.Context) -> dict[str, tuple[Any, str]]:
     return sources
 
 
-SOURCES = Group(_sources, context=None)
+def convert(context: typer.Context, name: str, value: Any, place: str) -> Any:
+    """The value of an option as if it were typed; raises ConfigError, beginning with the place, if it cannot be."""
+    option = next(parameter for parameter in context.command.params if parameter.name == name)
+    try:
+        return option.process_value(context, value)
+    except typer.BadParameter as error:
+        raise ConfigError(f"{place}: {option.opts[0]} is {value!r}; {error.message}") from error

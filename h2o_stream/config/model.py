@@ -72,7 +72,7 @@ class ModelConfig:
         sizes: dict[int | str, str] = {}
         for item in self.max_memory.split(","):
             name, _, size = (part.strip() for part in item.partition("="))
-            if not (name.isdecimal() or name == "cpu") or not re.fullmatch(r"\d+(\.\d+)?([KMG]i?B|%)", size):
+            if not re.fullmatch(r"\d{1,9}|cpu", name) or not re.fullmatch(r"\d{1,9}(\.\d{1,9})?([KMG]i?B|%)", size):
                 raise ConfigError(
                     f"{item!r} is no device and size; --max-memory takes them like 0=10GiB,cpu=24GiB or 0=20%,cpu=80%"
                 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Self, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import DataError, file_errors
 
@@ -122,14 +123,13 @@ def check_type(value: Any, expected: Any) -> Any:
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         text = line.decode("utf-8-sig")
-        record = json.loads(text)
+        record = parse_json(text)
         if _SURROGATE.search(text):
             record = json.loads(replace_surrogates(json.dumps(record, ensure_ascii=False)))
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 at byte {error.start}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise DataError(f"{place}: not JSON: {reason}") from error
+    except ValueError as error:  # also of a number of thousands of digits
+        raise DataError(f"{place}: not JSON: {getattr(error, 'msg', error)}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected an object, got {type(record).__name__}")
     return record

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
@@ -36,13 +36,18 @@ class Server:
     """
 
     def __init__(self, url: str, key: str | None = None, model: str | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            (parts.hostname or "").encode("idna")
+            known = parts.scheme in ("http", "https") and bool(parts.hostname)
+        except ValueError:
+            known = False
+        if not known:
             raise ConfigError(f"{url!r} is no address of a server; --server takes one like http://127.0.0.1:8000")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigError("--api-key has other characters than those that keys have: letters, digits and the like")
         self.url = urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/v1"))
-        self._headers = {"Content-Type": "application/json"}
-        if key is not None:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._key = key
         with self._open("models") as response:
             models = self._parse(response.read(_MAX_BYTES)).get("data")
         first = models[0] if isinstance(models, list) and models else None
@@ -85,11 +90,14 @@ class Server:
     def _open(self, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         try:
-            response: HTTPResponse = urlopen(Request(f"{self.url}/{path}", data, self._headers))
+            request = Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
+            if self._key is not None:  # not for whom the server names in its place
+                request.add_unredirected_header("Authorization", f"Bearer {self._key}")
+            response: HTTPResponse = urlopen(request)
             return response
         except HTTPError as error:
             raise self._error(_message(error.read(_MAX_BYTES)) or f"{error.code} {error.reason}") from error
-        except (URLError, OSError, HTTPException) as error:
+        except (OSError, HTTPException, ValueError) as error:  # of names and numbers that no address has
             reason = getattr(error, "reason", error)
             raise self._error(f"{getattr(reason, 'strerror', None) or reason}; does h2o-serve run there?") from error
 

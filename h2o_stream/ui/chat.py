@@ -184,17 +184,22 @@ class Chat:
     def _messages(self, texts: Iterator[str]) -> Iterator[str]:
         """The messages for the model. Commands are executed, empty lines skipped."""
         for text in texts:
-            message = text.strip()
-            if is_command(message):
-                to_send = self._commands.execute(message)
-                if to_send:
-                    yield to_send
-            elif message:
-                to_send = self._read_ahead(message.removeprefix("/") if message.startswith("//") else message)
-                if to_send:
-                    yield to_send
+            try:
+                to_send = self._prepared(text.strip())
+            except KeyboardInterrupt:
+                if not self._terminal.interactive or self._context.loaded.interrupts.terminated:
+                    raise
+                self._terminal.error("stopped; the conversation goes on as before")
+                continue
+            if to_send:
+                yield to_send
             if self._context.leaving:
                 return
+
+    def _prepared(self, message: str) -> str | None:
+        if is_command(message):
+            return self._commands.execute(message)
+        return self._read_ahead(message.removeprefix("/") if message.startswith("//") else message) if message else None
 
     def starting_text(self) -> str:
         """The text that the prompt begins with: the message to edit. Who leaves the prompt without it edits nothing."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from h2o_stream.config import ChatConfig, SamplingConfig, Settings, ThinkMode
+from h2o_stream.config import ChatConfig, RecallConfig, SamplingConfig, Settings, ThinkMode
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.loading import load_model, serves
@@ -31,11 +31,6 @@ def header(loaded: LoadedConversation) -> Header:
     """Describes a conversation in its session."""
     plan = loaded.conversation.engine.cache.plan
     return Header(loaded.name, plan.policy, plan.window, None)
-
-
-def _typed(value: Any) -> str:
-    """A kept value as it is typed after ``/set``."""
-    return " ".join(value) if isinstance(value, list) else str(value)
 
 
 @dataclass
@@ -133,10 +128,14 @@ class ChatContext:
         """
         engine, recall = self.loaded.conversation.engine, self.loaded.conversation.recall
         names = {field.name for field in fields(SamplingConfig)} & kept.keys()
+        mode, think = kept.get("recall", recall.mode), kept.get("think", self.think)
+        replace(self.loaded.settings, recall=RecallConfig(mode), think=think)  # checks both
         if names:
-            sampling = dict(parse_setting(f"{name} {_typed(kept[name])}") for name in names)
+            sampling = dict(parse_setting(f"{name} {kept[name]}") for name in names - {"stop"})
+            if "stop" in names:
+                sampling["stop"] = tuple(map(str, kept["stop"]))
             engine.set_sampling(replace(engine.sampling, **sampling))
-        recall.mode, self.think = kept.get("recall", recall.mode), kept.get("think", self.think)
+        recall.mode, self.think = mode, think
         taken = names | ({"recall", "think"} & kept.keys())
         self.sources = {**self.sources, **{name: (kept[name], "session") for name in taken}}
 
@@ -173,12 +172,10 @@ class ChatContext:
             except BaseException:
                 new.conversation.engine.close()
                 raise
-        except BaseException as error:
+        except BaseException:
             if model is None:
                 old.engine.reopen()
                 self.history.resume()
-            if isinstance(error, KeyboardInterrupt) and self.terminal.interactive and not loaded.interrupts.terminated:
-                raise H2OStreamError("stopped; the conversation goes on as before") from error
             raise
         old.engine.close()
         loaded.conversation, loaded.model, loaded.settings = new.conversation, new.model, settings

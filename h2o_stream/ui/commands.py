@@ -9,6 +9,7 @@ from typing import cast, get_args
 from rich.table import Table
 
 from h2o_stream.base.memory import format_bytes
+from h2o_stream.base.options import whole_number
 from h2o_stream.config import RecallMode, ThinkMode
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
@@ -116,7 +117,8 @@ class Commands(SharedCommands):
     def _why(self, argument: str) -> None:
         conversation = self._history.conversation
         first, _, rest = argument.partition(" ")
-        layer, word = (int(first), rest.strip()) if first.isdecimal() else (None, argument)
+        layer = whole_number(first)
+        word = argument if layer is None else rest.strip()
         if not conversation.turn_spans:
             raise H2OStreamError("nothing was said yet")
         if word:
@@ -163,8 +165,8 @@ class Commands(SharedCommands):
             recall.mode = cast(RecallMode, argument)
             self._context.keep_options("/recall", recall=argument)
             self._terminal.note(f"recall is {argument}")
-        elif argument.isdecimal():
-            self._read_again(int(argument))
+        elif (number := whole_number(argument)) is not None:
+            self._read_again(number)
         elif recall.mode == "off":
             self._terminal.note("recall is off; /recall auto switches it on")
         elif argument:
@@ -198,10 +200,10 @@ class Commands(SharedCommands):
             self._context.think = cast(ThinkMode, argument)
             self._context.keep_options("/think", think=argument)
             self._terminal.note(f"thinking is now {_DRAWN[argument]}")
-        elif argument and not argument.isdecimal():
+        elif (number := whole_number(argument)) is None and argument:
             raise ConfigError(f"/think takes show, fold, hide, on, off or the number of a turn, not {argument!r}")
         else:
-            self._show_thinking(int(argument) if argument else None)
+            self._show_thinking(number)
 
     def _show_thinking(self, number: int | None) -> None:
         entries = self._history.entries

@@ -150,7 +150,7 @@ def play(path: Path, pace: float, terminal: Terminal) -> None:
     started = time.monotonic()
     try:
         for at_s, text in events:
-            time.sleep(max(started + at_s / pace - time.monotonic(), 0.0))
+            time.sleep(max(started + min(at_s / pace, _MAX_S) - time.monotonic(), 0.0))
             show(_shown(text, terminal.live))
             sys.stdout.flush()
     except (KeyboardInterrupt, SystemExit):
@@ -181,7 +181,7 @@ def _read(path: Path) -> list[tuple[float, str]]:
     if not isinstance(header, dict) or header.get("version") != 2 or isinstance(header["version"], bool):
         raise DataError(f"--replay {path}: not a recording in asciinema's format, version 2")
     limit = header.get("idle_time_limit")
-    pause_s = float(limit) if isinstance(limit, int | float) and limit > 0 else _MAX_S
+    pause_s = float(min(limit, _MAX_S)) if isinstance(limit, int | float) and limit > 0 else _MAX_S
     events = [_parse(path, number, line) for number, line in enumerate(lines[1:], 2)]
     pauses = [min(max(now - before, 0.0), pause_s) for before, now in pairwise([0.0, *(at_s for at_s, _ in events)])]
     return [(at_s, text) for at_s, (_, text) in zip(accumulate(pauses), events, strict=True)]

@@ -97,6 +97,11 @@ class ServerChat(SharedCommands):
             except H2OStreamError as error:
                 self._terminal.error(str(error))
                 continue
+            except KeyboardInterrupt:
+                if not self._terminal.interactive:
+                    raise
+                self._terminal.error("stopped; the conversation goes on as before")
+                continue
             if self._leaving or config.single_turn or (interrupted and not self._terminal.interactive):
                 return interrupted
         return False

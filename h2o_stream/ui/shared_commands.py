@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from h2o_stream.base.options import whole_number
 from h2o_stream.base.resources import named_prompts, user_path
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.session.transcript import Entry, Header, export
@@ -132,6 +133,6 @@ def title_of(entry: Entry) -> str:
 
 def number_of(command: str, text: str) -> int:
     """The number that a command is given; raises ConfigError if it is none."""
-    if not text.isdecimal():
+    if (number := whole_number(text)) is None:
         raise ConfigError(f"{command} takes a number, not {text!r}")
-    return int(text)
+    return number

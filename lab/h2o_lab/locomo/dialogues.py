@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from h2o_stream.base.json_text import parse_json
 from h2o_stream.base.texts import read_text
 from h2o_stream.errors import DataError
 
@@ -57,7 +57,7 @@ def read_dialogues(file: Path) -> list[Dialogue]:
     """The dialogues of the benchmark's file, ``locomo10.json``; raises DataError if it is another one."""
     text = read_text(file, f"--dialogues {file}")
     try:
-        return [_dialogue(record) for record in json.loads(text)]
+        return [_dialogue(record) for record in parse_json(text)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"--dialogues {file} is not the file of LoCoMo, locomo10.json: {error!r}") from error
 
@@ -75,7 +75,9 @@ def _dialogue(record: dict[str, Any]) -> Dialogue:
     for asked in record["qa"]:
         places = _TURN.findall(" ".join(asked.get("evidence", ())))
         evidence = frozenset(numbers[place] for place in places if place in numbers)
-        questions.append(Question(asked["question"], str(asked.get("answer", "")), asked["category"], evidence))
+        if asked["category"] not in CATEGORIES:
+            raise ValueError(f"a question of category {asked['category']}")
+        questions.append(Question(str(asked["question"]), str(asked.get("answer", "")), asked["category"], evidence))
     return Dialogue(str(record["sample_id"]), tuple(turns), tuple(questions))
 
 

@@ -7,6 +7,7 @@ the first one are also built here from articles, with examples before the articl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +61,7 @@ def _sampling(record: dict[str, Any], place: str) -> SamplingConfig:
     for name, default in values.items():
         value = record.get(name)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < math.inf:
             raise DataError(f"{place}: {name} must be a number")
         values[name] = value
     try:
