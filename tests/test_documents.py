@@ -1,6 +1,7 @@
 """Files that a message names: documents, folders, patterns."""
 
 import io
+import itertools
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -73,9 +74,21 @@ def test_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes == ["skipped 1 of 3 files, empty or no text: my texts/e.png"]
     assert find_files('"my texts/c.txt" Why *?') == ([Path("my texts/c.txt")], "Why *?")
     assert find_files("a.txt") == ([Path("a.txt")], "")
+    looked_at = list[Path]()
+    monkeypatch.setattr("h2o_stream.ui.files.is_file", lambda path: looked_at.append(path) or path.is_file())
+    pasted = "word and another " * 50_000
+    assert find_files(f"a.txt {pasted}") == ([Path("a.txt")], pasted.strip())
+    assert len(looked_at) < 1000, "not every part of a text is the name of a file"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="the folder has no files"):
         find_files("empty")
     monkeypatch.setattr("h2o_stream.ui.files._MAX_FILES", 1)
-    with pytest.raises(DataError, match=r"/file \*.txt has 2 files; at most 1"):
+    with pytest.raises(DataError, match=r"/file \*.txt has more than 1 files"):
         find_files("*.txt")
+    monkeypatch.setattr(
+        "h2o_stream.ui.files.glob.iglob", lambda *_, **__: map(str, itertools.repeat(tmp_path / "a.txt"))
+    )
+    with pytest.raises(DataError, match="more than 1 files"):
+        find_files(str(tmp_path))

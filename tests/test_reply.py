@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from h2o_stream.ui.reply import MarkdownBlocks, MarkdownReply, close_marks
+from h2o_stream.ui.terminal import Frames
 from tests.fixtures import with_exhaustive
 
 TEXT = """# A title
@@ -66,6 +67,25 @@ def test_open_marks_are_closed(block: str, shown: str) -> None:
     assert close_marks(block) == shown
 
 
+def test_drawing_takes_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a block of a thousand lines was drawn between any two tokens, ten times as long as these take."""
+    clock, drawing = [0.0], [0.0]
+    monkeypatch.setattr("h2o_stream.ui.terminal.time.monotonic", lambda: clock[0])
+
+    class Slow:
+        def __rich__(self) -> str:
+            clock[0] += 0.5
+            drawing[0] += 0.5
+            return ""
+
+    with Frames(Slow(), Console(file=io.StringIO(), force_terminal=True), 0.08) as frames:
+        clock[0], drawing[0] = 0.0, 0.0
+        for _ in range(1000):
+            clock[0] += 0.05
+            frames.draw()
+        assert 5 < drawing[0] < 0.3 * clock[0]
+
+
 @pytest.mark.parametrize(("columns", "refreshed"), with_exhaustive([(30, 1), (80, 7)], [(30, 7), (80, 1)]))
 def test_finished_lines_stay(columns: int, refreshed: int) -> None:
     """On a real terminal, frame by frame: a line with another below it never changes again."""
@@ -84,7 +104,7 @@ def test_finished_lines_stay(columns: int, refreshed: int) -> None:
     frames = []
     with MarkdownReply(lambda width: Text("FOOTER"), console) as reply:
         for number, character in enumerate(TEXT):
-            reply._drawn_at = math.inf
+            reply._live._next_at = math.inf
             reply.push(character)
             if number % refreshed == 0:
                 reply._live.refresh()

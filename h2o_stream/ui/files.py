@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
 from h2o_stream.base.resources import is_file, user_path
@@ -13,6 +14,9 @@ from h2o_stream.errors import DataError
 
 _MAX_FILES = 500
 """A folder of more is probably not the one that was meant."""
+
+_LONGEST_NAME = 4096
+"""Of a file, as the system has them: what follows a name may be megabytes."""
 
 _NAMED = 5
 """How many files that are no text are named."""
@@ -28,7 +32,7 @@ def find_files(argument: str) -> tuple[list[Path], str]:
     """
     quoted = re.match(r"""(["'])(.+?)\1""", argument)
     ends = [quoted.end()] if quoted else []
-    ends += [len(argument), *reversed([gap.start() for gap in re.finditer(r"\s", argument)])]
+    ends += [len(argument), *reversed([gap.start() for gap in re.finditer(r"\s", argument[:_LONGEST_NAME])])]
     for end in ends:
         name = quoted[2] if quoted and end == quoted.end() else argument[:end]
         if files := _files(name):
@@ -44,14 +48,14 @@ def _files(name: str) -> list[Path]:
         if is_file(path):
             return [path]
         pattern = str(path / "**") if path.is_dir() else str(path)
-        names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 (Path.glob finds hidden files, too)
-        files = [Path(name) for name in names if is_file(Path(name))]
+        names = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (Path.glob finds hidden files, too)
+        files = sorted(islice(filter(is_file, map(Path, names)), _MAX_FILES + 1), key=str)
     except (OSError, RuntimeError, ValueError):
         return []
     if path.is_dir() and not files:
         raise DataError(f"/file {name}: the folder has no files")
     if len(files) > _MAX_FILES:
-        raise DataError(f"/file {name} has {len(files):,} files; at most {_MAX_FILES} are read")
+        raise DataError(f"/file {name} has more than {_MAX_FILES} files; at most that many are read")
     return files
 
 

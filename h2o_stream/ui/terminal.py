@@ -36,6 +36,10 @@ _BIDI = dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)))
 """Marks that change the display order of the text after them."""
 
 
+_FRAMES_SHARE = 0.25
+"""Of the time of what is drawn, for drawing it."""
+
+
 def printable(text: str) -> str:
     """Text without control characters and escape sequences, but with line breaks and tabs.
 
@@ -147,17 +151,22 @@ def _foreground_settings() -> list[Any] | None:
 
 
 class Frames(Live):
-    """rich's live display, drawn only when asked, and at most every `frame_s`: drawing takes time from the model."""
+    """rich's live display, drawn only when asked, and at most every `frame_s`: drawing takes time from the model.
+
+    Frames that take long, as those of long blocks do, are rarer: they take no more than `_FRAMES_SHARE` of the time.
+    """
 
     def __init__(self, shown: RenderableType, console: Console, frame_s: float, **settings: Any) -> None:
         super().__init__(shown, console=console, auto_refresh=False, **settings)
-        self._frame_s, self._drawn_at = frame_s, 0.0
+        self._frame_s, self._next_at = frame_s, 0.0
 
     def draw(self, now: bool = False) -> None:
         """Draw, if the last frame is old enough or it has to be now."""
-        if now or time.monotonic() - self._drawn_at >= self._frame_s:
+        begun = time.monotonic()
+        if now or begun >= self._next_at:
             self.refresh()
-            self._drawn_at = time.monotonic()
+            drawn = time.monotonic()
+            self._next_at = drawn + max(self._frame_s, (drawn - begun) / _FRAMES_SHARE)
 
 
 class PrefillStatus:
