@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from h2o_stream.compare import asking
+from h2o_lab.recall import asking
 from h2o_stream.compare.pause import Pause
 from h2o_stream.runtime.model import ServedRuntime
 from tests.commands import invoke, records
