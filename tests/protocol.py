@@ -1,6 +1,5 @@
 """What answers of the server are, by the types of the openai package and a JSON parser that is not ours."""
 
-import http.client
 import json
 from typing import Any
 
@@ -22,14 +21,11 @@ ADAPTERS = {end: tuple(map(TypeAdapter, types)) for end, types in TYPES.items()}
 
 def send(server: Running, endpoint: str, body: bytes, key: str = "") -> tuple[int, str, bytes]:
     """Status, type and bytes of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    try:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    with server.connect() as connection:
         connection.request("POST", f"/v1/{endpoint}", body, headers)
         answer = connection.getresponse()
         return answer.status, answer.headers["content-type"], answer.read()
-    finally:
-        connection.close()
 
 
 def answered(server: Running, endpoint: str, body: Any, key: str = "") -> tuple[int, list[Any]]:

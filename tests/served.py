@@ -1,12 +1,17 @@
-"""An h2o-serve of the embedded model in a thread of the tests."""
+"""An h2o-serve in a thread of the tests."""
 
+import http.client
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import openai
+import pytest
 import uvicorn
 from starlette.applications import Starlette
+from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.config import CacheConfig, ModelConfig, ServeConfig
 from h2o_stream.serve.app import make_app
@@ -14,7 +19,9 @@ from h2o_stream.serve.connections import uvicorn_config
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.service import Service, load_served
 from h2o_stream.session.transcript import Entry
+from tests.fixtures import make_llama, saved
 from tests.serve_load import post
+from tests.waiting import wait_for
 
 CACHE, MODEL = CacheConfig(window=64), ModelConfig(dtype="float32")
 
@@ -26,10 +33,13 @@ class Listening:
         self._server = uvicorn.Server(uvicorn_config(app, limits))
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
+        wait_for(lambda: self._server.started)
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+
+    def connect(self, timeout_s: float = 60) -> closing[http.client.HTTPConnection]:
+        """A connection, which is closed at the end of the block."""
+        return closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s))
 
     def __enter__(self) -> Self:
         return self
@@ -43,18 +53,26 @@ class Listening:
 
 
 class Running(Listening):
-    """An h2o-serve in a thread."""
+    """An h2o-serve of the model in a folder, or of the embedded one."""
 
-    def __init__(self, folder: Path, model: ModelConfig = MODEL, cache: CacheConfig = CACHE, **config: Any) -> None:
+    def __init__(
+        self, folder: Path, model: Path | ModelConfig = MODEL, cache: CacheConfig = CACHE, **config: Any
+    ) -> None:
         limits = ServeConfig(folder=folder, port=0, **config)
-        self.service = Service(load_served(model, cache), limits, Options(cache))
+        loading = ModelConfig(str(model), dtype="float32") if isinstance(model, Path) else model
+        self.service = Service(load_served(loading, cache), limits, Options(cache))
         super().__init__(make_app(self.service), limits)
 
-    def ask(self, *messages: str, **more: Any) -> tuple[int, Any]:
-        """Status and answer to messages of user and assistant in turn."""
+    def client(self) -> Any:
+        """The openai package, connected to it."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def ask(self, *messages: str, key: str = "", **more: Any) -> tuple[int, Any]:
+        """Status and answer to messages of user and assistant in turn, with a key."""
         roles = ("user", "assistant")
         listed = [{"role": roles[number % 2], "content": text} for number, text in enumerate(messages)]
-        return post(self.url, "/v1/chat/completions", {"messages": listed, "temperature": 0, "max_tokens": 8, **more})
+        body = {"messages": listed, "temperature": 0, "max_tokens": 8, **more}
+        return post(self.url, "/v1/chat/completions", body, key)
 
     def entries(self, conversation: str, turn: int) -> list[Entry]:
         """The first turns of a conversation, as they are on disk."""
@@ -72,3 +90,13 @@ class Running(Listening):
 def reply(answer: Any) -> str:
     """What was replied."""
     return str(answer["choices"][0]["message"]["content"])
+
+
+@contextmanager
+def serving(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase, context: int = 800
+) -> Iterator[Running]:
+    """A server of a random model with this tokenizer."""
+    model = saved(make_llama(vocab=len(tokenizer), context=context), tokenizer, tmp_path_factory.mktemp("model"))
+    with Running(tmp_path_factory.mktemp("served"), model, CacheConfig(window=300)) as running:
+        yield running

@@ -19,6 +19,7 @@ from h2o_stream.loading.transformers_model import load
 from tests.commands import invoke
 from tests.preloaded import Preloaded
 from tests.terminal import Pty
+from tests.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +33,6 @@ def said(home: Path) -> list[dict[str, Any]]:
     path = home / "transcript.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [line for line in map(json.loads, (line for line in lines if line.endswith("\n"))) if line["type"] == "turn"]
-
-
-def wait_for(what: Any, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -11,16 +11,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from h2o_stream import CacheConfig, Conversation, Engine, SamplingConfig
-from h2o_stream.config import ModelConfig
 from h2o_stream.engine.grammar import Grammar
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.thinking import parse_thinking
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.thinking import Markers
 from h2o_stream.session.turn import Turn
-from tests.fixtures import make_llama, saved
+from tests.fixtures import make_llama
 from tests.serve_load import post
-from tests.served import Running
+from tests.served import Running, serving
 from tests.test_thinking import FORMS
 from tests.thinking_model import OPENED, SWITCHED, thinking_tokenizer
 
@@ -166,10 +165,7 @@ def test_a_model_that_does_not_think_answers(letters: PreTrainedTokenizerBase, m
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, letters: PreTrainedTokenizerBase) -> Iterator[Running]:
-    talking = thinking_tokenizer(letters, SWITCHED, special=True)
-    model = saved(make_llama(vocab=len(talking), context=800), talking, tmp_path_factory.mktemp("model"))
-    cache = CacheConfig(window=300)
-    with Running(tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), cache) as running:
+    with serving(tmp_path_factory, thinking_tokenizer(letters, SWITCHED, special=True)) as running:
         yield running
 
 

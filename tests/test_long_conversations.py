@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from h2o_stream import CacheConfig, Engine, SamplingConfig, attach
 from h2o_stream.base.logs import MAX_MARKS, Log, NumberLog
 from h2o_stream.cache import shared_state
-from h2o_stream.config import ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.serve.store import Store
 from h2o_stream.session.automatic import automatic_session
@@ -130,7 +129,7 @@ def test_a_turn_of_the_server(tiny_folder: Path, tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patch:  # threads that begin now are counted
         patch.setattr(threading, "_profile_hook", count)
-        server = Running(tmp_path, ModelConfig(model=str(tiny_folder), dtype="float32"))
+        server = Running(tmp_path, tiny_folder)
     costs = []
     with server:
         for turns in LENGTHS:

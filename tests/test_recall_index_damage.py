@@ -17,6 +17,7 @@ from h2o_stream.recall.passage import Passage
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Entry, Header
 from tests.test_recall_index import TURNS, Turn, content, expected, found, passages
+from tests.waiting import wait_for
 
 DAMAGED = "the index of the session was damaged and is rebuilt"
 
@@ -253,9 +254,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
                 chat_forever(tmp_path, number)
             finally:
                 os._exit(1)
-        deadline = time.monotonic() + 20
-        while size_of_transcript() <= before and time.monotonic() < deadline:
-            time.sleep(0.002)
+        wait_for(lambda before=before: size_of_transcript() > before)
         time.sleep(rng.uniform(0, 0.1))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

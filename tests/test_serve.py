@@ -1,21 +1,19 @@
 """The server on a random model: the real client package, histories, branches, sleep, errors, disconnects."""
 
 import gc
-import http.client
 import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from h2o_stream.config import ModelConfig
 from h2o_stream.engine.speculation import Speculation
 from h2o_stream.native import library
 from h2o_stream.native.lookahead import Lookahead
@@ -24,8 +22,10 @@ from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import chain, first_hash, parse_dialogue
 from h2o_stream.serve.stream import WaitingEngine
 from h2o_stream.session.conversation import Conversation
+from tests.protocol import answered
 from tests.serve_load import converse, post, texts, together
 from tests.served import Running, reply
+from tests.waiting import wait_for
 
 JSON = {"Content-Type": "application/json"}
 
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no co
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, long_folder: Path) -> Iterator[Running]:
-    with Running(tmp_path_factory.mktemp("served"), ModelConfig(str(long_folder), dtype="float32")) as running:
+    with Running(tmp_path_factory.mktemp("served"), long_folder) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return server.client()
 
 
 class TestMessages:
@@ -179,12 +179,11 @@ class TestConversations:
         def fail(*_: Any) -> None:
             raise MemoryError
 
-        body = {"messages": [{"role": "user", "content": f"Name a {step}."}], "temperature": 0, "max_tokens": 8}
         with monkeypatch.context() as patch:
             patch.setattr(WaitingEngine, "can_guess", step == "step_alone")
             patch.setattr(WaitingEngine if step == "step_alone" else server.service.worker._batch, step, fail)
-            assert post(server.url, "/v1/chat/completions", body)[0] == 500
-        assert post(server.url, "/v1/chat/completions", body)[0] == 200
+            assert server.ask(f"Name a {step}.")[0] == 500
+        assert server.ask(f"Name a {step}.")[0] == 200
 
     def test_a_token_that_cannot_be_fed_ends_its_reply_only(
         self, server: Running, monkeypatch: pytest.MonkeyPatch
@@ -197,13 +196,9 @@ class TestConversations:
                 engine.waiting = [-1]
             return begin(engine)
 
-        def ask(number: int) -> tuple[int, Any]:
-            said = [{"role": "user", "content": f"Name a tool, {number}."}]
-            return post(server.url, "/v1/chat/completions", {"messages": said, "temperature": 0, "max_tokens": 64})
-
         monkeypatch.setattr(WaitingEngine, "begin_waiting", fail_once)
         with ThreadPoolExecutor(3) as executor:
-            answers = list(executor.map(ask, range(3)))
+            answers = list(executor.map(lambda number: server.ask(f"Name {number} tools.", max_tokens=64), range(3)))
         assert failed
         assert sorted(status for status, _ in answers) == [200, 200, 400]
         assert "these tokens cannot be fed" in str(answers)
@@ -292,14 +287,13 @@ class TestClient:
 
 class TestPage:
     def test_slots_are_sent_after_each_token(self, server: Running) -> None:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
-        connection.request("GET", "/")
-        assert b'id="slots"' in connection.getresponse().read()
-        ask = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 3, "stream": True, "temperature": 0}
-        body = json.dumps(ask | {"stream_options": {"include_slots": True}})
-        connection.request("POST", "/v1/chat/completions", body, JSON)
-        lines = [line for line in connection.getresponse().read().decode().split("\n\n") if line.startswith("data: {")]
-        slots = [chunk["h2o"]["slots"] for line in lines if "h2o" in (chunk := json.loads(line[6:]))]
+        with server.connect() as connection:
+            connection.request("GET", "/")
+            assert b'id="slots"' in connection.getresponse().read()
+        asked = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 3, "temperature": 0, "stream": True}
+        body = {**asked, "stream_options": {"include_slots": True}}
+        events = answered(server, "chat/completions", body)[1]
+        slots = [event["h2o"]["slots"] for event in events if "h2o" in event]
         assert [x["seen"] - slots[0]["seen"] for x in slots] == [0, 1, 2, 2]
         assert all(sum(x[name] for name in ("sinks", "pinned", "heavy", "recent", "free")) == 64 for x in slots)
 
@@ -309,51 +303,41 @@ class TestLimits:
         assert server.say("word " * 200)["h2o"]["seen_tokens"] > 200
 
     def test_a_size_is_refused_before_the_body_comes(self, server: Running) -> None:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=5)
-        connection.putrequest("POST", "/v1/chat/completions")
-        connection.putheader("Content-Type", "application/json")
-        connection.putheader("Content-Length", str(10**12))
-        connection.endheaders()
-        assert connection.getresponse().status == 413
-        connection.close()
+        with server.connect(timeout_s=5) as connection:
+            connection.putrequest("POST", "/v1/chat/completions")
+            connection.putheader("Content-Type", "application/json")
+            connection.putheader("Content-Length", str(10**12))
+            connection.endheaders()
+            assert connection.getresponse().status == 413
 
     def test_long_requests_do_not_fill_the_memory(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         """Clients that send 4 MB each, by hundreds, had gigabytes."""
-        long, short = ([{"role": "user", "content": "a" * size}] for size in (20_000, 10))
         monkeypatch.setattr(server.service, "body_bytes", 16 * server.service.config.max_body)
-        status, answer = post(server.url, "/v1/chat/completions", {"messages": long, "max_tokens": 1})
+        status, answer = server.ask("a" * 20_000)
         assert (status, answer["error"]["code"]) == (503, "busy")
-        assert post(server.url, "/v1/chat/completions", {"messages": short, "max_tokens": 1})[0] == 200
+        assert server.ask("a" * 10)[0] == 200
         monkeypatch.undo()
-        assert post(server.url, "/v1/chat/completions", {"messages": long, "max_tokens": 1})[0] == 200
+        assert server.ask("a" * 20_000)[0] == 200
         assert server.service.body_bytes == 0
 
     def test_sleep_keys_sizes_and_metrics(self, tmp_path: Path, long_folder: Path) -> None:
-        model = ModelConfig(str(long_folder), dtype="float32")
-        with Running(tmp_path, model, awake=2, running=2, waiting=0, api_key="secret", max_body=2000) as running:
-
-            def ask(body: Any, key: str = "secret") -> tuple[int, Any]:
-                return post(running.url, "/v1/chat/completions", body, key)
-
-            hello = [{"role": "user", "content": "Hello."}]
-            assert ask({"messages": hello}, "wrong")[0] == 401
-            assert ask({"messages": hello, "user": "x" * 3000})[0] == 413
-            assert ask({"messages": hello, "n": 3})[0] == 429
+        limits = {"awake": 2, "running": 2, "waiting": 0, "max_body": 2000}
+        with Running(tmp_path, long_folder, api_key="secret", **limits) as running:
+            say = partial(running.say, key="secret", max_tokens=4)
+            assert running.ask("Hello.", key="wrong")[0] == 401
+            assert running.ask("Hello.", key="secret", user="x" * 3000)[0] == 413
+            assert running.ask("Hello.", key="secret", n=3)[0] == 429
             for number in range(5):
-                said = [{"role": "user", "content": f"Number {number}."}]
-                assert ask({"messages": said, "max_tokens": 4, "temperature": 0})[0] == 200
+                say(f"Number {number}.")
             assert len(running.service.conversations.awake) <= 2
-            said = [{"role": "user", "content": "Number 0."}]
-            first = ask({"messages": said, "max_tokens": 4, "temperature": 0})[1]
-            more = [*said, first["choices"][0]["message"], {"role": "user", "content": "And?"}]
-            answer = ask({"messages": more, "max_tokens": 4})[1]
+            first = say("Number 0.")
+            answer = say("Number 0.", reply(first), "And?")
             assert answer["h2o"]["origin"] == "continued"
             more_usage = answer["usage"]
-            connection = http.client.HTTPConnection(running.url.removeprefix("http://"))
-            connection.request("GET", "/metrics", headers={"Authorization": "Bearer secret"})
-            lines = connection.getresponse().read().decode().splitlines()
+            with running.connect() as connection:
+                connection.request("GET", "/metrics", headers={"Authorization": "Bearer secret"})
+                lines = connection.getresponse().read().decode().splitlines()
             found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
-            connection.close()
             assert found["h2o_awake_conversations"] == 2
             assert found["h2o_first_token_seconds_count"] == found["h2o_queue_seconds_count"] == 7
             assert 0 < found["h2o_first_token_seconds_sum"] < found["h2o_reply_seconds_sum"]
@@ -365,7 +349,7 @@ class TestLimits:
 
     def test_caches_fit_into_memory(self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As many are awake as fit if they are full. What does not fit at all is refused."""
-        with Running(tmp_path, ModelConfig(str(long_folder), dtype="float32")) as running:
+        with Running(tmp_path, long_folder) as running:
             conversations = running.service.conversations
             first = running.say("Number 0.")
             (size,) = conversations._sizes.values()
@@ -379,7 +363,7 @@ class TestLimits:
             with ThreadPoolExecutor(2) as executor:
                 for number in range(2):
                     executor.submit(running.ask, f"A story, {number}.", max_tokens=2000, ignore_eos=True, store=False)
-                self._wait_until(lambda: len(running.service.worker._jobs) == 2)
+                wait_for(lambda: len(running.service.worker._jobs) == 2)
                 assert not conversations.awake
                 status, answer = running.ask("Room?")
                 assert (status, answer["error"]["code"]) == (503, "busy")
@@ -389,15 +373,10 @@ class TestLimits:
     def test_others_do_not_wait_while_a_long_conversation_wakes_up(
         self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model, read, wake = ModelConfig(str(long_folder), dtype="float32"), threading.Event(), Conversations.wake
-
-        def wait(self: Conversations, kept: Any) -> None:
-            assert read.wait(30)
-            wake(self, kept)
-
+        read, wake = threading.Event(), Conversations.wake
         monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
-        monkeypatch.setattr(Conversations, "wake", wait)
-        with Running(tmp_path, model, awake=2, running=2) as running:
+        monkeypatch.setattr(Conversations, "wake", lambda *values: read.wait(30) and wake(*values))
+        with Running(tmp_path, long_folder, awake=2, running=2) as running:
             first = reply(running.say("Number 0."))
             for number in range(1, 4):
                 running.ask(f"Number {number}.")
@@ -405,12 +384,12 @@ class TestLimits:
                 asked = [executor.submit(running.ask, "Number 0.", first, "And?") for _ in range(2)]
                 assert running.ask("Meanwhile.")[0] == 200
                 assert not any(future.done() for future in asked)
-                with closing(http.client.HTTPConnection(running.url.removeprefix("http://"))) as leaving:
+                with running.connect() as leaving:
                     said = [{"role": "user", "content": "Number 0."}, {"role": "assistant", "content": first}]
                     body = {"messages": [*said, {"role": "user", "content": "And?"}]}
                     leaving.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
-                    self._wait_until(lambda: running.service.worker.lengths[1] == 3)
-                self._wait_until(lambda: running.service.worker.lengths[1] == 2)
+                    wait_for(lambda: running.service.worker.lengths[1] == 3)
+                wait_for(lambda: running.service.worker.lengths[1] == 2)
                 read.set()
                 origins = [future.result()[1]["h2o"]["origin"] for future in asked]
             assert sorted(origins) == ["branched", "continued"]
@@ -419,33 +398,27 @@ class TestLimits:
         self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Else its files would stay open."""
-        model, read, wake = ModelConfig(str(long_folder), dtype="float32"), threading.Event(), Conversations.wake
+        read, wake = threading.Event(), Conversations.wake
         monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
         monkeypatch.setattr(Conversations, "wake", lambda *values: read.wait(30) and wake(*values))
-        with Running(tmp_path, model, awake=1, running=1) as running:
+        with Running(tmp_path, long_folder, awake=1, running=1) as running:
             worker, first = running.service.worker, running.say("Number 0.")
             running.say("Number 1.")
-            with closing(http.client.HTTPConnection(running.url.removeprefix("http://"))) as leaving:
+            with running.connect() as leaving:
                 body = {"messages": [{"role": "user", "content": "And?"}], "previous_response_id": first["id"]}
                 leaving.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
-                self._wait_until(lambda: bool(worker._waking))
+                wait_for(lambda: bool(worker._waking))
                 with ThreadPoolExecutor(1) as executor:
                     other = executor.submit(running.ask, "A story.", max_tokens=800, ignore_eos=True)
-                    self._wait_until(lambda: bool(worker._jobs))
+                    wait_for(lambda: bool(worker._jobs))
                     read.set()
-                    self._wait_until(lambda: bool(worker._woken))
+                    wait_for(lambda: bool(worker._woken))
                     leaving.close()
-                    self._wait_until(lambda: not worker._asked)
+                    wait_for(lambda: not worker._asked)
                     assert not other.done()
                     assert not worker._woken
                     kept = running.service.store.conversations[first["h2o"]["conversation"]]
                     assert kept.session is None
-
-    def _wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
-        while not holds():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
     def test_refused_choices_leave_nothing(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
         unknown = {"previous_response_id": "chatcmpl-" + "0" * 32, "stream": True, "n": 3}
@@ -454,17 +427,12 @@ class TestLimits:
         assert not [record for record in caplog.records if record.name == "asyncio"]
 
     def test_a_client_that_leaves_stops_the_reply(self, server: Running) -> None:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
         body = {"messages": [{"role": "user", "content": "Write a long story."}], "stream": True, "max_tokens": 2000}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body | {"temperature": 1.2}), JSON)
-        answer = connection.getresponse()
-        answer.read(900)
-        answer.close()
-        connection.close()
-        deadline = time.monotonic() + 30
-        while server.service.active and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not server.service.active
+        with server.connect() as connection:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body | {"temperature": 1.2}), JSON)
+            with connection.getresponse() as answer:
+                answer.read(900)
+        wait_for(lambda: not server.service.active)
 
     def test_what_ends_does_not_wait_for_the_garbage_collector(self, server: Running, monkeypatch: Any) -> None:
         """All threads would wait for it, and caches take memory until then."""

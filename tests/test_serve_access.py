@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from h2o_stream.config import ModelConfig, ServeConfig
+from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.native import library
 from h2o_stream.serve.access import Access, Gate
@@ -149,24 +149,20 @@ def test_other_machines_need_a_key(tmp_path: Path) -> None:
 def guarded(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("served")
     (folder / "keys").write_text("two\nschl\xfcssel\n", "utf-8")
-    model, origins = ModelConfig(str(tiny_folder), dtype="float32"), ("https://chat.example.org",)
-    with Running(folder, model, api_key="one", api_key_file=folder / "keys", allow_origin=origins) as running:
+    keys, origins = folder / "keys", ("https://chat.example.org",)
+    with Running(folder, tiny_folder, api_key="one", api_key_file=keys, allow_origin=origins) as running:
         yield running
 
 
 def get(server: Running, path: str, method: str = "GET", **headers: str) -> tuple[int, Any, str]:
     """Status, headers and text of an answer, to a request with exactly these headers."""
-    import http.client
-
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    connection.putrequest(method, path, skip_host=True)
-    for name, value in {"Host": "localhost", **headers}.items():
-        connection.putheader(name.replace("_", "-"), value.encode())
-    connection.endheaders()
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    return answer.status, answer.headers, text
+    with server.connect() as connection:
+        connection.putrequest(method, path, skip_host=True)
+        for name, value in {"Host": "localhost", **headers}.items():
+            connection.putheader(name.replace("_", "-"), value.encode())
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read().decode()
 
 
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -227,16 +223,6 @@ def respond(server: Running, key: str, said: Any, after: str | None = None, **mo
     return post(server.url, "/v1/responses", {"input": said, "previous_response_id": after, **SHORT, **more}, key)
 
 
-def chat(server: Running, key: str, *texts: str) -> Any:
-    """The answer to messages of user and assistant in turn."""
-    said = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
-    status, answer = post(
-        server.url, "/v1/chat/completions", {"messages": said, "temperature": 0, "max_tokens": 4}, key
-    )
-    assert status == 200, answer
-    return answer
-
-
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 class TestConversations:
     def test_ids_open_nothing_to_other_keys(self, guarded: Running) -> None:
@@ -246,11 +232,11 @@ class TestConversations:
             assert respond(guarded, "two", "Which code?", first["id"], instructions=instructions)[0] == 404
 
     def test_the_same_words_open_nothing_to_other_keys(self, guarded: Running) -> None:
-        begun = reply(chat(guarded, "one", "Hello."))
-        chat(guarded, "one", "Hello.", begun, "The code is 4711.")
-        other = chat(guarded, "two", "Hello.", begun, "Which code?")["h2o"]
+        begun = reply(guarded.say("Hello.", key="one"))
+        guarded.say("Hello.", begun, "The code is 4711.", key="one")
+        other = guarded.say("Hello.", begun, "Which code?", key="two")["h2o"]
         assert (other["origin"], other["turns_known"]) == ("read", 0)
-        assert chat(guarded, "one", "Hello.", begun, "Which code?")["h2o"]["turns_known"] == 1
+        assert guarded.say("Hello.", begun, "Which code?", key="one")["h2o"]["turns_known"] == 1
 
     def test_what_is_said_later_is_not_shared(self, guarded: Running) -> None:
         """Two clients with one key, or none, share the first exchange; each has ids of its own for what follows."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.config import ModelConfig
 from h2o_stream.models.loaded import short_name
 from h2o_stream.models.templates import FALLBACK_TEMPLATE
 from h2o_stream.native import library
@@ -185,7 +184,7 @@ class TestServer:
 
 @pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 def test_strict(tiny_folder: Path, tmp_path: Path) -> None:
-    with Running(tmp_path, ModelConfig(str(tiny_folder), dtype="float32"), strict=True) as running:
+    with Running(tmp_path, tiny_folder, strict=True) as running:
         assert running.ask("Hello.", model="gpt-4")[1]["error"]["code"] == "model_not_found"
         status, answer = running.ask("Hello.", no_such_field=1)
         assert (status, answer["error"]["param"]) == (400, "no_such_field")

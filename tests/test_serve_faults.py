@@ -47,14 +47,15 @@ from h2o_stream.session import state_files
 from tests.serve_kill import Server, kill_under_load
 from tests.serve_load import post
 from tests.served import CACHE, Listening, Running, reply
+from tests.test_serve_connections import BOMB
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Running]:
-    model = ModelConfig(str(tiny_folder), dtype="float32")
-    with Running(tmp_path_factory.mktemp("served"), model, unread_s=0.5) as running:
+    with Running(tmp_path_factory.mktemp("served"), tiny_folder, unread_s=0.5) as running:
         yield running
 
 
@@ -158,8 +159,7 @@ def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
     server.service.worker.submit(Ask(Dialogue(None, (), "Tell me."), ["first"], options, config, send))
     assert failed.wait(10)
     server.say("Is it saved?")
-    while server.service.worker.lengths != (0, 0):
-        time.sleep(0.01)
+    wait_for(lambda: server.service.worker.lengths == (0, 0))
     new = {*server.service.store.conversations} - before
     entries = [entry for name in new for entry in server.entries(name, 1) if entry.prompt == "Tell me."]
     said = "".join(message.text for message in received if isinstance(message, Piece))
@@ -186,10 +186,7 @@ def test_a_client_that_reads_nothing_does_not_hold_others(server: Running) -> No
     with connected(server, body) as connection:
         connection.recv(100)
         assert [server.ask(f"Others {number}?")[0] for number in range(5)] == [200] * 5
-        deadline = time.monotonic() + 30
-        while server.service.active and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not server.service.active
+        wait_for(lambda: not server.service.active)
 
 
 @pytest.mark.parametrize("drip", [0, 1024])
@@ -325,13 +322,10 @@ def test_a_client_that_leaves_before_its_stream_begins(server: Running) -> None:
         pass
 
     asyncio.run(make_app(server.service)(scope, receive, send))  # type: ignore[arg-type]
-    deadline = time.monotonic() + 10
-    while server.service.worker._jobs and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: not server.service.worker._jobs)
     assert not server.service.active
 
 
-BOMB = {"type": "string", "allOf": [{"type": "string", "pattern": f"^.*(a|b){{{n}}}.*$"} for n in range(1, 40)]}
 """Two kilobytes that take all memory and time."""
 
 
@@ -403,10 +397,8 @@ def test_any_schema(server: Running, monkeypatch: pytest.MonkeyPatch, schema: An
     assert status in (200, 400, 413), answer
     process = server.service.grammars._process
     assert process is not None
-    children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 5
-    while children.read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not children.read_text()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: not children.read_text(), timeout_s=5)
 
 
 def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,17 +452,13 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, m
     monkeypatch.setattr(grammar_client.GrammarProcess, "append", stop)
     with ThreadPoolExecutor(1) as executor:
         slow = executor.submit(server.ask, "A number?", **form({"type": "string", "minLength": 4}))
-        while not stopped:
-            time.sleep(0.01)
+        wait_for(lambda: stopped)
         began = time.monotonic()
         server.say("Others?", max_tokens=2)
         assert time.monotonic() - began < 0.3
         status, answer = slow.result()
     assert (status, "too much memory or time" in answer["error"]["message"]) == (400, True)
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{stopped[0]}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not Path(f"/proc/{stopped[0]}").exists()
+    wait_for(lambda: not Path(f"/proc/{stopped[0]}").exists(), timeout_s=5)
 
 
 def test_a_reply_that_waits_for_its_grammar_goes_on_as_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

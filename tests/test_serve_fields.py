@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.native import library
 from h2o_stream.serve.chat import parse_chat
 from h2o_stream.serve.completions import parse_completion
@@ -18,10 +17,9 @@ from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.fields import ELSEWHERE, FIELDS, Endpoint, Ignored, Refused, Served, read_fields
 from h2o_stream.serve.responses import parse_response
 from h2o_stream.serve.wording import renamed
-from tests.fixtures import make_llama, saved
 from tests.protocol import send
 from tests.serve_load import post
-from tests.served import Running
+from tests.served import Running, serving
 from tests.test_tools import HERMES, WEATHER
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -92,10 +90,7 @@ REFUSED = {name: value for value, names in OTHERS for name in names.split()}
 def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = HERMES
-    model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
-    with Running(
-        tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
-    ) as running:
+    with serving(tmp_path_factory, changed) as running:
         yield running
 
 

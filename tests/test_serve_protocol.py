@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.base.registry import Registry
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.config import POLICIES, CacheConfig, ModelConfig, SamplingConfig
+from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig
 from h2o_stream.native import library
 from h2o_stream.serve.fields import FIELDS as SERVED_FIELDS
 from h2o_stream.serve.fields import Served
@@ -36,24 +36,17 @@ from h2o_stream.serve.response_events import stream_response
 from h2o_stream.serve.responses import AskedResponse
 from h2o_stream.serve.stream import LogprobSampler
 from h2o_stream.session.other_calls import Call
-from tests.fixtures import make_llama, saved
 from tests.protocol import ADAPTERS, answered, message_of, send, texts_of, whole_of
-from tests.served import Running
-from tests.test_serve_tools import ODD_JSON, STRICT
-from tests.test_tools import HERMES, TIME
+from tests.served import Running, serving
+from tests.test_serve_tools import ODD_JSON, STRICT, calling
+from tests.test_tools import TIME
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
-    changed = copy.deepcopy(tokenizer)
-    changed.chat_template = HERMES
-    changed.add_tokens(["<tool_call>", "</tool_call>"])
-    model = saved(make_llama(vocab=len(changed), context=1600), changed, tmp_path_factory.mktemp("model"))
-    with Running(
-        tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
-    ) as running:
+    with serving(tmp_path_factory, calling(tokenizer), context=1600) as running:
         yield running
 
 
@@ -271,7 +264,7 @@ def test_an_error_in_a_stream(server: Running, endpoint: str, monkeypatch: pytes
             raise ZeroDivisionError
         return sample(self, *given)
 
-    client: Any = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    client = server.client()
     create = {"chat/completions": client.chat.completions, "completions": client.completions}.get(
         endpoint, client.responses
     )

@@ -9,7 +9,7 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig
 from h2o_stream.native import library
 from h2o_stream.serve import aside, tools
 from h2o_stream.serve.errors import ApiError
@@ -18,9 +18,8 @@ from h2o_stream.serve.requests import Options
 from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
 from h2o_stream.session.messages import parse_tools
 from h2o_stream.session.template import ChatTemplate
-from tests.fixtures import make_llama, saved
 from tests.in_turn import in_turn
-from tests.served import Running
+from tests.served import Running, serving
 from tests.test_tools import HERMES, TIME, WEATHER
 
 LLAMA = (
@@ -223,21 +222,23 @@ def test_tools_of_any_length_are_no_work(parameters: Any, monkeypatch: pytest.Mo
         tools.parse_tool_options({"tools": [function]}, Options(CacheConfig()), None)
 
 
+def calling(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """One whose template writes calls between tokens that are not flagged special, as in Qwen's files."""
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = HERMES
+    changed.add_tokens(["<tool_call>", "</tool_call>"])
+    return changed
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
-    changed = copy.copy(tokenizer)
-    changed.chat_template = HERMES
-    changed.add_tokens(["<tool_call>", "</tool_call>"])  # one token each, but not flagged special, as in Qwen's files
-    model = saved(make_llama(vocab=len(changed), context=800), changed, tmp_path_factory.mktemp("model"))
-    with Running(
-        tmp_path_factory.mktemp("served"), ModelConfig(str(model), dtype="float32"), CacheConfig(window=300)
-    ) as running:
+    with serving(tmp_path_factory, calling(tokenizer)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return server.client()
 
 
 STRICT = copy.deepcopy(WEATHER)
@@ -423,9 +424,7 @@ class TestServer:
 
 def test_a_call_before_a_stop_string_stays_a_call(tokenizer: PreTrainedTokenizerBase) -> None:
     """Where a turn is read again, the marks of its calls are the tokens that the model wrote, and others are text."""
-    changed = copy.deepcopy(tokenizer)
-    changed.chat_template = HERMES
-    changed.add_tokens(["<tool_call>", "</tool_call>"])
+    changed = calling(tokenizer)
     opening, end = changed.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
     template = ChatTemplate(changed, None, {end}, tools=parse_tools([WEATHER]))
     said = 'I ask. <tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call> <|im_end|> Well'
