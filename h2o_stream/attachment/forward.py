@@ -190,7 +190,7 @@ class AttachedForward:
         return self._as_asked(logits, kwargs)
 
     def _with_all_queries(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The same keywords, with positions for a number of logits: layers that share keys drop queries for it."""
+        """The keywords with positions in place of a number of logits, for which layers that share keys drop queries."""
         keep, new = kwargs.get("logits_to_keep"), tokens_in(kwargs).shape[1]
         if not getattr(self._text, "num_kv_shared_layers", 0) or not keep or not isinstance(keep, int):
             return kwargs

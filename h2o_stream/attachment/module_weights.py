@@ -22,7 +22,7 @@ _EXPERTS = {f"ffn_{name}_exps": f"{name}_proj" for name in ("gate_up", "gate", "
 """Matrices of all experts, in what transformers, and `models.packed_experts`, make of those of each."""
 
 _HALVES = ("ffn_gate_up_exps", "ffn_up_exps", "ffn_gate_exps")
-"""Of which a row names one, or none; a model has the first, or the others."""
+"""Names of gates and of what they are for: a row has one, or none; a model has the first, or the others."""
 
 _COLUMNS = {MatrixKind.FLOAT32: MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16: MatrixKind.BFLOAT16_COLUMNS}
 

@@ -37,7 +37,7 @@ class _AttentionProbe(EvictingLayer):
 
 
 class _HybridProbe(EvictingRecurrentLayer, _AttentionProbe):
-    """The same, for a layer that also has states."""
+    """An `_AttentionProbe` for a layer that also has states."""
 
 
 @contextmanager

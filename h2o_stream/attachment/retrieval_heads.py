@@ -33,7 +33,7 @@ def give_retrieval_heads_more(
 
     Args:
         model: a causal language model that `verify_logits` has accepted.
-        specs: its layers. Those with a sliding window of their own stay as they are.
+        specs: the layers of the model. Those with a sliding window of their own stay as they are.
         progress: called after every layer, if heads have to be measured.
     """
     if any(spec.shard for spec in specs):

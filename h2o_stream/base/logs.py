@@ -134,7 +134,7 @@ class NumberLog(Sequence[int]):
         return shorter
 
     def marked(self) -> NumberLog:
-        """The same with a mark at the end."""
+        """This version with a mark at the end."""
         length, crc = self.marks[-1] if self.marks else (0, 0)
         if self.marks and length == self._length:
             return self

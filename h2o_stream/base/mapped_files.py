@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 _PREALLOCATE, _ALLOCATE_ALL, _FROM_PHYSICAL_END = 42, 4, 3
-"""Of macOS: the request of fcntl, and what its structure says."""
+"""The request of fcntl on macOS, and what its structure says."""
 
 
 def reserve_room(file: IO[Any], start: int, end: int) -> None:

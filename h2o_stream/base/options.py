@@ -41,7 +41,7 @@ def listed(text: str, flag: str) -> tuple[str, ...]:
 
 
 def listed_if_any(text: str, flag: str) -> tuple[str, ...]:
-    """The same for an option that may be empty."""
+    """What `listed` gives; () for an option that is empty."""
     return listed(text, flag) if text else ()
 
 
@@ -83,7 +83,7 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def numbers_if_any(text: str, flag: str) -> tuple[int, ...]:
-    """The same for an option that may be empty."""
+    """What `numbers` gives; () for an option that is empty."""
     return numbers(text, flag) if text else ()
 
 

@@ -32,7 +32,7 @@ class LogitTransform(NamedTuple):
     sinks: Tensor | None = None
 
     def of_heads(self, heads: Tensor, kv_heads: int) -> LogitTransform:
-        """The same for the queries of some of the KV heads [n]."""
+        """The transform for the queries of some of the KV heads [n]."""
         if self.sinks is None:
             return self
         return self._replace(sinks=self.sinks.view(kv_heads, -1)[heads.to(self.sinks.device)].flatten())

@@ -51,7 +51,7 @@ class CacheCounts:
 
     @property
     def window_note(self) -> str:
-        """The same with the reason: 256 + 410 for what is pinned."""
+        """The window with the reason why it has grown: 256 + 410 for what is pinned."""
         return self.window_text + " for what is pinned" * (self.grown > 0)
 
     @property

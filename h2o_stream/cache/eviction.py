@@ -60,7 +60,7 @@ def worth_of_slots(group: Slots) -> tuple[Tensor, Tensor]:
 
 
 def _shown(group: HeadGroup, candidates: Candidates, keys: Tensor | None, values: Tensor | None) -> Candidates:
-    """As much of the K tokens as the policy needs."""
+    """What the policy needs to see of the K tokens."""
     if group.policy.needs_keys:
         rotations = group.rotations(candidates, torch.float32)
         candidates = replace(candidates, keys=keys, values=values, rotations=rotations)

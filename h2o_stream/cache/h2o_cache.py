@@ -36,7 +36,7 @@ class H2OCache(SlotCache, LayeredCache):
 
     Attributes:
         layers: an `EvictingLayer` per decoder layer; a `RecurrentLayer` where it has states, as in hybrids.
-        recurrent_layers: those of the layers with states.
+        recurrent_layers: the layers that have states.
         continues: whether several tokens at once can continue a stream; if not, they are fed one by one.
     """
 

@@ -100,7 +100,7 @@ def _of_groups(groups: Sequence[Slots]) -> Holders:
 
 
 def _of_full(cache: FullCache, layers: Sequence[int]) -> Holders:
-    """Of layers in which every head holds the newest tokens, mostly all."""
+    """The holders in layers in which every head holds the newest tokens, mostly all."""
     seen, shapes = cache.seen_tokens, [cache.kept(number).shape for number in layers]
     begins = numpy.zeros(seen + 1, dtype=numpy.int64)  # how many more heads hold a token than its predecessor
     for _, heads, length in shapes:

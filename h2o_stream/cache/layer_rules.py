@@ -26,7 +26,7 @@ class LayerRules:
             plan.
         chunked: `sliding` is the length of pieces that do not see each other, see `GroupRules`.
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
-        windows: its KV heads, grouped by window size.
+        windows: the KV heads of the layer, grouped by window size.
         state_shapes: shapes of its states of constant size, by name, without the row.
     """
 

@@ -31,7 +31,7 @@ _TRIALS = 8
 
 
 def provisional(config: CacheConfig) -> CacheConfig:
-    """The same with the smallest window in place of the size, to verify a model with."""
+    """The config with the smallest window in place of the size, to verify a model with."""
     smallest = max(_SMALLEST, (config.heavy or 0) + (config.sinks or 0) + 1)
     return replace(config, cache_size=None, kv_bits=config.kv_bits or SIZED_KV_BITS, window=smallest)
 
@@ -43,7 +43,7 @@ def sized(
     step_bytes: Callable[[], int],
     shapes: Iterable[HeadShape | None],
 ) -> CacheConfig:
-    """The same with the window that its `cache_size`, or `auto_window`, asks for; else unchanged.
+    """The config with the window that its `cache_size`, or `auto_window`, asks for; else unchanged.
 
     Args:
         config: configuration of a cache that evicts.
@@ -76,7 +76,7 @@ def _largest_window(config: CacheConfig, max_distance: int | None) -> int:
 def config_for_size(
     config: CacheConfig, max_distance: int | None, allocated_bytes: Callable[[CacheConfig], int]
 ) -> CacheConfig:
-    """The same with the largest window of which the cache takes at most `config.cache_size` bytes.
+    """The config with the largest window of which the cache takes at most `config.cache_size` bytes.
 
     Counted are the tensors of one stream: keys, values and all bookkeeping. Where the model's context (`max_distance`)
     allows less, the window is what it allows. Pins do not let it grow.

@@ -85,7 +85,7 @@ class Schedule:
 
     @classmethod
     def equal(cls, window: int) -> Schedule:
-        """The same from the first token to the last."""
+        """A schedule of the same window from the first token to the last."""
         if window <= _STAGED:
             return cls(window, (), window)
         stages = [_FIRST_STAGE]
@@ -94,7 +94,7 @@ class Schedule:
         return cls(window, (), window, tuple(stages))
 
     def grown(self, more: int, evicted: int) -> Schedule:
-        """The same with `more` slots, for a stream that has evicted tokens; see above."""
+        """This schedule with `more` slots, for a stream that has evicted tokens; see above."""
         common = self.common + more if self.fixed else self.common
         between = tuple(window + more for window in self.between)
         return Schedule(common, between, self.window + more, self.stages, evicted)

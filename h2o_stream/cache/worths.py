@@ -58,7 +58,7 @@ class Worths:
 
     @classmethod
     def of(cls, cache: SlotCache, layer: int | None = None) -> Worths:
-        """Of a cache as it is now: of one layer, or of all that follow the plan."""
+        """The worths in a cache as it is now: of one layer, or of all that follow the plan."""
         from h2o_stream.cache.eviction import worth_of_slots
 
         groups = cache.evicting_groups if layer is None else cache.groups_of(layer)

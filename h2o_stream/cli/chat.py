@@ -52,7 +52,7 @@ class ChatOptions(ChatConfig):
     forget: str | None = None
 
     def checked(self) -> ChatOptions:
-        """The same with the prompt read, and with the session that is meant.
+        """These options with the prompt read, and with the session that is meant.
 
         Raises:
             ConfigError: the prompt is empty, or was given twice; options contradict each other.

@@ -45,7 +45,7 @@ INSTALLED_LATER = ("torch", "transformers", "accelerate", "matplotlib")
 """Packages without which `make chat` begins."""
 
 _SET_UP = Path(__file__).parents[2] / "set_up.py"
-"""Of a checkout: installs packages into its .venv."""
+"""The script of a checkout that installs packages into its .venv."""
 
 _REPEATED = "H2O_REPEATED"
 """Environment variable of a command that runs again because torch was not installed."""
@@ -62,7 +62,7 @@ def app(prefix: str | None = None, **settings: Any) -> typer.Typer:
 
 class _Command(TyperCommand):
     annotations: ClassVar[Mapping[str, Any]]
-    """Of the parameters of the function that is the command, by name."""
+    """Annotations of the parameters of the function that is the command, by name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take underscores for dashes, and say what to use in place of other projects' options."""

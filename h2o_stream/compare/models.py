@@ -25,7 +25,7 @@ class Models:
     """A model, without torch and, for the policies that need it, as one of transformers. Errors as of `load`.
 
     Args:
-        configs: of the policies that it has to serve.
+        configs: the configs of the policies that it has to serve.
         engine: ``eager`` computes everything in torch, and tells what `attach` does then.
         notify: gets one-line messages about slow steps and automatic choices.
 

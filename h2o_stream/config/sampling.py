@@ -152,7 +152,7 @@ class SamplingConfig:
             raise ConfigError("a stop string is empty; --stop needs at least one character")
 
     def of_choice(self, number: int) -> SamplingConfig:
-        """The same with a seed of its own, if there is one, for one of several replies to the same."""
+        """This config for one of several replies to the same message: a seed becomes another one for each."""
         return self if self.seed is None else replace(self, seed=(self.seed + number) % MAX_SEED)
 
 

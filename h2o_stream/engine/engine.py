@@ -51,7 +51,7 @@ class Engine:
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: its tokenizer.
+        tokenizer: the tokenizer of the model.
         cache: which tokens are kept.
         sampling: how tokens are sampled.
         at_context: whether a cache with original positions continues past the model's trained context or stops.

@@ -22,7 +22,7 @@ _SAMPLE = (
     '{\n  "a": 1,\n  "b": "c",\n  "d": [\n    {\n      "e": "f",\n      "g": 1\n    },\n    {\n      "e": "f"\n    }\n'
     '  ],\n  "h":'
 )
-"""As models write JSON: names and values are others. Its last token ends a name, and `_LETTER` ends with a letter."""
+"""JSON as models write it, with names of its own. Its last token ends a name, and `_LETTER` ends with a letter."""
 
 _LETTER = '{"a'
 

@@ -68,7 +68,7 @@ class Speculation:
             served: the model.
             tokens: [n] all tokens of the conversation.
             max_guesses: guesses that can be of use, at most.
-            matcher: of the grammar, if the reply has one.
+            matcher: the matcher of the reply's grammar, if it has one.
 
         Returns:
             [V] logits after the last token.

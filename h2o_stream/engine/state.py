@@ -15,13 +15,13 @@ _CHECKSUMS = "engine.checksums"
 
 
 def state_of(tokens: NumberLog, pinned_prefix: int, rng_state: RngState) -> State:
-    """The arrays of a state."""
+    """The arrays that an engine adds to a state."""
     arrays: State = {"engine.opening": numpy.array(pinned_prefix, numpy.int64), "engine.draws": rng_state}
     return checksummed(arrays, _CHECKSUMS) | log_state("engine.tokens", tokens)
 
 
 def read_state(state: Mapping[str, Array]) -> tuple[NumberLog, int, RngState]:
-    """The opposite; raises H2OStreamError if the state is damaged."""
+    """What `state_of` was given; raises H2OStreamError if the state is damaged."""
     verify_checksums(state, _CHECKSUMS)
     tokens = load_log(state, "engine.tokens")
     pinned_prefix = int(require_array(state, "engine.opening", like=numpy.array(0)))

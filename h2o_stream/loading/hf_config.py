@@ -45,8 +45,8 @@ def hf_config(file: GgufFile, parameters: Parameters) -> PretrainedConfig:
     """The config of a model.
 
     Args:
-        file: with a row in the table of architectures.
-        parameters: of the file.
+        file: a file whose architecture has a row in the table.
+        parameters: what the file says of the model.
 
     Raises:
         UnsupportedModelError: transformers has no equivalent of its RoPE.
@@ -164,7 +164,7 @@ def _experts(file: GgufFile, experts: ExpertParameters) -> dict[str, Any]:
 
 
 def _mixer(sizes: MixerParameters, hidden: int) -> dict[str, Any]:
-    """Of Mamba-2, and of gated delta rules."""
+    """Sizes of Mamba-2, and of gated delta rules."""
     inner = sizes.heads * sizes.value_size
     return {
         **_named("mamba_n_heads mamba_num_heads linear_num_value_heads", sizes.heads),

@@ -49,7 +49,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def content_identity(path: Path) -> str:
-    """The same, whenever files were last changed."""
+    """A `model_identity` that does not depend on when files were last changed."""
     return _identity(path, None, timeless=True)
 
 

@@ -24,7 +24,7 @@ _FACTORS = {"partial_rotary_factor": 1.0, "rotary_pct": 1.0, "rope_theta": 1e30,
 """Positive numbers, and their limits."""
 
 _MAX_LAYERS, _MAX_SIZE, _MAX_TOKENS = 1024, 2**24, 2**31 - 1
-"""Of weights that are not there yet."""
+"""Limits for weights that are not there yet."""
 
 
 def check_folder(folder: Path) -> None:

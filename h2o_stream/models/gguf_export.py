@@ -67,7 +67,7 @@ def export_tokenizer(file: GgufFile, notify: Callable[[str], None]) -> Path:
 
 
 def export_apart(file: GgufFile, notify: Callable[[str], None]) -> Path:
-    """The same without transformers in this process, if another one can do it."""
+    """Do what `export_tokenizer` does without transformers in this process, if another one can."""
     if not _folder(file).exists():
         code = "from h2o_stream.models.gguf_export import main; main()"
         with suppress(OSError):

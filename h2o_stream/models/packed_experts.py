@@ -148,7 +148,7 @@ def split_experts(model: Any, names: set[str] | None = None, fused: bool = False
 
 
 def split_stacked_experts(model: Any) -> None:
-    """The same for experts whose matrices, stacked as they are in transformers, have the rows of split ones."""
+    """Split experts whose matrices, stacked as they are in transformers, have the rows of split ones."""
     for name, module in list(model.named_modules()):
         if is_plain(module) or is_ungated(module):
             model.set_submodule(name, SplitExperts(module, fused=True))

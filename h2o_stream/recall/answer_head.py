@@ -80,11 +80,11 @@ class Reader:
         self.head, self._project, self._place = head, project, place
 
     def queries(self, text: str) -> Floats:
-        """Of a question, [n, D]."""
+        """Queries of the tokens of a question, [n, D]."""
         return self._read(text)[0]
 
     def keys(self, text: str) -> Floats:
-        """Of a passage, [m, D]."""
+        """Keys of the tokens of a passage, [m, D]."""
         return self._read(text)[1]
 
     def baseline(self, keys: Floats) -> float:

@@ -27,7 +27,7 @@ class Answers:
     Where there is no answer head nothing is found.
 
     Args:
-        engine: of the conversation.
+        engine: the engine of the conversation.
         place: returns how the model reads a text that stands alone; None if nobody knows.
     """
 

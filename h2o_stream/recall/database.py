@@ -27,7 +27,7 @@ PASSAGES = f"SELECT {FIELDS} FROM passages"
 
 _APPLICATION_ID = 0x48324F49
 _VERSION = 2
-"""Of the schema and of `spaced`. Files of another version are replaced."""
+"""Version of the schema and of `spaced`. Files of another version are replaced."""
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;

@@ -121,7 +121,7 @@ class PassageIndex:
         return self._run(lambda connection: [Passage(*row) for _, *row in _search(connection, terms, limit, typed)], [])
 
     def around(self, terms: Sequence[str], limit: int, distance: int) -> dict[int, Passage]:
-        """The same passages by their number, with as many before and after each."""
+        """The passages that `search` finds, by number, with `distance` more before and after each."""
         query = f"SELECT id, {FIELDS} FROM passages WHERE id BETWEEN ? AND ?"
 
         def read(connection: sqlite3.Connection) -> dict[int, Passage]:

@@ -49,7 +49,7 @@ def answers(request: str, asked: list[str], weights: Floats, covered: Floats, th
 
     Args:
         request: the text.
-        asked: its terms, [T].
+        asked: terms of the request, [T].
         weights: weights of the terms, above 0, [T].
         covered: how much of each weight each passage covers, best passages first, [M, T].
         threshold: the lowest share of a part's weight, 0 to 1.

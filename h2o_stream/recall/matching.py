@@ -15,11 +15,11 @@ PERSONAL_THRESHOLD = 0.32
 """Lowest score that is recalled of what users told, when they ask about themselves."""
 
 THRESHOLD = 0.7
-"""The same when they ask about other things, and of files and pastes. With 0.84, one of 30 facts is not found in its
-own words."""
+"""Lowest score when they ask about other things, and of files and pastes. With 0.84, one of 30 facts is not found in
+its own words."""
 
 REPLY_THRESHOLD = 0.99
-"""The same of replies: facts are what users say. With 0.7, more than twice as many of MT-Bench's turns recall
+"""Lowest score of replies: facts are what users say. With 0.7, more than twice as many of MT-Bench's turns recall
 something, and as many facts are found."""
 
 _SAME = 0.5
@@ -48,7 +48,7 @@ class Match:
     Attributes:
         personal: the user told it, about themselves or in few words.
         covered: how much of the weight of each term of the message it covers, [T].
-        score: its sum.
+        score: the sum of what it covers.
         rank: the score by the threshold that it has to reach.
         sure: whether it is likely to say it.
         of_another: it says the same of another thing than the one that is asked for.

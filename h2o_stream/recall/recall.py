@@ -80,7 +80,7 @@ class Recall:
 
     @property
     def list_budget(self) -> int:
-        """The same where several things are asked for: twice as many, up to the same limit."""
+        """Tokens that may be read again where several things are asked for: twice the budget, up to the same limit."""
         return min(2 * self.budget, self._limit)
 
     @property

@@ -44,7 +44,7 @@ _DIMS = 1024
 """Most dimensions; wider embeddings are projected at random, with an error in the cosines of about 1 / sqrt(1024)."""
 
 _ITERATIONS = 12
-"""Of the power iteration: with 60 no cosine changes (embedded model)."""
+"""Rounds of the power iteration: with 60 no cosine changes (embedded model)."""
 
 _SEARCHED = 16384
 """Words among which related ones are searched: the commonest, of 24,869 (embedded model)."""

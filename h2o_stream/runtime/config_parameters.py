@@ -31,7 +31,7 @@ _NEUTRAL = ("quantization_config", "moe_router_logit_softcapping")
 """Entries that change what is computed, unless they are missing or false."""
 
 _LATENT_EPSILON = 1e-6
-"""Of norms of latent vectors in all classes of transformers, whatever is said of others."""
+"""Epsilon of norms of latent vectors in all classes of transformers, whatever a config says of other norms."""
 
 _SHARED_SIZES = """
 shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size
@@ -48,16 +48,16 @@ class Entries(dict[str, Any]):
     """The entries of ``config.json``, which model types have under names of their own."""
 
     def first(self, names: str) -> Any:
-        """The first of these that is there, and not null; None if there is none."""
+        """The first of these entries that is there, and not null; None if there is none."""
         return next((value for name in names.split() if (value := self.get(name)) is not None), None)
 
     def number(self, names: str, otherwise: float = 0.0) -> float:
-        """The same as a number."""
+        """The first of these entries as a number."""
         value = self.first(names)
         return otherwise if value is None else float(value)
 
     def count(self, names: str, otherwise: int | None = None) -> int:
-        """The same as a whole number, which may be given for each layer; raises LookupError if there is none."""
+        """The first of these as a whole number, which a list may give for each layer; LookupError if there is none."""
         value = self.first(names)
         if value is None:
             value = otherwise

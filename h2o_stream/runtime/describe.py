@@ -248,7 +248,7 @@ class _FileReader:
         return described
 
     def _latent(self, number: int, sizes: LatentSizes) -> Attention:
-        """Of layer `number`, with latent keys and values of these sizes."""
+        """The attention of layer `number`, with latent keys and values of these sizes."""
         parameters, weights = self._parameters, self._weights
         hidden, heads, latent = parameters.hidden_size, parameters.query_heads, parameters.latent_queries
         rows, query_up = heads * sizes.head_size, None

@@ -18,13 +18,13 @@ from h2o_stream.runtime.heads import NeverChanges, head_shapes, rotations_of
 from h2o_stream.runtime.rotations import Floats
 
 MAX_BYTES = 1 << 30
-"""Of the matrices of a model: with more, every text would take long."""
+"""Most bytes of matrices that a model may have: with more, every text would take long."""
 
 MAX_TOKENS = 256
-"""Of a text; more are cut off."""
+"""Most tokens of a text; more are cut off."""
 
 DISTANCE = 1024
-"""By which queries are rotated: what they look for was said long ago."""
+"""Tokens by which queries are rotated: what they look for was said long ago."""
 
 
 class FirstLayers:

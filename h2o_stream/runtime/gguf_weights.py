@@ -34,9 +34,9 @@ class GgufWeights(Weights):
 
     Args:
         file: open for as long as the weights.
-        architecture: of the file.
-        parameters: of the file.
-        dtype: of the model's vectors.
+        architecture: the row of the file's architecture.
+        parameters: what the file says of the model.
+        dtype: dtype of the model's vectors.
         progress: gets the bytes read.
 
     Attributes:
@@ -161,8 +161,8 @@ class GgufWeights(Weights):
         """The numbers of a tensor that is not packed, as the model's dtype holds them.
 
         Args:
-            tensor: of the file.
-            as_saved: as in transformers' checkpoints: without the offset of norms.
+            tensor: a tensor of the file.
+            as_saved: leave out the offset of norms, as transformers' checkpoints do.
 
         Raises:
             DescriptionError: its type cannot be read.
@@ -215,7 +215,7 @@ class PackedForm:
 
     @property
     def nbytes(self) -> int:
-        """Of the tiles."""
+        """Bytes of the tiles."""
         return math.prod(self.tiles)
 
 

@@ -48,7 +48,7 @@ class _MixerReader:
         self._multipliers = parameters.multipliers
 
     def short_convolution(self) -> ShortConvolution:
-        """As in LFM2."""
+        """A short convolution, as in LFM2."""
         hidden = self._hidden
         return ShortConvolution(
             self._matrix("shortconv.in_proj", 3 * hidden),
@@ -57,7 +57,7 @@ class _MixerReader:
         )
 
     def mamba2(self, sizes: MixerParameters) -> Mamba2:
-        """As in Granite 4 hybrids, Falcon-H1 and Nemotron-H."""
+        """A Mamba-2 mixer, as in Granite 4 hybrids, Falcon-H1 and Nemotron-H."""
         inner, keys = sizes.heads * sizes.value_size, sizes.key_heads * sizes.key_size
         weight = self._weights.vector("ssm_norm", self._layer)
         return Mamba2(
@@ -90,7 +90,7 @@ class _MixerReader:
         return matrices
 
     def delta(self, sizes: MixerParameters) -> GatedDelta:
-        """As in Qwen3-Next and Qwen 3.5; betas and decays may be one matrix, those of each key head together."""
+        """A gated delta rule, as in Qwen3-Next and Qwen 3.5; betas and decays may be one matrix, by key head."""
         inner, keys = sizes.heads * sizes.value_size, sizes.key_heads * sizes.key_size
         paired = self._weights.has("ssm_ba", self._layer)
         pairs = {"ssm_ba": 2 * sizes.heads} if paired else dict.fromkeys(("ssm_beta", "ssm_alpha"), sizes.heads)
@@ -133,7 +133,7 @@ class _MixerReader:
 
 
 def _separate_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
-    """Everything of all heads together: queries, keys, values, gates, betas, decays."""
+    """Columns of a projection by kind, for all heads: queries, keys, values, gates, betas, decays."""
     shared, offset, parts = heads // key_heads, 0, []
     for size in (key_size, key_size, shared * value_size, shared * value_size, shared, shared):
         parts.append(HeadColumns(offset, size))
@@ -142,7 +142,7 @@ def _separate_columns(key_heads: int, heads: int, key_size: int, value_size: int
 
 
 def _paired_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
-    """The same, but betas and decays of each key head together."""
+    """Columns of a projection by kind, but for betas and decays, which stand together for each key head."""
     shared, separate = heads // key_heads, _separate_columns(key_heads, heads, key_size, value_size)
     first = separate.beta.offset
     return replace(separate, beta=HeadColumns(first, 2 * shared), decay=HeadColumns(first + shared, 2 * shared))

@@ -24,7 +24,7 @@ from h2o_stream.native.matrix import DescriptionError
 from h2o_stream.runtime.safetensors_files import mapped_tensors
 
 _ALIGNMENT = 64
-"""Of the first matrix, in bytes; all are multiples of it."""
+"""Where the first matrix begins is a multiple of these bytes; the size of each matrix is one, too."""
 
 
 @dataclass(frozen=True)

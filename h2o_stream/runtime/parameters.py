@@ -47,7 +47,7 @@ class ExpertParameters:
         scale: factor on weights.
         groups: number of groups of equal size, 0 if there are none.
         chosen_groups: how many of them a token's experts are chosen from.
-        jitter: of a sparse mixer, see `Router`.
+        jitter: noise of a sparse mixer, see `Router`.
 
     Raises:
         DescriptionError: they do not fit each other.

@@ -76,7 +76,7 @@ def yarn_frequencies(
     Args:
         theta: base.
         rotary_dims: rotated elements of a head.
-        factor: by which slow rotations are stretched.
+        factor: how much slow rotations are stretched.
         context: positions of the original model.
         betas: rotations within `context`: from the first on none are stretched, up to the second all.
         whole_ramp: between these, frequencies are mixed from one whole dimension to another.

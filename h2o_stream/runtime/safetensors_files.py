@@ -16,7 +16,7 @@ from h2o_stream.models.pages import map_weights
 from h2o_stream.native.matrix import DescriptionError
 
 _DTYPES = {"U8": numpy.uint8, "F32": numpy.float32, "BF16": numpy.uint16, "F16": numpy.float16}
-"""Of the tensors of checkpoints, by safetensors' names."""
+"""Dtypes of the tensors of checkpoints, by safetensors' names."""
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

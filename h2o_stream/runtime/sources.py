@@ -48,8 +48,8 @@ class Source(ABC):
 
     Args:
         name: what the user typed.
-        dtype: of vectors, keys and values.
-        quantize: as `ModelConfig` has it.
+        dtype: dtype of vectors, keys and values.
+        quantize: how matrices are packed, as `ModelConfig` has it.
         variant: the dtype and what else distinguishes ways to load it, for what is kept of it.
         parameters: what the header or the config says of the model.
         generation: how it is recommended to sample.

@@ -43,7 +43,7 @@ class Weights(Protocol):
         """
 
     def sized_vector(self, name: str, layer: int, size: int, kind: str = "weight") -> Floats:
-        """The same, of so many numbers; raises DescriptionError if it is missing, or of another size."""
+        """A `vector` of so many numbers; raises DescriptionError if it is missing, or of another size."""
         vector = self.vector(name, layer, kind)
         if vector is None or vector.size != size:
             raise DescriptionError(f"its {name} of layer {layer} is not {size} numbers")

@@ -63,7 +63,7 @@ class CallFormat:
     names: frozenset[str] = field(default=frozenset(), compare=False)
 
     def of(self, tools: Sequence[Tool]) -> CallFormat:
-        """The same where these tools are given."""
+        """This format where these tools are given."""
         return replace(self, names=frozenset(tool.get("function", tool)["name"] for tool in tools))
 
     @property

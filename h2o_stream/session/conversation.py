@@ -44,7 +44,7 @@ class Conversation(TurnStream):
     Only one turn is active at a time: any other call closes it.
 
     Args:
-        engine: with an empty cache.
+        engine: an engine with an empty cache.
         system: the system prompt; None leaves it to the model's template.
         stops: strings that end a reply, in addition to those of the engine's sampling config.
         recall: ``auto`` reads evicted passages again before a reply, if the user's message asks for them, ``wide``

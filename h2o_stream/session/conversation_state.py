@@ -88,13 +88,13 @@ class ConversationState:
         return list(map(range, self.thoughts[::2], self.thoughts[1::2]))
 
     def turn_over(self) -> ConversationState:
-        """After the turn: what was read again is no longer marked, and its thinking is that of an earlier turn."""
+        """The state after the turn: nothing is marked as read again, and its thinking is that of an earlier turn."""
         thinking = self.thinking
         thoughts = self.thoughts.append((thinking.start, thinking.stop)) if thinking else self.thoughts
         return replace(self, recalled=range(0), thinking=range(0), thoughts=thoughts)
 
     def marked(self) -> ConversationState:
-        """The same, as `state_dict` needs it."""
+        """This state with marks in its logs, as `state_dict` needs it."""
         return replace(self, starts=self.starts.marked(), thoughts=self.thoughts.marked())
 
     def state_dict(self) -> State:

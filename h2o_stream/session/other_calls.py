@@ -134,7 +134,7 @@ def _read(text: str, start: int) -> _Read:
 
 
 def _completed(text: str, start: int) -> _Read:
-    """The same with the brackets that a model has left out before it closed a block or a tag."""
+    """A text with the brackets that a model has left out before it closed a block or a tag."""
     if closing := _CLOSING.search(text, start):
         for brackets in ("}", "]", "}}", "}]", "}}]"):
             read = _read(text[start : closing.start()] + brackets, 0)

@@ -17,7 +17,7 @@ from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import ConfigError, DataError
 
 _MAX_BYTES = 2**24
-"""Of an answer, or of a line of it."""
+"""Most bytes of an answer, or of a line of it."""
 
 _SLOTS = ("seen", "cached", "window", "evicted")
 
@@ -65,8 +65,8 @@ class Server:
         """The chunks of a reply to a conversation, see `_checked`. Closing the iterator stops the reply.
 
         Args:
-            messages: returns all of it.
-            new: its messages after the answer `previous`.
+            messages: returns the whole conversation.
+            new: the messages after the answer `previous`.
             previous: the id of an answer from which an h2o-serve goes on, if it still knows it.
             options: fields of the request.
 

@@ -29,7 +29,7 @@ _DTYPES = {
 _NAMES = {numpy.dtype(kind): name for name, kind in _DTYPES.items()}
 
 _ALIGNMENT = 8
-"""Of the first array, in bytes."""
+"""Where the first array begins is a multiple of these bytes."""
 
 
 def write_state(file: BinaryIO, state: Mapping[str, Array], metadata: Mapping[str, str]) -> None:

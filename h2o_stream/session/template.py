@@ -23,7 +23,7 @@ class Prompt:
 
     Attributes:
         num_pinned: how many of them, from the start, must never be evicted.
-        recalled: those of `tokens` that repeat passages of earlier turns.
+        recalled: the range of `tokens` that repeats passages of earlier turns.
         num_thinking: how many of them, at the end, begin the thinking of the reply; None if it is not begun.
     """
 

@@ -113,7 +113,7 @@ class Transcript:
 
     @property
     def header(self) -> Header | None:
-        """Of the conversation that was started last."""
+        """The header of the conversation that was started last."""
         return self._content.header
 
     @property

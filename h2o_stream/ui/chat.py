@@ -162,7 +162,7 @@ class Chat:
         return FormattedText([*shown, ("noreverse", line)])
 
     def _footer(self, width: int) -> Text:
-        """The same line, for rich."""
+        """The line under the prompt, for rich."""
         blocks, line = self._status()
         shown = Text.assemble(*((text, color) for color, text in blocks), line)
         shown.truncate(width - 1, overflow="ellipsis")

@@ -62,7 +62,7 @@ def split_question(text: str) -> tuple[str, str]:
 
 
 def split_asking(text: str) -> list[tuple[str, str]]:
-    """The same for the last line and for the last sentence; none if the text does not end with a question."""
+    """A text divided before its last line, and before its last sentence; [] if it does not end with a question."""
     text = text.strip()
     if not is_question(text):
         return []

@@ -101,7 +101,7 @@ def slot_bar(counts: CacheCounts, width: int) -> list[tuple[str, str]]:
 
 
 def context_bar(counts: CacheCounts, context: int | None, width: int) -> list[tuple[str, str]]:
-    """The same for a cache without a window: it grows against the model's context, and is red beyond it."""
+    """The bar of a cache without a window: it grows against the model's context, and is red beyond it."""
     total = max(context or 0, counts.seen, 1)
     filled = round(width * counts.cached / total)
     inside = filled if context is None or counts.seen <= context else round(width * context / total)

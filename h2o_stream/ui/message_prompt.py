@@ -30,7 +30,7 @@ PASTED = re.compile(r"\[pasted [\d,]+ (?:lines|characters)(?:, \d+)?\]")
 """Stands for a text that was pasted."""
 
 _MAX_PASTED_LINES, _MAX_PASTED_LETTERS = 9, 2000
-"""Of a text that is shown as it is."""
+"""Most lines and letters of a pasted text that is shown as it is."""
 
 
 class MessagePrompt:

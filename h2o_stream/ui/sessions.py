@@ -24,7 +24,7 @@ NOT_KEPT = "Nothing of this chat is kept here. "
 _MAX_MATCHES = 20
 
 _TIME_LETTERS, _MAX_LETTERS = len("2026-01-01 12:00"), 40
-"""Of a time, and of first words."""
+"""Letters of a time, and most letters of first words."""
 
 _SHOWN_TURNS, _SHOWN_LETTERS = 2, 1200
 """How many exchanges of a resumed session are shown, and how much of each text."""

@@ -42,16 +42,16 @@ SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""The same where every block has a norm before and after it, or after it only."""
+"""Names of norms where every block has one before and after it, or after it only."""
 
 AS_MLP = {"moe_intermediate_size": None}
-"""Of models whose experts have the size of an MLP, whatever else their config says."""
+"""Entries of a config for experts that have the size of an MLP, whatever else it says."""
 
 SHARED_EXPERTS = mlp_names("mlp.shared_experts", "_shexp") | {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
-"""Of models whose experts for all tokens are several, as one."""
+"""Names of experts for all tokens, where several are stored as one."""
 
 MIXER_PARTS = {"ssm_conv1d": "conv1d", "ssm_dt": "dt_bias", "ssm_a": "A_log", "ssm_norm": "norm", "ssm_out": "out_proj"}
-"""Of recurrent mixers with heads."""
+"""Names of the parts of recurrent mixers with heads."""
 
 
 def state_space(module: str) -> dict[str, str]:
@@ -83,7 +83,7 @@ class Architecture:
         norms_after_rope: norms of queries and keys come after RoPE.
         parallel: the MLP reads the attention's input.
         activation: activation of the MLP.
-        activation_parameters: its parameters, see `abi.h`.
+        activation_parameters: numbers that the activation takes, see `abi.h`.
         fused_mlp: ``ffn_up`` has the gate's rows, then its own.
         scales_embeddings: embeddings are multiplied by the root of the hidden size.
         divides_logits: the file's factor on logits is a divisor.
@@ -100,7 +100,7 @@ class Architecture:
         optional_norms: roles of norms that not all layers have.
         normed_values: values are normed, without weights.
         scaling: scaling of queries times keys, where it does not follow from the size of heads.
-        softcaps: of attention and of the model's logits, in files that do not state them.
+        softcaps: limits of attention's and of the model's logits, for files that do not state them.
         scales_by_hidden_at_layers: models with this many layers scale queries by hidden_size / heads; 0: none.
         rms_norms: norms are RMS norms, whatever a file calls their epsilon.
         gates_attention: the rows of each head's query are followed by those of a gate of the attention's output.

@@ -23,7 +23,7 @@ _OWN_EMBEDDINGS = {
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale": "layer_scalar",
 }
-"""Of embeddings of tokens in each layer, and of factors on what layers give."""
+"""Names of embeddings of tokens in each layer, and of factors on what layers give."""
 
 _PARALLEL_EXPERTS = {
     "ffn_gate_inp": "router.proj",
@@ -35,7 +35,7 @@ _PARALLEL_EXPERTS = {
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
-"""Of experts beside an MLP."""
+"""Names of experts beside an MLP."""
 
 _VERSIONS = range(MAX_VERSIONS - 1)
 _ALTUP = {
@@ -50,7 +50,7 @@ _ALTUP = {
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",
 }
-"""Of versions of the residual stream, and of residuals of low rank."""
+"""Names of what mixes versions of the residual stream, and of residuals of low rank."""
 
 
 def _config(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _config(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
 
 
 def _layers(file: GgufFile, parameters: Parameters) -> dict[str, Any]:
-    """Of layers that differ.
+    """Entries of a config for layers that differ.
 
     Raises:
         ValueError: their MLPs are wide in another way than transformers knows.
@@ -147,7 +147,7 @@ def _altup(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of Gemma 4, some layers of which have larger heads, or are wider."""
+    """Parameters of Gemma 4, some layers of which have larger heads, or are wider."""
     shared, count, per_layer = _shared(config), int(config["num_hidden_layers"]), config.get("per_layer_config")
     if config["layer_types"][-1] != "full_attention":
         raise ValueError("its last layer does not see everything")
