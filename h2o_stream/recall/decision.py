@@ -45,7 +45,7 @@ _VALUE = 2.0
 """Most weight of the words that only the older one has then: two or three rare ones, such as a date with a time."""
 
 _LISTED_VALUE = 1.0
-"""Most weight of such words where several things are asked for: one rare word, the new value. With two it is another thing."""
+"""Most weight of such words where several things are asked for: a rare one, the new value. With two it is another."""
 
 _LIST = 3
 """Passages to read from which on they are taken for a list."""
