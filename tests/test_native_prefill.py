@@ -173,7 +173,7 @@ def compare(library: ctypes.CDLL, case: Case) -> None:
 
 def check_exact_slots(group: HeadGroup) -> None:
     """The sinks and newest tokens of a quantized cache are in their fixed slots."""
-    sinks, residual = group.exact_sinks, group.residual
+    sinks, residual = group.plan.exact_sinks, group.plan.residual
     for row, heads in enumerate(group.index.tolist() if group.exact else ()):
         for slot, token in (pair for slots in heads for pair in enumerate(slots)):
             new = token >= int(group.seen[row]) - (residual - 1)

@@ -93,19 +93,9 @@ class GroupRules:
     # how many slots there are
 
     @property
-    def exact_sinks(self) -> int:
-        """First tokens with slots of their own, in full precision; see `QuantizedStore`."""
-        return 0 if self.plan.kv_bits == 16 else self.plan.exact_sinks
-
-    @property
-    def residual(self) -> int:
-        """Newest tokens with slots of their own, the next one included."""
-        return 0 if self.plan.kv_bits == 16 else self.plan.residual
-
-    @property
     def exact(self) -> int:
         """Slots before the first one that eviction may free."""
-        return self.exact_sinks + self.residual
+        return self.plan.exact_sinks + self.plan.residual
 
     @property
     def spare(self) -> int:

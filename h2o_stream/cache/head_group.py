@@ -201,7 +201,7 @@ class HeadGroup(Slots):
             if name in tensors:
                 setattr(self, name, tensors[name])
         quantized = self.plan.kv_bits < 16
-        self.store = QuantizedStore(tensors, self.plan.kv_bits, self.exact_sinks) if quantized else Store(tensors)
+        self.store = QuantizedStore(tensors, self.plan.kv_bits, self.plan.exact_sinks) if quantized else Store(tensors)
 
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Continue with the arrays of a state, by the names of `arrays`, whose tokens are counted already."""

@@ -105,7 +105,7 @@ class WindowAssignment:
     @property
     def _min_recent(self) -> int:
         """Newest tokens that pins must leave: one, or as many as a quantized cache keeps in full precision."""
-        return max(self._plan.residual - 1, 1) if self._plan.kv_bits < 16 else 1
+        return max(self._plan.residual - 1, 1)
 
 
 def check_not_evicted(group: Slots, start: int, stop: int) -> None:

@@ -75,7 +75,7 @@ class WindowGrowth:
     @cached_property
     def min_movable(self) -> int:
         """Slots that pins must leave, with those of tokens that a quantized cache keeps in full precision."""
-        return max(MIN_EVICTABLE, RESIDUAL.get(self.plan().kv_bits, 0))
+        return max(MIN_EVICTABLE, RESIDUAL[self.plan().kv_bits])
 
     @cached_property
     def largest(self) -> int:

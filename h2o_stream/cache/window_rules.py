@@ -246,7 +246,7 @@ class WindowRules:
     def _can_follow(self, plan: CachePlan) -> bool:
         """Whether the stream can go on with this plan, which has a larger window."""
         before, lengths = self.plan, self.tokens.lengths
-        stored = [(x.rule, x.sinks, x.kv_bits < 16 and (x.exact_sinks, x.residual)) for x in (before, plan)]
+        stored = [(x.rule, x.sinks, x.exact_sinks, x.residual) for x in (before, plan)]
         return not lengths or (stored[0] == stored[1] and not (self._windows_fixed and len(set(lengths)) > 1))
 
     def _follow(self, plan: CachePlan) -> None:

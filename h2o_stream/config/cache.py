@@ -56,9 +56,9 @@ KV_BITS = (16, 8, 6, 4, 2)
 SIZED_KV_BITS = 6
 """Bits of a cache that is given by its size: the most slots per byte before the loss of rounding counts."""
 
-RESIDUAL = {8: 1, 6: 1, 4: 12, 2: 12}
-EXACT_SINKS = {8: 0, 6: 4, 4: 4, 2: 4}
-"""Newest and first tokens that a cache of so many bits holds in full precision: their attention is the largest, and the
+RESIDUAL = {16: 0, 8: 1, 6: 1, 4: 12, 2: 12}
+EXACT_SINKS = {16: 0, 8: 0, 6: 4, 4: 4, 2: 4}
+"""Newest and first tokens that a cache of so few bits holds in full precision: their attention is the largest, and the
 keys of the first would widen the grids of all others. 8 bits lose nothing even there. The token being fed is always one
 of the newest."""
 
@@ -92,12 +92,12 @@ class CachePlan:
 
     @property
     def residual(self) -> int:
-        """Newest tokens that a quantized cache keeps in full precision, the one being fed included."""
+        """Newest tokens with slots of their own, in full precision, the one being fed included; 0 with 16 bits."""
         return min(RESIDUAL[self.kv_bits], self.recent + 1)
 
     @property
     def exact_sinks(self) -> int:
-        """Sinks that a quantized cache keeps in full precision."""
+        """Sinks with slots of their own, in full precision; 0 with 16 bits."""
         return min(EXACT_SINKS[self.kv_bits], self.sinks)
 
 

@@ -91,8 +91,8 @@ class BoundLayer:
         attention.rope_codes = pointer(codes, "int16", rows * attention.rotary_dims)
         attention.in_bfloat16 = dtype_name(first.dtype) == "bfloat16"
         attention.kv_bits = plan.kv_bits
-        attention.exact_sinks = first.exact_sinks
-        attention.residual = first.residual
+        attention.exact_sinks = plan.exact_sinks
+        attention.residual = plan.residual
         self.slots = numpy.zeros((len(first.tensors()["seen"]), len(head_groups)), dtype=SLOTS)
         for name, count, ranges in (("pins", "pin_count", pins), ("transient", "transient_count", transient)):
             self.slots[name], self.slots[count] = pointer(ranges, "int64", 2 * len(ranges)), len(ranges)
