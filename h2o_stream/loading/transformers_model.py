@@ -66,7 +66,6 @@ from h2o_stream.models.templates import with_template
 from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.pointers import dtype_name
-from h2o_stream.runtime.packed_file import kept_tiles
 from h2o_stream.runtime.sources import Checkpoint, ModelFile
 
 
@@ -276,7 +275,7 @@ class _Loader:
             if weights.kept is None:
                 return None
             for entry in weights.entries():
-                kept_tiles(weights.kept, entry.name, entry.shape)
+                weights.kept_tiles(entry, weights.kept)
             tiles = {name: borrowed(array) for name, array in weights.kept.items() if name.endswith(".tiles")}
             packed = PackedConfig({name: kind.name for name, (_, kind) in weights.packed.items()})
             state = to_tensors(weights.unpacked()) | tiles

@@ -20,7 +20,7 @@ class HugePageBuffer:
     """Tensors in huge pages, allocated one by one; see `HugePages`. The shapes are in bytes."""
 
     def __init__(self, shapes: Iterable[Iterable[int]]) -> None:
-        self._pages = HugePages(sum(HugePages.aligned(prod(shape)) for shape in shapes))
+        self._pages = HugePages(map(prod, shapes))
 
     def take(self, shape: Iterable[int], dtype: torch.dtype = torch.uint8) -> Tensor:
         """Allocate the next tensor, uninitialized."""

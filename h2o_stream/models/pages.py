@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy
@@ -16,26 +17,26 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """A buffer from which arrays are taken one by one; its size is the sum of `aligned` of all.
+    """A buffer for arrays of these sizes in bytes, which are taken one by one.
 
     Uses transparent huge pages if the system supports madvise (Linux).
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, sizes: Iterable[int]) -> None:
         self._memory, self._begin = numpy.empty(0, numpy.uint8), 0
-        if size:
+        if size := sum(map(_aligned, sizes)):
             self._memory = numpy.frombuffer(_allocate(size), numpy.uint8)
 
     def take(self, size: int) -> NDArray[numpy.uint8]:
         """The next bytes, uninitialized."""
         begin = self._begin
-        self._begin += self.aligned(size)
+        self._begin += _aligned(size)
         return self._memory[begin : begin + size]
 
-    @staticmethod
-    def aligned(size: int) -> int:
-        """What an array of that many bytes takes."""
-        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+def _aligned(size: int) -> int:
+    """What an array of that many bytes takes."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _allocate(size: int) -> mmap.mmap:

@@ -11,30 +11,26 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.base.progress import Progress, ProgressCallback
-from h2o_stream.models.pages import HugePages
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.description import Matrix
-from h2o_stream.native.packing import ROWS, columns_fit, pack, packed_bytes, tiles_shape
-from h2o_stream.runtime.packed_file import Kept, PackedMatrix, kept_tiles
+from h2o_stream.native.description import DescriptionError, Matrix
+from h2o_stream.native.packing import ROWS, columns_fit, pack, packed_bytes
+from h2o_stream.runtime.packed_file import PackedMatrix, PackedWeights
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.weights import CheckpointWeights, StoredMatrix, Weights
+from h2o_stream.runtime.weights import CheckpointWeights, StoredMatrix
 
 KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 
 
-class PackedCheckpoint(Weights):
+class PackedCheckpoint(PackedWeights):
     """The weights of a checkpoint, of which matrices are packed as they are asked for; see `runtime.weights.Weights`.
 
     Embedding and output layer have 8 bits. What is packed is as in the file, also if the model has another dtype.
-    `progress` gets the numbers packed. What is in `kept` is not packed again.
+    `progress` gets the numbers packed.
     """
-
-    kept: Kept | None = None
 
     def __init__(self, weights: CheckpointWeights, quantize: str, progress: ProgressCallback) -> None:
         self._weights, self._progress = weights, progress
         self.packed = {matrix.module: (matrix, kind) for matrix, kind in packed_matrices(weights, quantize)}
-        self._pages: HugePages | None = None
         self._done, self._total = 0, sum(math.prod(matrix.shape) for matrix, _ in self.packed.values())
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
@@ -42,19 +38,10 @@ class PackedCheckpoint(Weights):
         module = self._weights.module_name(name, layer)
         if module not in self.packed:
             return self._weights.matrix(name, layer, rows, columns)
-        kind = self.packed[module][1]
-        tiles = kept_tiles(self.kept, f"{module}.tiles", tiles_shape(kind, rows, columns))
-        if tiles is None:
-            stored = self._weights.stored(name, layer, rows, columns)
-            tiles = self._take(packed_bytes(kind, rows, columns)).reshape(tiles_shape(kind, rows, columns))
-            self._pack(stored, kind, tiles)
-        return Matrix(tiles, self._weights.vector(name, layer, "bias"), rows, columns, kind)
-
-    def _take(self, size: int) -> NDArray[numpy.uint8]:
-        if self._pages is None:
-            sizes = (packed_bytes(kind, *matrix.shape) for matrix, kind in self.packed.values())
-            self._pages = HugePages(sum(map(HugePages.aligned, sizes)))
-        return self._pages.take(size)
+        packed = self._entry(*self.packed[module])
+        if (packed.rows, packed.columns) != (rows, columns):
+            raise DescriptionError(f"its {module}.weight is {(packed.rows, packed.columns)}, not {(rows, columns)}")
+        return Matrix(self.tiles_of(packed), self._weights.vector(name, layer, "bias"), rows, columns, packed.kind)
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """The weights of a norm, or with ``bias`` its biases, [n] float32; None if there are none."""
@@ -70,21 +57,20 @@ class PackedCheckpoint(Weights):
         return sum(packed_bytes(kind, *matrix.shape) for matrix, kind in self.packed.values())
 
     def entries(self) -> Iterator[PackedMatrix]:
-        """The packed matrices, in the order of the files, for a folder of packed weights."""
+        """See `PackedWeights`."""
         by_array = {matrix.arrays[0]: (matrix, kind) for matrix, kind in self.packed.values()}
-        for matrix, kind in (by_array[name] for name in self._weights.arrays if name in by_array):
-            fill = partial(self._pack_stored, matrix, kind)
-            yield PackedMatrix(f"{matrix.module}.tiles", tiles_shape(kind, *matrix.shape), fill)
+        yield from (self._entry(*by_array[name]) for name in self._weights.arrays if name in by_array)
+
+    def _entry(self, matrix: StoredMatrix, kind: MatrixKind) -> PackedMatrix:
+        return PackedMatrix(f"{matrix.module}.tiles", kind, *matrix.shape, partial(self._pack, matrix, kind))
 
     def unpacked(self) -> dict[str, NDArray[Any]]:
         """All other arrays of the files, by name."""
         packed = {name for matrix, _ in self.packed.values() for name in matrix.arrays}
         return {name: array for name, array in self._weights.arrays.items() if name not in packed}
 
-    def _pack_stored(self, matrix: StoredMatrix, kind: MatrixKind, tiles: NDArray[numpy.uint8]) -> None:
-        self._pack(self._weights.stored(matrix.name, matrix.layer, *matrix.shape), kind, tiles)
-
-    def _pack(self, stored: NDArray[Any], kind: MatrixKind, tiles: NDArray[numpy.uint8]) -> None:
+    def _pack(self, matrix: StoredMatrix, kind: MatrixKind, tiles: NDArray[numpy.uint8]) -> None:
+        stored = self._weights.stored(matrix.name, matrix.layer, *matrix.shape)
         pack(stored, kind, tiles)
         self._done += stored.size
         self._progress(Progress("packing", self._done, self._total))

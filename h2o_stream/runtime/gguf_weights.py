@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,22 +13,21 @@ from numpy.typing import NDArray
 from h2o_stream.base.progress import Progress, ProgressCallback
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import GgufTensor
-from h2o_stream.models.pages import HugePages
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.matrix import check_count
-from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
+from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack
 from h2o_stream.runtime.families.architecture import Architecture
 from h2o_stream.runtime.file_numbers import as_needed, row_orders
 from h2o_stream.runtime.merged import PARTS, WHOLES, dequantized, merged
-from h2o_stream.runtime.packed_file import Kept, PackedMatrix, kept_tiles
+from h2o_stream.runtime.packed_file import PackedMatrix, PackedWeights
 from h2o_stream.runtime.parameters import Parameters, tensor_name
 from h2o_stream.runtime.rotations import Floats
-from h2o_stream.runtime.weights import Weights, as_floats, dense_matrix, gguf_name, small_matrix
+from h2o_stream.runtime.weights import as_floats, dense_matrix, gguf_name, small_matrix
 
 
-class GgufWeights(Weights):
+class GgufWeights(PackedWeights):
     """The weights of a GGUF file, repacked into tiles when asked for.
 
     Args:
@@ -42,10 +40,7 @@ class GgufWeights(Weights):
     Attributes:
         reads: whether a tensor is read, by its name.
         num_dense: how many numbers there are in matrices that are not packed, of layers that are read.
-        kept: matrices that were packed before; None if none were.
     """
-
-    kept: Kept | None = None
 
     def __init__(
         self,
@@ -58,7 +53,6 @@ class GgufWeights(Weights):
         self.file, self.architecture, self.dtype, self._progress = file, architecture, dtype, progress
         self.reads = parameters.reads
         self._orders = row_orders(architecture, parameters)
-        self._pages: HugePages | None = None
         read = [tensor for tensor in file.tensors.values() if self.reads(tensor.name)]
         self._matrices = [tensor for tensor in read if not is_dense(tensor)]
         dense = (tensor for tensor in read if is_dense(tensor) and len(tensor.shape) > 1)
@@ -74,14 +68,11 @@ class GgufWeights(Weights):
             return small_matrix(self.numbers(tensor), bias, rows, columns, self.dtype, tensor.name)
         if tensor is not None and is_dense(tensor) and name not in PARTS:
             return self._dense(tensor, self.vector(name, layer, "bias"), rows, columns)
-        packed_form = None if tensor is None else self.packed_form(tensor)
-        if tensor is None or packed_form is None or (packed_form.rows, packed_form.columns) != (rows, columns):
-            raise DescriptionError(f"its {gguf_name(name, layer)}.weight is {packed_form}, not {(rows, columns)}")
-        tiles = kept_tiles(self.kept, self._kept_name(tensor), packed_form.tiles)
-        if tiles is None:
-            tiles = self._take(packed_form.nbytes).reshape(packed_form.tiles)
-            self.repack(tensor, tiles)
-        return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, packed_form.kind)
+        packed = None if tensor is None else self._packed(tensor)
+        if packed is None or (packed.rows, packed.columns) != (rows, columns):
+            stored = None if packed is None else (packed.rows, packed.columns)
+            raise DescriptionError(f"its {gguf_name(name, layer)}.weight is {stored}, not {(rows, columns)}")
+        return Matrix(self.tiles_of(packed), self.vector(name, layer, "bias"), rows, columns, packed.kind)
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
@@ -89,10 +80,8 @@ class GgufWeights(Weights):
         return None if tensor is None else self.numbers(tensor)
 
     def entries(self) -> Iterator[PackedMatrix]:
-        """The packed matrices, for a folder of packed weights; raises DescriptionError if one cannot be packed."""
-        for tensor in self._matrices:
-            if packed_form := self.packed_form(tensor):
-                yield PackedMatrix(self._kept_name(tensor), packed_form.tiles, partial(self.repack, tensor))
+        """See `PackedWeights`."""
+        return filter(None, map(self._packed, self._matrices))
 
     def _kept_name(self, tensor: GgufTensor) -> str:
         """What the tiles of a matrix are called in such a folder: by transformers' name, in most families."""
@@ -114,7 +103,7 @@ class GgufWeights(Weights):
         tensor = self.file.tensors.get(f"{full}.{kind}")
         return self.file.tensors.get(full) if tensor is None and kind == "weight" else tensor
 
-    def packed_form(self, tensor: GgufTensor) -> PackedForm | None:
+    def _packed(self, tensor: GgufTensor) -> PackedMatrix | None:
         """How a matrix is packed; None for one that is packed with another, as the second of its `PARTS`.
 
         Raises:
@@ -122,12 +111,14 @@ class GgufWeights(Weights):
         """
         kind, rows, columns = packed_kind(tensor), math.prod(tensor.shape[:-1]), tensor.shape[-1]
         name = tensor_name(tensor.name)[1]
-        if name not in WHOLES:
-            return PackedForm(kind, rows, columns)
-        first, second = self._parts(tensor)
-        packed_kind(second)
-        whole = PackedForm(MatrixKind.INT8, first.shape[0] * (first.shape[-1] + second.shape[-2]), second.shape[-1])
-        return whole if name == PARTS[WHOLES[name]][0] else None
+        if name in WHOLES:
+            first, second = self._parts(tensor)
+            packed_kind(second)
+            if name != PARTS[WHOLES[name]][0]:
+                return None
+            kind, rows = MatrixKind.INT8, first.shape[0] * (first.shape[-1] + second.shape[-2])
+            columns = second.shape[-1]
+        return PackedMatrix(self._kept_name(tensor), kind, rows, columns, partial(self._repack, tensor))
 
     def _parts(self, tensor: GgufTensor) -> list[GgufTensor]:
         """The tensors of a whole matrix that one of them belongs to."""
@@ -137,8 +128,8 @@ class GgufWeights(Weights):
             raise DescriptionError(f"it has {tensor.name} without what belongs to it")
         return [part for part in parts if part is not None]
 
-    def repack(self, tensor: GgufTensor, out: NDArray[numpy.uint8]) -> None:
-        """Repack a matrix into `out`, uint8 of the tiles of its `form`, and release it.
+    def _repack(self, tensor: GgufTensor, out: NDArray[numpy.uint8]) -> None:
+        """Repack a matrix into `out`, its tiles, and release it.
 
         Raises:
             DescriptionError: it cannot be packed.
@@ -192,31 +183,6 @@ class GgufWeights(Weights):
         """The numbers of a tensor that is not packed, in the dtype of the file."""
         stored = _STORED.get(tensor.type)
         return dequantized(self.file, tensor) if stored is None else self.file.blocks(tensor).view(stored)
-
-    def _take(self, size: int) -> NDArray[numpy.uint8]:
-        if self._pages is None:
-            packed_forms = filter(None, map(self.packed_form, self._matrices))
-            self._pages = HugePages(sum(HugePages.aligned(each.nbytes) for each in packed_forms))
-        return self._pages.take(size)
-
-
-@dataclass(frozen=True)
-class PackedForm:
-    """A packed matrix without its weights."""
-
-    kind: MatrixKind
-    rows: int
-    columns: int
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """See `tiles_shape`."""
-        return tiles_shape(self.kind, self.rows, self.columns)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tiles."""
-        return math.prod(self.tiles)
 
 
 _STORED = {TensorType.F32: numpy.float32, TensorType.F16: numpy.float16, TensorType.BF16: numpy.uint16}

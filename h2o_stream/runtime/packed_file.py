@@ -1,4 +1,4 @@
-"""Writes packed matrices straight into the mapped file that later starts map, without torch.
+"""Packed matrices: as they are asked for, or straight in the mapped file that later starts map. Without torch.
 
 Everything else is read from the model's own files.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -20,8 +21,12 @@ from numpy.typing import NDArray
 
 from h2o_stream.base.mapped_files import reserve_room
 from h2o_stream.models.packed_cache import WEIGHTS_FILE, NotCachedError, new_packed_folder
+from h2o_stream.models.pages import HugePages
+from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.matrix import DescriptionError
+from h2o_stream.native.packing import tiles_shape
 from h2o_stream.runtime.safetensors_files import mapped_tensors
+from h2o_stream.runtime.weights import Weights
 
 _ALIGNMENT = 64
 """Where the first matrix begins is a multiple of these bytes; the size of each matrix is one, too."""
@@ -29,25 +34,61 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix of the packed file: its name there, the shape of its tiles, and what packs it into such an array."""
+    """A matrix to be packed.
+
+    Attributes:
+        name: what its tiles are called in the file.
+        fill: packs it into an array of its `shape`.
+    """
 
     name: str
-    shape: tuple[int, int]
+    kind: MatrixKind
+    rows: int
+    columns: int
     fill: Callable[[NDArray[numpy.uint8]], None]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of its tiles, see `native.packing.tiles_shape`."""
+        return tiles_shape(self.kind, self.rows, self.columns)
 
-Kept = Mapping[str, NDArray[Any]]
-"""The tiles in such a file, by name."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tiles."""
+        return prod(self.shape)
 
 
-def kept_tiles(kept: Kept | None, name: str, shape: tuple[int, int]) -> NDArray[numpy.uint8] | None:
-    """The tiles of a matrix, None if none are kept at all; raises DescriptionError if there are others."""
-    if kept is None:
-        return None
-    tiles = kept.get(name)
-    if tiles is None or tiles.shape != shape or tiles.dtype != numpy.uint8:
-        raise DescriptionError(f"{name} is {None if tiles is None else tiles.shape}, not {shape}")
-    return tiles
+class PackedWeights(Weights):
+    """Weights whose matrices are packed as they are asked for, unless they were packed before.
+
+    Attributes:
+        kept: the tiles that were packed before, by name; None if none were.
+    """
+
+    kept: Mapping[str, NDArray[Any]] | None = None
+    _pages: HugePages | None = None
+
+    @abstractmethod
+    def entries(self) -> Iterator[PackedMatrix]:
+        """All matrices that are packed, in the order of the files; raises DescriptionError if one cannot be packed."""
+
+    def tiles_of(self, matrix: PackedMatrix) -> NDArray[numpy.uint8]:
+        """The tiles of a matrix: those that are kept, or packed now, into huge pages."""
+        if self.kept is not None:
+            return self.kept_tiles(matrix, self.kept)
+        if self._pages is None:
+            self._pages = HugePages(entry.nbytes for entry in self.entries())
+        tiles = self._pages.take(matrix.nbytes).reshape(matrix.shape)
+        matrix.fill(tiles)
+        return tiles
+
+    @staticmethod
+    def kept_tiles(matrix: PackedMatrix, kept: Mapping[str, NDArray[Any]]) -> NDArray[numpy.uint8]:
+        """The tiles of a matrix among those that are kept; raises DescriptionError if they are others."""
+        tiles = kept.get(matrix.name)
+        if tiles is None or tiles.shape != matrix.shape or tiles.dtype != numpy.uint8:
+            raise DescriptionError(f"{matrix.name} is {None if tiles is None else tiles.shape}, not {matrix.shape}")
+        return tiles
 
 
 def write_packed(
@@ -61,13 +102,13 @@ def write_packed(
         DescriptionError: a matrix cannot be packed.
     """
     entries = list(entries)
-    size = sum(prod(entry.shape) for entry in entries)
+    size = sum(entry.nbytes for entry in entries)
     with suppress(NotCachedError), new_packed_folder(folder, size, metadata, notify) as partial:
         data = _mapped(partial / WEIGHTS_FILE, entries)
         start = len(data) - size
         for entry in entries:
-            entry.fill(numpy.frombuffer(data, numpy.uint8, prod(entry.shape), start).reshape(entry.shape))
-            start += prod(entry.shape)
+            entry.fill(numpy.frombuffer(data, numpy.uint8, entry.nbytes, start).reshape(entry.shape))
+            start += entry.nbytes
         threading.Thread(target=data.flush).start()  # a crash of the machine must not leave zeros
 
 
@@ -90,7 +131,7 @@ def _mapped(path: Path, entries: list[PackedMatrix]) -> mmap.mmap:
     """A new file of safetensors, mapped; its tensors are zero."""
     header, end = {}, 0
     for entry in entries:
-        offsets = [end, end + prod(entry.shape)]
+        offsets = [end, end + entry.nbytes]
         header[entry.name] = {"dtype": "U8", "shape": entry.shape, "data_offsets": offsets}
         end = offsets[1]
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()

@@ -35,7 +35,7 @@ from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.heads import measured_windows
 from h2o_stream.runtime.measured import Windows, read_windows, save_windows, shipped_digest
 from h2o_stream.runtime.model import RuntimeModel
-from h2o_stream.runtime.packed_file import packed_difference, write_packed
+from h2o_stream.runtime.packed_file import PackedWeights, packed_difference, write_packed
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.safetensors_files import mapped_tensors
 from h2o_stream.runtime.weights import CheckpointWeights, Weights
@@ -124,7 +124,7 @@ class Source(ABC):
         return weights
 
     @abstractmethod
-    def _opened(self, progress: ProgressCallback) -> GgufWeights | PackedCheckpoint | CheckpointWeights:
+    def _opened(self, progress: ProgressCallback) -> PackedWeights | CheckpointWeights:
         """Its weights, of which nothing was packed before; errors as for `describe`."""
 
     def packed_difference(self) -> str:
