@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from h2o_stream.attachment.sizing import weight_bytes
+from h2o_stream.attachment.describe import weight_bytes
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
 from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, engine_specs, needed

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from h2o_stream.attachment import gpu_steps, native_steps
 from h2o_stream.attachment.attention_interface import attention_names, using_h2o_attention
+from h2o_stream.attachment.describe import weight_bytes
 from h2o_stream.attachment.forward import AttachedForward, Steps, replaced_forward
 from h2o_stream.attachment.model_facts import input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.retrieval_heads import give_retrieval_heads_more
-from h2o_stream.attachment.sizing import weight_bytes
 from h2o_stream.attachment.support import check_supported, layer_specs, with_default_positions
 from h2o_stream.attachment.verification import Verification, verify_logits
 from h2o_stream.base.progress import ProgressCallback, ignore

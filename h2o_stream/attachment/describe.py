@@ -14,7 +14,7 @@ import torch
 
 from h2o_stream.attachment.module_weights import ModuleWeights
 from h2o_stream.cache.arrays import to_tensor
-from h2o_stream.native.description import Description
+from h2o_stream.native.description import Description, DescriptionError
 from h2o_stream.native.pointers import dtype_name
 from h2o_stream.native.torch_modules import check_module, text_modules
 from h2o_stream.runtime.config_parameters import parameters_of_config
@@ -65,3 +65,19 @@ def _placeholders(config: Any) -> tuple[int, ...]:
         return ()
     named = [value for key, value in config.to_dict().items() if re.fullmatch(_PLACEHOLDERS, key)]
     return tuple(sorted({value for value in named if isinstance(value, int)}))
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of matrices that a step reads; of a model that is not described, all weights but an untied embedding."""
+    try:
+        return describe(model).nbytes
+    except DescriptionError:
+        table, head = _sizes(model.get_input_embeddings()), _sizes(model.get_output_embeddings())
+        unread = 0 if not head or table.keys() & head.keys() else sum(table.values())
+        return sum(_sizes(model).values()) - unread
+
+
+def _sizes(module: Any) -> dict[int, int]:
+    """Bytes of all tensors, by address: what is shared counts once."""
+    tensors = () if module is None else (*module.parameters(), *module.buffers())
+    return {tensor.data_ptr(): tensor.nbytes for tensor in tensors}

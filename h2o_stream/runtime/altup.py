@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from h2o_stream.native.altup import AltUp, Laurel, Versions
 from h2o_stream.native.description import Norm
-from h2o_stream.runtime.file_altup import AltUpParameters
+from h2o_stream.runtime.parameters import AltUpParameters
 from h2o_stream.runtime.weights import Weights
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +14,16 @@ from h2o_stream.native.latent import LatentSizes
 from h2o_stream.runtime.config_ropes import latent_magnitude
 from h2o_stream.runtime.families import ARCHITECTURES
 from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
-from h2o_stream.runtime.file_altup import altup_of
 from h2o_stream.runtime.file_ropes import rope_of_file, ropes_of
 from h2o_stream.runtime.gguf_checks import check_rope, check_sizes
-from h2o_stream.runtime.parameters import ExpertParameters, LayerShape, MixerParameters, Parameters, tensor_name
+from h2o_stream.runtime.parameters import (
+    AltUpParameters,
+    ExpertParameters,
+    LayerShape,
+    MixerParameters,
+    Parameters,
+    tensor_name,
+)
 
 _READ = """
 activation_sparsity_scale altup.active_idx altup.num_inputs
@@ -118,7 +125,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             layer_shapes=_layer_shapes(count, head_size, sliding, get),
             shared_kv_layers=int(shared_layers if has_versions else shared_layers or 0),
             own_embedding=int(get("embedding_length_per_layer_input") or 0),
-            altup=altup_of(file, get) if has_versions else None,
+            altup=_altup(file, get) if has_versions else None,
             latent_queries=int(get("attention.q_lora_rank") or 0),
             mixer=_mixer(get) if get("ssm.time_step_rank") else None,
         )
@@ -141,6 +148,16 @@ _KEY_VALUE = ("key", "value")
 def _largest(sizes: Any) -> int:
     """Largest size over the layers; a file gives one number or a list."""
     return max(map(int, sizes)) if isinstance(sizes, list) else int(sizes or 0)
+
+
+def _altup(file: GgufFile, get: Callable[[str], Any]) -> AltUpParameters:
+    deviations = [float(number) for number in get("activation_sparsity_scale")]
+    return AltUpParameters(
+        int(get("altup.num_inputs")),
+        int(get("altup.active_idx")),
+        file.tensors["blk.0.laurel_l.weight"].shape[0],
+        tuple(None if number == -math.inf else number for number in deviations),
+    )
 
 
 def _mixer(get: Callable[[str], Any]) -> MixerParameters:

@@ -7,16 +7,14 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 
-from h2o_stream.native.abi import GroupWorth, NormKind, Scoring
+from h2o_stream.native.abi import MAX_VERSIONS, GroupWorth, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
 from h2o_stream.native.matrix import require
-from h2o_stream.runtime.file_altup import AltUpParameters
 from h2o_stream.runtime.rotations import MAX_FLOAT, RopeParameters
 
 MAX_SIZE, MAX_LAYERS, MAX_TOKENS, MAX_WINDOW = 2**24, 2**16, 2**31 - 1, 2**20
 """Largest vectors, numbers of layers, token indices, and windows that are held whole: beyond all models."""
-
 
 _FACTORS = (
     *("scaling", "softcap", "logit_softcap", "embedding_scale", "residual_scale", "logit_scale", "epsilon"),
@@ -31,9 +29,8 @@ def check_range(value: int, what: str, limit: int, minimum: int = 1) -> None:
 
 def _check_number(value: float, what: str) -> None:
     """Raises DescriptionError unless a number is finite in float32."""
-    require(
-        not isinstance(value, complex) and abs(value) < MAX_FLOAT, f"{what} is {value}, not a number that float32 has"
-    )
+    fits = not isinstance(value, complex) and abs(value) < MAX_FLOAT
+    require(fits, f"{what} is {value}, not a number that float32 has")
 
 
 @dataclass(frozen=True)
@@ -111,6 +108,29 @@ class MixerParameters:
         check_range(self.value_size, "ssm.inner_size of a head", MAX_SIZE // self.heads)
         require(0 <= self.step_limits[0] < self.step_limits[1], f"time_step_limit is {self.step_limits}")
         _check_number(self.epsilon, "the epsilon of a mixer's norm")
+
+
+@dataclass(frozen=True)
+class AltUpParameters:
+    """Numbers of a model with `count` versions of the residual stream, of which layers read the one that is active.
+
+    Attributes:
+        gate_deviations: deviations of each layer, see `native.description.Mlp`.
+        corrects_scale: whether the active version is scaled before a layer's embedding is added.
+
+    Raises:
+        DescriptionError: they do not fit each other.
+    """
+
+    count: int
+    active: int
+    rank: int
+    gate_deviations: tuple[float | None, ...]
+    corrects_scale: bool = True
+
+    def __post_init__(self) -> None:
+        check_range(self.count, "altup.num_inputs", MAX_VERSIONS, 2)
+        check_range(self.active, "altup.active_idx", self.count - 1, 0)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class _FileRunner(Runner):
 
 
 def step_bytes(file: GgufFile) -> int:
-    """Bytes of a file's weights that a step reads, see `h2o_stream.attachment.sizing.weight_bytes`."""
+    """Bytes of a file's weights that a step reads, see `h2o_stream.attachment.describe.weight_bytes`."""
     chosen, count = (file.metadata.get(f"{file.architecture}.expert_{name}count", 1) for name in ("used_", ""))
     untied = [EMBEDDING] if f"{OUTPUT}.weight" in file.tensors else []
     tables = [f"{name}.weight" for name in (*untied, LAYER_EMBEDDINGS)]

@@ -14,7 +14,7 @@ from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config,
 from h2o_lab.random_models.gguf import write_random_gguf
 from h2o_lab.random_models.weights import DEVIATION, random_model, read_settings
 from h2o_stream import attach
-from h2o_stream.attachment.sizing import weight_bytes
+from h2o_stream.attachment.describe import weight_bytes
 from h2o_stream.compare.speed.engines import LLAMA_CPP, OURS, EngineSpec
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig

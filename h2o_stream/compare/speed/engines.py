@@ -214,7 +214,7 @@ def _weight_bytes(model: Any) -> int:
     """Bytes of weights that a step reads."""
     if isinstance(model, RuntimeModel):
         return model.description.nbytes
-    from h2o_stream.attachment.sizing import weight_bytes
+    from h2o_stream.attachment.describe import weight_bytes
 
     return weight_bytes(model)
 

@@ -11,8 +11,7 @@ from typing import Any
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.abi import MAX_VERSIONS, Activation
 from h2o_stream.runtime.families.architecture import AFTER, BEFORE, LAYER_EMBEDDINGS, SANDWICH, Architecture, ModelType
-from h2o_stream.runtime.file_altup import AltUpParameters
-from h2o_stream.runtime.parameters import LayerShape, Parameters
+from h2o_stream.runtime.parameters import AltUpParameters, LayerShape, Parameters
 
 _OWN_EMBEDDINGS = {
     LAYER_EMBEDDINGS: "model.embed_tokens_per_layer",

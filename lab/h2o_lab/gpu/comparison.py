@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from h2o_lab.gpu.options import GpuOptions
 from h2o_lab.random_models.weights import read_settings
 from h2o_stream.attachment.attach import attach
-from h2o_stream.attachment.sizing import weight_bytes
+from h2o_stream.attachment.describe import weight_bytes
 from h2o_stream.base.resources import version_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, cache_settings
 from h2o_stream.compare.folder import JobResult
