@@ -135,11 +135,7 @@ class AltUpParameters:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Factors on what matrices take and give (Falcon-H1).
-
-    Attributes:
-        mixer_parts: on gates, inputs, keys, queries and steps of a state space.
-    """
+    """Factors on what matrices take and give (Falcon-H1); `mixer_parts` on gates, inputs, keys, queries and steps."""
 
     attention_in: float = 1.0
     key: float = 1.0
