@@ -29,7 +29,7 @@ from starlette.routing import Route
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.models import tokenizer
 from h2o_stream.native import library
-from h2o_stream.recall import passages, recall
+from h2o_stream.recall import recall
 from h2o_stream.serve import app, aside, chat, grammar_client, grammars, service, worker
 from h2o_stream.serve.app import make_app
 from h2o_stream.serve.conversations import Conversations, Live
@@ -567,19 +567,23 @@ def test_long_lists_of_tokens_are_written_where_nobody_waits(server: Running, mo
 
 def test_what_recall_searches_is_indexed_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a megabyte that a client pasted held all replies for seconds, when it asked about that."""
-    seen, text = list[tuple[str, int]](), "My code is 4711. Your code is 1174. " * 40
+    seen, text = list[str](), "My code is 4711. Your code is 1174. " * 80
 
-    def noting(*values: Any) -> Any:
-        seen.append((threading.current_thread().name.rstrip("-_0123456789"), len(values[4])))
-        return passages.locate(*values)
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*values: Any) -> Any:
+            if any(len(value) >= len(text) - 1 for value in values if isinstance(value, str)):
+                seen.append(threading.current_thread().name.rstrip("-_0123456789"))
+            return function(*values)
 
-    monkeypatch.setattr(recall, "locate", noting)
+        return call
+
+    monkeypatch.setattr(recall, "locate", noting(recall.locate))
+    monkeypatch.setattr(recall, "cut_pieces", noting(recall.cut_pieces))
     asked = {"recall": "auto", "previous_response_id": server.say(text, recall="auto")["id"]}
-    assert seen == [("h2o-save", len(text))]
     assert server.say("What is my code?", **asked)["h2o"]["origin"] == "continued"
-    assert [size for _, size in seen if size == len(text)] == [len(text)]
-    assert server.say("What is my code?", **asked)["h2o"]["origin"] == "branched"
-    assert {name for name, _ in seen} == {"h2o-save", "h2o-read", "h2o-save-long"}
+    assert seen == ["h2o-save"]
+    assert server.say("Summarize the text above.", **asked)["h2o"]["origin"] == "branched"
+    assert seen == ["h2o-save", "h2o-read", "h2o-read", "h2o-save-long"]
 
 
 def test_long_texts_leave_the_processors_to_replies(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,17 @@ class Recall:
         cache = self._engine.cache
         return max((cache.plan.window - sum(map(len, cache.windows.protected))) // 2, 0)
 
+    def takes_long(self, message: str) -> bool:
+        """Whether `find` has to index something, or looks for a whole."""
+        looked = list[None]()
+
+        def turns() -> list[SaidTurn]:
+            looked.append(None)
+            return []
+
+        find_whole(message, turns)
+        return bool(looked) or not self.in_sync
+
     def find(self, message: str) -> Recalled:
         """What to read again before a message."""
         whole = self._find_whole(message)

@@ -25,7 +25,7 @@ from h2o_stream.serve.stream import LogprobSampler
 from h2o_stream.serve.tools import named
 from h2o_stream.serve.turns import Event, corrected_events
 from h2o_stream.serve.wording import as_api_error
-from h2o_stream.session.messages import text_of
+from h2o_stream.session.messages import question_of, text_of
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Turn
 
@@ -102,11 +102,12 @@ class Job:
 
     @cached_property
     def reads_much(self) -> bool:
-        """Whether many characters are to be read, or many turns, or indexed; asked for before anything is."""
+        """Whether many characters are to be read, or many turns, or searched; asked for before anything is."""
         unread, dialogue = len(self.opened.unread), self.ask.dialogue
         begins = [] if self.live.engine.tokens else [dialogue.system, *self.ask.options.pins, *self.ask.options.tools]
         new = sum(dialogue.parts[len(dialogue.past) - unread :]) + size_of(begins)
-        return unread >= _MANY or new >= LONG or not (begins or self.live.conversation.recall.in_sync)
+        recall, question = self.live.conversation.recall, question_of(dialogue.user)
+        return unread >= _MANY or new >= LONG or (not begins and recall.takes_long(question))
 
 
 class Endings:
