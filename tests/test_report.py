@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from h2o_lab.report.report import NARROW, WIDE, svg
+from h2o_lab.ruler.heatmap import Heatmap
 from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.comparison import Job, JobProgress
 from h2o_stream.compare.folder import Folder
 from h2o_stream.errors import DataError
 from h2o_stream.ui.comparison import _Bars
 from h2o_stream.ui.format import shade
-from h2o_stream.ui.pages import Chart, Curve, Heatmap, TableData, page_of, readable
+from h2o_stream.ui.pages import Chart, Curve, TableData, page_of, readable
 from h2o_stream.ui.pages.nll import loss
 from h2o_stream.ui.pages.speed import decoding
 from h2o_stream.ui.plots import ChartStyle

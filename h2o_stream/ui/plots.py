@@ -7,8 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from h2o_stream.ui.format import shade
-from h2o_stream.ui.pages import Chart, Heatmap
+from h2o_stream.ui.pages import Chart, Drawing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,12 +33,12 @@ _MAX_MARKERS = 20
 """Curves with fewer points get a marker at each, others eight or so, staggered."""
 
 
-def draw(chart: Chart | Heatmap, path: Path) -> None:
+def draw(chart: Chart | Drawing, path: Path) -> None:
     """Draw a chart into a PNG file; raises OSError if it cannot be written."""
     figure_of(chart, ChartStyle()).savefig(path, dpi=120)
 
 
-def figure_of(chart: Chart | Heatmap, style: ChartStyle) -> Figure:
+def figure_of(chart: Chart | Drawing, style: ChartStyle) -> Figure:
     """A chart in a style, as matplotlib has it."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -47,8 +46,9 @@ def figure_of(chart: Chart | Heatmap, style: ChartStyle) -> Figure:
     colored = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     settings: dict[Any, Any] = {"svg.hashsalt": chart.name, **dict.fromkeys(colored, style.foreground)}
     with rc_context(settings):
-        if isinstance(chart, Heatmap):
-            return _draw_cells(chart, style)
+        if not isinstance(chart, Chart):
+            drawn: Figure = chart.figure(style)
+            return drawn
         figure = Figure(figsize=style.size, layout="constrained", facecolor=style.background)
         _draw_curves(chart, style, figure)
     return figure
@@ -90,30 +90,3 @@ def _draw_curves(chart: Chart, style: ChartStyle, figure: Figure) -> None:
     if any(curve.name for curve in chart.curves):
         columns = 2 if style.size[0] < 5 else 4
         figure.legend(loc="outside lower center", fontsize=9, ncols=columns, frameon=False)
-
-
-def _draw_cells(chart: Heatmap, style: ChartStyle) -> Figure:
-    """The panels of a heatmap, side by side or, in a narrow style, one above the other."""
-    from matplotlib.figure import Figure
-
-    count, width = len(chart.panels), style.size[0]
-    columns = 1 if width < 5 else min(count, 3)
-    rows = -(-count // columns)
-    height = rows * (1.1 + 0.32 * len(chart.y)) + 0.6
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=style.background)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
-    for axis, (name, cells) in zip(panels, chart.panels.items(), strict=False):
-        axis.imshow([[[part / 255 for part in shade(value)] for value in row] for row in cells], aspect="auto")
-        axis.set_title(name, fontsize=10)
-        axis.set_xticks(range(len(chart.x)), chart.x, fontsize=8)
-        axis.set_yticks(range(len(chart.y)), chart.y, fontsize=8)
-        axis.set_xlabel(chart.axes[0])
-        axis.set_ylabel(chart.axes[1])
-        for y, row in enumerate(cells):
-            for x, value in enumerate(row):
-                axis.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=8, color="black")
-    for axis in panels:
-        axis.remove()
-    if style.title:
-        figure.suptitle(fill(chart.title, 100, replace_whitespace=False), fontsize=10)
-    return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,16 +58,15 @@ class Chart:
     logarithmic: str = ""
 
 
-@dataclass(frozen=True)
-class Heatmap:
-    """Colored cells: by title a panel for each policy, in rows from the top, from 0 (bad) to 1 (good)."""
+class Drawing(ABC):
+    """A picture of another kind, which draws itself."""
 
     name: str
     title: str
-    axes: tuple[str, str]
-    x: Sequence[str]
-    y: Sequence[str]
-    panels: Mapping[str, Sequence[Sequence[float]]]
+
+    @abstractmethod
+    def figure(self, style: Any) -> Any:
+        """A figure of matplotlib in a `plots.ChartStyle`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Page:
     title: str
     legend: str
     tables: Sequence[TableData]
-    charts: Sequence[Chart | Heatmap] = ()
+    charts: Sequence[Chart | Drawing] = ()
     verdict: str = ""
 
 
@@ -88,12 +88,12 @@ def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
     return replace(page, charts=[part for chart in page.charts for part in readable(chart)])
 
 
-def readable(chart: Chart | Heatmap) -> list[Chart | Heatmap]:
+def readable(chart: Chart | Drawing) -> list[Chart | Drawing]:
     """A chart as several with at most `MAX_CURVES` named curves each; the first curve, full if it is there, is in all.
 
     Curves without a name stay together: they show a spread.
     """
-    if isinstance(chart, Heatmap) or len(chart.curves) <= MAX_CURVES or not all(curve.name for curve in chart.curves):
+    if not isinstance(chart, Chart) or len(chart.curves) <= MAX_CURVES or not all(curve.name for curve in chart.curves):
         return [chart]
     first, *others = chart.curves
     parts = [others[start : start + MAX_CURVES - 1] for start in range(0, len(others), MAX_CURVES - 1)]

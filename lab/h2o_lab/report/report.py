@@ -22,7 +22,7 @@ from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.run_record import RECORDS, RUN, read_run_record
-from h2o_stream.ui.pages import Chart, Heatmap, Page, page_of
+from h2o_stream.ui.pages import Chart, Drawing, Page, page_of
 from h2o_stream.ui.plots import ChartStyle, figure_of
 from h2o_stream.ui.tables import markdown_page
 
@@ -129,14 +129,14 @@ def _html(finished: Sequence[FinishedComparison], left_out: Sequence[LeftOut]) -
     return template.render(finished=finished, left_out=lines_of(left_out), made_by=_MADE_BY, version=_VERSION)
 
 
-def _images(chart: Chart | Heatmap) -> dict[str, str]:
+def _images(chart: Chart | Drawing) -> dict[str, str]:
     """A chart in every style, as data URIs."""
     styles = {"wide": WIDE, "wide_dark": WIDE_DARK, "narrow": NARROW, "narrow_dark": NARROW_DARK}
     pictures = {name: base64.b64encode(svg(chart, style).encode()).decode() for name, style in styles.items()}
     return {name: f"data:image/svg+xml;base64,{picture}" for name, picture in pictures.items()}
 
 
-def svg(chart: Chart | Heatmap, style: ChartStyle) -> str:
+def svg(chart: Chart | Drawing, style: ChartStyle) -> str:
     """A chart as a self-contained SVG picture."""
     text = StringIO()
     figure_of(chart, style).savefig(text, format="svg", metadata={"Date": None, "Creator": None})

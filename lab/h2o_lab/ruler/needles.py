@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from h2o_lab.phrases import share
-from h2o_stream.ui.pages import Heatmap, Page, Record, TableData, curve_name
+from h2o_lab.ruler.heatmap import Heatmap
+from h2o_stream.ui.pages import Page, Record, TableData, curve_name
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
