@@ -96,11 +96,11 @@ def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**read, "model_type": config["model_type"], "architectures": config["architectures"]}
 
 
-def entries_read() -> set[str]:
-    """The names of all entries that are looked at, for any type."""
+def recorded(kind: type[dict[str, Any]]) -> tuple[Any, set[str]]:
+    """A class of dictionaries, and the names that are read from any of them."""
     read = set[str]()
 
-    class Recorded(Entries):
+    class Recorded(kind):  # type: ignore[misc, valid-type]
         def get(self, name: str, otherwise: Any = None) -> Any:
             read.add(name)
             return super().get(name, otherwise)
@@ -109,8 +109,14 @@ def entries_read() -> set[str]:
             read.add(name)
             return super().__getitem__(name)
 
+    return Recorded, read
+
+
+def entries_read() -> set[str]:
+    """The names of all entries that are looked at, for any type."""
+    entries, read = recorded(Entries)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_parameters, "Entries", Recorded)
+        patch.setattr(config_parameters, "Entries", entries)
         for name in MODEL_TYPES:
             config_parameters.parameters_of_config(default_config(name))
     return read

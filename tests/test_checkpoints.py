@@ -33,7 +33,7 @@ from tests.families import nudged
 from tests.family_models import CHECKPOINTS, MODELS, TEXT
 from tests.fixtures import thinned, with_exhaustive
 from tests.in_turn import in_turn
-from tests.published_configs import PUBLISHED, as_read, default_config, older_configs
+from tests.published_configs import PUBLISHED, as_read, default_config, older_configs, recorded
 from tests.test_first_start import chat
 from tests.test_native_families import DESCRIBED
 from tests.test_runtime import through_both
@@ -55,22 +55,6 @@ SHAPES = {
     "mamba_d_head", "mamba_num_heads", "linear_num_value_heads", "vocab_size_per_layer_input",
 }  # fmt: skip
 """Entries whose weights would have other shapes, or be there or not."""
-
-
-class Recorded(dict[str, Any]):
-    """Arrays, and the names of those that were read."""
-
-    def __init__(self, arrays: dict[str, Any]) -> None:
-        super().__init__(arrays)
-        self.read = set[str]()
-
-    def get(self, name: str, otherwise: Any = None) -> Any:
-        self.read |= {name} & self.keys()
-        return super().get(name, otherwise)
-
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +120,10 @@ class TestRows:
         model = model if name == "kolibri1" else nudged(model)  # its biases of experts can only be zeros
         model.save_pretrained(tmp_path)
         source = Checkpoint(name, tmp_path, "float32", "none")
-        source._dense.arrays = arrays = Recorded(source._dense.arrays)
+        kind, read = recorded(dict)
+        source._dense.arrays = arrays = kind(source._dense.arrays)
         served = source.model(source.describe(print))
-        assert arrays.keys() - arrays.read == set()
+        assert arrays.keys() <= read
         moves = not (source.parameters.temperature or source.parameters.refused_positions)
         config = CacheConfig(window=44, chunk=16, positions="gap" if moves else "absolute", budgets="equal")
         with Engine(served, FileTokenizer(Tokenizer(models.BPE()), {}, None), config) as engine:
