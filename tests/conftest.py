@@ -9,5 +9,5 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in what they start in the background
     gc.disable()  # it would look at all that is imported and collected again and again
-    for plugin in ("tests.fixtures", "tests.native_builds", "tests.native_streams"):
+    for plugin in ("tests.fixtures", "tests.native_builds", "tests.native_streams", "tests.histories"):
         config.pluginmanager.import_plugin(plugin)

@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_stream import CacheConfig, Engine, SamplingConfig
 from h2o_stream.cache.state import State
 from h2o_stream.engine.sampling import RngState
 from tests.small_talk import small_model, small_tokenizer
 
 MODEL, TOKENIZER = small_model(), small_tokenizer()
-CACHE = CacheConfig("h2o", 32, chunk=4)
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,6 @@ class ExpectedConversation:
     @property
     def digest(self) -> str:
         return self.turns[-1].digest if self.turns else ""
-
-
-def make_engine() -> Engine:
-    engine = Engine(MODEL, TOKENIZER, CACHE, SamplingConfig(temperature=1.0, seed=4, max_tokens=4))
-    engine.prefill_step = CACHE.chunk or 1
-    return engine
 
 
 def digest_of(state: State) -> str:

@@ -200,10 +200,11 @@ def questions(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Separate sessions and settings for each test."""
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Separate sessions and settings for each test: the folder of the sessions."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "data" / "h2o-stream" / "sessions"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from h2o_stream import CacheConfig, Engine, SamplingConfig
 from tests.fixtures import make_llama
 
 WORDS = tuple(f"w{number}" for number in range(24))
@@ -31,3 +32,11 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 def small_model() -> PreTrainedModel:
     """A model with the vocabulary of the tokenizer."""
     return make_llama(heads=1, layers=2, size=4, vocab=len(_SPECIAL) + len(WORDS))
+
+
+def small_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, policy: str = "h2o") -> Engine:
+    """One that draws replies of a few tokens, and reads a few at a time."""
+    sampling = SamplingConfig(temperature=1.0, seed=4, max_tokens=4)
+    engine = Engine(model, tokenizer, CacheConfig(policy, 32, chunk=4), sampling)
+    engine.prefill_step = 4
+    return engine

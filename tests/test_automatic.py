@@ -3,7 +3,6 @@
 import os
 import re
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from h2o_stream.session.folders import (
     sessions_folder,
     similar_session,
 )
-from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.search import MARKS, search
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.state_files import StateFiles
@@ -30,8 +28,8 @@ from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
 from tests.commands import invoke, piped
 from tests.fixtures import with_exhaustive
+from tests.histories import Histories, said
 from tests.terminal import Pty
-from tests.test_history import make, said  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -56,10 +54,10 @@ def used_at(name: str, time: int) -> None:
 class TestHistories:
     def test_a_turn_costs_a_line_and_the_end_its_states(
         self,
-        make: Callable[..., ConversationHistory],  # noqa: F811
+        make_history: Histories,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        history = make()
+        history = make_history()
         history.keep(automatic_session)
         assert session_names() == []
         with monkeypatch.context() as patch:
@@ -71,19 +69,19 @@ class TestHistories:
         (name,) = session_names()
         assert name == "tell-me-about-the-sea"
         assert len(list(session_folder(name).glob("state-*"))) == 2
-        further = make()
+        further = make_history()
         assert further.open(name, create=False)
         assert [entry.prompt for entry in further.undo(1)] == ["Go on."]
         assert said(further, "Go on.") == replies[2:]
         further.close()
 
-    def test_a_crash_costs_the_states(self, make: Callable[..., ConversationHistory]) -> None:  # noqa: F811
-        history = make()
+    def test_a_crash_costs_the_states(self, make_history: Histories) -> None:
+        history = make_history()
         history.keep(automatic_session)
         said(history, "one", "two")
         assert history.session is not None
         history.session.close()  # without its states
-        further = make()
+        further = make_history()
         with pytest.raises(NoStateError):
             further.open("one", create=False)
         for _ in further.replay("one"):
@@ -91,8 +89,8 @@ class TestHistories:
         assert [entry.prompt for entry in further.entries] == ["one", "two"]
         further.close()
 
-    def test_a_new_conversation_is_a_new_session(self, make: Callable[..., ConversationHistory]) -> None:  # noqa: F811
-        history = make()
+    def test_a_new_conversation_is_a_new_session(self, make_history: Histories) -> None:
+        history = make_history()
         history.keep(automatic_session)
         said(history, "one")
         history.reset()
@@ -108,9 +106,9 @@ class TestHistories:
 
     def test_what_cannot_be_kept_is_said_once_and_kept_later(
         self,
-        make: Callable[..., ConversationHistory],  # noqa: F811
+        make_history: Histories,
     ) -> None:
-        history, broken = make(), True
+        history, broken = make_history(), True
 
         def start(text: str) -> Session:
             if broken:
@@ -129,8 +127,8 @@ class TestHistories:
         history.close()
 
     @pytest.mark.parametrize("keep", with_exhaustive([True], [False]))
-    def test_back_beyond_the_states(self, make: Callable[..., ConversationHistory], keep: bool) -> None:  # noqa: F811
-        history = make()
+    def test_back_beyond_the_states(self, make_history: Histories, keep: bool) -> None:
+        history = make_history()
         if keep:
             history.keep(automatic_session)
         replies = said(history, *(f"question {number}" for number in range(10)))

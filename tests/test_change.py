@@ -13,17 +13,11 @@ from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, Sampli
 from h2o_stream.engine.events import Finished
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
-from h2o_stream.session.turn import Turn
 from tests.commands import piped, records, texts
 from tests.fixtures import with_exhaustive
+from tests.histories import TALK, said
 
 pytestmark = pytest.mark.usefixtures("own_home")
-
-TALK = ["Tell me about the sea.", "And the tower?", "What about the light?"]
-
-
-def said(history: ConversationHistory, *texts: str) -> list[str]:
-    return [next(event.text for event in history.say(text) if isinstance(event, Turn)) for text in texts]
 
 
 @pytest.fixture
@@ -50,11 +44,11 @@ def test_the_transcript_is_fed_to_the_other_conversation(open_conversation: Any,
     if saved:
         history.open("talk")
     list(history.pin("The code is 4711."))
-    replies = said(history, *TALK)
+    replies = said(history, *TALK[:3])
 
     expected = open_conversation(48)
     list(expected.pin("The code is 4711."))
-    for text, reply in zip(TALK, replies, strict=True):
+    for text, reply in zip(TALK[:3], replies, strict=True):
         list(expected.feed_turn(text, reply))
 
     list(history.continue_in(open_conversation(48), in_window(48)))
@@ -69,7 +63,7 @@ def test_the_transcript_is_fed_to_the_other_conversation(open_conversation: Any,
         assert header.window == 48
     history.regenerate()
     assert [entry.prompt for entry in history.undo()] == TALK[1:2]
-    again = said(history, *TALK[1:])
+    again = said(history, *TALK[1:3])
     history.close()
     if saved:
         resumed = ConversationHistory(open_conversation(48), in_window(48))
@@ -94,14 +88,14 @@ def test_a_transcript_that_is_not_fed_completely_changes_nothing(open_conversati
 
 
 def test_a_suspended_conversation_resumes(open_conversation: Callable[..., Conversation]) -> None:
-    whole = said(ConversationHistory(open_conversation(64), in_window(64)), *TALK)
+    whole = said(ConversationHistory(open_conversation(64), in_window(64)), *TALK[:3])
     history = ConversationHistory(open_conversation(64), in_window(64))
     first = said(history, *TALK[:2])
     history.suspend()
     history.conversation.engine.close()
     history.conversation.engine.reopen()
     history.resume()
-    assert first + said(history, *TALK[2:]) == whole
+    assert first + said(history, *TALK[2:3]) == whole
 
 
 def test_there_must_be_a_way_back(open_conversation: Callable[..., Conversation]) -> None:

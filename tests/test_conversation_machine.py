@@ -29,9 +29,9 @@ from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transactions import ResumeError
 from h2o_stream.session.transcript import Header
-from tests.conversation_model import MODEL, ExpectedConversation, ExpectedTurn, digest_of, make_engine, start_turn
+from tests.conversation_model import MODEL, TOKENIZER, ExpectedConversation, ExpectedTurn, digest_of, start_turn
 from tests.disturbances import full_disk, interrupted
-from tests.small_talk import WORDS
+from tests.small_talk import WORDS, small_engine
 from tests.test_recall import indexed, said
 
 DIGEST = model_digest(MODEL)
@@ -61,7 +61,7 @@ class ConversationMachine(RuleBasedStateMachine):
             self.stack.enter_context(patch(f"h2o_stream.attachment.{place}.model_digest", lambda model: DIGEST))
         self.stack.enter_context(patch("h2o_stream.recall.recall.decide", lambda *arguments: []))
         self.stack.enter_context(torch.no_grad())
-        self.engine = self.stack.enter_context(make_engine())
+        self.engine = self.stack.enter_context(small_engine(MODEL, TOKENIZER))
         conversation = Conversation(self.engine, SYSTEMS[0], recall="auto")
         self.history = ConversationHistory(conversation, Header("small", "h2o", 32, None))
         self.expected = ExpectedConversation(SYSTEMS[0])
@@ -296,7 +296,7 @@ class ConversationMachine(RuleBasedStateMachine):
         assert not list(self.folder.rglob("*.part"))
 
     def check_that_a_fresh_one_comes_to_the_same(self) -> None:
-        with make_engine() as engine:
+        with small_engine(MODEL, TOKENIZER) as engine:
             conversation = Conversation(engine, self.expected.system)
             for turn in self.expected.turns:
                 engine.sampler.rng_state = turn.draws

@@ -1,51 +1,24 @@
 """Conversation histories: undo, regenerate, fork, and resume in another process."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
-from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream import H2OStreamError
 from h2o_stream.errors import DataError
-from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transactions import ResumeError
-from h2o_stream.session.transcript import Header
-from h2o_stream.session.turn import Turn
 from tests.fixtures import with_exhaustive
+from tests.histories import TALK, Histories, said
 
 pytestmark = pytest.mark.usefixtures("own_home")
-
-TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on.", "And then?"]
-
-
-@pytest.fixture
-def make(talker: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
-    """Makes histories of separate conversations with the same model."""
-    model = talker()
-    with ExitStack() as engines:
-
-        def history(policy: str = "h2o", temperature: float = 0.0) -> ConversationHistory:
-            engines.close()
-            sampling = SamplingConfig(temperature=temperature, seed=5, max_tokens=10)
-            engine = engines.enter_context(Engine(model, tokenizer, CacheConfig(policy, 64), sampling))
-            return ConversationHistory(Conversation(engine, "Be brief."), Header("tiny", policy, 64, None))
-
-        yield history
-
-
-def said(history: ConversationHistory, *texts: str) -> list[str]:
-    return [next(event.text for event in history.say(text) if isinstance(event, Turn)) for text in texts]
 
 
 @pytest.mark.parametrize(("policy", "saved"), with_exhaustive(
     [("h2o", True), ("full", False)], [("h2o", False), ("full", True)]
 ))  # fmt: skip
-def test_undo(make: Callable[..., ConversationHistory], policy: str, saved: bool) -> None:
+def test_undo(make_history: Histories, policy: str, saved: bool) -> None:
     """Even after tokens have been evicted."""
-    history = make(policy)
+    history = make_history(policy)
     if saved:
         history.open("talk")
     replies = said(history, *TALK)
@@ -62,8 +35,8 @@ def test_undo(make: Callable[..., ConversationHistory], policy: str, saved: bool
     history.close()
 
 
-def test_undo_has_an_end(make: Callable[..., ConversationHistory]) -> None:
-    history = make()
+def test_undo_has_an_end(make_history: Histories) -> None:
+    history = make_history()
     said(history, *TALK, *TALK)
     with pytest.raises(H2OStreamError, match="cannot return to turn"):
         history.undo(9)
@@ -72,8 +45,8 @@ def test_undo_has_an_end(make: Callable[..., ConversationHistory]) -> None:
     assert len(history.entries) == 3
 
 
-def test_another_reply(make: Callable[..., ConversationHistory]) -> None:
-    history = make(temperature=1.5)
+def test_another_reply(make_history: Histories) -> None:
+    history = make_history(temperature=1.5)
     first = said(history, TALK[0])
     others = [said(history, history.regenerate()) for _ in range(3)]
     assert any(other != first for other in others)
@@ -84,13 +57,13 @@ def test_another_reply(make: Callable[..., ConversationHistory]) -> None:
         history.regenerate()
 
 
-def test_a_session_continues(make: Callable[..., ConversationHistory]) -> None:
-    whole = said(make(temperature=1.0), *TALK)
-    history = make(temperature=1.0)
+def test_a_session_continues(make_history: Histories) -> None:
+    whole = said(make_history(temperature=1.0), *TALK)
+    history = make_history(temperature=1.0)
     assert not history.open("talk")
     first = said(history, *TALK[:2])
     history.close()
-    history = make(temperature=1.0)
+    history = make_history(temperature=1.0)
     assert history.open("talk")
     assert [entry.prompt for entry in history.entries] == TALK[:2]
     assert first + said(history, *TALK[2:]) == whole
@@ -99,8 +72,8 @@ def test_a_session_continues(make: Callable[..., ConversationHistory]) -> None:
     history.close()
 
 
-def test_a_branch(make: Callable[..., ConversationHistory]) -> None:
-    history = make()
+def test_a_branch(make_history: Histories) -> None:
+    history = make_history()
     replies = said(history, *TALK[:3])
     history.fork("one")
     history.save("copy")
@@ -108,43 +81,43 @@ def test_a_branch(make: Callable[..., ConversationHistory]) -> None:
     history.fork("two")
     history.undo()
     history.close()
-    history = make()
+    history = make_history()
     for name, turns in (("one", 4), ("two", 3), ("copy", 3)):
         assert history.open(name)
         assert len(history.entries) == turns
     rest = said(history, *TALK[3:])
-    assert replies + rest == said(make(), *TALK)
+    assert replies + rest == said(make_history(), *TALK)
     with pytest.raises(H2OStreamError, match="already"):
         history.save("one")
     history.close()
 
 
-def test_a_session_of_another_policy_is_replayed(make: Callable[..., ConversationHistory]) -> None:
-    history = make("sink")
+def test_a_session_of_another_policy_is_replayed(make_history: Histories) -> None:
+    history = make_history("sink")
     history.open("talk")
     said(history, *TALK[:2])
     list(history.pin("The code is 4711."))
     before = history.entries
     history.close()
-    history = make("h2o")
+    history = make_history("h2o")
     with pytest.raises(ResumeError, match="session talk cannot be resumed: .* another policy"):
         history.open("talk")
     list(history.replay("talk"))
     assert [(entry.prompt, entry.text) for entry in history.entries] == [(e.prompt, e.text) for e in before]
     assert history.conversation.pins == ["The code is 4711."]
     history.close()
-    history = make("h2o")
+    history = make_history("h2o")
     assert history.open("talk")
     assert history.header().policy == "h2o"
     history.close()
 
 
-def test_a_session_without_a_line_does_not_exist(make: Callable[..., ConversationHistory], tmp_path: Path) -> None:
+def test_a_session_without_a_line_does_not_exist(make_history: Histories, tmp_path: Path) -> None:
     """Left by a process that ended before it could write."""
     folder = tmp_path / "data" / "h2o-stream" / "sessions" / "talk"
     folder.mkdir(parents=True)
     (folder / "transcript.jsonl").touch()
-    history = make()
+    history = make_history()
     for change in (lambda: list(history.replay("talk")), lambda: history.open("talk", create=False)):
         with pytest.raises(DataError, match="there is no session talk"):
             change()

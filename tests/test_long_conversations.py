@@ -24,13 +24,12 @@ from h2o_stream.errors import DataError
 from h2o_stream.serve.store import Store
 from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Entry, Header, Transcript, _Content, header_record, last_turn, turn_record
 from tests.fixtures import ids, make_llama
+from tests.histories import Histories, said
 from tests.serve_load import post
 from tests.served import Running
-from tests.test_history import make, said  # noqa: F401
 from tests.tolerance import assert_close
 
 pytestmark = [
@@ -97,10 +96,10 @@ def older(conversation: Conversation, turns: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["automatic", "named"])
-def test_a_turn_of_the_chat(make: Callable[..., ConversationHistory], kind: str) -> None:  # noqa: F811
+def test_a_turn_of_the_chat(make_history: Histories, kind: str) -> None:
     costs = []
     for turns in LENGTHS:
-        history = make()
+        history = make_history()
         if kind == "named":
             history.open(f"talk-{turns}")
         else:

@@ -1,7 +1,5 @@
 """A conversation that reads evicted passages again: what is fed, marked, indexed and saved."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +11,16 @@ from h2o_stream.engine.events import Token
 from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.recall.passage import Candidate, Passage, Recalled
 from h2o_stream.session.history import ConversationHistory
-from h2o_stream.session.transcript import Header
 from tests.fixtures import with_exhaustive
-from tests.small_talk import small_model, small_tokenizer
+from tests.histories import Histories
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    return tmp_path / "h2o-stream" / "sessions"
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., ConversationHistory]]:
-    model, tokenizer, sampling = small_model(), small_tokenizer(), SamplingConfig(1.0, seed=4, max_tokens=4)
-    with ExitStack() as engines:
-
-        def history(recall: Any = "auto") -> ConversationHistory:
-            engines.close()
-            config = CacheConfig("h2o", 32, chunk=4)
-            engine = engines.enter_context(Engine(model, tokenizer, config, sampling))
-            return ConversationHistory(Conversation(engine, "w1 w2", recall=recall), Header("small", "h2o", 32, None))
-
-        yield history
+def make(make_small: Histories) -> Histories:
+    """With recall, if nothing else is said."""
+    return lambda recall="auto": make_small(recall=recall)
 
 
 @pytest.fixture
@@ -70,7 +55,7 @@ def fill(history: ConversationHistory, turns: int) -> None:
 
 class TestReading:
     @pytest.fixture
-    def history(self, make: Callable[..., ConversationHistory], recall_first_turn: None) -> ConversationHistory:
+    def history(self, make: Histories, recall_first_turn: None) -> ConversationHistory:
         """Its first turn was evicted, and is recalled by the next message."""
         history = make()
         list(history.feed_turn("w3 w4", "w9"))
@@ -89,7 +74,7 @@ class TestReading:
         assert tokenizer.decode(tokens[marked.stop : marked.stop + 2]) == "w3 w11"
 
     def test_it_is_marked_in_the_state_and_in_neither_transcript_nor_index(
-        self, make: Callable[..., ConversationHistory], history: ConversationHistory
+        self, make: Histories, history: ConversationHistory
     ) -> None:
         list(history.say("w3 w11"))
         assert history.entries[-1].prompt == "w3 w11"
@@ -108,7 +93,7 @@ class TestReading:
         assert not kept & set(marked)
 
     @pytest.mark.usefixtures("recall_first_turn")
-    def test_it_stays_while_replies_are_measured(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_it_stays_while_replies_are_measured(self, make: Histories) -> None:
         """Regression: margins were those of a turn that was over, when passages go first."""
         history = make()
         list(history.feed_turn("w3 w4", "w9"))
@@ -149,7 +134,7 @@ class TestReading:
 
 
 class TestOff:
-    def test_nothing_changes(self, make: Any, monkeypatch: pytest.MonkeyPatch, recall_first_turn: None) -> None:
+    def test_nothing_changes(self, make: Histories, monkeypatch: pytest.MonkeyPatch, recall_first_turn: None) -> None:
         streams = []
         for recall in ("off", "auto"):
             history = make(recall)
@@ -165,7 +150,7 @@ class TestOff:
         list(plain.say("w3 w11"))
         assert [*plain.conversation.engine.tokens] == streams[0] != streams[1]
 
-    def test_switched_on_later(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_switched_on_later(self, make: Histories) -> None:
         history = make("off")
         fill(history, 2)
         history.conversation.recall.mode = "auto"
@@ -176,7 +161,7 @@ class TestOff:
 class TestIndexFollows:
     """The index has what the transcript has, whatever is done to the conversation."""
 
-    def test_undo_and_regenerate(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_undo_and_regenerate(self, make: Histories) -> None:
         history = make()
         fill(history, 3)
         list(history.say("w11 w12"))
@@ -187,7 +172,7 @@ class TestIndexFollows:
         list(history.say("w13 w14"))
         assert indexed(history) == said(history)
 
-    def test_reset(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_reset(self, make: Histories) -> None:
         history = make()
         fill(history, 2)
         history.reset("w2")
@@ -195,14 +180,14 @@ class TestIndexFollows:
         fill(history, 1)
         assert indexed(history) == said(history)
 
-    def test_sessions(self, make: Callable[..., ConversationHistory], folder: Path) -> None:
+    def test_sessions(self, make: Histories, own_home: Path) -> None:
         history = make()
         fill(history, 2)
         history.save("copy")
         history.fork("a")
         list(history.say("w11 w12"))
         assert indexed(history) == said(history)
-        assert (folder / "a" / "passages.sqlite").exists()
+        assert (own_home / "a" / "passages.sqlite").exists()
         history.fork("b")
         history.undo()
         assert indexed(history) == said(history)
@@ -214,14 +199,14 @@ class TestIndexFollows:
         again.open("a")
         assert indexed(again) == said(again)
 
-    def test_a_session_that_cannot_be_opened(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_a_session_that_cannot_be_opened(self, make: Histories) -> None:
         history = make()
         fill(history, 2)
         with pytest.raises(H2OStreamError):
             history.open("none", create=False)
         assert indexed(history) == said(history) != []
 
-    def test_an_abandoned_replay(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_an_abandoned_replay(self, make: Histories) -> None:
         history = make()
         fill(history, 3)
         history.save("copy")
@@ -232,7 +217,7 @@ class TestIndexFollows:
         events.close()
         assert indexed(history) == before == said(history)
 
-    def test_an_abandoned_reply(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_an_abandoned_reply(self, make: Histories) -> None:
         history = make()
         fill(history, 1)
         events = history.say("w11 w12")
@@ -243,13 +228,13 @@ class TestIndexFollows:
         assert history.entries[-1].finish == "interrupted"
         assert indexed(history) == said(history)
 
-    def test_a_damaged_index_is_rebuilt(self, make: Callable[..., ConversationHistory], folder: Path) -> None:
+    def test_a_damaged_index_is_rebuilt(self, make: Histories, own_home: Path) -> None:
         history, lines = make(), list[str]()
         fill(history, 2)
         history.fork("a")
         list(history.say("w11 w12"))
         history.close()
-        path = folder / "a" / "passages.sqlite"
+        path = own_home / "a" / "passages.sqlite"
         path.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 40)
         again = make()
         again.conversation.recall.notify = lines.append
@@ -258,7 +243,7 @@ class TestIndexFollows:
         assert len(lines) == 1
         assert "rebuilt" in lines[0]
 
-    def test_without_a_history(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_without_a_history(self, make: Histories) -> None:
         conversation = make().conversation
         conversation.recall.source = None
         list(conversation.say("w11 w12"))
@@ -322,7 +307,7 @@ class TestWholes:
     CHAPTER = "Chapter 1.\n\n" + "\n\n".join("w3 w4 w5 w6. " * 8 for _ in range(4))
 
     @pytest.fixture
-    def history(self, make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch) -> ConversationHistory:
+    def history(self, make: Histories, monkeypatch: pytest.MonkeyPatch) -> ConversationHistory:
         """A chapter of which most was evicted."""
         monkeypatch.setattr("h2o_stream.recall.recall.MIN_REPLY", 1)
         history = make()
@@ -360,9 +345,7 @@ class TestWholes:
         assert [candidate.excerpt for candidate in first.candidates] == [self.CHAPTER.strip()]
         assert turn.timings.prompt_tokens + turn.timings.new_tokens == turn.counts.seen - before
 
-    def test_a_turn_that_is_abandoned_between_pieces(
-        self, make: Callable[..., ConversationHistory], history: ConversationHistory
-    ) -> None:
+    def test_a_turn_that_is_abandoned_between_pieces(self, make: Histories, history: ConversationHistory) -> None:
         events = history.say("Summarize chapter 1")
         texts = list[str]()
         while "\n\n" not in "".join(texts):
@@ -398,7 +381,7 @@ class TestWholes:
         first = next(history.say(message))
         assert (first.gone, first.candidates) == (gone, ())
 
-    def test_code_is_read_again_however_its_text_is_cut(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_code_is_read_again_however_its_text_is_cut(self, make: Histories) -> None:
         """Regression: of code that begins within a passage nothing was found in the stream."""
         code = "class W5:\n    " + "w5\n    " * 20
         history = make()
@@ -407,7 +390,7 @@ class TestWholes:
         first = next(history.say("Show me class W5 again"))
         assert [candidate.excerpt for candidate in first.candidates] == [code.rstrip()]
 
-    def test_nothing_is_new_for_what_is_still_held(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_nothing_is_new_for_what_is_still_held(self, make: Histories) -> None:
         history = make()
         list(history.feed_turn("Chapter 1.\n\nw3", "w9"))
         assert not any(isinstance(event, Recalled) for event in history.say("Summarize chapter 1"))

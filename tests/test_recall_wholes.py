@@ -7,7 +7,7 @@ import pytest
 
 from h2o_stream.recall.passage import SaidTurn
 from h2o_stream.recall.wholes import find_whole
-from tests.test_history import TALK, make, said  # noqa: F401
+from tests.histories import TALK, Histories, said
 
 WORDS = "It rained on the harbour, and nobody came. " * 8
 NOVEL = "THE HARBOUR\n\n" + "\n\n".join(
@@ -129,8 +129,8 @@ class Counted(Sequence[SaidTurn]):
 
 
 @pytest.mark.usefixtures("own_home")
-def test_a_long_conversation_is_not_read_for_a_whole(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    history, seen = make(), []
+def test_a_long_conversation_is_not_read_for_a_whole(make_history: Histories, monkeypatch: pytest.MonkeyPatch) -> None:
+    history, seen = make_history(), []
     recall = history.conversation.recall
     recall.mode = "auto"
     said(history, "class Sea:\n    def wave(self):\n        return 'a wave'\n", *TALK)

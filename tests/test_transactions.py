@@ -1,14 +1,12 @@
 """A disturbance at any point leaves a conversation and its session in the state before or after the operation."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream import ConfigError, H2OStreamError
 from h2o_stream.cache.state import State
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import DataError
@@ -18,29 +16,13 @@ from h2o_stream.session.transactions import ResumeError
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
 from tests.disturbances import full_disk, interrupted
-from tests.small_talk import WORDS, small_model, small_tokenizer
+from tests.histories import Histories
+from tests.small_talk import WORDS
 
 TOO_LONG = " ".join(WORDS * 40)
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    return tmp_path / "h2o-stream" / "sessions"
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., ConversationHistory]]:
-    model, tokenizer, sampling = small_model(), small_tokenizer(), SamplingConfig(1.0, seed=4, max_tokens=4)
-    with ExitStack() as engines:
-
-        def history(policy: str = "h2o", window: int = 32) -> ConversationHistory:
-            engines.close()
-            engine = engines.enter_context(Engine(model, tokenizer, CacheConfig(policy, window, chunk=4), sampling))
-            engine.prefill_step = 4
-            return ConversationHistory(Conversation(engine, "w1 w2"), Header("small", policy, window, None))
-
-        yield history
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 def whole(history: ConversationHistory) -> tuple[object, ...]:
@@ -53,8 +35,8 @@ def whole(history: ConversationHistory) -> tuple[object, ...]:
 class TestInterrupted:
     @pytest.mark.every(2)
     @pytest.mark.parametrize("saved", [False, True])
-    def test_a_turn_at_any_line(self, make: Callable[..., ConversationHistory], saved: bool) -> None:
-        history, count = make(), 0
+    def test_a_turn_at_any_line(self, make_small: Histories, saved: bool) -> None:
+        history, count = make_small(), 0
         if saved:
             history.open("talk")
         list(history.say("w3 w4"))
@@ -72,12 +54,12 @@ class TestInterrupted:
         assert count > 20
         history.close()
 
-    def test_an_undo_at_any_line(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_an_undo_at_any_line(self, make_small: Histories) -> None:
         """Including the state of the random generator."""
         line, done = 0, False
         while not done:
             line += 37
-            history = make()
+            history = make_small()
             history.open(f"talk{line}")
             list(history.say("w3"))
             after = whole(history)[1:]
@@ -95,9 +77,9 @@ class TestInterrupted:
 
     @pytest.mark.every(2)
     @pytest.mark.parametrize("how", ["save", "fork"])
-    def test_a_copy_at_any_line(self, make: Callable[..., ConversationHistory], folder: Path, how: str) -> None:
+    def test_a_copy_at_any_line(self, make_small: Histories, own_home: Path, how: str) -> None:
         """The copy is complete, or there is none."""
-        history, line, done = make(), 0, False
+        history, line, done = make_small(), 0, False
         list(history.say("w3 w4"))
         before = whole(history)
         while not done:
@@ -108,7 +90,7 @@ class TestInterrupted:
                 done = True
             except KeyboardInterrupt:
                 done = history.session is not None
-            if (folder / f"copy{line}" / "transcript.jsonl").exists():
+            if (own_home / f"copy{line}" / "transcript.jsonl").exists():
                 assert how == "save" or done
                 session = history.session
                 with nullcontext(session) if session is not None else Session(f"copy{line}", create=False) as session:
@@ -117,8 +99,8 @@ class TestInterrupted:
         assert line > 100
         history.close()
 
-    def test_a_pin_pins_nothing_of_the_next_turn(self, make: Callable[..., ConversationHistory]) -> None:
-        history = make()
+    def test_a_pin_pins_nothing_of_the_next_turn(self, make_small: Histories) -> None:
+        history = make_small()
         list(history.say("w3"))
         engine = history.conversation.engine
         pins = engine.cache.pins
@@ -129,8 +111,8 @@ class TestInterrupted:
         assert (engine.cache.pins, history.conversation.pins) == (pins, [])
         assert history.entries[-1].kind == "told"
 
-    def test_an_opening_leaves_no_passage(self, make: Callable[..., ConversationHistory]) -> None:
-        history = make()
+    def test_an_opening_leaves_no_passage(self, make_small: Histories) -> None:
+        history = make_small()
         conversation = history.conversation
         next(history.say("w3 w4")).counts  # noqa: B018 -- four tokens of the system prompt
         history.close()
@@ -139,8 +121,8 @@ class TestInterrupted:
         assert [passage.start for passage in conversation.turn_spans] == [0]
 
     @pytest.mark.parametrize("num_events", [1, 2, 3, 5])
-    def test_what_was_yielded_is_a_turn(self, make: Callable[..., ConversationHistory], num_events: int) -> None:
-        history = make()
+    def test_what_was_yielded_is_a_turn(self, make_small: Histories, num_events: int) -> None:
+        history = make_small()
         list(history.say("w3"))
         seen, text = len(history.conversation.engine.tokens), ""
         events = history.say("w4 w5")
@@ -154,8 +136,8 @@ class TestInterrupted:
         assert history.conversation.turn_spans[-1].start == seen
         assert history.conversation.turn_spans[-1].stop == len(history.conversation.engine.tokens)
 
-    def test_an_interrupted_forward_without_a_history_is_torn_until_reset(self, make: Any) -> None:
-        conversation = make().conversation
+    def test_an_interrupted_forward_without_a_history_is_torn_until_reset(self, make_small: Histories) -> None:
+        conversation = make_small().conversation
 
         def fail(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
@@ -172,8 +154,8 @@ class TestInterrupted:
         conversation.reset()
         assert isinstance(list(conversation.say("w3"))[-1], Turn)
 
-    def test_out_of_memory_takes_the_turn_back(self, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        history = make()
+    def test_out_of_memory_takes_the_turn_back(self, make_small: Histories, monkeypatch: pytest.MonkeyPatch) -> None:
+        history = make_small()
         list(history.say("w3"))
         before = whole(history)
 
@@ -191,14 +173,14 @@ class TestInterrupted:
 
 
 class TestSessions:
-    def two(self, make: Callable[..., ConversationHistory]) -> ConversationHistory:
+    def two(self, make_small: Histories) -> ConversationHistory:
         """A conversation, and a second session with another policy."""
-        history = make("sink")
+        history = make_small("sink")
         history.open("other")
         for _ in range(3):
             list(history.say("w8 w9"))
         history.close()
-        history = make()
+        history = make_small()
         history.open("talk")
         list(history.say("w3"))
         return history
@@ -207,19 +189,19 @@ class TestSessions:
         with Session(name, create=False) as session:
             return session.transcript.entries
 
-    def test_loading_what_is_not_there(self, make: Callable[..., ConversationHistory], folder: Path) -> None:
-        history = self.two(make)
+    def test_loading_what_is_not_there(self, make_small: Histories, own_home: Path) -> None:
+        history = self.two(make_small)
         before = whole(history)
         with pytest.raises(DataError, match="there is no session typo"):
             history.open("typo", create=False)
         assert whole(history) == before
-        assert not (folder / "typo").exists()
+        assert not (own_home / "typo").exists()
         history.close()
 
-    def test_a_replay_that_does_not_fit(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_a_replay_that_does_not_fit(self, make_small: Histories) -> None:
         with Session("big") as session:
             session.add(Entry(1, "w3", "w4"), None, Header("small", "h2o", 99, TOO_LONG))
-        history = self.two(make)
+        history = self.two(make_small)
         before = whole(history)
         with pytest.raises(ResumeError):
             history.open("big")
@@ -232,8 +214,8 @@ class TestSessions:
 
     @pytest.mark.every(2)
     @pytest.mark.parametrize("num_events", [1, 4, 7])
-    def test_a_replay_that_is_interrupted(self, make: Callable[..., ConversationHistory], num_events: int) -> None:
-        history = self.two(make)
+    def test_a_replay_that_is_interrupted(self, make_small: Histories, num_events: int) -> None:
+        history = self.two(make_small)
         before, there = whole(history), self.free("other")
         events = history.replay("other")
         for _ in range(num_events):
@@ -251,8 +233,8 @@ class TestSessions:
         assert [entry.prompt for entry in history.entries] == ["w8 w9"] * 3
         history.close()
 
-    def test_any_exception_releases_the_lock(self, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        history = self.two(make)
+    def test_any_exception_releases_the_lock(self, make_small: Histories, monkeypatch: pytest.MonkeyPatch) -> None:
+        history = self.two(make_small)
         before = whole(history)
 
         def fail(*_: object) -> None:
@@ -268,10 +250,10 @@ class TestSessions:
         history.close()
         assert len(self.free("talk")) == 1
 
-    def test_random_state_of_another_kind(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_random_state_of_another_kind(self, make_small: Histories) -> None:
         from h2o_stream.cache.state import checksummed
 
-        history = make()
+        history = make_small()
         list(history.say("w3"))
         before, state = whole(history), history.conversation.state_dict()
         kept = {name: state[name] for name in ("engine.tokens", "engine.opening")}
@@ -284,45 +266,45 @@ class TestSessions:
 class TestFullDisk:
     @pytest.mark.every(2)
     @pytest.mark.parametrize("first", range(1, 8))
-    def test_at_any_write(self, make: Callable[..., ConversationHistory], folder: Path, first: int) -> None:
-        history = make()
+    def test_at_any_write(self, make_small: Histories, own_home: Path, first: int) -> None:
+        history = make_small()
         history.open("talk")
         list(history.say("w3"))
-        saved = (folder / "talk" / "transcript.jsonl").read_bytes()
-        states = {path: path.read_bytes() for path in folder.rglob("state-*")}
+        saved = (own_home / "talk" / "transcript.jsonl").read_bytes()
+        states = {path: path.read_bytes() for path in own_home.rglob("state-*")}
         with full_disk(first):
             turn = list(history.say("w4"))[-1]
         assert first > 4 or "No space left on device" in turn.detail
-        assert (folder / "talk" / "transcript.jsonl").read_bytes().startswith(saved)
+        assert (own_home / "talk" / "transcript.jsonl").read_bytes().startswith(saved)
         assert all(path.read_bytes() == data for path, data in states.items())
-        assert not list(folder.rglob("*.part"))
+        assert not list(own_home.rglob("*.part"))
         list(history.say("w5"))
         history.close()
         with Session("talk") as session:
             assert [entry.prompt for entry in session.transcript.entries] == ["w3", "w4", "w5"]
 
     @pytest.mark.parametrize("first", range(1, 7))
-    def test_a_copy_on_a_full_disk_leaves_nothing(self, make: Any, folder: Path, first: int) -> None:
-        history = make()
+    def test_a_copy_on_a_full_disk_leaves_nothing(self, make_small: Histories, own_home: Path, first: int) -> None:
+        history = make_small()
         list(history.say("w3"))
         before = whole(history)
         with full_disk(first), pytest.raises(DataError, match="No space left"):
             history.fork("copy")
         assert whole(history) == before
         assert history.session is None
-        assert not (folder / "copy").exists()
+        assert not (own_home / "copy").exists()
 
-    def test_the_oldest_state_stays_until_the_newest_is_there(self, folder: Path) -> None:
+    def test_the_oldest_state_stays_until_the_newest_is_there(self, own_home: Path) -> None:
         def state(turn: int) -> State:
             return {"number": np.array(turn)}
 
         with Session("talk") as session:
             for turn in range(1, 9):
                 session.add(Entry(turn, "w3", "w4"), state(turn), Header("small", "h2o", 32, None))
-            before = sorted(folder.rglob("state-*"))
+            before = sorted(own_home.rglob("state-*"))
             with full_disk(), pytest.raises(DataError, match="not saved yet"):
                 session.add(Entry(9, "w5", "w6"), state(9))
-            assert sorted(folder.rglob("state-*")) >= before[1:]
+            assert sorted(own_home.rglob("state-*")) >= before[1:]
             session.add(Entry(10, "w7", "w8"), state(10))
         with Session("talk") as session:
             assert [entry.turn for entry in session.transcript.entries] == list(range(1, 11))
