@@ -6,9 +6,11 @@ it was.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.recurrent import states_of
-from h2o_stream.gpu import graphs
+from h2o_stream.gpu import available, graphs
 from h2o_stream.gpu.graphs import WARM_UP, GraphSteps
 from tests.families import FAMILIES
 from tests.fixtures import ids as tokens
@@ -87,6 +89,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
         lambda forward, cache, **more: GraphSteps(forward, cache, lambda step: Recording(cache, step), **more),
     )
     monkeypatch.setattr("h2o_stream.attachment.gpu_steps.serves", lambda model: True)
+    monkeypatch.setattr(available, "why_not", lambda device: "Triton is not installed")  # nor interprets
     Recording.made = Recording.replays = 0
     return Recording
 
@@ -187,6 +190,58 @@ def test_a_step_that_cannot_be_captured_is_eager(monkeypatch: pytest.MonkeyPatch
     assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
     assert not recorded.made
     assert sum("cannot be captured" in str(warning.message) for warning in caught) == 1
+
+
+def test_inputs_of_inference_mode(recorded: type[Recording]) -> None:
+    """What is captured within is replayed without."""
+    model = make_llama(groups=2)
+    with attach(model, CacheConfig(window=24)) as cache:
+        with torch.inference_mode():
+            run(model, cache, tokens(30 + WARM_UP))
+        assert recorded.made == 1
+        with torch.no_grad():
+            run(model, cache, tokens(2))
+    assert recorded.replays
+
+
+def test_weights_on_several_devices(monkeypatch: pytest.MonkeyPatch, recorded: type[Recording]) -> None:
+    """A graph would hold kernels of one of them, and memory of the others would be free for other tensors."""
+    monkeypatch.setattr("h2o_stream.attachment.gpu_steps.input_device", lambda model: torch.device("cuda"))
+    with attach(make_llama(), CacheConfig(window=24)) as cache:
+        assert cache.engine_note.startswith("eager: weights are on several devices")
+
+
+def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream is as before, and the reason is what failed, not that the capture could not be ended then."""
+    current = ["main"]
+
+    @contextmanager
+    def stream(new: str) -> Iterator[None]:
+        before, current[0] = current[0], new
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    class Capture:
+        def __init__(self, graph: Any, stream: str, **settings: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            current[0] = self.stream
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("the capture was invalidated")
+
+    cuda = {"CUDAGraph": object, "Stream": lambda: "side", "current_stream": lambda: current[0], "graph": Capture}
+    for name, stand_in in {**cuda, "stream": stream}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    step = Mock(side_effect=RuntimeError("a sync"))
+    with attach(make_llama(), CacheConfig(window=24)) as cache:
+        steps = GraphSteps(step, cache)
+        with pytest.warns(UserWarning, match="a sync"):
+            assert not steps._capture({name: tokens(1) for name in ("input_ids", "position_ids")})
+    assert current == ["main"]
 
 
 @pytest.mark.parametrize(("number", "settings", "device", "words"), [

@@ -34,9 +34,11 @@ def serves(model: Any) -> bool:
 
 def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Steps | None:
     """Set the kernels of an empty cache, and return the steps of an attached model; None for its own forward."""
-    uncaptured = graphs.why_not(cache, input_device(model))
+    device = input_device(model)
+    spread = "weights are on several devices" if any(x.device != device for x in model.parameters()) else ""
+    uncaptured = spread or graphs.why_not(cache, device)
     how = f"eager: {uncaptured}" if uncaptured else "captured as a CUDA graph"
-    if reason := _set_kernels(model, cache, verification):
+    if reason := spread or _set_kernels(model, cache, verification):
         cache.engine_note = f"{how}; attention is eager: {reason}"
     else:
         fused = _fused(model, cache, verification, not uncaptured)
@@ -60,8 +62,8 @@ def _set_kernels(model: Any, cache: H2OCache, verification: Verification) -> str
     device = input_device(model)
     if reason := available.why_not(device):
         return reason
-    if cache.storage_device is not None or len({x.device for x in model.parameters()}) > 1:
-        return "keys and values, or weights, are on several devices"
+    if cache.storage_device is not None:
+        return "keys and values are on another device"
     try:
         from h2o_stream.gpu.groups import why_not
         from h2o_stream.gpu.kernels import GpuKernels

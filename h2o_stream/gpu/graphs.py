@@ -33,8 +33,11 @@ class CudaRecording:
     """A step as a CUDA graph. Capturing runs nothing: the cache is unchanged."""
 
     def __init__(self, step: Callable[[], Tensor]) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=torch.cuda.Stream()):  # its own is that of one device
+        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # the graph's own is that of one device
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),  # which a capture that fails does not restore
+            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             self.logits = step()
 
     def replay(self) -> None:
@@ -87,6 +90,7 @@ class GraphSteps:
             cache.count_token()
         return self._recording.logits.clone()
 
+    @torch.inference_mode(False)  # inputs are written in place, later perhaps outside of it
     @torch.no_grad()
     def _capture(self, kwargs: dict[str, Any]) -> bool:
         """Capture a step with inputs of these shapes. Returns whether that was possible."""
@@ -98,8 +102,8 @@ class GraphSteps:
             if self._otherwise is not None:
                 self._forward, self._otherwise = self._otherwise, None
                 return self._capture(kwargs)
-            self._failed = True
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            self._failed, cause = True, error.__context__ or error  # the end of a failed capture fails, too
+            reason = next(iter(str(cause).splitlines()), type(cause).__name__)
             self._cache.engine_note = f"eager: a step cannot be captured ({reason})"
             warnings.warn(f"steps run eagerly, one cannot be captured: {reason}", stacklevel=2)
         return not self._failed
