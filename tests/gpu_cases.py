@@ -94,6 +94,7 @@ CASES = {
     "layers of 3 rows": lambda: layers(3, attention_bias=True, mlp_bias=True),
     "layers with biases": lambda: layers(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
     "rows of blocks": lambda: layers(64, quantized="Q4_K"),
+    "rows of Q6_K": lambda: layers(3, quantized="Q6_K"),
     **{kind: partial(layers, quantized=kind) for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
     "h2o": attention,
     "float32": lambda: attention(dtype=torch.float32),
@@ -105,6 +106,10 @@ CASES = {
     "tova, 64 numbers": lambda: attention("tova", size=64, rotary=32, window=1000, groups=7),
     "random, everything": lambda: attention(
         "random", sliding=512, pins=(range(3),), transient=(range(9, 30),), softcap=30.0, sinks=torch.zeros(8)
+    ),
+    "80 numbers, 48 queries a head": lambda: attention(size=80, rotary=80, window=4096, groups=48, counts=(1,)),
+    "96 numbers, a window of 24": lambda: attention(
+        "recent", size=96, rotary=96, window=24, groups=1, positions="rolling"
     ),
     "absolute": lambda: attention(size=64, positions="absolute"),
     "norms, some heads": lambda: attention(

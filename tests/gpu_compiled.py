@@ -3,6 +3,7 @@
 The host code runs on tensors of the CPU; a launch compiles the kernel instead, for each of the compute capabilities.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from tests.gpu_cases import CASES, KERNELS
 SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a program can have, by compute capability."""
 
+CHANGING = {"offset", "pin_count", "slots", "table_rows", "tokens", "transient_count"}
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
@@ -39,6 +41,7 @@ def compile_launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **k
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     assert values.keys() == set(kernel.arg_names), set(kernel.arg_names) ^ values.keys()
     free = {p.name for p in kernel.params if not p.do_not_specialize and type(values[p.name]) is int}
+    assert not CHANGING & free, "compiled again while a stream runs"
     constants = {p.name for p in kernel.params if p.is_constexpr or values[p.name] is None}
     constants |= {name for name in free if values[name] == 1}  # as a launch does
     signature = {name: "constexpr" if name in constants else kind_of(values[name]) for name in kernel.arg_names}
@@ -58,7 +61,9 @@ def compile_launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **k
         source = ASTSource(kernel, signature, {name: values[name] for name in constants} | overlaps, aligned)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert made.asm["cubin"]
-        assert ("griddepcontrol.wait" in made.asm["ptx"]) == bool(overlaps)
+        first, waits, _ = made.asm["ptx"].partition("griddepcontrol.wait")
+        assert bool(waits) == bool(overlaps)
+        assert not waits or not re.search(r"\b(st\.global|atom|red)\.", first), "stored before the wait"
         shared = made.metadata.shared
         assert shared <= SHARED[capability], (kernel.__name__, capability, shared)
     compiled[key] = len(compiled)

@@ -3,6 +3,7 @@
 import inspect
 import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -116,8 +117,23 @@ def test_programs_in_another_order(monkeypatch: pytest.MonkeyPatch, name: str, s
     monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kwargs: programs.launch(*args, **kwargs))
     monkeypatch.setattr("h2o_stream.gpu.prompt.meet", programs.meet)
     monkeypatch.setattr("h2o_stream.gpu.kernels._SHARING_WINDOW", sharing)
+    monkeypatch.setattr("h2o_stream.gpu.kernels._PARTS", 8 * sharing)  # some or one of the splits are merged at once
     compare(cases()[name], processors=1000)
     assert programs.meetings
+
+
+def test_memory_of_a_stream_that_has_ended() -> None:
+    """Slots are free again, and what the next one writes may have been allocated in torch's inference mode."""
+    gpu = kernels()
+    with torch.inference_mode():
+        gpu._space("met 0", 2, torch.device("cpu"))
+    layer = Layer(cases()["from the first token"], gpu)
+    layer.attend(0)
+    group = layer.groups[0][0]
+    keys = weakref.ref(group.store.keys)
+    group.reset()
+    assert keys() is None
+    assert not any(space.is_inference() for space in gpu._spaces.values())
 
 
 def compare(case: Case, processors: int = 0) -> None:

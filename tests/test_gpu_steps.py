@@ -1,6 +1,7 @@
 """Fused layers under Triton's interpreter, against the model's own. `tests/test_gpu.py` runs them."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,57 @@ def test_fused_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (Recording.made, Recording.replays) == (1, 7 - WARM_UP)
 
 
+@pytest.mark.parametrize(("name", "rows"), [("Llama 3", 1), ("Qwen 3", 2), ("Qwen 2 MoE", 1)])
+def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+    """With PDL, the kernels before may still run then: nothing is stored, or loaded that they store in this step.
+
+    A step begins with an embedding, whose kernel waits for all before it, as any of torch does.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from h2o_stream.gpu import blocks, decode, products
+
+    stored, early, waits = set[int](), [False], list[int]()
+
+    def begin(*_: Any) -> None:
+        early[0] = True
+
+    def wait(*_: Any) -> None:
+        early[0] = False
+        waits.append(len(stored))
+
+    def watched(method: str, stores: bool) -> None:
+        run = getattr(InterpreterBuilder, method)
+        where, mask_at = (1, 3) if method == "create_atomic_rmw" else (0, 1 if method == "create_masked_load" else 2)
+
+        def call(self: Any, *args: Any) -> Any:
+            addresses = {*args[where].data[args[mask_at].data.astype(bool)].tolist()}
+            assert not (early[0] and (stores or addresses & stored)), method
+            if stores:
+                stored.update(addresses)
+            return run(self, *args)
+
+        monkeypatch.setattr(InterpreterBuilder, method, call)
+
+    def waiting(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            stored.clear()
+            return run(*args, **kwargs)
+
+        return call
+
+    for method in ("create_masked_load", "create_masked_store", "create_atomic_rmw"):
+        watched(method, method != "create_masked_load")
+    for module in (blocks, decode, products):
+        monkeypatch.setattr(module, "gdc_launch_dependents", begin)
+        monkeypatch.setattr(module, "gdc_wait", wait)
+    monkeypatch.setattr(available, "overlaps", lambda device: True)
+    for place, function in ((torch.nn.functional, "embedding"), (torch, "zeros")):
+        monkeypatch.setattr(place, function, waiting(getattr(place, function)))
+    check(next(family for family in FAMILIES if family.name == name).make(), CacheConfig(window=24, chunk=16), rows)
+    assert max(waits) > 0
+
+
 def test_rows_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h2o_stream.gpu.steps.BLOCK", 64)
     model = make_llama(groups=2)
@@ -159,6 +211,7 @@ def test_a_file_whose_blocks_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """As on a GPU: unpacked first, then every matrix is replaced that the file has as it is needed."""
     from h2o_stream.gpu import layers
 
+    monkeypatch.setattr("h2o_stream.gpu.packed._COMPARED", 5)
     path = tmp_path / "model.gguf"
     kind = gguf.GGMLQuantizationType.Q4_0
     write_model(path, make_llama(heads=2, groups=2, layers=1), "llama", quantize=kind, permuted=permuted)

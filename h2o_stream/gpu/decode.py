@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from h2o_stream.gpu.rules import NONE, TOVA, capped, distance_of, oldest_seen, worth_of
+from h2o_stream.gpu.rules import BOOKKEEPING, NONE, TOVA, capped, distance_of, oldest_seen, worth_of
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _heads(at, stride, numbers, real, norm, eps, factor, D, R, HP: tl.constexpr,
     return first, second, third
 
 
-@triton.jit(do_not_specialize=["layer", "seed"])
+@triton.jit(do_not_specialize=BOOKKEEPING)
 def decode_kernel(
     query, key, value, out, heads, keys, values, scores, longs, index, rank, free, seen, table, pins, transient,
     sink_logits, query_norm, key_norm, logits, parts, peaks, arrived,

@@ -45,7 +45,8 @@ def limits_of(group: HeadGroup, rows: Sequence[tuple[int, int]], new: int) -> Te
         return None
     ends = range(chunk, new + chunk, chunk)
     held = [[schedule.held(before + min(end, count)) for end in ends] for before, count in rows]
-    return torch.tensor(held, dtype=torch.int32, device=group.device)
+    pinned = torch.tensor(held, dtype=torch.int32, pin_memory=group.device.type == "cuda")
+    return pinned.to(group.device, non_blocking=True)  # without waiting for other blocks of the prompt
 
 
 def num_evictions(group: HeadGroup, lengths: tuple[int, ...]) -> set[int]:

@@ -28,16 +28,17 @@ _EAGER = EagerKernels()
 
 _POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
 
-_TILE, _LARGE_SHARED, _LARGEST_SHARED = 1 << 16, 160 << 10, 220 << 10
-"""Bytes of keys that a prompt multiplies at once, and of shared memory from which on they fit, and those of usual heads
-twice."""
+_TILE, _LARGE_SHARED, _LARGEST_SHARED, _USUAL_HEAD = 1 << 16, 160 << 10, 220 << 10, 256
+"""Bytes of keys that a prompt multiplies at once, and of shared memory from which on they fit, and twice those of heads
+with so many."""
 
 _SMALL_WINDOW, _SHARING_WINDOW = 512, 1024
 """Slots up to which a program of a step takes 64 of them, and from which on those of a prompt rotate for each other."""
 
 
-_WIDE_HEAD = 512
-"""Bytes of a head above which a program of a step takes fewer slots: of more, desktops' shared memory is too small."""
+_PARTS, _FLOAT32 = 1 << 14, 1 << 13
+"""Numbers that the last program of a step merges at once, more do not fit into registers; and of keys in float32 that
+each program multiplies, more do not fit into desktops' shared memory."""
 
 
 class Norms(NamedTuple):
@@ -161,23 +162,25 @@ class GpuKernels:
         if not group.schedule.fixed:
             empty_first = num_evictions(group, lengths) == {0}
         heads, places = rules.constants["H"], group.store.slots - 1
-        wide = rules.constants["D"] * group.dtype.itemsize > _WIDE_HEAD
-        size = 64 if wide or places <= _SMALL_WINDOW else 128
-        warps = 8 if wide or size == 128 else 4
+        size, exact = 64 if places <= _SMALL_WINDOW else 128, group.dtype == torch.float32
+        if exact:
+            size = min(size, _FLOAT32 // triton.next_power_of_2(_numbers_of_head(rules.constants)))
+        warps = 8 if exact or size == 128 else 4
         splits, rows = triton.cdiv(places, size), len(new.out)
         groups, members = rules.constants["G"], triton.next_power_of_2(rules.constants["G"])
         space = self._space
         decode_kernel[rows * heads, splits](
             new.query, new.key, new.value, new.out, new.heads,
-            **rules.tensors, sink_logits=transform.sinks, query_norm=norms.query, key_norm=norms.key,
+            **_slots_of(group), **rules.tensors,
+            sink_logits=transform.sinks, query_norm=norms.query, key_norm=norms.key,
             logits=space("logits", rows * heads * groups * group.store.slots, group.device),
             parts=space("parts", rows * heads * groups * splits * new.value.shape[-1], group.device),
             peaks=space("peaks", rows * heads * groups * splits * 2, group.device),
             arrived=space("arrived", rows * heads + rows, group.device, torch.int32),
             **_strides(new, 0, 1), **rules.numbers, query_eps=norms.query_epsilon, key_eps=norms.key_epsilon,
             factor=norms.factor, **rules.constants, G2=members, GP=max(members, 16), BS=size, NS=splits,
-            NP=min(triton.next_power_of_2(splits), 32),
-            P=max(min(triton.next_power_of_2(places), max(8192 // members, 1024)), 32 * warps), EMPTY_FIRST=empty_first,
+            NP=max(min(triton.next_power_of_2(splits), 32, _PARTS // (members * rules.constants["VP"])), 1),
+            P=max(min(triton.next_power_of_2(places), 8192 // members), 32 * warps), EMPTY_FIRST=empty_first,
             PDL=self._overlaps, num_warps=warps, **({"launch_pdl": True} if self._overlaps else {}),
         )  # fmt: skip
 
@@ -222,10 +225,10 @@ class GpuKernels:
         if split:
             arrived.zero_()
         tile = _TILE if self._shared >= _LARGE_SHARED else _TILE // 2
-        twice = self._shared >= _LARGEST_SHARED and head * group.dtype.itemsize <= _WIDE_HEAD // 2
+        twice = self._shared >= _LARGEST_SHARED and head * group.dtype.itemsize <= _USUAL_HEAD
         piece = min(places, 128 if share else 256, tile // (triton.next_power_of_2(head) * group.dtype.itemsize))
         prompt_kernel[heads, groups if split else 1](
-            new.query, new.key, new.value, new.out, new.heads, counts, limits, **rules.tensors,
+            new.query, new.key, new.value, new.out, new.heads, counts, limits, **_slots_of(group), **rules.tensors,
             sink_logits=transform.sinks,
             turned=space("turned", (heads if share else programs) * (places + chunk) * head, group.dtype),
             asked=space("asked", programs * chunk * head, group.dtype),
@@ -241,7 +244,8 @@ class GpuKernels:
         """Memory that all layers use one after another, zero at first."""
         key = name, device, dtype
         if key not in self._spaces or self._spaces[key].numel() < size:
-            self._spaces[key] = torch.zeros(size, dtype=dtype, device=device)
+            with torch.inference_mode(False):
+                self._spaces[key] = torch.zeros(size, dtype=dtype, device=device)
         return self._spaces[key]
 
     def _rules_of(self, group: HeadGroup, new: NewTokens, transform: LogitTransform) -> _Rules:
@@ -259,10 +263,7 @@ class GpuKernels:
             rows = group.max_distance(group.store.slots + MAX_CHUNK)
             table = group.table.upto(rows, group.device, dtype).contiguous()
         tensors = {
-            "keys": group.store.keys, "values": group.store.values, "scores": group.scores,
-            "longs": group.long_term_scores if group.policy.long_term else None, "index": group.index,
-            "rank": group.rank, "free": group.free, "seen": group.seen, "table": table,
-            "pins": bounds_of(protection.pins, group.device),
+            "table": table, "pins": bounds_of(protection.pins, group.device),
             "transient": bounds_of(protection.transient, group.device),
         }  # fmt: skip
         numbers = {
@@ -286,6 +287,15 @@ class GpuKernels:
         rules = _Rules(tensors, numbers, constants)
         self._rules[group] = key, rules
         return rules
+
+
+def _slots_of(group: HeadGroup) -> dict[str, Tensor | None]:
+    """What is written. `_Rules` would keep the slots of an ended stream while those of the next are allocated."""
+    return {
+        "keys": group.store.keys, "values": group.store.values, "scores": group.scores,
+        "longs": group.long_term_scores if group.policy.long_term else None, "index": group.index, "rank": group.rank,
+        "free": group.free, "seen": group.seen,
+    }  # fmt: skip
 
 
 def _new_tokens(chunk: QueryChunk) -> NewTokens:

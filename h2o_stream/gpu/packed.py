@@ -26,8 +26,8 @@ _LINES, _CHUNKS = 4, 8
 _FEW, _MANY_LINES = 64, 16
 """Vectors that a matrix is multiplied by as it is in blocks, and rows of a program then."""
 
-_ROUNDING = 2.0**-7
-"""Part of a number that is lost where a model has it in bfloat16."""
+_ROUNDING, _COMPARED = 2.0**-7, 1 << 12
+"""Part of a number that is lost where a model has it in bfloat16, and rows that are compared at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,11 +166,20 @@ def keep_blocks(model: Any, blocks_of: Callable[[str], tuple[NDArray[numpy.uint8
             continue
         weight, columns = module.weight.detach(), module.weight.shape[1]
         blocks, kind = torch.from_numpy(found[0].copy()).to(weight.device), found[1]
-        difference = (unpack(block_matrix(blocks, None, columns, kind), torch.float32) - weight.float()).abs()
-        if bool((difference > _ROUNDING * weight.float().abs().clamp_min(1e-6)).any()):
+        if not _are_same(block_matrix(blocks, None, columns, kind), weight):
             continue  # in another order, for one
         if module is embedding:
             packed: nn.Module = BlockEmbedding(blocks, kind, columns, weight.dtype)
         else:
             packed = BlockLinear(blocks, kind, columns, module.bias)
         model.set_submodule(name, packed)
+
+
+def _are_same(matrix: BlockMatrix, weight: Tensor) -> bool:
+    """Whether blocks are a weight up to its rounding. Of a large vocabulary all rows in float32 may not fit."""
+    for blocks, rows in zip(matrix.weights.split(_COMPARED), weight.split(_COMPARED), strict=True):
+        wanted = rows.float()
+        difference = unpack(replace(matrix, weights=blocks, rows=len(blocks)), torch.float32) - wanted
+        if bool((difference.abs() > _ROUNDING * wanted.abs().clamp_min(1e-6)).any()):
+            return False
+    return True

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from h2o_stream.gpu.rules import LOG2E, NONE, TOVA, capped, distance_of, oldest_seen, worth_of
+from h2o_stream.gpu.rules import BOOKKEEPING, LOG2E, NONE, TOVA, capped, distance_of, oldest_seen, worth_of
 
 EMPTY = tl.constexpr(-3.4028234e38)
 """Worth of an empty slot: below that of every token, above that of no token."""
@@ -56,7 +56,7 @@ def _products(keys, q1, q2, q3, count: tl.constexpr, DT: tl.constexpr, HP: tl.co
     return found
 
 
-@triton.jit(do_not_specialize=["layer", "seed", "tokens", "offset"])
+@triton.jit(do_not_specialize=["tokens", "offset", "step", *BOOKKEEPING])
 def prompt_kernel(
     query, key, value, out, heads, counts, limits, keys, values, scores, longs, index, rank, free, seen, table, pins,
     transient, sink_logits, turned, asked, shared, floats, whole, arrived,
@@ -78,14 +78,16 @@ def prompt_kernel(
     SHARE they rotate keys for each other as well.
 
     Slots and dimensions are as in `decode_kernel`; places are slots beside the free one, which stays free. WP is at
-    least their number, WC at least WP + C, C at least `step`; P places are multiplied at once. A chunk and what it
-    holds are DT numbers a head in memory. Memory of a KV head: shared [2, G, 2 WP + C] float32, arrived
-    int32, zero before the launch. Of a program: turned [WP + C, DT], asked [C, DT], floats [3 WP + 2 C] (scores,
-    long-term scores, worths, the chunk's scores), whole [4 WP + C] int32 (token indices, ranks, lists).
+    least their number, WC at least WP + C, C at least `step`; P places are multiplied at once, and fewer rotated, for
+    which registers suffice. A chunk and what it holds are DT numbers a head in memory. Memory of a KV head: shared [2,
+    G, 2 WP + C] float32, arrived int32, zero before the launch. Of a program: turned [WP + C, DT], asked [C, DT],
+    floats [3 WP + 2 C] (scores, long-term scores, worths, the chunk's scores), whole [4 WP + C] int32 (token indices,
+    ranks, lists).
     """
     ROTATE: tl.constexpr = R > 0
     TAIL: tl.constexpr = D > R
     DT: tl.constexpr = 2 * HP * ROTATE + TP * TAIL
+    TURNED: tl.constexpr = min(P, 64)
     pid = tl.program_id(0)
     row, head = pid // H, pid % H
     source = head.to(tl.int64)
@@ -140,13 +142,11 @@ def prompt_kernel(
         query_index = before + col
 
         # Rotate the keys: the newest token is at distance 0, the others are behind it.
-        first = 0
-        stride = P
+        first, stride = 0, TURNED
         if SHARE:
-            first = member * P
-            stride = members * P
+            first, stride = member * TURNED, members * TURNED
         for piece in range(first, WP, stride):
-            part = piece + tl.arange(0, P)
+            part = piece + tl.arange(0, TURNED)
             index_of = tl.load(whole + part)
             rank_of = tl.load(whole + WP + part) + n
             distance = distance_of(index_of, rank_of, before + n - 1, pins, pin_count, span, table_rows, POSITIONS)

@@ -29,6 +29,12 @@ CHUNKED = tl.constexpr(2)
 """Kinds of sliding layers; 0 for none."""
 
 
+BOOKKEEPING = [
+    "slots", "table_rows", "pin_count", "transient_count", "recent", "sinks", "span", "far", "seed", "layer", "sliding",
+]  # fmt: skip
+"""Numbers whose values do not compile a kernel again: a second pin would wait for that."""
+
+
 @triton.jit
 def in_ranges(index, ranges, count):
     """Which token indices are in one of `count` ranges [count, 2] int64."""
