@@ -1,5 +1,6 @@
 """Sources of settings, values of options that are converted without typer, and the engine that is chosen."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
@@ -10,6 +11,7 @@ import typer.testing
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, TokenType
 from transformers import PreTrainedModel
 from typer.core import TyperCommand
+from typer.main import get_command
 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cli import chat, run, stream
@@ -60,6 +62,7 @@ class TestSettings:
         ("turns = 3", "turns is no option of h2o-chat"),
         ("window = ", "config.toml: "),
         ("[h2o-chat]\nturns = 3", "turns is no option"),
+        ("window = " + "9" * 5000, "config.toml: "), ("window = " + "[" * 50_000, "config.toml: "),
     ])  # fmt: skip
     def test_a_wrong_file_is_named(self, file: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
         file.write_text(text)
@@ -82,6 +85,26 @@ class TestSettings:
         assert re.search(r"^storyteller +You are a storyteller", listed.stdout, re.M)
         done = piped(tiny_folder, ["/system"], "--system", "storyteller")
         assert "You are a storyteller. You answer with vivid" in done.stderr
+
+    def test_other_entries_beside_prompts(self, file: Path) -> None:
+        """Regression: an empty one ended --list-prompts, one that cannot be read every --system, a pipe never."""
+        prompts = file.parent / "prompts"
+        prompts.mkdir()
+        (prompts / "empty.md").touch()
+        (prompts / "folder.md").mkdir()
+        (prompts / "gone.md").symlink_to("nowhere")
+        (prompts / "red.md").write_text("\x1b[31mred")
+        os.mkfifo(prompts / "pipe.md")
+        listed = invoke("h2o-chat", "--list-prompts").stdout
+        assert re.search(r"^red +\[31mred$", listed, re.MULTILINE)
+        assert not re.search("^(empty|folder|gone|pipe)", listed, re.MULTILINE)
+
+    def test_an_endless_file_and_foreign_variables(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("H2O_CONFIG", "/dev/zero")
+        with pytest.raises(ConfigError, match="/dev/zero: "):
+            run.file_options("h2o-chat", get_command(chat.app))
+        monkeypatch.setenv("WORLD_SIZE", "many")
+        assert "WORLD_SIZE is 'many'" in invoke("h2o-chat", "-p", "x").stderr
 
     def test_prompts_of_the_user(self, tiny_folder: Path, file: Path) -> None:
         (folder := file.parent / "prompts").mkdir()

@@ -7,6 +7,9 @@ import os
 import sys
 from typing import Any
 
+from h2o_stream.base.options import whole_number
+from h2o_stream.errors import ConfigError
+
 
 def python_command(code: str, *arguments: str) -> list[str]:
     """A command that runs code in another Python, which imports from where this one does; its `sys.argv` are these."""
@@ -22,8 +25,8 @@ class Processes:
 
     def __init__(self, shares_model: bool = False) -> None:
         self.shares_model = shares_model
-        self.count = int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = int(os.environ.get("RANK", "0")) if self.count > 1 else 0
+        self.count = _variable("WORLD_SIZE", "1")
+        self.rank = _variable("RANK", "0") if self.count > 1 else 0
 
     @property
     def main(self) -> bool:
@@ -38,6 +41,13 @@ class Processes:
 
         PartialState(cpu=not torch.accelerator.is_available())
         return {number: item for part in gather_object([items]) for number, item in part.items()}
+
+
+def _variable(name: str, otherwise: str) -> int:
+    """A number that torchrun sets; raises ConfigError if something else did."""
+    if (number := whole_number(text := os.environ.get(name, otherwise))) is None:
+        raise ConfigError(f"the environment variable {name} is {text!r}, which torchrun sets to a number; unset it")
+    return number
 
 
 def broadcast(value: Any) -> Any:

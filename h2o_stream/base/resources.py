@@ -32,7 +32,15 @@ def named_prompts() -> dict[str, str]:
     with suppress(NoHomeError):
         folders.append(prompts_folder())
     paths = {path.stem: path for folder in folders for path in sorted((*folder.glob("*.md"), *folder.glob("*.txt")))}
-    return {name: path.read_text(encoding="utf-8-sig", errors="replace").strip() for name, path in paths.items()}
+    return {name: text for name, path in paths.items() if (text := _text_of(path))}
+
+
+def _text_of(path: Path) -> str:
+    """The text of a file; nothing if it cannot be read, or is none."""
+    with suppress(OSError):
+        if path.is_file():
+            return path.read_text(encoding="utf-8-sig", errors="replace").strip()
+    return ""
 
 
 def prompts_folder() -> Path:

@@ -247,8 +247,10 @@ _CONFIGS: dict[str, Group[Any]] = {"model": MODEL, "engine": ENGINE, "cache": CA
 def list_prompts(enabled: bool) -> None:
     """Print the named prompts and exit, if the option is given."""
     if enabled:
+        from h2o_stream.ui.terminal import one_line
+
         for name, text in named_prompts().items():
-            typer.echo(f"{name:<14} {text.splitlines()[0][:100]}")
+            typer.echo(f"{one_line(name):<14} {one_line(text.splitlines()[0])[:100]}")
         raise typer.Exit
 
 

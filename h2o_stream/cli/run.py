@@ -50,6 +50,9 @@ _SET_UP = Path(__file__).parents[2] / "set_up.py"
 _REPEATED = "H2O_REPEATED"
 """Environment variable of a command that runs again because torch was not installed."""
 
+_MAX_CONFIG = 1 << 20
+"""Letters of the user's file of settings that are read; a device has no end."""
+
 _COMMANDS = ("h2o-chat", "h2o-stream")
 """Commands that read the user's file of settings."""
 
@@ -149,11 +152,11 @@ def file_options(command: str, described: Any) -> dict[str, Any]:
         ConfigError: it cannot be read, or has a name that is no option.
     """
     try:
-        path = config_file()
-        settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        with (path := config_file()).open(encoding="utf-8-sig") as file:
+            settings = tomllib.loads(file.read(_MAX_CONFIG))
     except (FileNotFoundError, NotADirectoryError, NoHomeError):
         return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     tables = {name: settings.pop(name) for name in _COMMANDS if isinstance(settings.get(name), dict)}
     names = {spelled.lstrip("-"): parameter.name for parameter in described.params for spelled in parameter.opts} | {
