@@ -149,11 +149,11 @@ class TestCommands:
 
 
 class TestSessions:
-    def test_kept_options(self, tiny_folder: Path, tmp_path: Path) -> None:
+    def test_kept_options(self, tiny_folder: Path, own_home: Path) -> None:
         """Regression: a stop string with a space was two of them after /load, and what was damaged was a TypeError."""
         piped(tiny_folder, ["one"], "--session", "talk", "--stop", "a b", "--stop", "c")
         assert "('a b', 'c')" in piped(tiny_folder, ["/load talk", "/show"]).stderr
-        file = tmp_path / "data" / "h2o-stream" / "sessions" / "talk" / "settings.json"
+        file = own_home / "talk" / "settings.json"
         for name, value in (("top_k", "x"), ("stop", "a"), ("decay", [1]), ("think", 5), ("recall", []), ("chunk", {})):
             file.write_text(json.dumps({name: value}))
             done = piped(tiny_folder, ["two"], "--session", "talk")
@@ -175,12 +175,12 @@ class TestSessions:
         assert piped(tiny_folder, ["four"], "--session", "talk", "--policy", "sink").exit_code == 0
 
     @pytest.mark.parametrize("turns", with_exhaustive([6], [20]))
-    def test_killed_at_any_moment_it_continues_exactly(self, tiny_folder: Path, tmp_path: Path, turns: int) -> None:
+    def test_killed_at_any_moment_it_continues_exactly(self, tiny_folder: Path, own_home: Path, turns: int) -> None:
         """SIGKILL at random moments of a scripted session until it is complete."""
         talk = [f"question {number} " + "word " * 30 for number in range(turns)]
         command = ["h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
         whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)
-        transcript = tmp_path / "data" / "h2o-stream" / "sessions" / "talk" / "transcript.jsonl"
+        transcript = own_home / "talk" / "transcript.jsonl"
         chance, kills = random.Random(7), 0
 
         def finished() -> list[str]:

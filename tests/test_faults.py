@@ -21,16 +21,12 @@ from tests.preloaded import Preloaded
 from tests.terminal import Pty
 from tests.waiting import wait_for
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    return tmp_path / "data" / "h2o-stream" / "sessions" / "talk"
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
-def said(home: Path) -> list[dict[str, Any]]:
+def said(own_home: Path) -> list[dict[str, Any]]:
     """The complete turns in the session's transcript."""
-    path = home / "transcript.jsonl"
+    path = own_home / "talk" / "transcript.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [line for line in map(json.loads, (line for line in lines if line.endswith("\n"))) if line["type"] == "turn"]
 
@@ -50,11 +46,11 @@ def talking(model: Path, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
 class TestSignals:
     @pytest.mark.every(2)
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-    def test_what_was_said_is_kept(self, tiny_folder: Path, home: Path, number: signal.Signals) -> None:
+    def test_what_was_said_is_kept(self, tiny_folder: Path, own_home: Path, number: signal.Signals) -> None:
         with talking(tiny_folder, 3000) as child:
             child.send_signal(number)
             assert child.wait(30) == 130
-        last = said(home)[-1]
+        last = said(own_home)[-1]
         assert last["finish"] == "interrupted"
         assert last["text"]
         again = invoke("h2o-chat", "-m", tiny_folder, "--session", "talk", "-n", "2", "--temp", "0", typed="three\n")
@@ -70,24 +66,23 @@ class TestSignals:
 
 
 class TestOutput:
-    def test_a_pipe_that_is_closed_in_a_reply(self, tiny_folder: Path, home: Path) -> None:
+    def test_a_pipe_that_is_closed_in_a_reply(self, tiny_folder: Path, own_home: Path) -> None:
         with talking(tiny_folder, 3000) as child:
             child.stdout.close()
             assert child.wait(30) == 1
             assert b"Traceback" not in child.stderr.read()
-        assert said(home)[-1]["finish"] == "interrupted"
+        assert said(own_home)[-1]["finish"] == "interrupted"
 
-    def test_a_terminal_that_is_closed_in_a_reply(self, tiny_folder: Path, home: Path) -> None:
+    def test_a_terminal_that_is_closed_in_a_reply(self, tiny_folder: Path, own_home: Path) -> None:
         base = ["-m", str(tiny_folder), "-n", "3000", "--temp", "0", "--session", "talk", "--plain"]
         with Pty("h2o-chat", *base) as terminal:
             terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
             terminal.send("tell me\r")
             terminal.until(lambda t: len(t.text.split()) > 60)
             terminal.hang_up()
-        wait_for(lambda: said(home))
-        assert said(home)[0]["finish"] == "interrupted"
+        wait_for(lambda: said(own_home))
+        assert said(own_home)[0]["finish"] == "interrupted"
 
-    @pytest.mark.usefixtures("home")
     def test_a_terminal_that_changes_its_size_in_a_reply(self, tiny_folder: Path) -> None:
         base = ["-m", str(tiny_folder), "-n", "200", "--temp", "0"]
         with Pty("h2o-chat", *base) as terminal:
@@ -103,14 +98,14 @@ class TestOutput:
 
 
 class TestFolders:
-    def test_a_session_that_is_deleted_under_us(self, tiny_folder: Path, home: Path) -> None:
+    def test_a_session_that_is_deleted_under_us(self, tiny_folder: Path, own_home: Path) -> None:
         """The chat continues and warns that turns are no longer saved."""
         command = ["h2o-chat", "-m", tiny_folder, "-n", "3", "--session", "talk", "--temp", "0"]
         with Preloaded(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             child.stdin.write(b"one\n")
             child.stdin.flush()
-            wait_for(lambda: said(home))
-            shutil.rmtree(home.rename(home.with_name("gone")))  # at once: its files come and go
+            wait_for(lambda: said(own_home))
+            shutil.rmtree((own_home / "talk").rename(own_home / "gone"))  # at once: its files come and go
             child.stdin.write(b"two\n")
             child.stdin.close()
             assert child.wait(60) == 0

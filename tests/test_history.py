@@ -112,11 +112,10 @@ def test_a_session_of_another_policy_is_replayed(make_history: Histories) -> Non
     history.close()
 
 
-def test_a_session_without_a_line_does_not_exist(make_history: Histories, tmp_path: Path) -> None:
+def test_a_session_without_a_line_does_not_exist(make_history: Histories, own_home: Path) -> None:
     """Left by a process that ended before it could write."""
-    folder = tmp_path / "data" / "h2o-stream" / "sessions" / "talk"
-    folder.mkdir(parents=True)
-    (folder / "transcript.jsonl").touch()
+    (own_home / "talk").mkdir(parents=True)
+    (own_home / "talk" / "transcript.jsonl").touch()
     history = make_history()
     for change in (lambda: list(history.replay("talk")), lambda: history.open("talk", create=False)):
         with pytest.raises(DataError, match="there is no session talk"):

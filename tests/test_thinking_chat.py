@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -271,21 +272,22 @@ EVENTS = (
 
 
 class Drawn:
-    """A reply on an emulated terminal."""
+    """A reply on an emulated terminal: what is shown after each event and in the end, and all that was written."""
 
-    def __init__(self, mode: ThinkMode) -> None:
+    def __init__(self, mode: ThinkMode, events: Sequence[Token] = EVENTS) -> None:
         self.screen = pyte.Screen(40, 10)
         self.stream, self.out = pyte.Stream(self.screen), io.StringIO()
         console = Console(file=self.out, force_terminal=True, width=40, height=10, highlight=False)
-        self.frames = list[str]()
+        self.frames, self.written = list[str](), ""
         with MarkdownReply(lambda width: Text("FOOTER"), console, Thinking(mode, ", /think shows it")) as reply:
-            for event in EVENTS:
+            for event in events:
                 reply.add_token(event)
                 reply._live.refresh()
                 self.frames.append(self.lines())
         self.last = self.lines()
 
     def lines(self) -> str:
+        self.written += self.out.getvalue()
         self.stream.feed(self.out.getvalue().replace("\n", "\r\n"))
         self.out.seek(0)
         self.out.truncate()
@@ -312,28 +314,14 @@ class TestDrawing:
         assert drawn.last == "It is 4711."
 
     def test_dim(self) -> None:
-        out = io.StringIO()
-        console = Console(file=out, force_terminal=True, width=40, height=10, highlight=False)
-        with MarkdownReply(lambda width: Text(""), console, Thinking("show")) as reply:
-            for event in EVENTS:
-                reply.add_token(event)
-        assert "\x1b[2mThen the cellar.\x1b[0m" in out.getvalue()
+        assert "\x1b[2mThen the cellar.\x1b[0m" in Drawn("show").written
 
     @pytest.mark.parametrize("mode", get_args(ThinkMode))
     def test_an_empty_thought_leaves_no_line(self, mode: ThinkMode) -> None:
-        out = io.StringIO()
-        console = Console(file=out, width=40)
-        with MarkdownReply(lambda width: Text(""), console, Thinking(mode)) as reply:
-            for event in (token("", ""), token("", ""), token("Yes.")):
-                reply.add_token(event)
-        assert out.getvalue().split() == ["Yes."]
+        assert Drawn(mode, [token("", ""), token("", ""), token("Yes.")]).last == "Yes."
 
     def test_cut_off(self) -> None:
-        out = io.StringIO()
-        with MarkdownReply(lambda width: Text(""), Console(file=out, width=40), Thinking("fold")) as reply:
-            for event in EVENTS[:3]:
-                reply.add_token(event)
-        assert out.getvalue().split("\n")[0] == "thought for 3 tokens"
+        assert Drawn("fold", EVENTS[:3]).last == "thought for 3 tokens, /think shows it"
 
     @pytest.mark.parametrize(
         ("mode", "shown"),
