@@ -584,6 +584,12 @@ def test_what_recall_searches_is_indexed_where_nobody_waits(server: Running, mon
     assert seen == ["h2o-save"]
     assert server.say("Summarize the text above.", **asked)["h2o"]["origin"] == "branched"
     assert seen == ["h2o-save", "h2o-read", "h2o-read", "h2o-save-long"]
+    seen.clear()
+    monkeypatch.setattr(recall, "decide", lambda *_: seen.append(threading.current_thread().name[:8]) or [])
+    for mode in ("wide", "auto"):
+        said = server.say("My code is 4711.", recall=mode)["id"]
+        server.say("What is my code?", recall=mode, previous_response_id=said)
+    assert seen == ["h2o-read", "h2o-serv"]
 
 
 def test_long_texts_leave_the_processors_to_replies(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

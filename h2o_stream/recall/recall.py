@@ -94,7 +94,7 @@ class Recall:
         return max((cache.plan.window - sum(map(len, cache.windows.protected))) // 2, 0)
 
     def takes_long(self, message: str) -> bool:
-        """Whether `find` has to index something, or looks for a whole."""
+        """Whether `find` has to index something, reads passages with the model, or looks for a whole."""
         looked = list[None]()
 
         def turns() -> list[SaidTurn]:
@@ -102,7 +102,7 @@ class Recall:
             return []
 
         find_whole(message, turns)
-        return bool(looked) or not self.in_sync
+        return bool(looked) or not self.in_sync or self._mode == "wide"
 
     def find(self, message: str) -> Recalled:
         """What to read again before a message."""
