@@ -1,5 +1,6 @@
 """Recordings replay without the model, and show two policies side by side."""
 
+import errno
 import io
 import json
 import re
@@ -60,6 +61,24 @@ class TestRecordings:
         assert screens[0].display[1].startswith("frame 8")
         assert "".join(recorded).count("a line") == 5, "one whole frame"
         assert "".join(recorded).count("frame") == 5 < 9, "and a few times a second"
+
+    def test_a_full_disk_ends_the_recording_only(self, tiny_folder: Path, tmp_path: Path) -> None:
+        """Regression: it ended the chat."""
+
+        class Full(io.StringIO):
+            def write(self, text: str) -> int:
+                if self.tell():
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return super().write(text)
+
+        lines, opened, file = ["one", "two", "three"], Path.open, tmp_path / "run.rec"
+        with patch.object(
+            Path, "open", lambda path, *how, **more: Full() if path == file else opened(path, *how, **more)
+        ):
+            done = piped(tiny_folder, lines, "--record", file)
+        assert done.exit_code == 0
+        assert done.stdout == piped(tiny_folder, lines).stdout
+        assert done.stderr.count("No space left on device; the recording is not complete") == 1
 
     def test_strange_times(self, tmp_path: Path) -> None:
         file = tmp_path / "run.rec"

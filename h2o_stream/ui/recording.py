@@ -55,10 +55,11 @@ class _Tee:
 
 
 class _Recorder:
-    """Writes events: of a frame only the lines that changed, and not every frame."""
+    """Writes events: of a frame only the lines that changed, and not every frame. After an error it writes no more."""
 
     def __init__(self, file: TextIO, height: int) -> None:
         self._file, self._height = file, height
+        self.error: OSError | None = None
         self._started, self._drawn_at = time.monotonic(), 0.0
         self._shown: list[str] = []
         self._frame: list[str] = []
@@ -91,14 +92,19 @@ class _Recorder:
 
     def _write(self, text: str) -> None:
         at_s = round(time.monotonic() - self._started, 4)
-        self._file.write(json.dumps([at_s, "o", text], ensure_ascii=False) + "\n")
+        try:
+            if self.error is None:
+                self._file.write(json.dumps([at_s, "o", text], ensure_ascii=False) + "\n")
+        except OSError as error:
+            self.error = error
 
 
 @contextmanager
 def recording(path: Path | None, terminal: Terminal) -> Iterator[None]:
     """Record what is written to stdout and stderr inside the block in a new file.
 
-    As ``.svg``, only the last screen of the terminal is kept, see `save_picture`.
+    A disk that is full ends the recording, not what is recorded. As ``.svg``, only the last screen of the terminal is
+    kept, see `save_picture`.
 
     Raises:
         ConfigError: a picture is asked for where there is no screen.
@@ -115,17 +121,22 @@ def recording(path: Path | None, terminal: Terminal) -> Iterator[None]:
         file = path.open("x", encoding="utf-8", errors="replace")
     except OSError as error:
         raise DataError(f"--record {path}: {error.strerror}") from error
-    with file:
-        size = terminal.console.size
-        header = {"version": 2, "width": size.width, "height": size.height, "timestamp": int(time.time())}
-        file.write(json.dumps(header | {"idle_time_limit": _PAUSE_S}) + "\n")
-        recorder = _Recorder(file, size.height)
-        out, err = (cast("TextIO", _Tee(stream, recorder.add)) for stream in (sys.stdout, sys.stderr))
+    size = terminal.console.size
+    header = {"version": 2, "width": size.width, "height": size.height, "timestamp": int(time.time())}
+    file.write(json.dumps(header | {"idle_time_limit": _PAUSE_S}) + "\n")
+    recorder = _Recorder(file, size.height)
+    out, err = (cast("TextIO", _Tee(stream, recorder.add)) for stream in (sys.stdout, sys.stderr))
+    try:
         with redirect_stdout(out), redirect_stderr(err):
-            try:
-                yield
-            finally:
-                recorder.flush()
+            yield
+    finally:
+        recorder.flush()
+        try:
+            file.close()
+        except OSError as error:
+            recorder.error = error
+        if recorder.error is not None:
+            terminal.error(f"--record {path}: {recorder.error.strerror}; the recording is not complete")
 
 
 def save_picture(terminal: Terminal, shown: RenderableType) -> None:
