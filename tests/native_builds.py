@@ -10,6 +10,8 @@ import pytest
 
 from h2o_stream.native import library
 
+needs_library = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
 every_choice = [
     pytest.param(choice, marks=() if choice == library.name() else pytest.mark.exhaustive)
     for choice in library.INSTRUCTIONS

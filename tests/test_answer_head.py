@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from h2o_stream import CacheConfig, Conversation, Engine
 from h2o_stream.attachment.describe import describe
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.native import library
 from h2o_stream.recall import answer_head
 from h2o_stream.recall.answer_head import AnswerHead, Floats, Text, find_head
 from h2o_stream.recall.index import PassageIndex
@@ -22,8 +21,7 @@ from h2o_stream.recall.passage import Passage
 from h2o_stream.runtime import first_layers
 from h2o_stream.runtime.measured import read_answer_head
 from tests.fixtures import make_llama
-
-needs_library = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+from tests.native_builds import needs_library
 
 FACTS = ("My neighbour Mr. Okafor plays the cello.", "I am allergic to peanuts.", "What is the weather like?")
 

@@ -21,13 +21,13 @@ from h2o_stream.native.description import Description, Matrix
 from h2o_stream.native.pointers import Array
 from h2o_stream.runtime.model import ServedRuntime
 from tests.fixtures import make_llama, with_exhaustive
+from tests.native_builds import needs_library
 from tests.test_experts import described, fed, packed, served
 
 TESTS = Path(__file__).parent
 SOURCES = TESTS.parent / "h2o_stream/native/src"
 
 compiled = pytest.mark.skipif(not shutil.which("g++"), reason="nothing to compile with")
-native = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 
 def program(folder: Path, *sources: Path, flags: tuple[str, ...] = ()) -> list[str]:
@@ -54,7 +54,7 @@ def test_exact_and_without_races_though_threads_are_interrupted(flags: tuple[str
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-@native
+@needs_library
 @compiled
 def test_a_step_that_is_closed_waits_for_late_threads(tmp_path: Path) -> None:
     command = program(tmp_path, TESTS / "late_assistants.cpp", flags=("-pthread", "-ldl"))
@@ -94,14 +94,14 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepper, "DENSE", set())
 
 
-@native
+@needs_library
 @pytest.mark.parametrize("name", with_exhaustive(["packed", "columns"], ["experts", "dense"]))
 def test_results_do_not_depend_on_who_multiplies(name: str, three_threads: None) -> None:
     results = [logits(assisted(model(name), sharing)) for sharing in Sharing for _ in range(2)]
     assert all(numpy.array_equal(result, results[0]) for result in results)
 
 
-@native
+@needs_library
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_process_has_assistants_of_its_own(three_threads: None) -> None:
     used, unused = assisted(model("dense")), assisted(model("dense"))

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment.describe import describe
-from h2o_stream.native import library
 from h2o_stream.native.altup import Versions
 from h2o_stream.native.description import DescriptionError
 from tests.families import EXPERTS, FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES, tiny
 from tests.more_families import MORE
+from tests.native_builds import needs_library
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "other names": (tiny("GPTBigCode", **SIZES), "gpt_bigcode is not in the table"),
@@ -117,7 +117,7 @@ class TestChanged:
         describe(llama.eval())
 
 
-@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@needs_library
 @pytest.mark.parametrize("change", [
     lambda layer: setattr(layer.self_attn, "scaling", 0.5),
     lambda layer: setattr(layer.mlp, "act_fn", nn.Mish()),

@@ -13,7 +13,7 @@ import torch
 
 from h2o_stream.attachment.describe import describe
 from h2o_stream.config import CacheConfig
-from h2o_stream.native import library, stepper
+from h2o_stream.native import stepper
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Description, DescriptionError, Matrix
 from h2o_stream.native.experts import Experts
@@ -21,11 +21,12 @@ from h2o_stream.native.pointers import Array
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
 from tests.families import GROUPED, nudged, tiny
 from tests.fixtures import thinned
+from tests.native_builds import needs_library
 from tests.packed_tiles import KINDS, numbers, random_tiles
 from tests.tolerance import relative_error
 
 pytestmark = [
-    pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library"),
+    needs_library,
     pytest.mark.usefixtures("dense_too"),
 ]
 

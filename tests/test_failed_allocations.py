@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from h2o_stream.native import library
 from tests.fixtures import with_exhaustive
+from tests.native_builds import needs_library
 
 TESTS = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or not shutil.which("g++"), reason="nothing to preload"),
-    pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library"),
+    needs_library,
 ]
 
 

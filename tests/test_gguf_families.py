@@ -26,7 +26,6 @@ from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import gguf_export
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.packed_layers import PackedLinear
-from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.families import ARCHITECTURES
@@ -41,6 +40,7 @@ from tests.fixtures import thinned, with_exhaustive
 from tests.gguf_files import split, write_model
 from tests.hostile_files import Gguf
 from tests.in_turn import in_turn
+from tests.native_builds import needs_library
 from tests.test_runtime import keep_all, through_both
 
 TODAY = """
@@ -177,7 +177,7 @@ def test_described_from_weights_that_were_packed_before(
         source_of(path, dtype).describe(print)
 
 
-@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@needs_library
 @pytest.mark.parametrize("name", thinned(zip(RECURRENT), lambda name: GGUF.index(name) % 8 == 0))
 def test_packed_and_native(name: str, file_of: Files) -> None:
     """Matrices keep the file's format, fused ones too; steps are native and give the logits of the packed model."""
@@ -192,7 +192,7 @@ def test_packed_and_native(name: str, file_of: Files) -> None:
 
 
 @pytest.mark.every(2)
-@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@needs_library
 @pytest.mark.parametrize(
     "name", with_exhaustive(["Qwen 3.5 with more value heads", "Falcon-H1"], ["Granite 4", "LFM2 with experts"])
 )

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.cache.audit import check_slots
 from h2o_stream.cache.tolerance import error_of
-from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from tests.fixtures import make_llama
+from tests.native_builds import needs_library
 from tests.test_native_boundary import default_dtype, run_all
 from tests.test_packed import packed_model
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 OPERATIONS = int(os.environ.get("H2O_OPERATIONS", "40"))
 """For each seed."""

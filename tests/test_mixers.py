@@ -13,16 +13,16 @@ from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment.describe import describe
 from h2o_stream.cache.recurrent import states_of
 from h2o_stream.models.packed_layers import PackedLinear
-from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.packing import pack
 from tests.families import FAMILIES, GROUPED, tiny
 from tests.fixtures import with_exhaustive
+from tests.native_builds import needs_library
 from tests.native_streams import exact, streamed, tokens_of
 from tests.tolerance import relative_error
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 NAMES = ("LFM2", "Qwen3-Next", "Qwen 3.5", "OLMo hybrid", "Bamba", "Falcon-H1", "Granite 4", "Nemotron-H")
 mixers = pytest.mark.parametrize("name", with_exhaustive(NAMES[::2], NAMES[1::2]))

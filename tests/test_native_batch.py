@@ -15,9 +15,10 @@ from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
 from h2o_stream.runtime.sources import ModelFile
 from tests.family_models import GGUF, TEXT, written
 from tests.fixtures import with_exhaustive
+from tests.native_builds import needs_library
 from tests.states import equal_states
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,17 @@ import torch
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment.describe import describe
-from h2o_stream.native import library, stepper
+from h2o_stream.native import stepper
 from h2o_stream.native.abi import MatrixKind
 from tests.families import FAMILIES, nudged
 from tests.family_models import MODELS
 from tests.fixtures import thinned, with_exhaustive
 from tests.more_families import MORE, OTHERS
+from tests.native_builds import needs_library
 from tests.native_streams import EXACT, streamed, tokens_of
 from tests.tolerance import relative_error, rms
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.native import abi, library
 from h2o_stream.native.library import FOLDER_VARIABLE, INSTRUCTIONS, INSTRUCTIONS_VARIABLE
 from h2o_stream.native.threads import MAX_PER_PROCESSOR, num_threads
+from tests.native_builds import needs_library
 from tests.preloaded import run
 
 INSTALLED = library.name()
@@ -55,7 +56,7 @@ def test_compiled_where_there_is_a_compiler():
     assert library.available()
 
 
-@pytest.mark.skipif(library.loaded() is None, reason="not compiled")
+@needs_library
 class TestChoice:
     def test_the_best_of_this_processor(self):
         assert library.name() == library.available()[-1]
@@ -106,7 +107,7 @@ class TestNone:
         assert library.loaded() is None
         assert "_h2o_cpu.so" in library.why_not()
 
-    @pytest.mark.skipif(library.loaded() is None, reason="not compiled")
+    @needs_library
     def test_damaged_ones_are_refused(self, folder):
         """In a separate process, since loading a damaged library can crash it."""
         whole = Path(library.__file__).with_name(f"_h2o_{INSTALLED}.so")
@@ -134,7 +135,7 @@ assert library.loaded() is None
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(library.loaded() is None, reason="not compiled")
+@needs_library
 class TestOtherVersions:
     def test_one_for_another_interface_is_not_used(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As after a pull that changes a structure, before `make setup`."""

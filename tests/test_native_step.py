@@ -24,6 +24,7 @@ from h2o_stream.native import library
 from h2o_stream.native.kernels import NativeKernels, make_kernels
 from h2o_stream.native.model_guard import ModelGuard
 from tests.fixtures import make_llama, thinned
+from tests.native_builds import needs_library
 from tests.native_streams import (
     EXACT,
     assert_same,
@@ -35,7 +36,7 @@ from tests.slots import attend
 from tests.test_native_prefill import Table, plan
 from tests.tolerance import relative_error
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 
 @pytest.mark.every(3)

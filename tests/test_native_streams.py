@@ -12,11 +12,11 @@ import torch
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from tests.families import DIFFERENT, FAMILIES, config_of, pairs
 from tests.fixtures import make_llama, thinned, with_exhaustive
 from tests.more_families import MORE
+from tests.native_builds import needs_library
 from tests.native_streams import (
     EXACT,
     NATIVE,
@@ -31,7 +31,7 @@ from tests.packed_tiles import KINDS
 from tests.test_packed import packed_model
 from tests.tolerance import relative_error
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 
 @pytest.mark.every(2)

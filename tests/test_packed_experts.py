@@ -19,16 +19,16 @@ from h2o_stream.config import ModelConfig
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.packed_experts import SplitExperts, is_plain, split_experts
-from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.experts import Experts
 from tests.families import EXPERTS, GROUPED, tiny
 from tests.family_models import MODELS, TEXT, written
 from tests.fixtures import with_exhaustive
+from tests.native_builds import needs_library
 from tests.native_streams import streamed, tokens_of
 from tests.tolerance import relative_error
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 NAMES = ["Qwen 2 MoE", "Qwen 3 MoE", "gpt-oss"]
 

@@ -15,13 +15,13 @@ import openai
 import pytest
 
 from h2o_stream.engine.speculation import Speculation
-from h2o_stream.native import library
 from h2o_stream.native.lookahead import Lookahead
 from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import chain, first_hash, parse_dialogue
 from h2o_stream.serve.stream import WaitingEngine
 from h2o_stream.session.conversation import Conversation
+from tests.native_builds import needs_library
 from tests.protocol import answered
 from tests.serve_load import converse, post, texts, together
 from tests.served import Running, reply
@@ -29,7 +29,7 @@ from tests.waiting import wait_for
 
 JSON = {"Content-Type": "application/json"}
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 
 @pytest.fixture(scope="module")

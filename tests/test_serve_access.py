@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.native import library
 from h2o_stream.serve.access import Access, Gate
+from tests.native_builds import needs_library
 from tests.serve_load import post
 from tests.served import Running, reply
 
@@ -165,7 +165,7 @@ def get(server: Running, path: str, method: str = "GET", **headers: str) -> tupl
         return answer.status, answer.headers, answer.read().decode()
 
 
-@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@needs_library
 class TestServer:
     def test_keys(self, guarded: Running) -> None:
         for path in ("/v1/models", "/metrics", f"/v1/models/{guarded.service.name}"):
@@ -223,7 +223,7 @@ def respond(server: Running, key: str, said: Any, after: str | None = None, **mo
     return post(server.url, "/v1/responses", {"input": said, "previous_response_id": after, **SHORT, **more}, key)
 
 
-@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@needs_library
 class TestConversations:
     def test_ids_open_nothing_to_other_keys(self, guarded: Running) -> None:
         first = respond(guarded, "one", "The code is 4711.", instructions="Guess.")[1]

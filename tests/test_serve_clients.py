@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.models.loaded import short_name
 from h2o_stream.models.templates import FALLBACK_TEMPLATE
-from h2o_stream.native import library
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import as_fed, parse_dialogue
 from h2o_stream.session.template import ChatTemplate
+from tests.native_builds import needs_library
 from tests.serve_load import post
 from tests.served import Running, reply
 from tests.test_tools import HERMES
@@ -104,7 +104,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@needs_library
 class TestServer:
     def test_the_last_message_of_an_assistant_is_continued(self, server: Running) -> None:
         begun = server.say("Count to nine.", "One, two,", max_tokens=6)
@@ -182,7 +182,7 @@ class TestServer:
         assert not [path for path in folder.rglob("*") if path.is_file() and b"815okapi" in path.read_bytes()]
 
 
-@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@needs_library
 def test_strict(tiny_folder: Path, tmp_path: Path) -> None:
     with Running(tmp_path, tiny_folder, strict=True) as running:
         assert running.ask("Hello.", model="gpt-4")[1]["error"]["code"] == "model_not_found"

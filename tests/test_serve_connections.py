@@ -22,13 +22,13 @@ from starlette.applications import Starlette
 from h2o_stream.base import startup
 from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.native import library
 from h2o_stream.serve import connections
 from h2o_stream.serve.connections import bound, max_connections, raise_file_limit, uvicorn_config
+from tests.native_builds import needs_library
 from tests.serve_kill import Server
 from tests.serve_load import post
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 
 def test_connections_leave_files_for_the_rest() -> None:

@@ -28,7 +28,6 @@ from starlette.routing import Route
 
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.models import tokenizer
-from h2o_stream.native import library
 from h2o_stream.recall import recall
 from h2o_stream.serve import app, aside, chat, grammar_client, grammars, service, worker
 from h2o_stream.serve.app import make_app
@@ -44,13 +43,14 @@ from h2o_stream.serve.store import Store
 from h2o_stream.serve.stream import Pace
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session import state_files
+from tests.native_builds import needs_library
 from tests.serve_kill import Server, kill_under_load
 from tests.serve_load import post
 from tests.served import CACHE, Listening, Running, reply
 from tests.test_serve_connections import BOMB
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.native import library
 from h2o_stream.serve.chat import parse_chat
 from h2o_stream.serve.completions import parse_completion
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.fields import ELSEWHERE, FIELDS, Endpoint, Ignored, Refused, Served, read_fields
 from h2o_stream.serve.responses import parse_response
 from h2o_stream.serve.wording import renamed
+from tests.native_builds import needs_library
 from tests.protocol import send
 from tests.serve_load import post
 from tests.served import Running, serving
 from tests.test_tools import HERMES, WEATHER
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 COMMON = {"temperature": 1, "seed": 7}

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from h2o_stream.config import CacheConfig, ModelConfig
-from h2o_stream.native import library
+from tests.native_builds import needs_library
 from tests.protocol import answered, message_of
 from tests.served import Running
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 UNUSED = count(2)
 """Names of owners that nobody has had, and of what is said first."""

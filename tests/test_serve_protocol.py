@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerBase
 from h2o_stream.base.registry import Registry
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig
-from h2o_stream.native import library
 from h2o_stream.serve.fields import FIELDS as SERVED_FIELDS
 from h2o_stream.serve.fields import Served
 from h2o_stream.serve.logprobs import TokenTexts
@@ -36,12 +35,13 @@ from h2o_stream.serve.response_events import stream_response
 from h2o_stream.serve.responses import AskedResponse
 from h2o_stream.serve.stream import LogprobSampler
 from h2o_stream.session.other_calls import Call
+from tests.native_builds import needs_library
 from tests.protocol import ADAPTERS, answered, message_of, send, texts_of, whole_of
 from tests.served import Running, serving
 from tests.test_serve_tools import ODD_JSON, STRICT, calling
 from tests.test_tools import TIME
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.config import CacheConfig
-from h2o_stream.native import library
 from h2o_stream.serve import aside, tools
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Exchange, Reply, as_fed, chain, next_hash, parse_dialogue
@@ -19,6 +18,7 @@ from h2o_stream.session.calls import Call, CallFormat, CallSplitter, find_format
 from h2o_stream.session.messages import parse_tools
 from h2o_stream.session.template import ChatTemplate
 from tests.in_turn import in_turn
+from tests.native_builds import needs_library
 from tests.served import Running, serving
 from tests.test_tools import HERMES, TIME, WEATHER
 
@@ -255,7 +255,7 @@ RESPONSE = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+@needs_library
 class TestServer:
     """A random model calls nothing by itself, but it can be made to."""
 

@@ -17,15 +17,15 @@ from h2o_stream.engine.grammar import Grammar
 from h2o_stream.engine.speculation import Speculation, followers
 from h2o_stream.loading.loading import load_model
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.native import library
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
 from h2o_stream.serve.grammars import Grammars
 from tests.family_models import TEXT, written
+from tests.native_builds import needs_library
 from tests.states import equal_states
 from tests.test_native_batch import model  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bo"]}}, "required": ["name"]}
 

@@ -9,13 +9,13 @@ import pytest
 from h2o_stream import CacheConfig
 from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.verification import Verification
-from h2o_stream.native import library
 from h2o_stream.native.description import DescriptionError
 from tests.families import FAMILIES, GROUPED, MULTIPLIERS, STATE_SPACE, nudged, tiny
+from tests.native_builds import needs_library
 from tests.native_streams import EXACT, streamed, tokens_of
 from tests.tolerance import relative_error
 
-pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+pytestmark = needs_library
 
 SIZES = {"mamba_n_heads": 4, "mamba_d_head": 25, "mamba_n_groups": 2, "mamba_d_ssm": 100}
 FORMS = {

@@ -11,14 +11,12 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.policies import Candidates, Policy, make_policy
 from h2o_stream.cache.protection import Protection
-from h2o_stream.native import library
 from tests.fixtures import make_llama, with_exhaustive
+from tests.native_builds import needs_library
 from tests.states import with_checksums
 
 WINDOW = 32
 POLICIES = ["h2o", "h2o-paper", "tova", "random", "sink", "recent"]
-
-needs_library = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 
 def ids(count: int, rows: int = 1) -> Tensor:
