@@ -189,6 +189,7 @@ class TestReport:
         (lambda folder: (folder / "records.jsonl").unlink(), "nll is not finished there"),
         (lambda folder: (folder / "records.jsonl").write_text("{"), "records.jsonl:1: not JSON"),
         (lambda folder: (folder / "records.jsonl").write_text('{"type": "run"}\n{}'), "not what nll writes"),
+        (lambda folder: (folder / "records.jsonl").write_text(""), "not what nll writes"),
         (lambda folder: (folder / "run.json").write_text("{}"), "is this the --out folder of a comparison?"),
         (lambda folder: (folder / "run.json").write_text('{"command": "h2o-chat"}'), "which has no report"),
         (lambda folder: (folder / "run.json").unlink(), "no comparison in it"),

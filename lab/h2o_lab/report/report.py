@@ -87,8 +87,9 @@ def _read(folder: Path) -> FinishedComparison:
         raise DataError(f"{folder}: a run of {run['command']!r}, which has no report")
     if not (folder / RECORDS).exists():
         raise DataError(f"{folder}: {kind} is not finished there; run its command again to resume it")
-    run, *records = (record for _, record in read_objects(folder / RECORDS, "report"))
+    read = read_objects(folder / RECORDS, "report")
     try:
+        run, *records = (record for _, record in read)
         return FinishedComparison(folder, kind, run, page_of(kind, run, records))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise DataError(f"{folder / RECORDS}: not what {kind} writes ({type(error).__name__}: {error})") from error
