@@ -114,8 +114,6 @@ class Worker:
         """Do something in the thread."""
         self._actions.put(action)
 
-    # the thread
-
     def _run(self) -> None:
         while not (self._stopped and all(job.is_reading for job in self._jobs) and not self._endings.saving):
             try:
@@ -209,9 +207,8 @@ class Worker:
     def _chosen(self) -> Iterator[Job]:
         """Replies whose tokens are taken now: all steps, and parts of prompts in turn."""
         waiting = [job for job in self._jobs if not job.reading and job.live.engine.waiting]
-        steps = [job for job in waiting if job.live.engine.steps]
         prompts = [job for job in waiting if not job.live.engine.steps]
-        yield from steps
+        yield from (job for job in waiting if job.live.engine.steps)
         budget = self._conversations.pace.tokens
         for job in prompts:
             if budget <= 0:
@@ -331,10 +328,9 @@ class Worker:
         if event.thinking is not None or event.id in job.live.engine.end_tokens:
             logprobs = ()  # they are those of the text
         counts = event.counts if job.ask.slots else None
-        if event.text or event.thinking or logprobs or counts:
-            sent = job.ask.try_send(Piece(event.text, event.thinking or "", logprobs, counts))
-            if not sent:
-                self._endings.interrupt(job)
+        piece = Piece(event.text, event.thinking or "", logprobs, counts)
+        if any((piece.text, piece.thinking, logprobs, counts)) and not job.ask.try_send(piece):
+            self._endings.interrupt(job)
 
     def _cancel(self, ask: Ask) -> None:
         for waiting in (self._asked, *self._waking.values()):
