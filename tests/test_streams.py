@@ -177,8 +177,13 @@ class TestPoorTerminals:
             "h2o-chat", "-m", str(tiny_folder), "-n", "5", "--temp", "0", columns=1, lines=3, home=tmp_path
         ) as pty:
             pty.send("hi\r")
-            pty.until(lambda p: "length" in re.sub(r"\x1b\[[0-9;]*m|\s", "", p.output))  # each letter has its style
-            pty.send("/why\r/stats\r/sessions\r/help\r")
+
+            def letters(pty: Pty) -> str:
+                return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\s", "", pty.output)  # each has its style
+
+            pty.until(lambda p: "length" in letters(p))
+            pty.send("/why\r/stats\r/sessions\r/help\r/nothing\r")
+            pty.until(lambda p: "isnotacommand" in letters(p))  # a terminal may swallow Ctrl-D before it
             pty.send("\x04")
             assert pty.exit_code() == 0
             assert "unexpected" not in "".join(pty.output.split())
