@@ -1,8 +1,7 @@
 """The thread that owns the model: steps all replies at once, and reads prompts in parts beside them.
 
 It takes what was asked for, chooses whose tokens are next, takes them through the model, and sends what came of it.
-Conversations join and leave between two steps. Every step takes a token of each reply and some of prompts, as
-many as others can wait for.
+Conversations join and leave between steps: a token of every reply, and as much of prompts as others can wait for.
 """
 
 from __future__ import annotations
