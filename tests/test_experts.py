@@ -13,7 +13,7 @@ import torch
 
 from h2o_stream.attachment.describe import describe
 from h2o_stream.config import CacheConfig
-from h2o_stream.native import stepper
+from h2o_stream.native import packing, stepper
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Description, DescriptionError, Matrix
 from h2o_stream.native.experts import Experts
@@ -141,6 +141,15 @@ def test_sizes_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
         replace(experts, **change)
     with pytest.raises(DescriptionError, match="go through 7 of 6"):
         replace(experts, router=replace(experts.router, chosen=7))
+
+
+def test_a_step_reads_each_weight_of_the_chosen_experts_once() -> None:
+    """Also where the gates of an expert stand in one matrix with the rest of it."""
+    apart, both = described("softmax", MatrixKind.INT8, 32, 64)[0].layers[0].mlp, packed(MatrixKind.INT8, 6 * 64, 64, 0)
+    gate, up = (both.row_range(first, 5 * 64 + 32) for first in (0, 32))
+    fused = replace(apart, gate=gate, up=up, stride=64)
+    of_one = 2 * packing.packed_bytes(MatrixKind.INT8, 32, 64) + packing.packed_bytes(MatrixKind.INT8, 64, 32)
+    assert fused.nbytes == apart.nbytes == 3 * of_one
 
 
 def test_experts_within_a_tile() -> None:

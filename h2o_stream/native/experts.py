@@ -163,8 +163,10 @@ class Experts:
     @property
     def nbytes(self) -> int:
         """Bytes of weights that a decode step reads."""
-        whole: int = sum(matrix.weights.nbytes for matrix in self._own)
-        return whole * self.router.chosen // self.count + (self.shared.nbytes if self.shared else 0)
+        inner = self.inner_size if self.gate_layout == GateLayout.APART else 2 * self.inner_size
+        rows = (self.gate, inner), (self.up, inner), (self.down, self.hidden)
+        of_one: int = sum(matrix.weights.nbytes * count // matrix.rows for matrix, count in rows if matrix)
+        return of_one * self.router.chosen + (self.shared.nbytes if self.shared else 0)
 
     @property
     def _own(self) -> list[Matrix]:

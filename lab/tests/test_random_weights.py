@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
-from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from h2o_lab.random_models.gguf import write_random_gguf
 from h2o_lab.random_models.weights import DEVIATION, random_model, read_settings
@@ -65,6 +65,15 @@ class TestRandomWeights:
             assert cache.engine_note.startswith("native")
         assert logits.isfinite().all()
         assert logits.std() > 0
+
+    def test_experts_are_packed_too(self, tmp_path: Path) -> None:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        llama(Qwen3MoeConfig, **experts).save_pretrained(tmp_path)
+        model = random_model(tmp_path, ModelConfig(quantize="int4", dtype="float32", device="cpu"))
+        matrices = [name for name, weight in model.named_parameters() if weight.dim() > 1]
+        assert all(name.endswith("mlp.gate.weight") for name in matrices)
+        with attach(model, CacheConfig(window=16)) as cache:
+            assert cache.engine_note.startswith("native")
 
     def test_a_tied_head_is_read_once(self, tmp_path: Path) -> None:
         sizes = {}

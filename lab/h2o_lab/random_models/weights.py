@@ -16,6 +16,7 @@ from torch import Tensor
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.packed_experts import split_stacked_experts
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.models.precision import device_of, dtype_of
 from h2o_stream.models.quantize import packed_kinds, replace_module, tie_head, untie_head
@@ -75,6 +76,7 @@ def random_model(path: Path, choice: ModelConfig) -> Any:
         raise ConfigError(f"--quantize {choice.quantize} packs weights for the CPU, not for {device}; leave it out")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    split_stacked_experts(model)
     kinds = packed_kinds(model, choice.quantize)
     tied = untie_head(model, kinds)
     for name, kind in kinds.items():
