@@ -152,12 +152,13 @@ class _OurRunner(Runner):
         if spec.threads:
             os.environ["OMP_NUM_THREADS"] = str(spec.threads)  # which torch reads, too
         self._model, cache = spec.load_served()
+        self._weight_bytes = _weight_bytes(self._model)  # of which less is known once it is attached
         self._served = serve(self._model, cache, spec.steps, ignore)
         self.chunk_size = self._served.prefill_step
 
     def info(self) -> EngineInfo:
         context = self._served.context if self.spec.cache.policy == "full" else None
-        return EngineInfo(self._served.dtype, _weight_bytes(self._model), context)
+        return EngineInfo(self._served.dtype, self._weight_bytes, context)
 
     def prepare(self) -> None:
         """Run a short stream: the first forward allocates buffers, starts threads and checks the native steps."""
