@@ -43,6 +43,15 @@ def client(server: Running) -> Any:
     return server.client()
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Long conversations, which all are that have turns, wake up once this is set."""
+    event, wake = threading.Event(), Conversations.wake
+    monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
+    monkeypatch.setattr(Conversations, "wake", lambda *values: event.wait(30) and wake(*values))
+    return event
+
+
 class TestMessages:
     def test_turns(self) -> None:
         roles = ("system", "developer", "user", "user", "assistant", "user")
@@ -371,11 +380,8 @@ class TestLimits:
             assert len(running.service.store.conversations) == 5
 
     def test_others_do_not_wait_while_a_long_conversation_wakes_up(
-        self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, long_folder: Path, read: threading.Event
     ) -> None:
-        read, wake = threading.Event(), Conversations.wake
-        monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
-        monkeypatch.setattr(Conversations, "wake", lambda *values: read.wait(30) and wake(*values))
         with Running(tmp_path, long_folder, awake=2, running=2) as running:
             first = reply(running.say("Number 0."))
             for number in range(1, 4):
@@ -395,12 +401,9 @@ class TestLimits:
             assert sorted(origins) == ["branched", "continued"]
 
     def test_what_woke_up_for_a_client_that_leaves_sleeps_again(
-        self, tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, long_folder: Path, read: threading.Event
     ) -> None:
         """Else its files would stay open."""
-        read, wake = threading.Event(), Conversations.wake
-        monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
-        monkeypatch.setattr(Conversations, "wake", lambda *values: read.wait(30) and wake(*values))
         with Running(tmp_path, long_folder, awake=1, running=1) as running:
             worker, first = running.service.worker, running.say("Number 0.")
             running.say("Number 1.")

@@ -66,6 +66,8 @@ def paths(text: str, flag: str) -> tuple[Path, ...]:
 MAX_DIGITS = 20
 """Of a whole number: Python reads no more than some thousands, and floats have no more than some hundreds."""
 
+_DIGITS = f"{{1,{MAX_DIGITS}}}"
+
 
 def whole_number(text: str) -> int | None:
     """The whole number that a text is; None if it is none, or has more digits than any that is used."""
@@ -74,12 +76,12 @@ def whole_number(text: str) -> int | None:
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas; raises ConfigError if one is no whole number, or there are none."""
-    found = []
+    parsed = []
     for item in listed(text, flag):
         if (number := whole_number(item)) is None:
             raise ConfigError(f"{item!r} is not a whole number; {flag} takes numbers and commas")
-        found.append(number)
-    return tuple(found)
+        parsed.append(number)
+    return tuple(parsed)
 
 
 def numbers_if_any(text: str, flag: str) -> tuple[int, ...]:
@@ -92,7 +94,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 1
 
 def parse_bytes(text: str, flag: str) -> int:
     """A size with its unit, in bytes; raises ConfigError if it is not a size."""
-    size = re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)", text.strip())
+    size = re.fullmatch(rf"(\d{_DIGITS}(?:\.\d{_DIGITS})?)\s*([a-zA-Z]*)", text.strip())
     if not size or size[2].upper() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; {flag} takes one like 128MiB or 2GiB")
     return int(float(size[1]) * _UNITS[size[2].upper()])

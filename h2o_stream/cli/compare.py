@@ -107,8 +107,6 @@ def _add_command(app: typer.Typer, name: str, options: Any) -> None:
 
 for _name in COMPARISONS.registered:
     _add_comparison(app, _name, COMPARISONS[_name])
-for _name in COMMANDS.registered:
-    _add_command(app, _name, COMMANDS[_name])
 
 
 def main() -> None:

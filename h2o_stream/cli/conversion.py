@@ -7,11 +7,13 @@ import types
 from functools import partial
 from typing import Any, Literal, Union, get_args, get_origin
 
+from h2o_stream.base.options import MAX_DIGITS
+
 _UNKNOWN = object()
 """Stands for a value that typer has to convert, or to refuse with its message."""
 
 _PATTERNS = {
-    int: re.compile(r"[+-]?[0-9]{1,20}"),
+    int: re.compile(f"[+-]?[0-9]{{1,{MAX_DIGITS}}}"),
     float: re.compile(r"[+-]?[0-9]+(\.[0-9]*)?"),
     str: re.compile(r"(?s).*"),
 }

@@ -103,20 +103,20 @@ def bound(config: ServeConfig) -> list[socket.socket]:
     Raises:
         DataError: another program has it, or there is no such address.
     """
-    port, found = config.port, list[socket.socket]()
+    port, sockets = config.port, list[socket.socket]()
     try:
         for family, kind, protocol, _, place in dict.fromkeys(
             socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)
         ):
-            found.append(socket.socket(family, kind, protocol))
-            found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sockets.append(socket.socket(family, kind, protocol))
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                found[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            found[-1].bind((place[0], port, *place[2:]))
-            port = found[-1].getsockname()[1]
+                sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sockets[-1].bind((place[0], port, *place[2:]))
+            port = sockets[-1].getsockname()[1]
     except OSError as error:
         raise DataError(f"--host {config.host} --port {port}: {error.strerror or error}") from error
-    return found
+    return sockets
 
 
 def uvicorn_config(app: Starlette, config: ServeConfig) -> uvicorn.Config:
