@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
 from h2o_stream.native.torch_modules import dense_matrix, embedding_of, matrix_of, raw_tensor, text_modules
-from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
+from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture, parameter_names
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import Weights, as_used
 
@@ -88,7 +88,8 @@ class ModuleWeights(Weights):
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
         full_name = self._name(name, layer, kind)
-        tensor = self._tensors.get(f"{full_name}.{kind}", self._tensors.get(full_name))
+        stored, bare = parameter_names(full_name, kind)
+        tensor = self._tensors.get(stored, self._tensors.get(bare))
         if tensor is None:
             return None
         self._read.add(id(tensor))

@@ -26,6 +26,7 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.packing import GGUF_KINDS, ROWS, columns_fit, pack, tiles_shape
+from h2o_stream.runtime.families.architecture import parameter_names
 from h2o_stream.runtime.gguf_parameters import NOT_WEIGHTS
 from h2o_stream.runtime.gguf_weights import GgufWeights
 from h2o_stream.runtime.merged import WHOLES, merged
@@ -77,12 +78,11 @@ class HfWeights:
     def _name(self, tensor: GgufTensor) -> str:
         """The weight that a tensor is, or is part of."""
         layer, inner, kind = tensor_name(tensor.name)
-        name = self._architecture.parameter_name(inner, layer, kind or "weight")
-        stacked = re.sub(r"experts\.(?:gate|up)_proj\b", "experts.gate_up_proj", name)  # of all experts
-        for stem in (name, name.removesuffix(".weight"), stacked):
-            for each in (stem, stem.removesuffix(".weight"), stem.replace("_proj.bias", "_proj_bias")):
-                if each in self._shapes:
-                    return each
+        module = self._architecture.module_name(inner, layer)
+        stacked = re.sub(r"experts\.(?:gate|up)_proj$", "experts.gate_up_proj", module)  # of all experts
+        for name in (*parameter_names(module, kind or "weight"), *parameter_names(stacked, kind or "weight")):
+            if name in self._shapes:
+                return name
         model = type(self._skeleton).__name__
         raise UnsupportedModelError(f"{self._file.path.name} has {tensor.name}, which {model} does not have")
 

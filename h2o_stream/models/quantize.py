@@ -18,15 +18,12 @@ from h2o_stream.models.packed_cache import FORMAT
 from h2o_stream.models.packed_experts import split_experts, split_stacked_experts
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import columns_fit, pack, require_library, tiles_shape
+from h2o_stream.native.packing import NOT_PACKED, columns_fit, pack, require_library, tiles_shape
 
 METHOD = "h2o"
 """Name of the quantizer in transformers."""
 
 _KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
-
-_ROUTERS = {"gate", "router", "shared_expert_gate", "modality_router", "prediction_coefs", "correction_coefs"}
-"""Names of modules that choose experts, and of those that mix them, or the versions of the residual stream."""
 
 
 @register_quantization_config(METHOD)
@@ -108,13 +105,13 @@ def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
     """Packed formats by module name, for ``int8`` or ``int4``.
 
     Linear layers and the embedding are packed if their columns are a multiple of 32, except for a tied output layer and
-    for `_ROUTERS`. The model may be on the meta device.
+    for `NOT_PACKED`. The model may be on the meta device.
     """
     embedding, head, head_is_tied = model.get_input_embeddings(), model.get_output_embeddings(), is_tied(model)
     kinds = {}
     for name, module in model.named_modules():
         kind = MatrixKind.INT8 if module is embedding or module is head else _KINDS[quantize]
-        stays = (module is head and head_is_tied) or not _ROUTERS.isdisjoint(name.split("."))
+        stays = (module is head and head_is_tied) or not NOT_PACKED.isdisjoint(name.split("."))
         if not stays and packable(module) and columns_fit(kind, module.weight.shape[1]):
             kinds[name] = kind
     return kinds

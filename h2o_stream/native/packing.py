@@ -49,6 +49,9 @@ GGUF_KINDS: Final = {
 }
 """Packed format for each GGUF type; all are lossless."""
 
+NOT_PACKED: Final = {"gate", "router", "shared_expert_gate", "modality_router", "prediction_coefs", "correction_coefs"}
+"""In transformers' names: what chooses experts, and what mixes them, or the versions of the residual stream."""
+
 _FORMATS: Final = {
     MatrixKind.INT8: (8, lambda groups: 2 * groups),
     MatrixKind.INT4: (4, lambda groups: 4 * groups),

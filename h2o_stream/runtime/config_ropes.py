@@ -27,7 +27,8 @@ def ropes_of_config(
         ArithmeticError, LookupError, TypeError, ValueError: an entry is missing or no number.
     """
     (local, main), thetas = rope_entries(config, architecture), config.get("layer_rope_theta")
-    context = int(config["max_position_embeddings"])
+    context, rotating = int(config["max_position_embeddings"]), config.get("no_rope_layers")
+    unrotated = architecture.unrotated_if_original and config.get("position_embedding_type") != "rope"
 
     @cache
     def rope(size: int, is_local: bool, theta: float | None) -> RopeParameters:
@@ -36,23 +37,12 @@ def ropes_of_config(
 
     def of_layer(number: int) -> RopeParameters | None:
         theta = None if thetas is None else float(thetas[number])
-        if theta == 0 or not _rotates(config, architecture, number, sliding):
+        rotates = architecture.rotates(number, sliding[number], bool(config.get("sliding_window")))
+        if theta == 0 or unrotated or not (rotates if rotating is None else rotating[number]):
             return None
         return rope(sizes[number], sliding[number] is not None, theta)
 
     return tuple(of_layer(number) for number in range(len(sliding)))
-
-
-def _rotates(config: Config, architecture: Architecture, number: int, sliding: Sequence[int | None]) -> bool:
-    """Whether a layer has positions."""
-    rotating, every = config.get("no_rope_layers"), architecture.unrotated_every
-    if rotating is None and every and (number + 1) % every == 0:
-        return False
-    if rotating is not None and not rotating[number]:
-        return False
-    if architecture.unrotated_if_original and config.get("position_embedding_type") != "rope":
-        return False
-    return not (architecture.rotates_sliding and config.get("sliding_window") and sliding[number] is None)
 
 
 def rope_entries(config: Config, architecture: Architecture) -> tuple[Config, Config]:

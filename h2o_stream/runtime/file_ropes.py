@@ -28,13 +28,10 @@ def ropes_of(
     local_dims = int(_get(file, "dimension_count_swa") or dims)
     local_theta = local_theta_of(file, architecture, main["rope_theta"])
     local = RopeParameters(rope_frequencies(local_theta, local_dims)) if architecture.local_plain else whole
-    slides, every = any(sliding), architecture.unrotated_every
     if architecture.unrotated_if_original and _get(file, "scaling.finetuned") is False:
-        every = 1
+        return (None,) * len(sliding)
     return tuple(
-        None
-        if (every and (number + 1) % every == 0) or (architecture.rotates_sliding and slides and window is None)
-        else (whole if window is None else local)
+        (whole if window is None else local) if architecture.rotates(number, window, any(sliding)) else None
         for number, window in enumerate(sliding)
     )
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import OTHER_SENSES, DescriptionError, Matrix
-from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture
+from h2o_stream.native.packing import NOT_PACKED
+from h2o_stream.runtime.families.architecture import EMBEDDING, OUTPUT, Architecture, parameter_names
 from h2o_stream.runtime.file_numbers import rounded
 from h2o_stream.runtime.parameters import Parameters
 from h2o_stream.runtime.rotations import Floats
@@ -136,10 +137,11 @@ class CheckpointWeights(Weights):
         return self._architecture.module_name(name, layer)
 
     def matrices(self) -> Iterator[StoredMatrix]:
-        """All linear layers, the embedding and the experts of each layer, but for `_NOT_LINEAR`."""
+        """All linear layers, the embedding and the experts of each layer, but for `NOT_PACKED`."""
         layers = range(self._parameters.num_layers)
         for name in self._architecture.checkpoint_names:
-            if name.startswith(_NOT_LINEAR) or (name == OUTPUT and self._parameters.tied):
+            of_router = not NOT_PACKED.isdisjoint(self._architecture.checkpoint_names[name].split("."))
+            if of_router or (name == OUTPUT and self._parameters.tied):
                 continue
             for layer in (None,) if name in (EMBEDDING, OUTPUT) else layers:
                 module = self.module_name(name, layer)
@@ -182,8 +184,8 @@ class CheckpointWeights(Weights):
 
     def _get(self, module: str, kind: str) -> NDArray[Any] | None:
         """The weight or bias of a module, which may be a parameter of another one; None if there is none."""
-        bare = module if kind == "weight" or module.endswith("_bias") else f"{module}_bias"
-        return self.arrays.get(f"{module}.{kind}", self.arrays.get(bare))
+        name, bare = parameter_names(module, kind)
+        return self.arrays.get(name, self.arrays.get(bare))
 
     def _below_each_other(self, name: str, stored: NDArray[Any]) -> NDArray[Any]:
         """The stacked matrices of experts as one, those of the next expert below; a copy if they are transposed."""
@@ -246,9 +248,6 @@ _WITHIN = re.compile(r"(?<![^.])language_model\.")
 
 _OTHER_SENSES = OTHER_SENSES | {"visual"}
 """Modules that tokens of text do not go through, by their names in checkpoints."""
-
-_NOT_LINEAR = ("ffn_gate_inp", "altup_router", "altup_predict_coef", "altup_correct_coef")
-"""What chooses experts, and what mixes the versions of the residual stream: it is not packed."""
 
 _GATES_AND_UPS = "ffn_gate_up_exps"
 

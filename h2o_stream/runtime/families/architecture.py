@@ -59,9 +59,6 @@ def state_space(module: str) -> dict[str, str]:
     return {name: f"{module}.{part}" for name, part in (MIXER_PARTS | {"ssm_in": "in_proj", "ssm_d": "D"}).items()}
 
 
-_PARAMETERS = ("_bias", ".A_log", ".D", ".sinks", ".softmax_offset", ".layer_scalar", "scale", ".beta", ".eps")
-"""Ends of names that are of parameters, not of modules."""
-
 BEFORE = {"before_attention": "attn_norm", "before_mlp": "ffn_norm"}
 AFTER = {"after_attention": "post_attention_norm", "after_mlp": "post_ffw_norm"}
 """llama.cpp's names of a layer's norms, by role."""
@@ -197,10 +194,18 @@ class Architecture:
         module = self.checkpoint_names.get(name, "")
         return module if layer is None or not module else f"{self.layers}.{layer}.{module}"
 
-    def parameter_name(self, name: str, layer: int | None, kind: str) -> str:
-        """The name in transformers of a module's weight or bias; some parameters have no module of their own."""
-        module = self.module_name(name, layer)
-        return module if module.endswith(_PARAMETERS) else f"{module}.{kind}"
+    def rotates(self, number: int, window: int | None, some_slide: bool) -> bool:
+        """Whether a layer has positions, by its number and sliding window."""
+        every = self.unrotated_every
+        if every and (number + 1) % every == 0:
+            return False
+        return not (self.rotates_sliding and some_slide and window is None)
+
+
+def parameter_names(module: str, kind: str) -> tuple[str, str]:
+    """What a module's ``weight`` or ``bias`` may be called in transformers: some are parameters of another module."""
+    bare = module if kind == "weight" or module.endswith("_bias") else f"{module}_bias"
+    return f"{module}.{kind}", bare
 
 
 @dataclass(frozen=True)
