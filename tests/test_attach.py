@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, ConfigError, Engine, H2OStreamError, SamplingConfig, attach
-from tests.families import GROUPED, each_family
+from tests.causal_models import make
+from tests.families import SIZES, each_family, tiny
 from tests.fixtures import ids, make_llama, refusal, thinned
 from tests.fixtures import ids as tokens
 from tests.in_turn import in_turn
@@ -58,37 +58,10 @@ class TestGenerate:
             assert cache.kept(1)[0].equal(before[0][1])
             assert cache.head_groups[1].scores[0].equal(before[1][1])
 
-    def test_rows_of_a_batch_evict_for_themselves(self, tiny: LlamaForCausalLM) -> None:
-        tokens = ids(50, rows=2)
-        with attach(tiny, CacheConfig(window=12, chunk=8)) as cache:
-            tiny(tokens, past_key_values=cache)
-            together = cache.kept(1)
-            for row in range(2):
-                tiny(tokens[row : row + 1])
-                assert cache.kept(1)[0].equal(together[row])
-
     def test_assisted_generation_is_refused(self, tiny: LlamaForCausalLM) -> None:
         mask = torch.ones(1, 10)
         with attach(tiny), pytest.raises(H2OStreamError, match="assistant"):
             tiny.generate(ids(10), attention_mask=mask, assistant_model=make_llama(), max_new_tokens=5)
-
-    def test_positional_arguments_and_no_cache(self, tiny: LlamaForCausalLM) -> None:
-        expected = tiny(ids(9)).logits
-        with attach(tiny, CacheConfig(window=64)) as cache:
-            assert_close(tiny(ids(9), torch.ones(1, 9)).logits, expected)
-            assert_close(tiny(ids(9), use_cache=False).logits, expected)
-            assert cache.seen_tokens == 9
-
-    @pytest.mark.parametrize("policy", ["h2o", "full"])
-    def test_the_model_is_restored(self, tiny: LlamaForCausalLM, policy: str) -> None:
-        before, expected = dict(vars(tiny)), tiny(ids(9)).logits
-        attention = tiny.config._attn_implementation
-        with pytest.raises(RuntimeError, match="inside"), attach(tiny, CacheConfig(policy, window=8)):
-            raise RuntimeError("inside")
-        assert tiny.config._attn_implementation == attention
-        assert dict(vars(tiny)) == before
-        assert not tiny._forward_pre_hooks
-        assert tiny(ids(9)).logits.equal(expected)
 
     def test_two_models_do_not_interfere(self) -> None:
         one, two = make_llama(seed=1), make_llama(seed=2)
@@ -231,28 +204,15 @@ class TestGivenBack:
             assert cache.kept().shape[-1] == 8
 
 
-MOE = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-LATENT |= {**MOE, "n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}
-
-
-def make(kind: str, config_kind: str = "", **settings: Any) -> PreTrainedModel:
-    torch.manual_seed(3)
-    settings = {**GROUPED, "num_hidden_layers": 4, **settings}
-    config = getattr(transformers, f"{config_kind or kind}Config")(**settings)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-
-
-@pytest.mark.parametrize(("model", "words"), [
-    (("GPTJ", "", {"rotary_dim": 4}), "does not take its attention from transformers' registry"),
-    (("Bloom", "", {}), "does not take its attention from transformers' registry"),
-    (("Mpt", "", {}), "does not take its attention from transformers' registry"),
-    (("Nemotron", "", {}), "does not pass extra keywords on"),
-], ids=lambda value: value[0] if isinstance(value, tuple) else "")  # fmt: skip
+@pytest.mark.parametrize(("entry", "words"), [
+    ("gptj", "does not take its attention from transformers' registry"),
+    ("bloom", "does not take its attention from transformers' registry"),
+    ("mpt", "does not take its attention from transformers' registry"),
+    ("nemotron", "does not pass extra keywords on"),
+])  # fmt: skip
 @pytest.mark.parametrize("positions", ["gap", "absolute"])
-def test_refused_before_any_work(model: tuple[str, str, dict[str, Any]], words: str, positions: str) -> None:
-    name, config_kind, settings = model
-    refused = make(name, config_kind, **settings)
+def test_refused_before_any_work(entry: str, words: str, positions: str) -> None:
+    refused = make(entry)
     attention = refused.config._attn_implementation
     assert words in refusal(refused, window=16, positions=positions)
     assert refused.config._attn_implementation == attention
@@ -261,7 +221,7 @@ def test_refused_before_any_work(model: tuple[str, str, dict[str, Any]], words: 
 
 
 def test_another_form_of_rope_is_served_with_true_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = make("Llama"), tokens(14)
+    model, ids = make_llama(), tokens(14)
     rotary = model.model.rotary_emb
     monkeypatch.setattr(rotary, "forward", lambda x, position_ids, own=rotary.forward: own(x, position_ids**2))
     assert "--positions absolute" in refusal(model, window=16)
@@ -270,21 +230,12 @@ def test_another_form_of_rope_is_served_with_true_positions_only(monkeypatch: py
         assert_close(model(ids).logits, expected)
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize(("name", "settings"), [
-    ("Mixtral", {"num_local_experts": 2}), ("Qwen3Moe", {"num_experts": 2, **MOE}), ("Olmo2", {}), ("Granite", {}),
-    ("Phi", {}), ("Gemma", {}), ("Starcoder2", {}), ("Glm4", {}), ("SmolLM3", {"no_rope_layer_interval": 2}),
-    ("DeepseekV2", {**LATENT, "topk_method": "greedy"}),
-])  # fmt: skip
-def test_others_work_as_well(name: str, settings: dict[str, Any]) -> None:
-    model, ids = make(name, **settings), tokens(14)
-    expected = model(ids).logits
-    with attach(model, CacheConfig(window=16)):
-        assert_close(model(ids).logits, expected)
+def make_opt(**more: Any) -> PreTrainedModel:
+    return tiny("OPT", **SIZES | {"word_embed_proj_dim": 32, "ffn_dim": 32, "max_position_embeddings": 40, **more})()
 
 
 def test_learned_positions() -> None:
-    model = make("OPT", word_embed_proj_dim=32, ffn_dim=32, max_position_embeddings=40)
+    model = make_opt()
     for positions in ("gap", "rolling"):
         reason = f"no rotary positions, which {positions} re-assigns; use --pos"
         assert reason in refusal(model, window=16, positions=positions)
@@ -297,9 +248,8 @@ def test_learned_positions() -> None:
 
 def test_learned_positions_end_a_chat(tokenizer: PreTrainedTokenizerBase) -> None:
     """Whatever --at-context is, no position exceeds the last one."""
-    sizes = {"vocab_size": len(tokenizer), "word_embed_proj_dim": 32, "ffn_dim": 32, "max_position_embeddings": 40}
     for cache in (CacheConfig(window=16, positions="absolute"), CacheConfig("full")):
-        with Engine(make("OPT", **sizes), tokenizer, cache, SamplingConfig(temperature=0)) as engine:
+        with Engine(make_opt(vocab_size=len(tokenizer)), tokenizer, cache, SamplingConfig(temperature=0)) as engine:
             list(engine.prefill(range(100, 130)))
             *said, finished = engine.decode()
             assert (len(said), finished.reason) == (10, "context")

@@ -20,17 +20,6 @@ from tests.tolerance import assert_close
 
 
 class TestChunks:
-    @pytest.mark.parametrize("chunk", [1, 7, 64])
-    def test_chunks_leave_the_same_state_as_one_shot(self, grouped: LlamaForCausalLM, chunk: int) -> None:
-        states = []
-        for size in (0, chunk):
-            with attach(grouped, CacheConfig(window=40, chunk=size)) as cache:
-                grouped(ids(40), past_key_values=cache)
-                order = cache.head_groups[1].index.argsort(-1)
-                states.append((cache.kept(1), cache.head_groups[1].scores.gather(-1, order)))
-        assert states[0][0].equal(states[1][0])
-        assert_close(states[0][1], states[1][1])
-
     def test_several_forwards_equal_one(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=12, heavy=4, chunk=4)) as cache:
             whole = tiny(ids(32), past_key_values=cache).logits

@@ -98,11 +98,6 @@ def two_streams(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
     return model(batch["input_ids"][:, :1], past_key_values=one).logits
 
 
-def other_rows(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
-    past = model(**batch).past_key_values
-    return model(torch.full((len(batch["input_ids"]) + 1, 1), 5), past_key_values=past).logits
-
-
 def other_attention(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -185,7 +180,7 @@ FORMS: dict[str, Form] = {
     "two turns by cache": two_turns_by_cache, "two turns by output": two_turns_by_output,
     "by embeddings": by_embeddings, "everything told": everything_told, "attentions": attentions,
     "gradients": gradients, "gradients without cache": functools.partial(gradients, use_cache=False),
-    "two streams": two_streams, "other rows": other_rows, "other attention": other_attention,
+    "two streams": two_streams, "other attention": other_attention,
     "packed texts": packed_texts, "positions given": positions_given, "padding alone": padding_alone,
     "hidden past": hidden_past, "cache left empty": cache_left_empty, "in training mode": in_training_mode,
 }  # fmt: skip
@@ -196,7 +191,7 @@ REFUSED = {
         "prompt lookup",
     },
     "full": set[str](),
-    "any": {"cache left empty", "guidance", "other rows", "two streams"},
+    "any": {"cache left empty", "guidance", "two streams"},
 }  # fmt: skip
 WAYS = [("h2o", "auto"), ("h2o", "eager"), ("full", "auto")]
 

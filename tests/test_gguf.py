@@ -4,18 +4,14 @@ import mmap
 import os
 import struct
 import time
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGUFValueType
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models import gguf as gguf_module
@@ -160,28 +156,6 @@ class TestHostile:
             with pytest.raises(ModelNotFoundError, match="damaged"):
                 GgufFile(cut)
 
-    @settings(max_examples=80, deadline=20_000)
-    @given(st.data())
-    def test_bytes_that_were_changed(self, small: Path, tmp_path_factory: Any, data: st.DataObject) -> None:
-        content = bytearray(small.read_bytes())
-        end = min(tensor.offset for tensor in GgufFile(small).tensors.values())
-        for _ in range(data.draw(st.integers(1, 3))):
-            start = data.draw(st.integers(0, end))
-            new = data.draw(st.binary(min_size=1, max_size=8) | st.sampled_from([le(HUGE), le(2**64 - 1), le(1 << 20)]))
-            content[start : start + len(new)] = new
-        path = tmp_path_factory.getbasetemp() / "changed.gguf"
-        path.write_bytes(content)
-        tracemalloc.start()
-        try:
-            file = GgufFile(path)
-            assert all(len(file.blocks(tensor)) == tensor.nbytes for tensor in file.tensors.values())
-        except (ModelNotFoundError, UnsupportedModelError) as error:
-            assert "\n" not in str(error)  # noqa: PT017
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-        assert peak < 50e6
-
 
 class TestFile:
     def test_it_reads_what_the_package_gguf_reads(self, embedded_file: Path) -> None:
@@ -281,5 +255,5 @@ def resident_of(path: Path) -> int:
     return 1024 * sum(
         next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
         for line in lines
-        if line.endswith(str(path))
+        if line.endswith(str(path.resolve()))
     )

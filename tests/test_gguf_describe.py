@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 from gguf import GGUFValueType as T
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig
 
-from h2o_stream import H2OStreamError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream import H2OStreamError, ModelNotFoundError
 from h2o_stream.models import gguf_export
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
-from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from tests.gguf_files import MERGES, TOKENS, key, string
 
 
@@ -138,41 +135,6 @@ class TestDescribed:
             export_tokenizer(GgufFile(tmp_path / "bad.gguf"), pytest.fail)
         assert "\n" not in str(error.value)
         assert not [path for path in cache_folder.iterdir() if path.suffix != ".lock"]
-
-    @pytest.mark.parametrize("name", ["block_count", "attention.head_count", "rope.dimension_count"])
-    @pytest.mark.parametrize("size", [0, 1 << 31])
-    def test_impossible_tensor_sizes(
-        self, small: Path, tmp_path: Path, cache_folder: Path, name: str, size: int
-    ) -> None:
-        content, current = small.read_bytes(), GgufFile(small).metadata[f"llama.{name}"]
-        old, new = (key(f"llama.{name}", T.UINT32, number) for number in (current, size))
-        (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
-        with pytest.raises(ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 t"):
-            parameters_of_gguf(GgufFile(tmp_path / "bad.gguf"))
-
-    @pytest.mark.parametrize("more", [-1, 1])
-    def test_another_number_of_layers(self, small: Path, tmp_path: Path, cache_folder: Path, more: int) -> None:
-        """The rest would be left out without a word."""
-        count = GgufFile(small).metadata["llama.block_count"]
-        old, new = (key("llama.block_count", T.UINT32, number) for number in (count, count + more))
-        (tmp_path / "bad.gguf").write_bytes(small.read_bytes().replace(old, new))
-        with pytest.raises(ModelNotFoundError, match=f"block_count is {count + more}, and it has {count} layers"):
-            parameters_of_gguf(GgufFile(tmp_path / "bad.gguf"))
-
-    @settings(max_examples=25, deadline=None)
-    @given(st.data())
-    def test_metadata_that_were_changed(self, small: Path, tmp_path_factory: Any, data: st.DataObject) -> None:
-        content, folder = bytearray(small.read_bytes()), tmp_path_factory.mktemp("changed")
-        end = content.index(b"token_embd.weight")
-        for _ in range(data.draw(st.integers(1, 3))):
-            content[data.draw(st.integers(24, end))] = data.draw(st.integers(0, 255))
-        (folder / "changed.gguf").write_bytes(content)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gguf_export, "cache_folder", lambda: folder)
-            try:
-                assert export_tokenizer(GgufFile(folder / "changed.gguf"), pytest.fail).is_dir()
-            except (ModelNotFoundError, UnsupportedModelError) as error:
-                assert "\n" not in str(error)  # noqa: PT017
 
 
 class TestFind:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from h2o_lab.peers import step_bytes
-from h2o_stream import CacheConfig, UnsupportedModelError, attach
+from h2o_stream import CacheConfig, UnsupportedModelError
 from h2o_stream.attachment.describe import describe
 from h2o_stream.cache.state import checksummed
 from h2o_stream.config import ModelConfig, Positions
@@ -25,7 +25,6 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models import gguf_export
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.families import ARCHITECTURES
@@ -34,7 +33,7 @@ from h2o_stream.runtime.sources import ModelFile
 from tests import llama
 from tests.descriptions import difference
 from tests.families import tiny
-from tests.family_models import GGUF, MODELS, RECURRENT, SIZES, THETA, written
+from tests.family_models import GGUF, MODELS, SIZES, THETA, written
 from tests.family_models import TEXT as LONG
 from tests.fixtures import thinned, with_exhaustive
 from tests.gguf_files import split, write_model
@@ -175,20 +174,6 @@ def test_described_from_weights_that_were_packed_before(
     kept.write_bytes(kept.read_bytes()[:1000])
     with pytest.raises(DescriptionError, match="damaged"):
         source_of(path, dtype).describe(print)
-
-
-@needs_library
-@pytest.mark.parametrize("name", thinned(zip(RECURRENT), lambda name: GGUF.index(name) % 8 == 0))
-def test_packed_and_native(name: str, file_of: Files) -> None:
-    """Matrices keep the file's format, fused ones too; steps are native and give the logits of the packed model."""
-    model = through_transformers(file_of(name))
-    assert {module.kind for module in model.modules() if isinstance(module, PackedLinear)} == {MatrixKind.INT8}
-    expected, tokens = logits_of(model), torch.tensor([TEXT])
-    with attach(model, CacheConfig("recent", window=64, chunk=16)) as cache:
-        assert cache.engine_note.startswith("native")
-        parts = tokens.split([PROMPT] + [1] * (len(TEXT) - PROMPT), 1)
-        found = torch.cat([model(part, past_key_values=cache).logits[0, -1:] for part in parts])
-    assert difference_of(found.numpy(), expected[PROMPT - 1 :]) < 2e-3
 
 
 @pytest.mark.every(2)

@@ -1,6 +1,7 @@
 """Model files whose numbers do not fit each other or the weights: refused in one line, whoever reads them."""
 
 import json
+import math
 import os
 from collections import Counter
 from dataclasses import replace
@@ -137,7 +138,12 @@ def test_states_that_name_no_files(tmp_path: Path) -> None:
 KEYS: list[tuple[str, Any, str]] = [
     ("rope.dimension_count", 32, "rope.dimension_count is 32, more than the 16 numbers of a head"),
     ("rope.dimension_count", 7, "not an even number"),
-    ("block_count", 2**31 - 1, "block_count is 2147483647, not a number from 1 to"),
+    *((key, size, f"{key} is {size}, not a number from 1 t") for size in (0, 2**31) for key in (
+        "block_count", "attention.head_count", "rope.dimension_count")),
+    *(("block_count", size, f"block_count is {size}, and it has 4 layers") for size in (3, 5)),
+    *(("rope.freq_base", base, "rope.freq_base is") for base in (0.0, -1.0, math.nan, math.inf, "10000")),
+    *((f"rope.scaling.{key}", factor, f"rope.scaling.{key} is") for key in ("factor", "attn_factor")
+        for factor in (-2.0, math.nan, math.inf, "4")),
     ("attention.head_count", 3, "do not share"),
     ("attention.head_count", 2**64 - 1, "head_count"),
     ("attention.key_length", 18, "different sizes"),
@@ -145,9 +151,8 @@ KEYS: list[tuple[str, Any, str]] = [
     ("context_length", 2**63, "context_length"),
     ("embedding_length", 32, "not"),
     ("attention.layer_norm_rms_epsilon", float("nan"), "epsilon"),
-    ("rope.freq_base", -1.0, "rope.freq_base"),
     ("attention.scale", float("inf"), "scaling"),
-]
+]  # fmt: skip
 
 
 @in_turn("key, value, words", KEYS)

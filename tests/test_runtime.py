@@ -24,7 +24,6 @@ from h2o_stream.models import packed_cache
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.precision import allowed_dtypes
 from h2o_stream.native import library
-from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime import sources
 from h2o_stream.runtime.measured import read_windows, shipped_digest
 from h2o_stream.runtime.model import RuntimeModel
@@ -95,11 +94,6 @@ class TestDescription:
         assert "down of mlp of 1 of layers" in difference(described, describe(model))
         model.config.norm_topk_prob = False
         assert "normalized of router of mlp of 0 of layers" in difference(described, describe(model))
-
-    def test_what_the_table_does_not_know(self, tmp_path: Path) -> None:
-        path = written(tmp_path, "Llama, YaRN", **{"rope.scaling.yarn_ext_factor": 0.5})
-        with pytest.raises(DescriptionError, match="yarn_ext_factor is 0.5"):
-            ModelFile(str(path), path, "float32")
 
 
 CONFIGS = {

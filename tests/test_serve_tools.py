@@ -334,12 +334,6 @@ class TestServer:
         known = [*messages[:3], again.choices[0].message, {"role": "user", "content": "Sure?"}]
         assert client.chat.completions.create(messages=known, **ASKED | {"max_tokens": 4}).h2o["turns_known"] == 2
 
-    def test_required(self, client: Any) -> None:
-        choice = client.chat.completions.create(
-            messages=[WARM], tool_choice="required", parallel_tool_calls=False, **ASKED | {"tools": [STRICT]}
-        ).choices[0]
-        assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
-
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_schema_is_for_replies_that_call_nothing(self, client: Any, stream: bool) -> None:
         """As agents ask for it: tools first, then an answer in a form."""

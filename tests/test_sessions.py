@@ -146,16 +146,6 @@ def test_the_last_states_are_kept(tmp_path: Path) -> None:
         assert held == list(range(13 - MAX_STATES, 13))
 
 
-def test_a_branch(tmp_path: Path) -> None:
-    with filled(tmp_path) as session:
-        with Session("branch", tmp_path) as branch:
-            branch.add_all(HEADER, session.transcript.entries, session.state)
-            branch.add(Entry(4, "only here", "yes"), state(4))
-            assert turns(branch) == [1, 2, 3, 4]
-        assert turns(session) == [1, 2, 3]
-    assert [name for name, _ in saved_sessions(tmp_path)] == ["branch", "talk"]
-
-
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with filled(tmp_path), pytest.raises(DataError, match="open in another process"):
         Session("talk", tmp_path)

@@ -11,7 +11,7 @@ from h2o_stream.engine.text import TextStream
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.thinking import Markers, ThinkingSplitter, find_markers
 from tests.in_turn import in_turn
-from tests.thinking_model import BUDGETED, OPENED, SWITCHED, thinking_tokenizer
+from tests.thinking_model import OPENED, thinking_tokenizer
 
 TAGS = Markers("<think>", "</think>")
 ANSWERED = Markers("<think>", "</think>", ("<answer>",), "</answer>")
@@ -70,9 +70,8 @@ def split(reply: str, size: int, thinking: bool = False, markers: Markers = TAGS
     return "".join(thought for thought, _ in pieces), "".join(answer for _, answer in pieces)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-class TestSplitter:
-    @in_turn("reply, thought, answer", [
+REPLIES = {
+    (TAGS, False): [
         ("<think>\nWell,\n so. \n</think>\n\nYes.\n", "Well,\n so.", "Yes.\n"),
         ("\n <think>a</think>b", "a", "b"), ("<think>\n\n</think>\n\nYes.", "", "Yes."),
         ("<think>a</think>\n<think> b\n</think> c", "a\n\nb", "c"),
@@ -80,42 +79,31 @@ class TestSplitter:
         ("<think>x < y</think>1 < 2", "x < y", "1 < 2"), ("<think>a</think>", "a", ""),
         ("  Yes, <think> is a tag, </think> too.", "", "  Yes, <think> is a tag, </think> too."),
         ("<thin", "", "<thin"), ("<thing>", "", "<thing>"), (" \n", "", " \n"), ("", "", ""),
-    ])  # fmt: skip
-    def test_replies(self, reply: str, thought: str, answer: str, size: int) -> None:
-        assert split(reply, size) == (thought, answer)
-
-    @in_turn("reply, thought, answer", [
-        ("a\n</think>\n\nb", "a", "b"),
-        ("\na", "a", ""),
-        ("</think>b", "", "b"),
+    ],
+    (TAGS, True): [
+        ("a\n</think>\n\nb", "a", "b"), ("\na", "a", ""), ("</think>b", "", "b"),
         ("a <think> b</think>c", "a <think> b", "c"),
-    ])  # fmt: skip
-    def test_replies_that_begin_with_thinking(self, reply: str, thought: str, answer: str, size: int) -> None:
-        assert split(reply, size, thinking=True) == (thought, answer)
-
-    @in_turn("reply, thought, answer", [
-        (
-            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-            "Hm.",
-            "Yes.",
-        ),
-        ("<|channel|>final<|message|>Yes.", "", "Yes."),
-        ("<|channel|>analysis<|message|>Hm.", "Hm.", ""),
-    ])  # fmt: skip
-    def test_channels(self, reply: str, thought: str, answer: str, size: int) -> None:
-        markers = find_markers(HARMONY, (), "")
-        assert split(reply, size, markers=markers) == (thought, answer)
-
-    @in_turn("reply, thought, answer", [
+    ],
+    (find_markers(HARMONY, (), ""), False): [
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", "Hm.", "Yes."),
+        ("<|channel|>final<|message|>Yes.", "", "Yes."), ("<|channel|>analysis<|message|>Hm.", "Hm.", ""),
+    ],
+    (ANSWERED, False): [
         ("<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", "Hm.", "Yes."),
         ("<think>\n\n</think>\n<answer>\nYes.\n</answer>\n", "", "Yes."),
         ("<think>a</think><answer>b </answer> c </answer>", "a", "b </answer> c"),
-        ("<think>a</think><answer>b </ans", "a", "b </ans"),
-        ("<think>a</think><answer>b", "a", "b"),
+        ("<think>a</think><answer>b </ans", "a", "b </ans"), ("<think>a</think><answer>b", "a", "b"),
         ("b </answer>", "", "b </answer>"),
-    ])  # fmt: skip
-    def test_answers_between_tags(self, reply: str, thought: str, answer: str, size: int) -> None:
-        assert split(reply, size, markers=ANSWERED) == (thought, answer)
+    ],
+}  # fmt: skip
+"""By the markers, and whether the prompt begins the thinking: replies, and what in them is thought and answer."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@in_turn("how, row", [(how, row) for how, rows in REPLIES.items() for row in rows])
+def test_replies(how: tuple[Markers, bool], row: tuple[str, str, str], size: int) -> None:
+    (markers, thinking), (reply, thought, answer) = how, row
+    assert split(reply, size, thinking, markers) == (thought, answer)
 
 
 @given(st.text(alphabet="</think> \nab", max_size=60), st.integers(1, 9))
@@ -162,25 +150,6 @@ class TestTemplates:
             assert thinking.decode(prompt.tokens[-prompt.num_thinking :]) == "<think>\n"
         past = thinking.decode(template.reply("Yes.", thinking=True))
         assert past == "\n</think>\n\nYes.<|im_end|>"
-
-    @pytest.mark.parametrize(("value", "ending"), [(None, ""), (True, ""), (False, "<think><budget>")])
-    def test_a_budget(self, tokenizer: PreTrainedTokenizerBase, value: bool | None, ending: str) -> None:
-        """As in Seed-OSS: a budget of no tokens is one."""
-        thinking = thinking_tokenizer(tokenizer, BUDGETED)
-        template = self.template(thinking, value)
-        assert template.thinking_switch == "thinking_budget"
-        prompt = template.first_turn("a")
-        assert thinking.decode(prompt.tokens).endswith(f"assistant\n{ending}")
-        assert (prompt.num_thinking is not None) == bool(ending)
-
-    @pytest.mark.parametrize(("value", "ending"), [(None, ""), (True, ""), (False, "<think>\n\n</think>\n\n")])
-    def test_a_switch(self, tokenizer: PreTrainedTokenizerBase, value: bool | None, ending: str) -> None:
-        thinking = thinking_tokenizer(tokenizer, SWITCHED)
-        template = self.template(thinking, value)
-        assert template.thinking_switch == "enable_thinking"
-        prompt = template.first_turn("a <think>")
-        assert prompt.num_thinking is None
-        assert thinking.decode(prompt.tokens).endswith("<|im_start|>assistant\n" + ending)
 
 
 @pytest.mark.every(2)

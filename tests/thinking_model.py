@@ -24,11 +24,6 @@ SWITCHED = _TURNS + (
 )
 """A template in which the model begins its thinking, and which can switch it off."""
 
-BUDGETED = _TURNS + (
-    "{% if thinking_budget is defined and thinking_budget == 0 %}{{ '<think><budget>' }}{% endif %}{% endif %}"
-)
-"""A template whose switch is a number of tokens."""
-
 OPENED = _TURNS + "{{ '<think>\n' }}{% endif %}"
 """A template that always begins the thinking."""
 
