@@ -10,41 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach, config
-from h2o_stream.cache.policies import Attention, Candidates, NewQueries, make_policy, select
-from h2o_stream.cache.protection import Protection, merged
+from h2o_stream.cache.policies import Candidates, make_policy
 from tests.literature import PRIORITIES
-from tests.tolerance import assert_close
-
-
-def held(scores: list[float], index: list[int]) -> Candidates:
-    """One row, one head."""
-    place = torch.tensor(index)
-    rank = torch.tensor([sum(other > i for other in index) for i in index])
-    return Candidates(torch.tensor([[scores]]), place[None, None], rank[None, None], torch.tensor([[[max(index) + 1]]]))
-
-
-def test_protected_slots_have_the_highest_priority_and_empty_ones_the_lowest() -> None:
-    policy = make_policy(CacheConfig("h2o", 8).plan())
-    view = held([0.5, 0.1, 9.0, 0.2, 0.0], [0, 3, -1, 5, 6])
-    worth = policy.worth(view, Protection(1, (range(3, 4),), 1))[0, 0]
-    inf = torch.inf
-    assert worth.tolist() == [inf, inf, -inf, pytest.approx(0.2), inf]
-
-
-def test_select_gives_token_order_and_empty_places_in_front() -> None:
-    worth = torch.tensor([[[1.0, 5.0, 3.0, -torch.inf]]])
-    index = torch.tensor([[[9, 2, 7, -1]]])
-    places, kept = select(worth, index, 2)
-    assert places.tolist() == [[[1, 2]]]
-    assert kept.tolist() == [[[2, 7]]]
-    assert select(worth, index, 4)[0].tolist() == [[[3, 1, 2, 0]]]
-
-
-def test_select_keeps_as_many_as_each_row_may() -> None:
-    worth = torch.tensor([[[1.0, 5.0, 3.0]], [[1.0, 5.0, 3.0]]])
-    places, kept = select(worth, torch.tensor([[[4, 5, 6]], [[7, 8, 9]]]), 2, torch.tensor([1, 2]))
-    assert kept.tolist() == [[[-1, 5]], [[8, 9]]]
-    assert places[kept >= 0].tolist() == [1, 1, 2]
 
 
 def test_random_draws_uniformly_and_independently() -> None:
@@ -68,29 +35,6 @@ def test_random_differs_by_layer() -> None:
     draws = [make_policy(plan, layer).priority(view) for layer in (0, 1)]
     assert not draws[0].equal(draws[1])
     assert not draws[0][0, 0].equal(draws[0][0, 1])
-
-
-def test_tova_is_what_the_last_query_says() -> None:
-    policy = make_policy(CacheConfig("tova", 16).plan())
-    probs = torch.rand(1, 1, 2, 3, 5)
-    scores = policy.update_scores(torch.full((1, 1, 5), 7.0), Attention(probs, torch.tensor([2.0, 1.0, 0.0]), 3))
-    assert_close(scores, probs[:, :, :, -1].sum(2))
-
-
-def test_decay_takes_from_what_was_before() -> None:
-    policy = make_policy(CacheConfig("h2o", 16, decay=0.5).plan())
-    one = Attention(torch.tensor([0.25, 0.75]).view(1, 1, 1, 1, 2), torch.zeros(1), 1)
-    scores = policy.update_scores(torch.tensor([[[8.0, 0.0]]]), one)
-    assert scores.tolist() == [[[4.25, 0.75]]]
-
-
-@pytest.mark.parametrize(("pins", "wanted"), [
-    ([range(3, 5), range(0, 2)], (range(2), range(3, 5))),
-    ([range(0, 4), range(2, 6), range(6, 8)], (range(8),)),
-    ([range(5, 5)], ()),
-])  # fmt: skip
-def test_merged(pins: list[range], wanted: tuple[range, ...]) -> None:
-    assert merged(pins) == wanted
 
 
 def test_budgets_of_every_policy() -> None:
@@ -198,36 +142,3 @@ def test_nexus_draws_once_for_each_token_and_head() -> None:
     assert draws[0].equal(draws[1])
     assert not draws[0][0, 0].equal(draws[0][0, 1])
     assert policy.priority(Candidates(0 * ones, index, index, torch.tensor([[[9]]]))).equal(0 * ones)
-
-
-def test_the_ring_holds_the_newest_queries_of_each_row() -> None:
-    policy = make_policy(CacheConfig("morphkv", 16, heavy=6, sinks=4).plan())
-    everything = torch.randn(2, 1, 2, 30, 4)
-    start = policy.head_state(2, 4, 4)["newest_queries"]
-    state = {"newest_queries": start.expand(2, 1, *start.shape)}
-    seen = torch.tensor([0, 0])
-    for counts in ([4, 1], [1, 0], [9, 2], [1, 1], [3, 8]):
-        count = torch.tensor(counts)
-        queries = torch.zeros(2, 1, 2, max(counts), 4)
-        for row in range(2):
-            queries[row, :, :, : counts[row]] = everything[row, :, :, seen[row] : seen[row] + count[row]]
-        state = policy.update_head_state(state, NewQueries(queries, seen.view(-1, 1, 1), count.view(-1, 1, 1)))
-        seen += count
-    for row in range(2):
-        for token in range(int(seen[row]) - 6, int(seen[row])):
-            assert state["newest_queries"][row, :, :, token % 6].equal(everything[row, :, :, token])
-
-
-def test_snapkv_keeps_the_neighbours_of_a_heavy_token() -> None:
-    """The only token attended to is number 10; those from 7 to 13 share its score, and the older stay longer."""
-    policy = make_policy(CacheConfig("snapkv", 24, heavy=16, sinks=4).plan())
-    index = torch.arange(23).view(1, 1, 23)
-    keys = torch.zeros(1, 1, 23, 2)
-    keys[..., 10, 0] = 50.0
-    queries = torch.tensor([1.0, 0.0]).expand(1, 1, 1, 4, 2)
-    tokens = Candidates(
-        index.float(), index, 22 - index, torch.full((1, 1, 1), 23), keys=keys, values=keys,
-        head_state={"newest_queries": queries},
-    )  # fmt: skip
-    order = policy.priority(tokens)[0, 0].argsort(descending=True)
-    assert order[:7].tolist() == list(range(7, 14))

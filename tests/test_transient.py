@@ -11,12 +11,9 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.policies import Candidates, Policy, make_policy
 from h2o_stream.cache.protection import Protection
-from tests.fixtures import make_llama, with_exhaustive
-from tests.native_builds import needs_library
 from tests.states import with_checksums
 
 WINDOW = 32
-POLICIES = ["h2o", "h2o-paper", "tova", "random", "sink", "recent"]
 
 
 def ids(count: int, rows: int = 1) -> Tensor:
@@ -28,76 +25,10 @@ def feed(model: Any, cache: Any, tokens: Tensor) -> None:
         model(part, past_key_values=cache)
 
 
-def kept(cache: H2OCache) -> list[Any]:
-    return [cache.kept(layer).tolist() for layer in range(len(cache.layers))]
-
-
 def held_of(cache: H2OCache, tokens: range) -> int:
     """How many heads hold how many of the tokens, in sum."""
     index = torch.cat([group.index.flatten() for group in cache.head_groups])
     return int(((index >= tokens.start) & (index < tokens.stop)).sum())
-
-
-def converse(model: Any, config: CacheConfig, engine: Any, rows: int, told: bool = True) -> list[Any]:
-    """A prompt, steps, and a further chunk; what is kept after each part, and how much of the transient tokens."""
-    mask = torch.ones(rows, 40, dtype=torch.int64)
-    for row in range(rows):
-        mask[row, : 7 * row] = 0
-    tokens = ids(106, rows)
-    with torch.no_grad(), attach(model, config, engine=engine) as cache:
-        assert cache.engine_note.startswith("native" if engine == "auto" else "eager"), cache.engine_note
-        model(tokens[:, :40], attention_mask=mask, past_key_values=cache)
-        result = []
-        for part, transient in ((tokens[:, 40:54], range(24, 36)), (tokens[:, 54:66], range(44, 48))):
-            if told:
-                cache.evict_first(transient.start, transient.stop)
-            feed(model, cache, part)
-            result.append((kept(cache), held_of(cache, transient)))
-        model(tokens[:, 66:80], past_key_values=cache)
-        result.append((kept(cache), held_of(cache, range(24, 36))))
-        feed(model, cache, tokens[:, 80:])
-        return [*result, (kept(cache), held_of(cache, range(44, 48)))]
-
-
-@pytest.mark.every(2)
-@needs_library
-@pytest.mark.parametrize(("policy", "kv_bits", "positions", "rows", "budgets"), with_exhaustive(
-    [("h2o", 4, "absolute", 2, "measured"), ("tova", 8, "rolling", 3, "equal"),
-    *((policy, 16, "gap", 1, "equal") for policy in POLICIES if policy not in ("h2o", "tova"))],
-    [("h2o", 16, "gap", 3, "measured"), ("h2o", 16, "absolute", 1, "measured"), ("h2o", 16, "rolling", 1, "equal"),
-    ("h2o", 4, "gap", 2, "equal"),
-    ("h2o", 16, "gap", 1, "equal"), ("tova", 16, "gap", 1, "equal")],
-))  # fmt: skip
-def test_native_steps_and_chunks_evict_what_eager_ones_do(
-    policy: str, kv_bits: int, positions: Any, rows: int, budgets: Any
-) -> None:
-    sized = CacheConfig(policy, window=WINDOW, kv_bits=kv_bits, chunk=8, positions=positions, budgets=budgets)
-    model = make_llama()
-    eager = converse(model, sized, "eager", rows)
-    assert converse(model, sized, "auto", rows) == eager
-    assert [held for _, held in eager[2:]] == [0, 0]
-
-
-def test_without_being_told_some_would_stay() -> None:
-    """Otherwise the test above would show nothing."""
-    results = converse(make_llama(), CacheConfig(window=WINDOW, chunk=8), "eager", 1, told=False)
-    assert all(held for _, held in results)
-
-
-@pytest.mark.parametrize("chunk", [1, 8])
-def test_the_oldest_leave_first_and_protected_ones_stay(tiny: LlamaForCausalLM, chunk: int) -> None:
-    with attach(tiny, CacheConfig(window=WINDOW, chunk=chunk, budgets="equal")) as cache:
-        cache.pin(12, 15)
-        tiny(ids(WINDOW), past_key_values=cache)
-        cache.evict_first(0, 26)
-        recent = cache.head_groups[0].protection.recent
-        for seen in range(WINDOW + 1, 80):
-            tiny(ids(1), past_key_values=cache)
-            leaving = [token for token in range(4, 26) if token not in range(12, 15) and token < seen - recent]
-            stay = [*range(4), *range(12, 15), *leaving[seen - WINDOW :], *range(max(seen - recent, 26), seen)]
-            for head in cache.kept(0)[0].tolist():
-                assert set(stay) <= set(head)
-                assert not set(leaving[: seen - WINDOW]) & set(head)
 
 
 def test_no_score_is_lower(tiny: LlamaForCausalLM) -> None:
@@ -117,17 +48,6 @@ def test_no_score_is_lower(tiny: LlamaForCausalLM) -> None:
     protected = make_policy(config.plan()).worth(candidates, Protection(4, (range(6, 7),), 1, (range(9),)))
     assert protected[0, 0].isposinf().tolist() == [True, False, False, True, True, False]
     assert protected.max() > 0 > protected[0, 0, 1] > protected[0, 0, 5]
-
-
-def test_no_gap_changes(tiny: LlamaForCausalLM) -> None:
-    """Unlike pins, they stand where they stood: logits change only once something else is evicted."""
-    with attach(tiny, CacheConfig(window=WINDOW, chunk=8, span=4)) as cache:
-        tiny(ids(60), past_key_values=cache)
-        state = cache.state_dict()
-        plain = tiny(ids(1), past_key_values=cache).logits
-        cache.load_state_dict(state)
-        cache.evict_first(0, 60)
-        assert tiny(ids(1), past_key_values=cache).logits.equal(plain)
 
 
 class TestRanges:
