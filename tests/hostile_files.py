@@ -119,7 +119,7 @@ class Gguf:
         elif action == 2 and shape[at] % 2 == 0:
             shape = [*shape[:at], 2, shape[at] // 2, *shape[at + 1 :]][:4]
         elif action == 3:
-            shape = [math.prod(shape)]
+            shape = [min(math.prod(shape), 2**62)]
         elif action == 4:
             shape[at] = max(1, shape[at] // 2)
         elif action == 5:
