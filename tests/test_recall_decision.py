@@ -115,16 +115,37 @@ def test_wide_embeddings_are_projected(tokenizer: PreTrainedTokenizerBase) -> No
     assert len(terms.related(["dog"], 3)["dog"]) == 3
 
 
-def test_found_in_the_same_words(chat: Chat) -> None:
-    chat.say("The code of the garden gate is 4821.")
-    chat.say("My sister Clara works as a dentist in Porto.")
-    chat.say(PASTE, "Interesting.")
-    assert chat.recalled("What is the code of the garden gate?") == ["The code of the garden gate is 4821."]
-    assert chat.recalled("What does my sister Clara work as?") == ["My sister Clara works as a dentist in Porto."]
+GATE, SISTER = "The code of the garden gate is 4821.", "My sister Clara works as a dentist in Porto."
+CAT = "My cat is called Biscuit and he is nine years old."
+JUDGE = 'The judge, who denied them bail, was Maria Ciesil, and she asked: "Where was your sense of decency?"'
+GERMAN, FRENCH = "Meine Schwester Clara arbeitet als Zahnärztin.", "Ma sœur Camille habite à Lyon depuis trois ans."
+CHINESE = "我的航班周四早上七点起飞。"
+
+
+@pytest.mark.parametrize(("said", "question", "recalled"), [
+    ([GATE, SISTER, PASTE], "What is the code of the garden gate?", [GATE]),
+    ([GATE, SISTER, PASTE], "What does my sister Clara work as?", [SISTER]),
+    ([CAT, PASTE], "When does the museum in Lisbon open?", []),
+    ([CAT, PASTE], "Write a short story about a lighthouse keeper.", []),
+    ([CAT, GATE], f"{PASTE}\n\nWhat is my cat called?", [CAT]),
+    ([("Which river flows through Graz?", "It must be the Mur.")], "What river flows through Graz?",
+     ["It must be the Mur."]),
+    ([("The password of the library", "The password of the library?")], "What is the password of the library?", []),
+    ([JUDGE], "Which judge denied them bail?", [JUDGE]),
+    ([GERMAN, PASTE], "Wo arbeitet meine Schwester Clara?", [GERMAN]),
+    ([FRENCH, PASTE], "Où habite ma sœur Camille ?", [FRENCH]),
+    ([CHINESE, PASTE], "我的航班几点起飞？", [CHINESE]),
+])  # fmt: skip
+def test_found_in_the_same_words(
+    chat: Chat, said: list[str | tuple[str, str]], question: str, recalled: list[str]
+) -> None:
+    for turn in said:
+        chat.say(*([turn] if isinstance(turn, str) else turn))
+    assert chat.recalled(question) == recalled
 
 
 @pytest.mark.parametrize(("fact", "question"), [
-    ("My cat is called Biscuit and he is nine years old.", "How is my pet named?"),
+    (CAT, "How is my pet named?"),
     ("My wife Ana is a nurse.", "What does my spouse do?"),
     ("The ferry to Gotland costs 62 euros, and we take it on Monday.", "What is the price of our boat?"),
 ])  # fmt: skip
@@ -144,23 +165,6 @@ def test_small_talk_recalls_nothing(chat: Chat, message: str) -> None:
     chat.say("Hello! Please remember what I tell you.", "Of course, thanks! I know a good joke.")
     chat.say("Tell me a joke, please, then go on.", "No joke today, thanks.")
     assert not chat.recalled(message)
-
-
-def test_nothing_is_recalled_for_what_was_never_said(chat: Chat) -> None:
-    chat.say("My cat is called Biscuit and he is nine years old.")
-    chat.say(PASTE, "Interesting.")
-    assert not chat.recalled("When does the museum in Lisbon open?")
-    assert not chat.recalled("Write a short story about a lighthouse keeper.")
-
-
-def test_a_question_is_no_answer_but_its_reply_is(chat: Chat) -> None:
-    chat.say("Which river flows through Graz?", "It must be the Mur.")
-    assert chat.recalled("What river flows through Graz?") == ["It must be the Mur."]
-
-
-def test_a_passage_that_adds_nothing_is_no_answer(chat: Chat) -> None:
-    chat.say("The password of the library", "The password of the library?")
-    assert not chat.recalled("What is the password of the library?")
 
 
 def test_newest_of_contradicting_facts_is_first(chat: Chat) -> None:
@@ -207,12 +211,6 @@ def test_a_sentence_longer_than_what_may_be_read_is_cut_around_what_was_asked_fo
     assert len(best.excerpt) <= 60
 
 
-def test_a_quoted_question_is_no_question(chat: Chat) -> None:
-    said = 'The judge, who denied them bail, was Maria Ciesil, and she asked: "Where was your sense of decency?"'
-    chat.say(said)
-    assert chat.recalled("Which judge denied them bail?") == [said]
-
-
 def test_what_the_user_said_goes_before_what_the_model_said(chat: Chat) -> None:
     question = "Who set the wooden ship on fire at the harbour?"
     reply = "Pirates set the wooden ship on fire at the harbour."
@@ -239,42 +237,25 @@ def test_all_that_is_recalled_keeps_to_the_budget(chat: Chat) -> None:
 
 
 def test_the_older_of_two_statements_is_outdated(chat: Chat) -> None:
-    chat.say("The code of the garden gate is 4821.")
+    chat.say(GATE)
     chat.say("My neighbour opened the garden gate.")
     chat.say("The code of the garden gate has changed, it is 7755 now.")
     verdicts = {item.excerpt: item.verdict for item in chat.ask("What is the code of the garden gate?")}
     assert verdicts["The code of the garden gate has changed, it is 7755 now."] == "recalled"
-    assert verdicts["The code of the garden gate is 4821."] == "outdated"
+    assert verdicts[GATE] == "outdated"
 
 
 def test_what_repeats_a_statement_is_not_read_as_well(chat: Chat) -> None:
     chat.say("The code of the garden gate is 4821.", "Thank you! The code of the garden gate is 4821.")
-    chat.say("The code of the garden gate is 4821.")
+    chat.say(GATE)
     candidates = chat.ask("What is the code of the garden gate?")
     assert [item.verdict for item in candidates] == ["recalled", "repeated", "loosely related"]
 
 
 def test_what_only_touches_the_subject_replaces_nothing(chat: Chat) -> None:
-    chat.say("My sister Clara works as a dentist in Porto.")
+    chat.say(SISTER)
     chat.say("I met my sister for lunch yesterday.")
-    assert "My sister Clara works as a dentist in Porto." in chat.recalled("What is my sister's job?")
-
-
-def test_only_the_question_of_a_long_message_counts(chat: Chat) -> None:
-    chat.say("My cat is called Biscuit and he is nine years old.")
-    chat.say("The code of the garden gate is 4821.")
-    assert chat.recalled(PASTE + "\n\nWhat is my cat called?") == ["My cat is called Biscuit and he is nine years old."]
-
-
-@pytest.mark.parametrize(("fact", "question"), [
-    ("Meine Schwester Clara arbeitet als Zahnärztin.", "Wo arbeitet meine Schwester Clara?"),
-    ("Ma sœur Camille habite à Lyon depuis trois ans.", "Où habite ma sœur Camille ?"),
-    ("我的航班周四早上七点起飞。", "我的航班几点起飞？"),
-])  # fmt: skip
-def test_other_languages(chat: Chat, fact: str, question: str) -> None:
-    chat.say(fact, "Danke.")
-    chat.say(PASTE, "Merci.")
-    assert chat.recalled(question) == [fact]
+    assert SISTER in chat.recalled("What is my sister's job?")
 
 
 def test_candidates_are_few_and_scored(chat: Chat) -> None:
