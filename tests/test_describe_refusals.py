@@ -54,67 +54,48 @@ class DoubledLinear(nn.Linear):
     forward = nn.Linear.forward
 
 
-class TestChanged:
-    """Changes to a model's modules are detected; unchanged modules pass."""
+CHANGES: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda llama, _: setattr(llama.model.norm, "_hf_hook", object()), "model.norm has a hook of accelerate"),
+    (lambda _, layer: setattr(layer.mlp, "forward", lambda x: x), "model.layers.1.mlp has a patched forward"),
+    (lambda _, layer: setattr(layer.self_attn, "q_proj", LoraLinear(layer.self_attn.q_proj)),
+        "model.layers.1.self_attn.q_proj is a LoraLinear, whose forward is from tests"),
+    (lambda _, layer: setattr(layer.self_attn, "q_proj", DoubledLinear(32, 32)),
+        "q_proj is a DoubledLinear where a linear layer is expected"),
+    (lambda _, layer: setattr(layer.mlp, "extra", nn.Linear(32, 32)), "model.layers.1.mlp.extra.weight is left over"),
+    (lambda _, layer: setattr(layer.mlp, "scale", nn.Parameter(torch.ones(1))), "layers.1.mlp.scale is left over"),
+    (lambda llama, _: llama.half(), "weights of float16"),
+    (lambda llama, _: llama.to("meta"), "has weights that are not there"),
+    (lambda _, layer: setattr(layer.mlp.up_proj, "weight", nn.Parameter(torch.ones(32, 32).T[:, ::2])),
+        "up_proj has weights that are not contiguous"),
+]  # fmt: skip
 
-    def refused(self, model: Any, reason: str) -> None:
-        with pytest.raises(DescriptionError, match=reason):
-            describe(model)
 
-    def test_hooks(self, llama: Any) -> None:
-        norm = llama.model.layers[1].input_layernorm
-        for register in (norm.register_forward_hook, norm.register_forward_pre_hook):
-            handle = register(lambda *args: None)
-            self.refused(llama, "model.layers.1.input_layernorm has a forward hook")
-            handle.remove()
+@pytest.mark.parametrize(("change", "reason"), CHANGES)
+def test_changed_modules_are_refused(llama: Any, change: Callable[[Any, Any], Any], reason: str) -> None:
+    change(llama, llama.model.layers[1])
+    with pytest.raises(DescriptionError, match=reason):
         describe(llama)
 
-    def test_hooks_that_only_look(self, llama: Any) -> None:
-        llama(torch.ones(1, 8, dtype=torch.int64), output_hidden_states=True)
-        assert any(module._forward_hooks for module in llama.modules())
+
+def test_hooks(llama: Any) -> None:
+    """Those that only look are taken."""
+    llama(torch.ones(1, 8, dtype=torch.int64), output_hidden_states=True)
+    assert any(module._forward_hooks for module in llama.modules())
+    norm = llama.model.layers[1].input_layernorm
+    for register in (norm.register_forward_hook, norm.register_forward_pre_hook):
         describe(llama)
+        handle = register(lambda *args: None)
+        with pytest.raises(DescriptionError, match="model.layers.1.input_layernorm has a forward hook"):
+            describe(llama)
+        handle.remove()
 
-    def test_accelerate(self, llama: Any) -> None:
-        llama.model.norm._hf_hook = object()
-        self.refused(llama, "model.norm has a hook of accelerate")
 
-    def test_patched_forward(self, llama: Any) -> None:
-        mlp = llama.model.layers[0].mlp
-        mlp.forward = lambda x: x
-        self.refused(llama, "model.layers.0.mlp has a patched forward")
-
-    def test_adapter(self, llama: Any) -> None:
-        attention = llama.model.layers[0].self_attn
-        attention.q_proj = LoraLinear(attention.q_proj)
-        self.refused(llama, "model.layers.0.self_attn.q_proj is a LoraLinear, whose forward is from tests")
-
-    def test_subclass(self, llama: Any) -> None:
-        llama.model.layers[0].self_attn.q_proj = DoubledLinear(32, 32)
-        self.refused(llama, "q_proj is a DoubledLinear where a linear layer is expected")
-
-    def test_left_over(self, llama: Any) -> None:
-        llama.model.layers[0].mlp.extra = nn.Linear(32, 32)
-        self.refused(llama, "model.layers.0.mlp.extra.weight is left over")
-        del llama.model.layers[0].mlp.extra
-        llama.model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
-        self.refused(llama, "model.layers.0.mlp.scale is left over")
-
-    def test_other_numbers(self, llama: Any) -> None:
-        self.refused(llama.half(), "weights of float16")
-
-    def test_elsewhere(self, llama: Any) -> None:
-        self.refused(llama.to("meta"), "has weights that are not there")
-
-    def test_not_contiguous(self, llama: Any) -> None:
-        linear = llama.model.layers[0].mlp.up_proj
-        linear.weight = nn.Parameter(linear.weight.detach().T.contiguous().T)
-        self.refused(llama, "up_proj has weights that are not contiguous")
-
-    def test_training(self, llama: Any) -> None:
-        describe(llama.train())
-        llama.model.layers[1].self_attn.attention_dropout = 0.1
-        self.refused(llama, "model.layers.1.self_attn uses dropout in training mode")
-        describe(llama.eval())
+def test_training(llama: Any) -> None:
+    describe(llama.train())
+    llama.model.layers[1].self_attn.attention_dropout = 0.1
+    with pytest.raises(DescriptionError, match="model.layers.1.self_attn uses dropout in training mode"):
+        describe(llama)
+    describe(llama.eval())
 
 
 @needs_library

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,20 +139,14 @@ class TestEarlyChat:
         assert early.said == ["from the editor"]
         assert early.times_opened == 1
 
-    @pytest.mark.parametrize("typed", ["", "hello", "hello\r"])
-    def test_ctrl_c_leaves_at_once(self, early: Early, typed: str) -> None:
+    @pytest.mark.parametrize(
+        ("typed", "key"), [("", "\x03"), ("hello", "\x03"), ("hello\r", "\x03"), ("", "\x04"), ("hello\r", "\x04")]
+    )
+    def test_ctrl_c_and_ctrl_d_leave_at_once(self, early: Early, typed: str, key: str) -> None:
         early.keys.send_text(typed)
-        early.later(early.shows(typed.strip(), "\r" in typed), early.types("\x03"))
-        with pytest.raises(KeyboardInterrupt):
+        early.later(early.shows(typed.strip(), "\r" in typed), early.types(key))
+        with pytest.raises(KeyboardInterrupt) if key == "\x03" else nullcontext():
             early.run()
-        assert not early.loaded.is_set()
-        assert not early.said
-
-    @pytest.mark.parametrize("typed", ["", "hello\r"])
-    def test_so_does_ctrl_d(self, early: Early, typed: str) -> None:
-        early.keys.send_text(typed)
-        early.later(early.shows(typed.strip(), "\r" in typed), early.types("\x04"))
-        early.run()
         assert not early.loaded.is_set()
         assert not early.said
 

@@ -87,12 +87,6 @@ class TestWhoTakesIt:
             assert cache.seen_tokens == 11
             assert (cache.head_groups[0].seen == 11).all()
 
-    def test_the_eager_engine_uses_no_stepper(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
-        with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
-            tiny(ids(10), past_key_values=cache)
-            tiny(ids(1), past_key_values=cache)
-        assert stepper.calls == 0
-
     def test_another_engine_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with pytest.raises(ConfigError, match="choose one of auto, eager"), attach(tiny, engine="fast"):  # type: ignore[arg-type]
             pass

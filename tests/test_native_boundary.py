@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy
@@ -213,7 +213,11 @@ class TestSettings:
             logits, _ = stream(tiny, "auto", mode)
             assert_close(logits.detach(), expected)
 
-    def test_logits_of_steps_have_the_dtype_of_those_of_prompts(self, model: PreTrainedModel) -> None:
+    @pytest.mark.parametrize("checked", [False, True])
+    def test_logits_of_steps_have_the_dtype_of_those_of_prompts(
+        self, model: PreTrainedModel, checked: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(library.CHECK_VARIABLE, "1" * checked)
         with attach(model, CacheConfig(window=16)) as cache:
             assert {model(part, past_key_values=cache).logits.dtype for part in ids(6).split([4, 1, 1], 1)} == {
                 model.dtype
@@ -346,9 +350,14 @@ class TestThreads:
 
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 @pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps])
-def test_no_copies_within_the_block(tiny: LlamaForCausalLM, policy: str, act: Callable[[Any], Any]) -> None:
-    with attach(tiny, CacheConfig(policy, window=16)) as cache:
+def test_no_copies_within_the_block(
+    tiny: LlamaForCausalLM, policy: str, act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No weights are copied before the refusal: a packed model of 135M parameters took 23 GB to refuse."""
+    with attach(tiny, CacheConfig(policy, window=16)) as cache, monkeypatch.context() as patch:
         tiny(ids(4), past_key_values=cache)
+        for kind, name in product((Tensor, nn.Parameter), ("__deepcopy__", "__reduce_ex__")):
+            patch.setattr(kind, name, lambda *_: pytest.fail("a weight is copied"))
         for thing in (tiny, cache, tiny.forward):
             with pytest.raises(H2OStreamError, match="neither copied nor pickled"):
                 act(thing)
@@ -356,29 +365,7 @@ def test_no_copies_within_the_block(tiny: LlamaForCausalLM, policy: str, act: Ca
     assert copy.deepcopy(tiny)(ids(4)).logits.equal(tiny(ids(4)).logits)
 
 
-@pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps])
-def test_no_weights_are_copied_before_the_refusal(
-    tiny: LlamaForCausalLM, act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A packed model of 135M parameters took 23 GB to refuse."""
-    with attach(tiny, CacheConfig(window=16)):
-        for name in ("__deepcopy__", "__reduce_ex__"):
-            monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("a weight is copied"))
-            monkeypatch.setattr(nn.Parameter, name, lambda *_: pytest.fail("a weight is copied"))
-        with pytest.raises(H2OStreamError, match="neither copied nor pickled"):
-            act(tiny)
-
-
 def test_a_model_that_shares_the_config(tiny: LlamaForCausalLM) -> None:
     other = LlamaForCausalLM(tiny.config).eval()
     with attach(tiny, CacheConfig(window=16)), pytest.raises(H2OStreamError, match="another model shares its config"):
         other(ids(3))
-
-
-def test_a_checked_step_has_the_dtype_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.CHECK_VARIABLE, "1")
-    model = make_llama().bfloat16()
-    with attach(model, CacheConfig(window=16)) as cache:
-        assert {model(part, past_key_values=cache).logits.dtype for part in ids(6).split([4, 1, 1], 1)} == {
-            torch.bfloat16
-        }

@@ -24,7 +24,6 @@ from tests.native_streams import (
     streamed,
     tokens_of,
 )
-from tests.packed_tiles import KINDS
 from tests.test_packed import packed_model
 from tests.tolerance import relative_error
 
@@ -122,15 +121,6 @@ def test_results_do_not_depend_on_the_number_of_threads(name: str) -> None:
             config = CacheConfig(window=32, chunk=16)
             results.append(streamed(model, config, tokens_of(2, 110), "auto", parts=(90, *[1] * 10))[0])
     assert all(result.equal(results[0]) for result in results)
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("kind", with_exhaustive(KINDS[::3], [*KINDS[1::3], *KINDS[2::3]]))
-def test_packed_weights(kind: MatrixKind, taken: list[tuple[int, int]]) -> None:
-    model, tokens = packed_model(kind), tokens_of(2, 60)
-    ours, theirs = (streamed(model, CacheConfig(window=80), tokens, engine)[0] for engine in ("auto", "eager"))
-    assert (2, 42) in taken
-    assert relative_error(ours, theirs) < 0.1
 
 
 @pytest.mark.usefixtures("dense_too")

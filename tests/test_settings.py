@@ -16,7 +16,6 @@ from typer.main import get_command
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cli import chat, run, stream
 from h2o_stream.cli.conversion import convert_plainly
-from h2o_stream.cli.options import ENGINE
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
 from h2o_stream.native import gguf_types
@@ -78,13 +77,6 @@ class TestSettings:
             run.main("h2o-stream", stream.app)
         assert left.value.code == 2
         assert "--window" in capsys.readouterr().err
-
-    def test_named_prompts(self, tiny_folder: Path) -> None:
-        listed = invoke("h2o-chat", "--list-prompts")
-        assert listed.exit_code == 0
-        assert re.search(r"^storyteller +You are a storyteller", listed.stdout, re.M)
-        done = piped(tiny_folder, ["/system"], "--system", "storyteller")
-        assert "You are a storyteller. You answer with vivid" in done.stderr
 
     def test_other_entries_beside_prompts(self, file: Path) -> None:
         """Regression: an empty one ended --list-prompts, one that cannot be read every --system, a pipe never."""
@@ -169,11 +161,6 @@ def test_types_of_gguf_files() -> None:
     assert {*gguf_types.TensorType.__members__} == {*GGMLQuantizationType.__members__}
     assert {kind.name: kind.value for kind in gguf_types.ValueType} == {kind.name: kind.value for kind in GGUFValueType}
     assert (gguf_types.CONTROL, gguf_types.USER_DEFINED) == (TokenType.CONTROL, TokenType.USER_DEFINED)
-
-
-@pytest.mark.parametrize(("options", "choice"), [({}, "auto"), ({"engine": "eager"}, "eager")])
-def test_what_is_chosen(options: dict[str, Any], choice: str) -> None:
-    assert ENGINE.make(**options) == choice
 
 
 def test_others_are_refused(tiny_folder: Path) -> None:
