@@ -21,7 +21,7 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.gguf_header import GgufTensor, Header, SkippedArray
 from h2o_stream.native.gguf_types import TensorType, ValueType
 from h2o_stream.session.state_format import decode_state, write_state
-from tests.gguf_files import raw_metadata
+from tests.gguf_files import raw_metadata, string
 
 NUMBERS = (0, 1, 2, 3, 7, 15, 16, 31, 63, 127, 255, 256, 1023, 4097, 65535, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40)
 WIDE = (2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -2, -(2**31), -(2**63), 10**400)
@@ -89,7 +89,7 @@ class Gguf:
         return self.with_value(key, new)
 
     def with_value(self, key: str, value: Any) -> "Gguf":
-        raw = _string(key.encode()) + _encoded(value)
+        raw = string(key.encode()) + _encoded(value)
         return replace(self, values={**self.values, key: value}, raw={**self.raw, key: raw})
 
     def _less(self, rng: random.Random) -> "Gguf":
@@ -151,7 +151,7 @@ class Gguf:
         for tensor in self.tensors:
             data = self.data[tensor.name]
             shape = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
-            infos.append(_string(tensor.name.encode()) + shape + struct.pack("<IQ", tensor.type, offset))
+            infos.append(string(tensor.name.encode()) + shape + struct.pack("<IQ", tensor.type, offset))
             parts.append(data + bytes(-len(data) % 32))
             offset += len(parts[-1])
         head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(infos), len(self.raw)), *self.raw.values(), *infos])
@@ -159,10 +159,6 @@ class Gguf:
             at = int(place * len(head))
             head = head[:at] + put + head[at + len(put) :]
         path.write_bytes(b"".join([head, bytes(-len(head) % 32), *parts, bytes(64)]))
-
-
-def _string(data: bytes) -> bytes:
-    return struct.pack("<Q", len(data)) + data
 
 
 def _encoded(value: Any) -> bytes:
@@ -173,7 +169,7 @@ def _encoded(value: Any) -> bytes:
         return struct.pack("<I", ValueType.ARRAY) + kinds[0][:4] + struct.pack("<Q", len(same) if value else 0) + (
             b"".join(same) if value else b"")  # fmt: skip
     if isinstance(value, str):
-        return struct.pack("<I", ValueType.STRING) + _string(value.encode())
+        return struct.pack("<I", ValueType.STRING) + string(value.encode())
     if isinstance(value, bool):
         return struct.pack("<I?", ValueType.BOOL, value)
     if isinstance(value, int):

@@ -20,6 +20,7 @@ from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.runtime.safetensors_files import checkpoint_files
 from tests.commands import invoke
+from tests.gguf_files import finish
 
 TEXT = "Grüße aus Köln.\nZwei Zeilen, 日本."
 CODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32")
@@ -134,10 +135,7 @@ def written(path: Path, architecture: str = "llama", tensors: tuple[str, ...] = 
         kinds[type(value)](key.replace("__", "."), value)
     for name in tensors:
         writer.add_tensor(name, numpy.zeros((8, 8), numpy.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -19,7 +19,7 @@ from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import SkippedArray
-from tests.gguf_files import ROW, QuickReader, array, composed, key, split, string, tensor
+from tests.gguf_files import ROW, QuickReader, array, composed, finish, key, split, string, tensor
 from tests.in_turn import in_turn
 
 T = GGUFValueType
@@ -239,10 +239,7 @@ class TestFile:
         writer.add_custom_alignment(256)
         for index in range(3):
             writer.add_tensor(f"t{index}", torch.full((5,), float(index)).numpy())
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         file = GgufFile(tmp_path / "wide.gguf")
         for index, some in enumerate(file.tensors.values()):
             assert some.offset % 256 == 0

@@ -57,41 +57,6 @@ def test_another_reply(make_history: Histories) -> None:
         history.regenerate()
 
 
-def test_a_session_continues(make_history: Histories) -> None:
-    whole = said(make_history(temperature=1.0), *TALK)
-    history = make_history(temperature=1.0)
-    assert not history.open("talk")
-    first = said(history, *TALK[:2])
-    history.close()
-    history = make_history(temperature=1.0)
-    assert history.open("talk")
-    assert [entry.prompt for entry in history.entries] == TALK[:2]
-    assert first + said(history, *TALK[2:]) == whole
-    history.undo(4)
-    assert said(history, *TALK[1:2]) == whole[1:2], "the random state is restored"
-    history.close()
-
-
-def test_a_branch(make_history: Histories) -> None:
-    history = make_history()
-    replies = said(history, *TALK[:3])
-    history.fork("one")
-    history.save("copy")
-    said(history, "Something else.")
-    history.fork("two")
-    history.undo()
-    history.close()
-    history = make_history()
-    for name, turns in (("one", 4), ("two", 3), ("copy", 3)):
-        assert history.open(name)
-        assert len(history.entries) == turns
-    rest = said(history, *TALK[3:])
-    assert replies + rest == said(make_history(), *TALK)
-    with pytest.raises(H2OStreamError, match="already"):
-        history.save("one")
-    history.close()
-
-
 def test_a_session_of_another_policy_is_replayed(make_history: Histories) -> None:
     history = make_history("sink")
     history.open("talk")

@@ -23,9 +23,9 @@ from h2o_stream.native.packing import pack
 from tests import families
 from tests.commands import invoke
 from tests.families import each_family
-from tests.fixtures import make_llama, saved, with_exhaustive
+from tests.fixtures import ids, make_llama, saved, with_exhaustive
 
-TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
+TOKENS = ids(40)
 
 
 def packed(quantize: str) -> Any:

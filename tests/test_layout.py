@@ -15,6 +15,7 @@ from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.windows import HeadWindow
 from tests.fixtures import ids, make_grouped
+from tests.tolerance import FLOAT32, assert_close
 
 WINDOW = 24
 GROUPS = (
@@ -50,9 +51,12 @@ class TestWindows:
 
 
 class TestSingleTokens:
-    def test_they_never_take_the_way_of_a_prompt(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("kv_bits", [16, 8])
+    def test_they_never_take_the_way_of_a_prompt(
+        self, model: Any, monkeypatch: pytest.MonkeyPatch, kv_bits: int
+    ) -> None:
         """Rows of different lengths with windows of different sizes: every row gives the same result as alone."""
-        lengths, steps, config = (5, 22, 41), 50, CacheConfig("h2o", WINDOW)
+        lengths, steps, config = (5, 22, 41), 50, CacheConfig("h2o", WINDOW, kv_bits=kv_bits)
         tokens, fed = ids(41, 3), ids(steps, 3, seed=1)
         mask = torch.stack([torch.arange(41) >= 41 - length for length in lengths]).long()
 
@@ -72,7 +76,8 @@ class TestSingleTokens:
         assert max(max(rows) for rows in evictions) > 2, "some tokens evict many"
         for row, length in enumerate(lengths):
             alone, _, held = run(slice(row, row + 1), tokens[row : row + 1, 41 - length :])
-            torch.testing.assert_close(together[row], alone[0], rtol=1e-3, atol=2e-4)
+            # On some machines a batch rounds differently from a single row, by one code of 256.
+            assert_close(together[row], alone[0], FLOAT32 if kv_bits == 16 else 0.02)
             for layer in range(3):
                 mine = kept[layer][row]
                 assert mine[mine >= 0].tolist() == held[layer][0][held[layer][0] >= 0].tolist()

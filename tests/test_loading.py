@@ -29,10 +29,10 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.runtime import sources
 from tests.family_models import written as write_gguf
-from tests.fixtures import make_llama, saved
+from tests.fixtures import ids, make_llama, saved
 from tests.tolerance import relative_error
 
-IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
+IDS = ids(30)
 
 
 @pytest.fixture

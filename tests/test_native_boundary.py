@@ -27,7 +27,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import gather, pack, repack
 from h2o_stream.native.pointers import pointer
-from tests.fixtures import make_llama, with_exhaustive
+from tests.fixtures import ids, make_llama, with_exhaustive
 from tests.test_packed import packed_model
 from tests.tolerance import assert_close
 
@@ -36,10 +36,6 @@ BFLOAT16 = 0.1
 
 
 pytestmark = pytest.mark.usefixtures("in_use")
-
-
-def ids(count: int, batch: int = 1, seed: int = 0) -> Tensor:
-    return torch.randint(3, 64, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 @contextmanager
@@ -54,7 +50,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def stream(model: PreTrainedModel, engine: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Any:
     """Logits of a prompt, of steps, of another chunk and of more steps; and what is kept."""
-    tokens, parts = ids(40, batch=2), [12, 1, 1, 1, 9, *[1] * 16]
+    tokens, parts = ids(40, rows=2), [12, 1, 1, 1, 9, *[1] * 16]
     with attach(model, CacheConfig(window=16, chunk=8), engine=engine) as cache:
         assert cache.engine_note.startswith("native" if engine == "auto" else "eager")
         with around():
@@ -181,7 +177,7 @@ class TestSettings:
         try:
             for _ in range(3):
                 with attach(tiny, CacheConfig(window=16, chunk=8)) as cache:
-                    parts = ids(40, batch=2).split([12, 1, 1, 1, 9, *[1] * 16], 1)
+                    parts = ids(40, rows=2).split([12, 1, 1, 1, 9, *[1] * 16], 1)
                     logits = torch.cat([tiny(part, past_key_values=cache).logits for part in parts], 1)
                 assert_close(logits, expected)
         finally:
@@ -244,7 +240,7 @@ class TestTokens:
     def test_views(self, model: PreTrainedModel) -> None:
         expected, _ = stream(model, "auto")
         with attach(model, CacheConfig(window=16, chunk=8)) as cache:
-            wide = ids(40, batch=2).repeat_interleave(2, 1)
+            wide = ids(40, rows=2).repeat_interleave(2, 1)
             starts = [0, 12, 13, 14, 15, *range(24, 41)]
             found = [model(wide[:, 2 * a : 2 * b : 2], past_key_values=cache).logits for a, b in pairwise(starts)]
         assert torch.cat(found, 1).equal(expected)

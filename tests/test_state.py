@@ -17,10 +17,10 @@ from h2o_stream.cache.arrays import to_arrays, to_tensors
 from h2o_stream.cache.state import FINGERPRINT, checksummed, decode_json, encode_json
 from h2o_stream.config import POLICIES
 from tests.families import each_family
-from tests.fixtures import make_llama, thinned
+from tests.fixtures import ids, make_llama, thinned
 from tests.states import with_checksums
 
-TOKENS = torch.randint(3, 64, (2, 80), generator=torch.Generator().manual_seed(0))
+TOKENS = ids(80, 2)
 
 
 def going_on(model: Any, cache: Any) -> torch.Tensor:

@@ -258,12 +258,6 @@ class TestConversation:
             assert not engine.tokens
             assert reply_to(conversation, "Hello").number == 1
 
-    def test_the_window_grows_for_tools(self, hermes: PreTrainedTokenizerBase) -> None:
-        model = make_llama(vocab=len(hermes), context=2000)
-        with Engine(model, hermes, CacheConfig(window=48), SamplingConfig()) as engine:
-            Conversation(engine, tools=[WEATHER])
-            assert engine.counts.window == engine.pinned_prefix + 24
-
     def test_recall_reads_before_the_question(self, hermes: PreTrainedTokenizerBase) -> None:
         model, sampling = make_llama(vocab=len(hermes), context=2000), SamplingConfig(temperature=0, max_tokens=2)
         with Engine(model, hermes, CacheConfig(window=64), sampling) as engine:

@@ -11,13 +11,10 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.policies import Candidates, Policy, make_policy
 from h2o_stream.cache.protection import Protection
+from tests.fixtures import ids
 from tests.states import with_checksums
 
 WINDOW = 32
-
-
-def ids(count: int, rows: int = 1) -> Tensor:
-    return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(rows))
 
 
 def feed(model: Any, cache: Any, tokens: Tensor) -> None:

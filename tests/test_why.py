@@ -23,7 +23,7 @@ from h2o_stream.session.transcript import Header
 from h2o_stream.session.why import Gone, Kept, explain
 from h2o_stream.ui.heatmap import explanation
 from tests.families import FAMILIES
-from tests.fixtures import make_llama
+from tests.fixtures import ids, make_llama
 from tests.small_talk import small_model, small_tokenizer
 from tests.states import equal_states
 
@@ -132,10 +132,6 @@ def test_a_recurrent_layer_holds_no_words() -> None:
         layer = next(n for n, spec in enumerate(cache.specs) if not spec.attends)
         assert Worths.of(cache, layer).num_heads == 0
         assert Worths.of(cache).holding(range(1)) is not None
-
-
-def ids(count: int, rows: int = 1) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(rows))
 
 
 def naive(kept: list[list[int]], start: int, stop: int) -> float:
