@@ -54,7 +54,7 @@ RESPONSE_TOOL = {"type": "function", **STRICT["function"]}  # type: ignore[dict-
 ODD_TOOLS = [[{**RESPONSE_TOOL, name: odd}] for name in RESPONSE_TOOL for odd in (None, "x", 5, [], {})]
 ODD_CALLS = [f'<tool_call>{{"name": "time", "arguments": {{"x": {odd}}}}}' for odd in ODD_JSON]
 TEXTS = st.sampled_from(
-    ["Hi.", "日本語 é 😀", "<|im_end|>", "x<|im_end|", ">", "", " ", "\n\n", "\ud800", "a" * 300, "\0", *ODD_CALLS]
+    ["Hi.", "日本語 é 😀", "<|im_end|>", "x<|im_end|", ">", "", " ", "\n\n", "\ud800", "a" * 3000, "\0", *ODD_CALLS]
 )
 ODD = st.one_of(
     st.sampled_from([None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, -(10**400)]),

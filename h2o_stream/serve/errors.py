@@ -10,6 +10,9 @@ from h2o_stream.errors import H2OStreamError
 _SHOWN = 60
 """Characters of a wrong value that an error repeats."""
 
+_MAX_MESSAGE, _MAX_PARAM = 1000, 200
+"""Characters of an error's texts, into which clients may have put names of any length."""
+
 
 class ApiError(H2OStreamError):
     """A request that is refused.
@@ -24,8 +27,9 @@ class ApiError(H2OStreamError):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after_s: int = 0
     ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code, self.retry_after_s = status, param, code, retry_after_s
+        super().__init__(_cut(message, _MAX_MESSAGE))
+        self.param = param and _cut(param, _MAX_PARAM)
+        self.status, self.code, self.retry_after_s = status, code, retry_after_s
 
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
@@ -49,8 +53,12 @@ def shown(value: Any) -> str:
     text = ""
     for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
         if len(text := text + piece) > _SHOWN:
-            return text[: _SHOWN - 3] + "..."
-    return text
+            break
+    return _cut(text, _SHOWN)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def no_response() -> ApiError:
