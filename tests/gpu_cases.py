@@ -79,8 +79,8 @@ def in_blocks(part: Any, kind: TensorType) -> Any:
     """A description with its matrices in blocks."""
     if isinstance(part, Matrix):
         count, size = BLOCKS[kind]
-        blocks = torch.zeros(part.rows, part.columns // count * size, dtype=torch.uint8)
-        return block_matrix(blocks, part.bias, part.columns, kind)
+        blocks = torch.zeros(part.rows * (part.columns // count) * size, dtype=torch.uint8)
+        return block_matrix(blocks, part.bias, kind, part.rows, part.columns)
     if isinstance(part, list | tuple):
         return type(part)(in_blocks(each, kind) for each in part)
     if isinstance(part, Description | Layer | Attention | Mlp):

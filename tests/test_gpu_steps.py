@@ -19,8 +19,9 @@ from h2o_stream.gpu import available, graphs
 from h2o_stream.gpu.graphs import WARM_UP, GraphSteps
 from h2o_stream.loading import transformers_model
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.abi import Activation, MatrixKind, NormKind
 from h2o_stream.native.gguf_types import TensorType
+from h2o_stream.native.matrix import Norm
 from h2o_stream.native.torch_modules import DTYPES
 from tests.families import FAMILIES
 from tests.fixtures import ids, make_llama
@@ -188,13 +189,16 @@ def random_blocks(name: str, rows: int, columns: int) -> numpy.ndarray:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_as_the_package_gguf(name: str) -> None:
-    from h2o_stream.gpu.packed import BlockEmbedding, BlockLinear, unpack
+    from h2o_stream.gpu.packed import BlockEmbedding, BlockLinear, repacked
 
     kind, columns = TensorType[name], 768
     blocks = random_blocks(name, 6, columns)
     expected = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(kind)).copy())
-    linear = BlockLinear(torch.from_numpy(blocks), kind, columns, torch.randn(6))
-    assert torch.allclose(unpack(linear.matrix(), torch.float32), expected, rtol=1e-6, atol=1e-7)
+    packed = repacked(blocks, kind, torch.device("cpu"))
+    assert packed is not None
+    assert packed.numel() == blocks.size
+    linear = BlockLinear(packed, kind, 6, columns, torch.randn(6))
+    assert torch.allclose(linear.matrix().unpacked(torch.float32), expected, rtol=1e-6, atol=1e-7)
     x = torch.randn(3, columns)
     few = linear(x.half()[None])
     wanted = torch.nn.functional.linear(x.half().double(), expected.double(), linear.bias.double())[None]
@@ -202,8 +206,30 @@ def test_as_the_package_gguf(name: str) -> None:
     for inputs in (x, x[:1]):
         wanted = torch.nn.functional.linear(inputs.double(), expected.double(), linear.bias.double()).float()
         assert torch.allclose(linear(inputs), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-    embedding = BlockEmbedding(torch.from_numpy(blocks), kind, columns, torch.float32)
+    embedding = BlockEmbedding(packed, kind, 6, columns, torch.float32)
     assert torch.allclose(embedding(torch.tensor([[5, 0]])), expected[None, [5, 0]], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"), [("Q4_0", 2048), ("Q8_0", 1056), ("Q4_K", 3072), ("Q5_K", 768), ("Q6_K", 3072)]
+)
+def test_products_with_all_around_them(name: str, columns: int) -> None:
+    """Gates under a norm, and a residual, in one to three groups for a thread, against float64."""
+    from h2o_stream.gpu.matrices import gemv
+    from h2o_stream.gpu.packed import block_matrix, repacked
+
+    kind, rows = TensorType[name], 6
+    packed = repacked(random_blocks(name, rows, columns), kind, torch.device("cpu"))
+    assert packed is not None
+    weight, bias = torch.rand(columns) + 0.5, torch.randn(rows)
+    matrix, norm = block_matrix(packed, bias, kind, rows, columns), Norm(NormKind.RMS, weight, None, 1e-6)
+    x, added = torch.randn(1, columns) + 0.3, torch.randn(1, rows)
+    normed = torch.nn.functional.rms_norm(x.double(), (columns,), weight.double(), 1e-6)
+    product = normed @ matrix.unpacked(torch.float32).double().T + bias
+    gated = gemv([matrix, matrix], x, norm, gated=True, activation=int(Activation.RELU))
+    assert relative_error(gated.double(), product.relu() * product) < 1e-4
+    summed = gemv([replace(matrix, scale=0.5)], x, norm, added=added, add_scale=2.0)
+    assert relative_error(summed.double(), product + added) < 5e-5
 
 
 @pytest.mark.parametrize("permuted", [False, True])

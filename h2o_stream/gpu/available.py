@@ -38,3 +38,9 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel can start while the one before it ends (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAPS
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0

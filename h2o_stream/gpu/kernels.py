@@ -93,7 +93,7 @@ class GpuKernels:
     def __init__(self, device: torch.device) -> None:
         self._device, self._overlaps, on_gpu = device, available.overlaps(device), device.type == "cuda"
         found = torch.cuda.get_device_properties(device) if on_gpu else None
-        self._processors = found.multi_processor_count if found else 0
+        self._processors = available.processors(device)
         self._shared = getattr(found, "shared_memory_per_block_optin", 99 << 10) if found else 227 << 10
         self._rules: WeakKeyDictionary[HeadGroup, tuple[Any, _Rules]] = WeakKeyDictionary()
         self._spaces: dict[Any, Tensor] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy
@@ -14,37 +15,60 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from h2o_stream.gpu import available
-from h2o_stream.gpu.blocks import GEOMETRY, blocks_gemv_kernel, blocks_rows_kernel, unpack_kernel
+from h2o_stream.gpu.blocks import blocks_gemv_kernel, blocks_rows_kernel, offset_bits, unpack_kernel
+from h2o_stream.gpu.repacking import TYPES, Planes, planes, repack
 from h2o_stream.native.description import Matrix, Norm
-from h2o_stream.native.gguf_types import TensorType
+from h2o_stream.native.gguf_types import BLOCKS, TensorType
 from h2o_stream.native.matrix import NO_NORM
 from h2o_stream.native.packing import GGUF_KINDS
 
-_LINES, _CHUNKS = 4, 8
-"""Rows and chunks of a program."""
+_GROUP = 32
+"""Weights that share a scale."""
 
-_FEW, _MANY_LINES = 64, 16
-"""Vectors that a matrix is multiplied by as it is in blocks, and rows of a program then."""
+_TILES, _MAX_WARPS = 3, 16
+"""Groups of a row that a thread may have of a product with a vector, and warps of a program that does."""
+
+_FEW, _MANY_LINES, _MANY_GROUPS = 64, 32, 8
+"""Vectors that a matrix is multiplied by as it is in blocks, and lines and groups of a program then."""
+
+_UNPACKED_LINES, _UNPACKED_GROUPS = 4, 64
 
 _ROUNDING, _COMPARED = 2.0**-7, 1 << 12
-"""Part of a number that is lost where a model has it in bfloat16, and rows that are compared at once."""
+"""Part of a number that is lost where a model has it in bfloat16, and rows that are repacked and compared at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMatrix(Matrix):
-    """A matrix of blocks [rows, bytes] uint8 in one of the types of `GEOMETRY`; `kind` is what a CPU repacks it to."""
+    """A matrix of one of the `TYPES`; weights are packed bytes, and `kind` is what a CPU repacks them to."""
 
-    type: int = 0
+    type: TensorType = TensorType.Q4_0
+
+    @property
+    def planes(self) -> Planes:
+        """Its arrays."""
+        return planes(self.weights, self.type, self.rows, self.columns)
 
     def rows_of(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [n, columns], unpacked."""
-        return unpack(replace(self, weights=self.weights[ids], rows=len(ids)), dtype)
+        """Rows [n, columns] of ids [n], unpacked."""
+        out, groups = torch.empty(len(ids), self.columns, dtype=dtype, device=ids.device), self.columns // _GROUP
+        grid = triton.cdiv(len(ids), _UNPACKED_LINES), triton.cdiv(groups, _UNPACKED_GROUPS)
+        if len(ids):
+            with available.on(out.device):
+                unpack_kernel[grid](
+                    *self.planes, ids, out, len(ids), K=self.columns, TYPE=int(self.type), BN=_UNPACKED_LINES,
+                    J=_UNPACKED_GROUPS, offset_bits=offset_bits(self.type),
+                )  # fmt: skip
+        return out
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """[rows, columns]"""
+        return self.rows_of(torch.arange(self.rows, device=self.weights.device), dtype)
 
 
-def block_matrix(blocks: Tensor, bias: Tensor | None, columns: int, kind: TensorType) -> BlockMatrix:
-    """A matrix of blocks [rows, bytes]."""
+def block_matrix(packed: Tensor, bias: Tensor | None, kind: TensorType, rows: int, columns: int) -> BlockMatrix:
+    """A matrix of packed bytes."""
     bias = None if bias is None else bias.detach().float()
-    return BlockMatrix(blocks, bias, len(blocks), columns, GGUF_KINDS[kind.name], type=int(kind))
+    return BlockMatrix(packed, bias, rows, columns, GGUF_KINDS[kind.name], type=kind)
 
 
 def multiply_blocks(
@@ -59,15 +83,28 @@ def multiply_blocks(
 ) -> None:
     """Write the product with a vector [1, K] to out [1, N]: of a `BlockMatrix`, or of gates and another one."""
     matrix, second = matrices[0], matrices[1] if len(matrices) > 1 else None
-    lanes, parts = GEOMETRY[matrix.type]
-    lines = next(size for size in (_LINES, 2, 1) if matrix.rows % size == 0)
+    warps, tiles = _shape(matrix.columns // _GROUP)
+    # As registers allow, also for how many of these programs a processor runs at once.
+    lines, resident = (4, 12 // warps) if tiles == 1 else (2 // len(matrices), 8 // warps)
+    while matrix.rows % lines:
+        lines //= 2
+    batches = matrix.rows // lines
+    programs = min(batches, max(available.processors(x.device) * max(resident, 1), 1))
     with available.on(x.device):
-        blocks_gemv_kernel[(matrix.rows // lines,)](
-            x, matrix.weights, second and second.weights, matrix.bias, second and second.bias, norm.weight, added, out,
-            matrix.weights.stride(0), norm.epsilon, matrix.scale, add_scale, K=matrix.columns,
-            GATED=second is not None, ACTIVATION=activation, TYPE=matrix.type, LANES=lanes, PARTS=parts, BN=lines,
-            J=_CHUNKS, num_warps=4, **(options or {"PDL": False}),
+        blocks_gemv_kernel[(programs,)](
+            x, *matrix.planes, *(second.planes if second else [None] * 3), matrix.bias, second and second.bias,
+            norm.weight, added, out, batches, offset_bits(matrix.type), norm.epsilon, matrix.scale, add_scale,
+            K=matrix.columns, GATED=second is not None, ACTIVATION=activation, TYPE=int(matrix.type), J=32 * warps,
+            TILES=tiles, BN=lines, num_warps=warps, **(options or {"PDL": False}),
         )  # fmt: skip
+
+
+@cache
+def _shape(groups: int) -> tuple[int, int]:
+    """Warps of a program and groups of each thread for a row of so many groups: few threads have none, or one less."""
+    shapes = [(warps, -(-groups // (32 * warps))) for warps in (1, 2, 4, 8, 16, 32)]
+    fitting = [shape for shape in shapes if shape[1] <= _TILES and shape[0] <= _MAX_WARPS] or shapes[-1:]
+    return min(fitting, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
 
 def dense_product(matrix: Matrix, weights: Tensor, x: Tensor) -> Tensor:
@@ -80,67 +117,53 @@ def dense_product(matrix: Matrix, weights: Tensor, x: Tensor) -> Tensor:
 def product_of_rows(matrix: BlockMatrix, x: Tensor) -> Tensor:
     """[n, rows] products with vectors [n, columns]; of many, or in float32, which fills registers, after unpacking."""
     if len(x) > _FEW or x.dtype == torch.float32:
-        return dense_product(matrix, unpack(matrix, x.dtype), x)
-    (lanes, parts), out = GEOMETRY[matrix.type], x.new_empty(len(x), matrix.rows)
+        return dense_product(matrix, matrix.unpacked(x.dtype), x)
+    out = x.new_empty(len(x), matrix.rows)
     with available.on(x.device):
         blocks_rows_kernel[(triton.cdiv(matrix.rows, _MANY_LINES),)](
-            x.contiguous(), matrix.weights, matrix.bias, out, len(x), matrix.rows, matrix.weights.stride(0),
-            matrix.scale, K=matrix.columns, TYPE=matrix.type, LANES=lanes, PARTS=parts,
-            BM=max(triton.next_power_of_2(len(x)), 16), BN=_MANY_LINES, J=_CHUNKS // 2, num_warps=4, num_stages=2,
+            x.contiguous(), *matrix.planes, matrix.bias, out, len(x), matrix.rows, scale=matrix.scale,
+            K=matrix.columns, TYPE=int(matrix.type), BM=max(triton.next_power_of_2(len(x)), 16), BN=_MANY_LINES,
+            J=_MANY_GROUPS, num_warps=4, num_stages=2, offset_bits=offset_bits(matrix.type),
         )  # fmt: skip
     return out
 
 
-def unpack(matrix: BlockMatrix, dtype: torch.dtype) -> Tensor:
-    """[rows, columns]"""
-    lanes, parts = GEOMETRY[matrix.type]
-    out = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device=matrix.weights.device)
-    grid = triton.cdiv(matrix.rows, _LINES), triton.cdiv(matrix.columns // (lanes * parts), _CHUNKS)
-    if matrix.rows:
-        with available.on(out.device):
-            unpack_kernel[grid](
-                matrix.weights, out, matrix.rows, matrix.weights.stride(0), K=matrix.columns, TYPE=matrix.type,
-                LANES=lanes, PARTS=parts, BN=_LINES, J=_CHUNKS,
-            )  # fmt: skip
-    return out
-
-
 class BlockLinear(nn.Module):
-    """y = x W' + b, with W as blocks [out, bytes] of a type."""
+    """y = x W' + b, with W as blocks of a type, in packed bytes."""
 
     blocks: Tensor
 
-    def __init__(self, blocks: Tensor, kind: TensorType, columns: int, bias: Tensor | None = None) -> None:
+    def __init__(self, blocks: Tensor, kind: TensorType, rows: int, columns: int, bias: Tensor | None = None) -> None:
         super().__init__()
         self.register_buffer("blocks", blocks)
-        self.kind, self.in_features, self.bias = kind, columns, bias
+        self.kind, self.out_features, self.in_features, self.bias = kind, rows, columns, bias
 
     def matrix(self) -> BlockMatrix:
         """As part of a description."""
-        return block_matrix(self.blocks, self.bias, self.in_features, self.kind)
+        return block_matrix(self.blocks, self.bias, self.kind, self.out_features, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         if x.numel() > self.in_features:
             return product_of_rows(self.matrix(), x.flatten(0, -2)).view(*x.shape[:-1], -1)
-        out = torch.empty(*x.shape[:-1], len(self.blocks), dtype=x.dtype, device=x.device)
+        out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype, device=x.device)
         multiply_blocks([self.matrix()], x.contiguous(), out)
         return out
 
 
 class BlockEmbedding(nn.Module):
-    """An embedding with weights as blocks [rows, bytes] of a type, which gives this dtype."""
+    """An embedding with weights as blocks of a type, in packed bytes, which gives this dtype."""
 
     blocks: Tensor
 
-    def __init__(self, blocks: Tensor, kind: TensorType, columns: int, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: Tensor, kind: TensorType, rows: int, columns: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.register_buffer("blocks", blocks)
-        self.kind, self.columns, self.dtype, self.num_embeddings = kind, columns, dtype, len(blocks)
+        self.kind, self.num_embeddings, self.columns, self.dtype = kind, rows, columns, dtype
 
     def matrix(self) -> BlockMatrix:
         """As part of a description."""
-        return block_matrix(self.blocks, None, self.columns, self.kind)
+        return block_matrix(self.blocks, None, self.kind, self.num_embeddings, self.columns)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] to [..., columns]."""
@@ -162,24 +185,37 @@ def keep_blocks(model: Any, blocks_of: Callable[[str], tuple[NDArray[numpy.uint8
             continue
         tied = module is head and module.weight is getattr(embedding, "weight", None)
         found = blocks_of(f"{names[id(embedding)] if tied else name}.weight")
-        if found is None or found[1] not in GEOMETRY:
+        if found is None or found[1] not in TYPES:
             continue
-        weight, columns = module.weight.detach(), module.weight.shape[1]
-        blocks, kind = torch.from_numpy(found[0].copy()).to(weight.device), found[1]
-        if not _are_same(block_matrix(blocks, None, columns, kind), weight):
-            continue  # in another order, for one
+        weight, kind = module.weight.detach(), found[1]
+        rows, columns = weight.shape
+        packed = repacked(found[0], kind, weight.device, weight)
+        if packed is None:
+            continue
         if module is embedding:
-            packed: nn.Module = BlockEmbedding(blocks, kind, columns, weight.dtype)
+            new: nn.Module = BlockEmbedding(packed, kind, rows, columns, weight.dtype)
         else:
-            packed = BlockLinear(blocks, kind, columns, module.bias)
-        model.set_submodule(name, packed)
+            new = BlockLinear(packed, kind, rows, columns, module.bias)
+        model.set_submodule(name, new)
 
 
-def _are_same(matrix: BlockMatrix, weight: Tensor) -> bool:
-    """Whether blocks are a weight up to its rounding. Of a large vocabulary all rows in float32 may not fit."""
-    for blocks, rows in zip(matrix.weights.split(_COMPARED), weight.split(_COMPARED), strict=True):
-        wanted = rows.float()
-        difference = unpack(replace(matrix, weights=blocks, rows=len(blocks)), torch.float32) - wanted
-        if bool((difference.abs() > _ROUNDING * wanted.abs().clamp_min(1e-6)).any()):
-            return False
-    return True
+def repacked(
+    blocks: NDArray[numpy.uint8], kind: TensorType, device: torch.device, weight: Tensor | None = None
+) -> Tensor | None:
+    """Packed bytes of blocks [rows, bytes] on a device; None if they are not this weight, up to its rounding.
+
+    Of a large vocabulary all rows in float32, or twice in blocks, may not fit.
+    """
+    (rows, size), (count, block) = blocks.shape, BLOCKS[kind]
+    columns = size // block * count
+    packed = torch.empty(blocks.size, dtype=torch.uint8, device=device)
+    matrix = block_matrix(packed, None, kind, rows, columns)
+    for first in range(0, rows, _COMPARED):
+        part = slice(first, min(first + _COMPARED, rows))
+        repack(torch.from_numpy(blocks[part].copy()).to(device), kind, columns, matrix.planes.rows(part))
+        if weight is not None:
+            wanted = weight[part].float()
+            difference = matrix.rows_of(torch.arange(part.start, part.stop, device=device), torch.float32) - wanted
+            if bool((difference.abs() > _ROUNDING * wanted.abs().clamp_min(1e-6)).any()):
+                return None  # in another order, for one
+    return packed
