@@ -4,6 +4,8 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,14 +29,18 @@ pytestmark = pytest.mark.usefixtures("own_home")
 class TestKeys:
     """In a real terminal."""
 
-    def chat(self, model: Path, *options: str, columns: int = 80, lines: int = 24) -> Pty:
-        return Pty("h2o-chat", "-m", str(model), "-n", "12", "--temp", "0", *options, columns=columns, lines=lines)
+    @contextmanager
+    def chat(self, model: Path, *options: str, columns: int = 80, lines: int = 24) -> Iterator[Pty]:
+        """A chat that has come to its first prompt."""
+        command = ("h2o-chat", "-m", str(model), "-n", "12", "--temp", "0", *options)
+        with Pty(*command, columns=columns, lines=lines) as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            yield pty
 
     @pytest.mark.parametrize(("columns", "lines"), with_exhaustive([(80, 24)], [(160, 45), (40, 12)]))
     def test_a_chat(self, tiny_folder: Path, tmp_path: Path, columns: int, lines: int) -> None:
         file = tmp_path / "talk.json"
         with self.chat(tiny_folder, columns=columns, lines=lines) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("first line\x1b\rsecond line\r")
             pty.until(lambda p: "evicted 0" in p.screen.display[-1] and "seen 0" not in p.text)
             pty.send('"""\rquoted\r\rlines\r"""\r')
@@ -55,19 +61,16 @@ class TestKeys:
     def test_a_full_cache_grows_against_the_context(self, tiny_folder: Path) -> None:
         """Regression: it had no bar."""
         with self.chat(tiny_folder, "--policy", "full") as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("hello " * 30 + "\r")
             pty.until(lambda p: re.match(r"▒+·+ seen [1-9]", p.screen.display[-1]) is not None)
 
     def test_history_is_kept_and_searched(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("/set seed 1234\r")
             pty.until(lambda p: "seed is now 1234" in p.text)
             pty.send("\x04")
             assert pty.exit_code() == 0
         with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("\x12seed")
             pty.until(lambda p: "/set seed 1234" in p.text)
             pty.send("\r\r")
@@ -80,7 +83,6 @@ class TestKeys:
         monkeypatch.setenv("EDITOR", str(editor))
         monkeypatch.setenv("VISUAL", str(editor))
         with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("draft\x18\x05")
             pty.until(lambda p: "/set seed 77" in p.text)
             pty.send("\r")
@@ -89,7 +91,6 @@ class TestKeys:
     @pytest.mark.exhaustive
     def test_vim(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder, "--vim") as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("/sxt seed 7\x1b")
             pty.until(lambda p: p.screen.cursor.x == len("> /sxt seed "))
             pty.send("0fxreA")
@@ -98,7 +99,6 @@ class TestKeys:
 
     def test_ctrl_c_twice_leaves(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("half a line\x03")
             pty.until(lambda p: p.screen.display[p.screen.cursor.y].rstrip() == ">")
             pty.send("\x03")
@@ -133,7 +133,6 @@ class TestKeys:
 
     def test_ctrl_c_stops_a_reply_and_what_was_said_stays(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder, "-n", "100000", "--window", "64") as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("hello\r")
             pty.until(lambda p: re.search(r"evicted [1-9]", p.text) is not None)
             pty.send("\x03")
@@ -146,7 +145,6 @@ class TestKeys:
         """Regression: it ended the chat."""
         os.mkfifo(tmp_path / "endless")
         with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send(f"/file {tmp_path / 'endless'}\r")
             pty.until(lambda p: "seen 0" not in p.text)
             pty.send("\x03")
@@ -155,7 +153,6 @@ class TestKeys:
     def test_what_is_typed_during_a_reply_waits_for_the_prompt(self, tiny_folder: Path) -> None:
         """Regression: the terminal echoed it into the reply, whose lines then stood there twice."""
         with self.chat(tiny_folder, "-n", "1000", "--window", "64") as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("hello\r")
             pty.until(lambda p: "seen" in p.text and "seen 0" not in p.text)
             drawn = len(pty.output)
@@ -169,7 +166,6 @@ class TestKeys:
     def test_a_huge_paste(self, tiny_folder: Path) -> None:
         """A prompt of 200 kB stops long before its end; read in torch, which takes long enough."""
         with self.chat(tiny_folder, "--window", "64", "--engine", "eager") as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("\x1b[200~" + "word and another. " * 11_500 + "\x1b[201~\r")
             pty.until(lambda p: "reading" in p.text)
             os.write(pty.side, b"\x03")
@@ -181,7 +177,6 @@ class TestKeys:
 
     def test_markdown_is_drawn(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
             pty.send("hello\r")
             pty.until(lambda p: "tokens, " in p.text)
             assert "\x1b[?25l" in pty.output.partition("hello")[2]
@@ -225,13 +220,6 @@ def messages(path: Path) -> list[str]:
     return list(FileHistory(str(path)).load_history_strings())[::-1]
 
 
-def test_without_it_nothing_is_written(data: Path) -> None:
-    history = input_history(False, pytest.fail)
-    history.append_string("secret")
-    assert isinstance(history, InMemoryHistory)
-    assert not data.exists()
-
-
 def test_folder_and_file_are_private(data: Path) -> None:
     data.mkdir(mode=0o755)
     (data / "history").touch(0o644)
@@ -246,21 +234,11 @@ def test_the_oldest_messages_are_dropped(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "history"
     path.touch(0o600)
     history = LimitedHistory(path)
-    for text in ("1", "2\n# 2\n\n+2", "3", "4\n", "5 ü"):
+    for text in ("1", "2\n# 2\n\n+2", "a\n# b\n\n# c", "4\n", "5 ü"):
         history.append_string(text)
-    assert messages(path) == ["3", "4\n", "5 ü"]
+    assert messages(path) == ["a\n# b\n\n# c", "4\n", "5 ü"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [entry.name for entry in tmp_path.iterdir()] == ["history"]
-
-
-def test_a_message_of_many_lines_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_MESSAGES", 2)
-    path = tmp_path / "history"
-    path.touch()
-    history = LimitedHistory(path)
-    for text in ("old", "a\n# b\n\n# c", "new"):
-        history.append_string(text)
-    assert messages(path) == ["a\n# b\n\n# c", "new"]
 
 
 def test_bytes_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

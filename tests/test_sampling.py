@@ -86,9 +86,6 @@ class TestSampling:
         logits = scores_of(3.0, 2.0, 1.0, 0.0, -1.0)
         return [sampler.sample(logits, [0]) for _ in range(count)]
 
-    def test_greedy(self) -> None:
-        assert set(self.draws(temperature=0)) == {0}
-
     def test_a_seed_repeats_itself(self) -> None:
         assert self.draws(seed=3) == self.draws(seed=3)
         assert self.draws(seed=3) != self.draws(seed=4)
@@ -96,16 +93,6 @@ class TestSampling:
     def test_an_unseeded_run_has_a_random_seed(self) -> None:
         sampler = Sampler(SamplingConfig(), None)
         assert Sampler(SamplingConfig(), None).seed != sampler.seed
-
-    @pytest.mark.parametrize(
-        ("settings", "allowed"),
-        [({"top_k": 2}, {0, 1}), ({"top_p": 0.5}, {0}), ({"min_p": 0.3}, {0, 1}), ({"top_k": 1}, {0})],
-    )
-    def test_cuts(self, settings: dict[str, Any], allowed: set[int]) -> None:
-        assert set(self.draws(200, temperature=1, top_p=settings.pop("top_p", 1.0), seed=0, **settings)) <= allowed
-
-    def test_repetition_penalty(self) -> None:
-        assert set(self.draws(temperature=0, repetition_penalty=2.0)) == {1}
 
     @pytest.mark.parametrize(
         ("settings", "replied", "token"),
@@ -305,13 +292,13 @@ class TestFocus:
         assert np.allclose(sampler.candidates(logits)[1], logits / temperature)
 
 
-@pytest.mark.parametrize("count", [1, 300])
-def test_the_penalty_is_that_of_transformers(count: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores, tokens = torch.randn(500, generator=generator), torch.randint(0, 500, (count,), generator=generator)
-    sampler = Sampler(SamplingConfig(temperature=1, top_p=1, top_k=1, repetition_penalty=1.5), None)
-    wanted = RepetitionPenaltyLogitsProcessor(1.5)(tokens[None], scores[None])[0]
-    assert sampler.sample(scores.numpy(), tokens.tolist()) == wanted.argmax()
+def warpers(**settings: Any) -> LogitsProcessorList:
+    """Those of transformers for settings of ours."""
+    kinds = {
+        "repetition_penalty": RepetitionPenaltyLogitsProcessor, "temperature": TemperatureLogitsWarper,
+        "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper, "min_p": MinPLogitsWarper,
+    }  # fmt: skip
+    return LogitsProcessorList([kind(settings[name]) for name, kind in kinds.items() if settings.get(name)])
 
 
 @in_turn("spread", [0.1, 1.0, 4.0])
@@ -328,14 +315,10 @@ def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> Non
 @in_turn("top_p", [0.8, 1.0])
 @in_turn("min_p", [0.0, 0.05])
 def test_candidates_are_those_transformers_leaves(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
-    sampler = Sampler(config, None)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    warpers += [TopKLogitsWarper(top_k)] if top_k else []
-    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampler, theirs = Sampler(SamplingConfig(**settings, seed=0), None), warpers(**settings)
     for scores in 3 * torch.randn(5, 2000, generator=torch.Generator().manual_seed(1)):
-        wanted = warpers(torch.zeros(1, 0), scores[None].clone())[0]
+        wanted = theirs(torch.zeros(1, 0), scores[None].clone())[0]
         ids, ours = sampler.candidates(scores.numpy())
         assert ids.tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
         assert np.array_equal(ours, wanted[ids])
@@ -391,14 +374,8 @@ def test_draws_are_distributed_as_in_transformers(settings: dict[str, Any]) -> N
     config = {"temperature": 1.0, "top_p": 1.0, "seed": 0, **settings}
     sampler, count, tokens = Sampler(SamplingConfig(**config), None), 4_000, [3, 5, 5, 8]
     scores = torch.randn(50, generator=torch.Generator().manual_seed(2))
-    warpers = LogitsProcessorList()
-    if penalty := settings.get("repetition_penalty"):
-        warpers += [RepetitionPenaltyLogitsProcessor(penalty)]
-    warpers += [TemperatureLogitsWarper(config["temperature"])]
-    warpers += [TopKLogitsWarper(config["top_k"])] if "top_k" in config else []
-    warpers += [TopPLogitsWarper(config["top_p"])] if config["top_p"] < 1 else []
-    warpers += [MinPLogitsWarper(config["min_p"])] if "min_p" in config else []
-    expected = count * warpers(torch.tensor([tokens]), scores[None].clone())[0].softmax(-1).double().numpy()
+    left = warpers(**config)(torch.tensor([tokens]), scores[None].clone())[0]
+    expected = count * left.softmax(-1).double().numpy()
     drawn = np.bincount([sampler.sample(scores.numpy(), tokens) for _ in range(count)], minlength=50)
     possible = expected > 0
     assert not drawn[~possible].any()
