@@ -1,6 +1,5 @@
-"""The first start of a GGUF file needs no torch; `h2o-compare certify` compares it with transformers' model."""
+"""The first start of a GGUF file needs no torch."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
-from tokenizers import Tokenizer
 
-from h2o_lab.certify import CertifyOptions, certify
 from h2o_stream.attachment import retrieval_heads
 from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.attachment.support import layer_specs
@@ -19,14 +16,12 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.loading import load_model
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.runtime import file_ropes, sources
+from h2o_stream.runtime import sources
 from h2o_stream.runtime.heads import attention_to_copy, measured_windows
 from h2o_stream.runtime.model import RuntimeModel
 from h2o_stream.runtime.sources import ModelFile
-from tests.commands import invoke
 from tests.family_models import TEXT, written
 from tests.fixtures import with_exhaustive
-from tests.test_runtime import keep_all
 
 DTYPE = "float32"
 
@@ -67,62 +62,6 @@ class TestHeads:
         first = loaded(file).model.windows
         monkeypatch.setattr(sources, "measured_windows", None)
         assert first == loaded(file).model.windows
-
-
-class TestCertify:
-    def test_what_is_right(self, file: Path) -> None:
-        assert certify(CertifyOptions(str(file), ModelConfig(dtype=DTYPE)), print) == []
-
-    def test_a_wrong_base_of_rope_is_found(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        right = file_ropes.scaled_rope
-        wrong = {"rope_theta": 10.0}
-        monkeypatch.setattr(file_ropes, "scaled_rope", lambda rope, *sizes: right({**rope, **wrong}, *sizes))
-        done = invoke("h2o-compare", "certify", file, "--dtype", DTYPE, "--jsonl", "-")
-        assert done.exit_code == 1
-        assert "logits are off" in done.stderr
-        (record,) = [json.loads(line) for line in done.stdout.splitlines()]
-        assert record["model"] == str(file)
-        assert "logits are off" in record["differences"][0]
-
-    def test_tokens_that_differ_are_found(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Which of them are called special is no difference."""
-
-        def changed(*args: Any, **kwargs: Any) -> Any:
-            found = load(*args, **kwargs)
-            rules = json.loads(found.tokenizer.backend_tokenizer.to_str())
-            for token in rules["added_tokens"]:
-                token["special"] = not token["special"]
-            found.tokenizer._tokenizer = Tokenizer.from_str(json.dumps(rules | normalizer))
-            return found
-
-        monkeypatch.setattr("h2o_stream.loading.transformers_model.load", changed)
-        options = CertifyOptions(str(file), ModelConfig(dtype=DTYPE))
-        normalizer = dict[str, Any]()
-        assert certify(options, print) == []
-        normalizer["normalizer"] = {"type": "Lowercase"}
-        assert certify(options, print) == ["the tokenizers differ: normalizer"]
-
-    @pytest.mark.parametrize("name", ["Qwen 3", "Qwen 3.5"])
-    def test_damaged_packed_weights_are_removed(
-        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        keep_all(tmp_path, monkeypatch)
-        hybrid = name == "Qwen 3.5"  # transformers cannot map its packed weights
-        path = written(tmp_path, name)
-        options = CertifyOptions(str(path), ModelConfig(dtype=DTYPE))
-        assert isinstance(loaded(path).model, RuntimeModel)
-        assert certify(options, print) == []
-        (weights,) = (tmp_path / "cache" / "packed").glob("*/model.safetensors")
-        data = bytearray(weights.read_bytes())
-        data[-1 if hybrid else -4000] ^= 1
-        weights.write_bytes(data)
-        (line,) = certify(options, print)
-        assert "damaged; they are removed" in line
-        assert not weights.exists()
-
-    def test_what_needs_transformers_anyway(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(H2OStreamError, match="is read through transformers anyway: its file is packed in another"):
-            certify(CertifyOptions(str(file), ModelConfig(quantize="int4")), print)
 
 
 def test_a_lack_of_memory_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

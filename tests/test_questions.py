@@ -1,21 +1,14 @@
-"""Questions in MT-Bench's format, requests in the cookbook's and HELM's, and summaries of them."""
+"""Questions in MT-Bench's format."""
 
-import json
-import math
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from h2o_lab.summarize.requests import Article, build_requests, read_articles, read_requests
 from h2o_stream.base import resources
-from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import DataError
 from h2o_stream.session import questions
 from h2o_stream.session.questions import load_questions, read_questions
-from tests.commands import invoke, records
-from tests.fixtures import written
 from tests.in_turn import in_turn
 
 GOOD = '{"question_id": 1, "category": "c", "turns": ["a", "b"]}'
@@ -90,110 +83,3 @@ def test_folders_and_missing_files(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(DataError, match="--questions"):
             read_questions(path)
-
-
-FORM = {"max_tokens": 64, "temperature": 0.3, "top_p": 1, "stop": ["###"], "n": 1, "logprobs": 1}
-
-
-def request_file(folder: Path, *lines: Any) -> Path:
-    path = folder / "requests.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return path
-
-
-def test_both_forms_are_read(tmp_path: Path) -> None:
-    cookbook = {"article": "A long text.", "summary_gt": "A text.", **FORM}
-    helm = {"prompt": "Another.", "best_of": 1, "echo": False, "model": "x", **FORM}
-    path = request_file(tmp_path, cookbook, "", helm, {"request": helm, "result": {}}, {"prompt": "bare"})
-    first, second, third, bare = read_requests(path)
-    assert (first.prompt, first.reference) == ("A long text.", "A text.")
-    assert first.sampling == SamplingConfig(0.3, 1, 0, 0, 1, dry_multiplier=0, max_tokens=64, stop=("###",))
-    assert second == third
-    assert second.reference is None
-    assert bare.sampling == SamplingConfig(0.0, 1.0, 0, 0, 1, dry_multiplier=0, max_tokens=64)
-    assert len(read_requests(path, 2)) == 2
-
-
-@pytest.mark.parametrize(("line", "words"), [
-    ("{", "not JSON"), ("[1]", "expected an object, got list"), ({"text": "x"}, "article or prompt must be"),
-    ('{"id": ' + "9" * 5000 + "}", "not JSON"), ({"prompt": "x", "max_tokens": math.inf}, "must be a number"),
-    ({"prompt": 3}, "article or prompt must be"), ({"prompt": ""}, "article or prompt must be"),
-    ({"article": "x", "summary_gt": ["y"]}, "summary_gt must be"),
-    ({"prompt": "x", "stop": [1]}, "stop must be"), ({"prompt": "x", "stop": [""]}, "a stop string is empty"),
-    ({"prompt": "x", "max_tokens": "many"}, "max_tokens must be a number"),
-    ({"prompt": "x", "max_tokens": 0}, "--max-tokens must be at least 1"),
-    ({"prompt": "x", "temperature": True}, "temperature must be a number"),
-    ({"prompt": "x", "temperature": -1}, "--temp must be 0"),
-])  # fmt: skip
-def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, line: Any, words: str) -> None:
-    path = request_file(tmp_path, {"prompt": "fine"}, line)
-    with pytest.raises(DataError, match=r"requests\.jsonl:2: ") as caught:
-        read_requests(path)
-    assert words in str(caught.value)
-
-
-def test_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the file has no requests"):
-        read_requests(request_file(tmp_path, ""))
-
-
-@pytest.fixture
-def articles(tmp_path: Path) -> Path:
-    lines = [{"document": f"Text {n}.\nMore of it.", "summary": f"Summary {n}."} for n in range(4)]
-    return written(tmp_path / "articles.jsonl", lines)
-
-
-def test_examples_come_before_the_article() -> None:
-    (request,) = build_requests([Article("One.", "1"), Article("Two.", "2")], "xsum", shots=1)
-    asks = "\n\nSummarize the above article in 1 sentence.\n"
-    assert request["article"] == f"###\nArticle: One.{asks}1\n\n###\nArticle: Two.{asks}"
-    assert (request["summary_gt"], request["stop"], request["max_tokens"]) == ("2", ["###"], 64)
-    (other,) = build_requests([Article("One.", "1")], "cnn_dailymail", shots=0)
-    assert "in 3 sentences" in other["article"]
-    assert other["max_tokens"] == 128
-
-
-def test_from_articles_to_a_table(articles: Path, tiny_folder: Path, tmp_path: Path) -> None:
-    asked, answers = tmp_path / "requests.jsonl", tmp_path / "new" / "answers.jsonl"
-    built = invoke("h2o-compare", "requests", articles, "--form", "xsum", "--shots", "1", "--to", asked)
-    assert built.exit_code == 0, built.stderr
-    assert len(read_requests(asked)) == 3
-    base = ["summarize", "-m", tiny_folder, "--input_path", asked, "--policies", "h2o", "--recent_ratio", "0.2"]
-    made = invoke("h2o-compare", *base, "--output_path", answers, "--limit", "2", "--jsonl", "-")
-    assert made.exit_code == 0, made.stderr
-    echoed = records(answers.read_text())
-    assert [line["request"] for line in echoed] == records(asked.read_text())[:2]
-    assert all(line["result"]["choices"][0]["finish_reason"] in ("stop", "length") for line in echoed)
-    table = tmp_path / "table.tex"
-    scored = invoke("h2o-compare", "score", answers, "--to", table, "--jsonl", "-")
-    assert scored.exit_code == 0, scored.stderr
-    (score,) = records(scored.stdout)
-    summarized = records(made.stdout)[1]
-    assert [score[name] for name in ("n", "rouge1", "rouge2", "rougeL")] == [
-        summarized[name] for name in ("n", "rouge1", "rouge2", "rougeL")
-    ]
-    assert r"\begin{tabular}{lrrrr}" in table.read_text()
-    markdown = tmp_path / "table.md"
-    assert invoke("h2o-compare", "score", answers, "--to", markdown, "-q").exit_code == 0
-    assert "| answers | n | ROUGE-1 |" in markdown.read_text()
-
-
-def test_a_perfect_answer(tmp_path: Path) -> None:
-    lines = [{"text": "the same words", "reference": "the same words"}, {"text": "others", "reference": "none"}]
-    path = written(tmp_path / "answers.jsonl", lines)
-    (score,) = records(invoke("h2o-compare", "score", path, "--jsonl", "-").stdout)
-    assert score["rouge2"] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["requests", "articles.jsonl", "--to", "x", "--shots", "4"], "lower --shots"),
-    (["requests", "nothing", "--to", "x"], "nothing: No such file"),
-    (["score", "articles.jsonl"], "articles.jsonl:1: no answer with its reference"),
-    (["summarize", "--requests", "r", "--output-path", "x"], "takes one of --policies and of --windows"),
-])  # fmt: skip
-def test_what_is_wrong_is_one_line(articles: Path, monkeypatch: Any, arguments: list[str], words: str) -> None:
-    monkeypatch.chdir(articles.parent)
-    done = invoke("h2o-compare", *arguments, "-q")
-    assert done.exit_code in (1, 2)
-    assert (done.stderr.count("\n"), words in done.stderr) == (1, True), done.stderr
-    assert len(read_articles(articles)) == 4

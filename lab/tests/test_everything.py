@@ -1,6 +1,5 @@
 """``h2o-compare all``: what cannot run is left out, and said."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -8,21 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from h2o_lab.report.everything import LeftOut, lines_of, read_left_out, write_left_out
 from h2o_lab.throughput.options import Shape
-from h2o_stream.base.processes import Processes
 from h2o_stream.compare import nll
-from h2o_stream.compare.catalog import COMPARISONS, NllOptions
-from h2o_stream.compare.comparison import Job, JobProgress
+from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.options import InAll
-from h2o_stream.config import POLICIES, ModelConfig
+from h2o_stream.config import POLICIES
 from h2o_stream.errors import DataError
-from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.ui.comparison import _Bars, _Total, run_comparison
-from h2o_stream.ui.terminal import Terminal
 from tests.commands import invoke, records
 from tests.fixtures import with_exhaustive
 
@@ -174,74 +166,3 @@ def test_an_interruption_says_how_to_resume(arguments: list[object], monkeypatch
     done = invoke("h2o-compare", *arguments)
     assert done.exit_code == 130
     assert "the same command goes on from there" in done.stderr
-
-
-def test_the_time_left_is_that_of_the_jobs_that_run(
-    tiny_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Regression: jobs were made twice, and the estimate, which knows them by identity, stayed empty."""
-    monkeypatch.setattr("h2o_stream.ui.comparison._NOTE_EVERY_S", 0.0)
-    options = NllOptions(
-        text=(text,), tokens=60, policies=("sink", "recent"), windows=(16,), model=ModelConfig(str(tiny_folder))
-    )
-    run_comparison(options.make(), None, Terminal(), JsonlWriter(None), Processes(), lambda *item: None)
-    assert "nll: 2 of 2 jobs, about 0 s left\n" in capsys.readouterr().err
-
-
-def test_the_bar_of_the_job_that_runs_is_on_the_screen() -> None:
-    """Regression: 35 bars stood below each other, and a terminal of 24 lines showed the first."""
-    jobs = [Job(str(number), {"number": number}, 10, list) for number in range(35)]
-    progress = Progress(console=Console(file=io.StringIO(), height=24))
-    progress.add_task("nll")
-    bars = _Bars(jobs, progress)
-    for job in jobs:
-        bars(job, JobProgress(0))
-        shown = [task.description for task in progress.tasks if task.visible]
-        assert shown[0] == "nll"
-        assert shown[-1] == job.label
-        assert len(shown) < 24
-        bars(job, JobProgress(10))
-    assert len(shown) > 20, "room is used"
-
-
-class TestTimeLeft:
-    @pytest.fixture(autouse=True)
-    def _notes_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("h2o_stream.ui.comparison._NOTE_EVERY_S", 0.0)
-
-    @staticmethod
-    def notes(
-        capsys: pytest.CaptureFixture[str],
-        totals: list[int],
-        *done: tuple[float, int, int],
-        stored: int = 0,
-        workers: int = 1,
-    ) -> list[str]:
-        """The notes after each progress: (second, job, done)."""
-        jobs = [Job(str(number), {"number": number}, total, list) for number, total in enumerate(totals)]
-        clock = [0.0]
-        with Progress(disable=True, get_time=lambda: clock[0], speed_estimate_period=600.0) as progress:
-            show = _Total("nll", jobs[stored:], len(jobs), workers, progress, Terminal())
-            for second, job, amount in done:
-                clock[0] = second
-                show(jobs[job], JobProgress(amount))
-        return capsys.readouterr().err.splitlines()
-
-    def test_it_is_in_proportion_to_the_work(self, capsys: pytest.CaptureFixture[str]) -> None:
-        notes = self.notes(capsys, [100, 300], (0, 0, 0), (10, 0, 25), (20, 0, 50), (40, 0, 100))
-        assert notes[0] == "nll: 0 of 2 jobs"
-        assert notes[2] == "nll: 0 of 2 jobs, about 2 min left"
-        assert notes[3] == "nll: 1 of 2 jobs, about 2 min left"
-
-    def test_stored_results_do_not_count_as_fast(self, capsys: pytest.CaptureFixture[str]) -> None:
-        notes = self.notes(capsys, [100, 100], (0, 0, 100), (0, 1, 1), (10, 1, 11), stored=1)
-        assert notes[0] == "nll: 1 of 2 jobs"
-        assert notes[-1] == "nll: 1 of 2 jobs, about 89 s left"
-
-    def test_several_processes_share_it(self, capsys: pytest.CaptureFixture[str]) -> None:
-        notes = self.notes(capsys, [100, 100], (0, 0, 1), (10, 0, 51), workers=2)
-        assert notes[-1] == "nll: 0 of 2 jobs, about 10 s left"
-
-    def test_hours(self, capsys: pytest.CaptureFixture[str]) -> None:
-        notes = self.notes(capsys, [10_000], (0, 0, 1), (100, 0, 2))
-        assert notes[-1].endswith(" h left")

@@ -1,0 +1,151 @@
+"""Facts that are told and asked for: distances, answers and their rates."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from h2o_lab.recall.asking import ask, tell
+from h2o_lab.recall.comparison import rates_by_distance
+from h2o_lab.recall.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
+from h2o_lab.recall.facts import never_said, question_after_update, questions_about, read_facts, tells
+from h2o_stream.config import CacheConfig, SamplingConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import ConfigError
+from h2o_stream.loading.transformers_model import LoadedModel
+from h2o_stream.session.conversation import Conversation
+from tests.states import equal_states
+
+
+class TestFacts:
+    def test_every_value_is_told_by_its_sentence_only(self) -> None:
+        facts = read_facts(30)
+        assert len({fact.id for fact in facts}) == 30
+        for fact in facts:
+            assert tells(fact.statement, fact.answers)
+            assert tells(fact.update, fact.updated)
+            assert tells(f"{fact.reply} {fact.answers[0]}.", fact.answers)
+            for other in facts:
+                texts = [other.same, other.other, other.reply, "" if other is fact else other.statement]
+                assert not any(tells(text, (*fact.answers, *fact.updated)) for text in texts), (fact.id, other.id)
+        for question in never_said(facts):
+            assert not tells(question.text, question.wrong)
+        assert len(never_said(facts)) == 15
+
+    def test_more_than_there_are(self) -> None:
+        with pytest.raises(ConfigError, match="lower --facts"):
+            read_facts(31)
+
+    @pytest.mark.parametrize(("reply", "told"), [
+        ("It is 407.", True), ("in room 407, I think", True), ("IT IS ROOM 407B", False), ("4070", False),
+        ("1,407 rooms", False), ("407.5", False), ("Your hotel is the casa amarela!", True), ("Casa Amarelas", False),
+        ("", False),
+    ])  # fmt: skip
+    def test_values_are_whole_words(self, reply: str, told: bool) -> None:
+        assert tells(reply, ("407", "Casa Amarela")) == told
+
+    def test_an_older_value_is_wrong_and_so_is_a_fact_in_place_of_nothing(self) -> None:
+        facts = read_facts(2)
+        updated = question_after_update(facts[0])
+        assert updated.right("She lives in Malmo now.")
+        assert not updated.right("She lives in Tartu.")
+        assert not updated.right("She moved from Tartu to Malmö.")
+        (never,) = never_said(facts)
+        assert never.right("I do not know.")
+        assert not never.right("He is called pomelo.")
+
+
+class TestFactStream:
+    @staticmethod
+    def stream(
+        talker: Any, tokenizer: Any, script: Any, distances: tuple[int, ...] = (8, 64), limit: int | None = None
+    ) -> tuple[list[Any], Conversation]:
+        text = tokenizer("A story about nothing in particular, which has no end. " * 3)["input_ids"]
+        engine = Engine(talker(context=4096), tokenizer, CacheConfig(window=64), SamplingConfig(0.0, max_tokens=2))
+        conversation = Conversation(engine, recall="off")
+        stream = FactStream(conversation, script, distances, Filler(tokenizer, text), limit)
+        return [event for event in stream.run() if not isinstance(event, int)], conversation
+
+    def test_distances_are_true_and_questions_leave_no_trace(self, talker: Any, tokenizer: Any) -> None:
+        facts = read_facts(2)
+        answers, conversation = self.stream(talker, tokenizer, facts_told_once(facts))
+        asked = Counter((distance, answer.kind) for distance, answer in answers)
+        assert asked == {(d, kind): n for d in (8, 64) for kind, n in (("same", 2), ("other", 2), ("never", 1))}
+        for distance, answer in answers:
+            assert distance <= answer.tokens <= (distance + 4 if distance > 8 else 45)
+            assert (answer.margin is None) == (answer.kind == "never")
+        said = tokenizer.decode(list(conversation.engine.tokens))
+        assert said.count("Thank you") == 2
+        assert not any(fact.same in said or fact.other in said for fact in facts)
+        told = [said.index(fact.statement) for fact in facts]
+        assert told == sorted(told)
+        conversation.engine.close()
+
+    def test_an_update_is_told_after_the_next_facts_and_asked_for(self, talker: Any, tokenizer: Any) -> None:
+        facts = read_facts(3)
+        answers, conversation = self.stream(talker, tokenizer, facts_with_updates(facts))
+        assert Counter((distance, answer.kind) for distance, answer in answers) == {
+            (distance, "contradicted"): 3 for distance in (8, 64)
+        }
+        said = tokenizer.decode(list(conversation.engine.tokens))
+        assert said.index(facts[1].statement) < said.index(facts[0].update) < said.index(facts[1].update)
+        conversation.engine.close()
+
+    def test_beyond_the_limit_nothing_is_asked(self, talker: Any, tokenizer: Any) -> None:
+        answers, conversation = self.stream(talker, tokenizer, facts_told_once(read_facts(3)), (64, 256), 420)
+        asked = {(distance, answer.id) for distance, answer in answers}
+        assert asked == {(64, "sister"), (256, "sister"), (64, "teddy")}
+        assert len(conversation.engine.tokens) <= 420
+        conversation.engine.close()
+
+    def test_an_answer_is_the_same_when_asked_for_again(self, talker: Any, tokenizer: Any) -> None:
+        engine = Engine(talker(), tokenizer, CacheConfig("sink", 64), SamplingConfig(0.0, max_tokens=8))
+        with engine:
+            conversation = Conversation(engine, recall="off")
+            fact = read_facts(1)[0]
+            tell(conversation, fact.statement, "Thank you.")
+            before = conversation.state_dict()
+            same, other = questions_about(fact)
+            answers = list(ask(conversation, [(same, 5), (other, 5), (same, 5)]))
+            assert answers[0] == answers[2] != answers[1]
+            after = conversation.state_dict()
+            assert equal_states(before, after)
+
+    @pytest.mark.exhaustive
+    def test_the_embedded_model_tells_what_it_holds(self, embedded: LoadedModel) -> None:
+        fact, sampling = read_facts(2)[1], SamplingConfig(temperature=0.0, max_tokens=12)
+        with Engine(embedded.model, embedded.tokenizer, CacheConfig("full"), sampling) as engine:
+            conversation = Conversation(engine, recall="off")
+            tell(conversation, "Hello!", "Hello! How can I help you today?")
+            tell(conversation, fact.statement, "Thank you, I will remember that.")
+            (answer,) = ask(conversation, [(questions_about(fact)[0], 0)])
+        assert answer.right, answer.reply
+        assert answer.margin > 0
+
+
+class TestRates:
+    @staticmethod
+    def answer(kind: str, distance: int, id: str, right: bool, margin: float | None = None) -> dict[str, Any]:
+        result = {"wrong": False, "recalling": right, "tokens": distance + 1}
+        return {"kind": kind, "distance": distance, "id": id, "right": right, "margin": margin, **result}
+
+    def test_shares_of_the_shortest_distance_and_of_the_same_words(self) -> None:
+        same = [self.answer("same", 64, id, right, 1.0) for id, right in (("a", True), ("b", True), ("c", False))]
+        far = [self.answer("same", 1024, "a", True, -1.0), self.answer("same", 1024, "c", True, 2.0)]
+        other = [self.answer("other", 64, "a", True, 0.0), self.answer("other", 64, "b", False, 0.0)]
+        rates = {
+            (rate["kind"], rate["distance"]): rate for rate in rates_by_distance([*same, *far, *other], (64, 1024))
+        }
+        assert list(rates) == [("same", 64), ("same", 1024), ("other", 64)]
+        assert rates["same", 64]["accuracy"] == pytest.approx(2 / 3)
+        assert rates["same", 64]["relative"] == 1
+        assert rates["same", 1024]["relative"] == 2, "of a and c only a was told nearby"
+        assert rates["same", 1024]["margin"] == rates["same", 1024]["recalled"] == 0.5
+        assert rates["same", 1024]["tokens"] == 1025
+        assert rates["other", 64]["of_same"] == 0.5
+        assert rates["other", 64]["recalling"] == 0.5
+
+    def test_nothing_told_gives_no_share(self) -> None:
+        (rate,) = rates_by_distance([self.answer("same", 64, "a", False, 1.0)], (64,))
+        assert rate["relative"] is None
+        assert rate["of_same"] is None
