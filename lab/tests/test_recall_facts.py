@@ -1,6 +1,7 @@
 """Facts that are told and asked for: distances, answers and their rates."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
 from h2o_stream.loading.transformers_model import LoadedModel
 from h2o_stream.session.conversation import Conversation
+from tests.commands import invoke, records
 from tests.states import equal_states
 
 
@@ -149,3 +151,45 @@ class TestRates:
         (rate,) = rates_by_distance([self.answer("same", 64, "a", False, 1.0)], (64,))
         assert rate["relative"] is None
         assert rate["of_same"] is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("no_charts")
+def test_recall_on_the_command_line(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    base = ["recall", "-m", tiny_folder, "--text", text, "--facts", "2", "--distances", "8,60", "--jsonl", "-"]
+    base += ["--chat", "150", "--policies", "full,sink", "--windows", "64", "--out", out]
+    done = invoke("h2o-compare", *base)
+    assert done.exit_code == 0, done.stderr
+    run, *results = records(done.stdout)
+    assert (run["facts"], run["recall"], run["chat"]) == (2, ["off"], 150)
+    headline = [r for r in results if r["type"] == "recall" and r["kind"] == "same"]
+    assert [(r["policy"], r["window"], r["distance"]) for r in headline] == [
+        ("full", None, 8), ("full", None, 60), ("sink", 64, 8), ("sink", 64, 60),
+    ]  # fmt: skip
+    kinds = [r["kind"] for r in results if r["type"] == "recall" and r["policy"] == "sink"]
+    assert kinds == ["same", "same", "other", "other", "contradicted", "contradicted", "never", "never"]
+    for result in results:
+        assert result["recall"] == "off"
+        assert result["recalling"] == 0
+        assert 0 <= result["wrong"] <= 1 - result["accuracy"]
+        assert (result["margin"] is None) == (result["kind"] == "never")
+        assert result["questions"] == {"never": 1}.get(result["kind"], 2) or result["policy"] == "full"
+    chat = [r for r in results if r["type"] == "recall-chat"]
+    assert [(r["policy"], r["kind"]) for r in chat] == [("sink", "same"), ("sink", "other"), ("sink", "never")]
+    assert all(r["turns"] >= 1 and r["turns_recalling"] == 0 for r in chat)
+    assert len(list((out / "parts").iterdir())) == 3
+    assert "| full | - | off |" in (out / "recall.md").read_text()
+    assert len(records((out / "replies" / "sink-64.jsonl").read_text())) == 14
+    again = invoke("h2o-compare", *base, "-q")
+    assert records(again.stdout)[1:] == results
+
+
+def test_wrong_uses_of_recall(tiny_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" \n ")
+    base = ["recall", "-m", tiny_folder, "--text", text]
+    assert "there are no words in it" in invoke("h2o-compare", *base).stderr
+    assert "--distances is empty" in invoke("h2o-compare", *base, "--distances=").stderr
+    assert "lower --facts" in invoke("h2o-compare", *base, "--facts", "31").stderr
+    assert "--recall takes some of auto, wide, off" in invoke("h2o-compare", *base, "--recall", "auto,on").stderr

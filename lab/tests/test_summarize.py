@@ -118,3 +118,106 @@ def test_what_is_wrong_is_one_line(articles: Path, monkeypatch: Any, arguments: 
     assert done.exit_code in (1, 2)
     assert (done.stderr.count("\n"), words in done.stderr) == (1, True), done.stderr
     assert len(read_articles(articles)) == 4
+
+
+@pytest.mark.usefixtures("no_charts")
+def test_summarize(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "requests.jsonl", tmp_path / "out"
+    form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "n": 1, "summary_gt": "some words"}
+    stops = [[], [], [], ["###"], []]
+    written(file, [{**form, "article": "word " * (20 + 9 * n), "stop": stops[n]} for n in range(5)])
+    base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--windows", "16,32"]
+    base += ["--jsonl", "-", "--dtype", "float32"]
+    done = invoke("h2o-compare", *base, "--limit", "4", "--out", out)
+    assert done.exit_code == 0, done.stderr
+    run, *results = records(done.stdout)
+    assert (run["requests"], run["prefill"], run["sample"]) == (4, "full", False)
+    assert [(r["policy"], r["window"], r["n"]) for r in results] == [
+        ("full", None, 4), ("h2o", 16, 4), ("h2o", 32, 4),
+    ]  # fmt: skip
+    assert [r["evicting"] for r in results] == [0, 4, 3]
+    assert all(0 <= r["rouge2"] <= r["rouge1"] <= 1 and 4 <= r["new_tokens"] <= 24 for r in results)
+    names = sorted(path.name for path in (out / "predictions").iterdir())
+    assert names == ["full.jsonl", "h2o-16.jsonl", "h2o-32.jsonl"]
+    assert "| h2o | 16 |" in (out / "summarize.md").read_text()
+    assert (out / "summarize.png").exists()
+
+    whole = (out / "predictions" / "h2o-16.jsonl").read_text()
+    (out / "predictions" / "h2o-16.jsonl").unlink()
+    sorted((out / "parts").iterdir())[0].write_bytes(b"torn")
+    again = invoke("h2o-compare", *base, "--limit", "4", "--out", out, "-q")
+    assert again.exit_code == 0, again.stderr
+    made = {line["index"]: line["text"] for line in records((out / "predictions" / "h2o-16.jsonl").read_text())}
+    assert made == {line["index"]: line["text"] for line in records(whole)}
+    for old, new in zip(results, records(again.stdout)[1:], strict=True):
+        assert {**old, "tok_s": 0} == {**new, "tok_s": 0}
+
+    other = invoke("h2o-compare", *base, "--out", out, "--sample", "-q")
+    assert other.exit_code == 1
+    assert "another run" in other.stderr
+
+
+def test_summarize_says_where_nothing_is_evicted(tiny_folder: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "requests.jsonl", [{"article": "word " * 20, "summary_gt": "word", "max_tokens": 4}])
+    base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "h2o", "--windows", "16,200,300"]
+    done = invoke("h2o-compare", *base)
+    assert done.exit_code == 0, done.stderr
+    assert "At 200 and 300 nothing was evicted: no request exceeds that." in " ".join(done.stderr.split())
+
+
+def test_summarize_by_ratios_and_by_bytes(tiny_folder: Path, tmp_path: Path) -> None:
+    """Regression: both ended in "leave out --window", which nobody had given."""
+    lines = [{"article": "word " * count, "summary_gt": "word", "max_tokens": 4} for count in (100, 300)]
+    file = written(tmp_path / "requests.jsonl", lines)
+    base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--jsonl", "-"]
+    done = invoke("h2o-compare", *base, "--heavy_ratio", "0.1", "--recent_ratio", "0.1", "--sinks", "4")
+    assert done.exit_code == 0, done.stderr
+    run, full, h2o = records(done.stdout)
+    assert run["window"] == [None, None]
+    assert full["windows"] is None
+    low, high = h2o["windows"]
+    assert low - 4 == pytest.approx(run["prompt_tokens"] / 4 * 2 * 0.2, abs=2)
+    assert high - 4 == pytest.approx(run["prompt_tokens"] * 3 / 4 * 2 * 0.2, abs=2)
+    assert f"{low} to {high}" in done.stderr
+    sized = invoke("h2o-compare", *base, "--cache-size", "8KiB")
+    assert sized.exit_code == 0, sized.stderr
+    (window,) = {*records(sized.stdout)[2]["windows"]}
+    assert records(sized.stdout)[2]["window"] == window != 256
+    both = invoke("h2o-compare", *base, "--recent-ratio", "0.1", "--windows", "32")
+    assert (both.exit_code, both.stderr.count("\n")) == (2, 1)
+    assert "leave out --windows" in both.stderr
+
+
+def test_requests_beyond_the_context(tiny_folder: Path, tmp_path: Path) -> None:
+    """Regression: one request that full cannot read ended the whole run."""
+    lines = [{"article": "word " * count, "summary_gt": "word", "max_tokens": 4} for count in (50, 900, 60)]
+    file = written(tmp_path / "requests.jsonl", lines)
+    base = ["summarize", "-m", tiny_folder, "--requests", file, "--windows", "32", "--jsonl", "-"]
+    done = invoke("h2o-compare", *base, "--policies", "full,recent,h2o")
+    assert done.exit_code == 0, done.stderr
+    found = {r["policy"]: (r["n"], r["left_out"]) for r in records(done.stdout)[1:]}
+    assert found == {"full": (2, 1), "recent": (3, 0), "h2o": (3, 0)}
+    assert "full leaves out 1 of 3 requests: up to 90" in done.stderr
+    written(file, lines[1:2])
+    alone = invoke("h2o-compare", *base, "--policies", "full,h2o")
+    assert [r["policy"] for r in records(alone.stdout)[1:]] == ["h2o"], alone.stderr
+    none = invoke("h2o-compare", *base, "--policies", "full", "-q")
+    assert (none.exit_code, none.stderr.count("\n")) == (2, 1)
+    assert "use --positions gap or rolling" in none.stderr
+
+
+def test_chunks_make_a_difference(tiny_folder: Path, tmp_path: Path) -> None:
+    prompts = ["one two three " * 12, "The quick brown fox. " * 9, "a b c d e " * 20]
+    file = written(tmp_path / "requests.jsonl", [{"prompt": prompt, "max_tokens": 8} for prompt in prompts])
+
+    def texts(name: str, *more: object) -> list[str]:
+        base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "h2o", "--windows", "24"]
+        done = invoke("h2o-compare", *base, "--out", tmp_path / name, "--dtype", "float32", "-q", *more)
+        assert done.exit_code == 0, done.stderr
+        made = records((tmp_path / name / "predictions" / "h2o-24.jsonl").read_text())
+        assert all(line["rouge"] is None for line in made), "there is no reference"
+        return [line["text"] for line in made]
+
+    whole = texts("whole")
+    assert texts("eager", "--engine", "eager") == whole
+    assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != whole
