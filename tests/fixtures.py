@@ -208,6 +208,19 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is kept from before: the folder of what is packed, exported and measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "h2o-stream"
+
+
+@pytest.fixture
+def nothing_is_known(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model was verified before."""
+    monkeypatch.setattr("h2o_stream.attachment.verification._known", set())
+
+
+@pytest.fixture
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty files for charts, which take half a second each; test_report.py and test_cli_compare.py draw them."""
     monkeypatch.setattr("h2o_lab.report.report.svg", lambda chart, style: "<svg/>")

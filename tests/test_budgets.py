@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.attachment import retrieval_heads
-from h2o_stream.cache import measurements
 from h2o_stream.cache.arrays import to_tensor
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.state import encode_json
@@ -199,13 +198,12 @@ class TestMeasured:
         assert min(heads) > 64
         assert 4 < sum(size > 512 for size in heads) < 20
 
-    def test_what_took_long_is_kept_and_what_is_damaged_measured_again(self, monkeypatch: Any, tmp_path: Path) -> None:
-        monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
+    def test_what_took_long_is_kept_and_what_is_damaged_measured_again(self, monkeypatch: Any, own_cache: Path) -> None:
         monkeypatch.setattr(retrieval_heads, "LONG_S", 0.0)
         monkeypatch.setattr(retrieval_heads, "_measured", {})
         model, specs = make_llama(seed=5), [LayerSpec(), LayerSpec()]
         first = retrieval_heads._known(model, specs)
-        (path,) = (tmp_path / "reach").iterdir()
+        (path,) = (own_cache / "reach").iterdir()
         retrieval_heads._measured.clear()
         path.write_text(json.dumps((first + 1).tolist()))
         torch.testing.assert_close(retrieval_heads._known(model, specs), first + 1)

@@ -18,7 +18,6 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.loading.loading import load_model
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.models import packed_cache
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
@@ -207,9 +206,15 @@ class TestServed:
         [("Gemma 2", "int8", 0), ("Gemma 2", "int4", 2**30)],
     ))  # fmt: skip
     def test_packed_weights(
-        self, name: str, quantize: str, min_bytes: int, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
+        self,
+        name: str,
+        quantize: str,
+        min_bytes: int,
+        tmp_path: Path,
+        own_cache: Path,
+        words: Any,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
         monkeypatch.setattr(sources, "MIN_BYTES", min_bytes)
         path = saved(name, tmp_path / "model", words)
         config = ModelConfig(str(path), dtype="float32", quantize=quantize)
@@ -242,8 +247,8 @@ class TestServed:
             Checkpoint(str(path), path, "float32", quantize)
 
     @pytest.mark.exhaustive
-    def test_a_chat_imports_no_torch(self, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    @pytest.mark.usefixtures("own_cache")
+    def test_a_chat_imports_no_torch(self, tmp_path: Path, words: Any) -> None:
         path = saved("Llama 3", tmp_path / "model", words)
         again = chat(path, "-v")
         assert (again.returncode, again.stdout.split()[-1]) == (0, "False"), again.stderr

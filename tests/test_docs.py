@@ -129,11 +129,9 @@ def test_there_are_commands_of_every_kind() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(own_home: Path, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with every file that the documentation names."""
     monkeypatch.chdir(tmp_path)
-    for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
     words = "The quick brown fox jumps over the lazy dog, again and again. "
     for name in (
         "a.txt",

@@ -113,13 +113,11 @@ class TestFolders:
         assert "No such file" in errors
         assert "Traceback" not in errors
 
-    def test_a_cache_folder_that_is_deleted_under_us(self, tiny_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-        cache = tmp_path / "cache"
-        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    def test_a_cache_folder_that_is_deleted_under_us(self, tiny_folder: Path, own_cache: Path) -> None:
         for _ in range(2):
             done = invoke("h2o-chat", "-m", tiny_folder, "-p", "hello", "-n", "3", "-q")
             assert done.exit_code == 0, done.stderr
-            shutil.rmtree(cache, ignore_errors=True)
+            shutil.rmtree(own_cache.parent, ignore_errors=True)
 
 
 @pytest.mark.parametrize(

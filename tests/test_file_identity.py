@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from h2o_stream.loading.hf_config import hf_config
-from h2o_stream.models import gguf_export, packed_cache
+from h2o_stream.models import gguf_export
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
@@ -83,13 +83,12 @@ class TestGguf:
         assert config["_model_name_or_path"] == "Smollm2 135M 8k Lc100K Mix1 Ep2"
         assert config["unk_token_id"] == 0
 
-    def test_a_changed_weight_in_the_middle_of_a_tensor(self, original: Path, monkeypatch: Any, tmp_path: Path) -> None:
+    def test_a_changed_weight_in_the_middle_of_a_tensor(self, original: Path, own_cache: Path) -> None:
         tensor = GgufFile(original).tensors["blk.1.ffn_up.weight"]
         content = bytearray(original.read_bytes())
         content[tensor.offset + tensor.nbytes // 2] ^= 1
         other = copied(original, bytes(content))
         assert model_identity(original) != model_identity(other)
-        monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path)
         folders = {packed_folder("model.gguf", path, "gguf") for path in (original, other)}
         assert len(folders) == 2
 

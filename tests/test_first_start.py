@@ -27,9 +27,8 @@ DTYPE = "float32"
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path: Path, own_cache: Path) -> Path:
     """A file for which nothing is kept."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return written(tmp_path, "Qwen 3")
 
 

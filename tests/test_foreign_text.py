@@ -42,6 +42,8 @@ from tests.in_turn import in_turn
 from tests.terminal import Pty
 from tests.test_streams import LINES
 
+pytestmark = pytest.mark.usefixtures("own_home", "own_cache")
+
 SOURCE = Path(h2o_stream.__file__).parent
 
 EVIL = "\x1b[66mE\x1b]0;V\x07\x9b66mI\x1b_L\x1b\\\x00\b!"
@@ -57,13 +59,6 @@ def spoken(shown: str, live: bool = False) -> list[str]:
     """Control characters and sequences in the output that are not ours."""
     found = [sequence for sequence in SPEAKS if sequence in shown]
     return found if live else [*found, *(c for c in shown if not c.isprintable() and c not in "\n\t\u2028\u2029\xad")]
-
-
-@pytest.fixture(autouse=True)
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("DATA", "CONFIG", "CACHE"):
-        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
-    return tmp_path / "data" / "h2o-stream"
 
 
 @pytest.fixture
@@ -173,8 +168,7 @@ class TestDrawings:
 
 class TestCommands:
     @pytest.fixture
-    def sessions(self, data: Path) -> Path:
-        folder = data / "sessions"
+    def sessions(self, own_home: Path) -> Path:
         header = {"model": f"a/{EVIL}", "policy": EVIL, "window": 8, "system": None, "created": EVIL}
         turn = {"turn": 1, "prompt": EVIL, "text": EVIL, "kind": "said", "finish": EVIL}
         for name, time, model in (
@@ -183,12 +177,13 @@ class TestCommands:
             ("nothing", None, 7),
             ("list", [1], []),
         ):
-            (folder / name).mkdir(parents=True)
+            (own_home / name).mkdir(parents=True)
             first = header if model is None else header | {"model": model}
             written(
-                folder / name / "transcript.jsonl", [{"type": "session"} | first, {"type": "turn", "time": time} | turn]
+                own_home / name / "transcript.jsonl",
+                [{"type": "session"} | first, {"type": "turn", "time": time} | turn],
             )
-        return folder
+        return own_home
 
     def test_lists(self, sessions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stores, "stored_models", lambda: [StoredModel(EVIL, 5, EVIL)])

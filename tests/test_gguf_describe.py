@@ -19,9 +19,8 @@ from tests.gguf_files import MERGES, TOKENS, key, string
 
 
 @pytest.fixture
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
-    return tmp_path / "cache" / "gguf"
+def cache_folder(own_cache: Path) -> Path:
+    return own_cache / "gguf"
 
 
 class TestDescribed:

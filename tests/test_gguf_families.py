@@ -23,7 +23,6 @@ from h2o_stream.cache.state import checksummed
 from h2o_stream.config import ModelConfig, Positions
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.models import gguf_export
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError
@@ -287,8 +286,7 @@ class TestRefused:
     def test_positions(self, name: str, refused: set[str], file_of: Files) -> None:
         assert source_of(file_of(name)).parameters.refused_positions == refused
 
-    def test_an_architecture_without_a_row_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
+    def test_an_architecture_without_a_row_is_named(self, tmp_path: Path, own_cache: Path) -> None:
         path = written(tmp_path, "Gemma")
         path.write_bytes(path.read_bytes().replace(b"gemma", b"gemna"))
         with pytest.raises(UnsupportedModelError, match=r"model.gguf cannot be served: .*architecture gemna"):

@@ -14,7 +14,6 @@ from h2o_stream import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.loading.transformers_model import load
-from h2o_stream.models import gguf_export
 from h2o_stream.models.gguf import GgufFile
 from tests.families import GROUPED, tiny
 from tests.fixtures import make_llama
@@ -22,8 +21,7 @@ from tests.gguf_files import write_model
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
+def path(tmp_path: Path, own_cache: Path) -> Path:
     return tmp_path / "model.gguf"
 
 

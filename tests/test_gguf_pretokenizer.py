@@ -15,7 +15,6 @@ from h2o_stream import UnsupportedModelError
 from h2o_stream.base.progress import ignore
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.loading.loading import load_model
-from h2o_stream.models import gguf_export
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_tokenizer
@@ -35,9 +34,8 @@ DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
 
 
 @pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], Any]:
+def load(tmp_path: Path, own_cache: Path) -> Callable[[str | None], Any]:
     """Load the tokenizer of a small file whose pre-tokenizer has this name."""
-    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
 
     def load(name: str | None) -> Any:
         path = tmp_path / "small.gguf"
@@ -52,9 +50,8 @@ def pieces(pre_tokenizer: Any, text: str) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_digits_of_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_of_the_embedded_model(own_cache: Path) -> None:
     """SmolLM2's own definition: every digit apart, then GPT-2's regex."""
-    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path)
     file = GgufFile(Path(find("smollm2-135m", True)))
     tokenizer = AutoTokenizer.from_pretrained(export_tokenizer(file, pytest.fail))
     ours = [tokenizer(text)["input_ids"] for text in TEXTS]

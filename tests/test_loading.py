@@ -36,11 +36,10 @@ IDS = ids(30)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder, with every conversion cached."""
-    monkeypatch.setattr(packed_cache, "cache_folder", lambda: tmp_path / "cache")
+def cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of packed weights, with every conversion cached."""
     monkeypatch.setattr(sources, "MIN_BYTES", 0)
-    return tmp_path / "cache" / "packed"
+    return own_cache / "packed"
 
 
 @pytest.fixture

@@ -79,24 +79,21 @@ def test_host_memory_changes_nothing_where_layers_compute_there(tiny_folder: Pat
 @pytest.mark.parametrize(
     "settings", with_exhaustive([{"kv_bits": 4}, {"policy": "h2o-paper"}], [{}, {"budgets": "equal"}])
 )
-def test_a_cache_on_disk_gives_the_same_output(
-    tiny_folder: Path, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_cache_on_disk_gives_the_same_output(tiny_folder: Path, settings: dict[str, Any], own_cache: Path) -> None:
     model = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
     generated, states = [], []
     for device in ("cpu", "disk"):
         config = CacheConfig(**{"policy": "h2o", "window": 32, "sinks": 4, **settings, "device": device})
         with attach(model, config) as cache:
             generated.append(model.generate(IDS, max_new_tokens=24, do_sample=False, num_beams=2).tolist())
-            assert all(is_mapped(group, tmp_path) == (device == "disk") for group in cache.head_groups)
+            assert all(is_mapped(group, own_cache) == (device == "disk") for group in cache.head_groups)
             states.append(cache.state_dict())
     assert generated[0] == generated[1]
     assert states[0].keys() == states[1].keys()
     with attach(model, config) as cache:
         cache.load_state_dict(states[0])
-        assert is_mapped(cache.head_groups[0], tmp_path)
-    assert not list((tmp_path / "h2o-stream").glob("slots/*")), "nothing stays behind"
+        assert is_mapped(cache.head_groups[0], own_cache)
+    assert not list(own_cache.glob("slots/*")), "nothing stays behind"
 
 
 def is_mapped(group: HeadGroup, folder: Path) -> bool:
@@ -107,15 +104,14 @@ def is_mapped(group: HeadGroup, folder: Path) -> bool:
     return all(any(start <= address < end for start, end in places) for address in addresses)
 
 
-def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     with pytest.raises(H2OStreamError, match=r"No space left on device.*--cache-device cpu"):
         mapped_memory(16)
-    assert not list(tmp_path.glob("*/slots/*"))
+    assert not list(own_cache.glob("slots/*"))
 
 
 def test_a_full_cache_stays_off_the_disk() -> None:

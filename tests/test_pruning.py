@@ -16,15 +16,14 @@ from tests.fixtures import make_llama
 from tests.gguf_files import write_model
 
 
-def test_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
+def test_measurements(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "MAX_SAVED", 3)
     for number, path in enumerate(_save("abc")):
         os.utime(path, ns=(number, number))
     assert measurements.read_measurement("reach", "a") == "a"
     measurements.save_measurement("reach", "d", "d")
     measurements.save_measurement("proved", "a", True)
-    assert len(list((tmp_path / "reach").iterdir())) == 3
+    assert len(list((own_cache / "reach").iterdir())) == 3
     kept = [measurements.read_measurement("reach", key) for key in "abcd"]
     assert kept == ["a", None, "c", "d"], "a was used after b"
     assert measurements.read_measurement("proved", "a") is True
@@ -36,10 +35,9 @@ def _save(keys: str) -> list[Path]:
     return [measurements._path("reach", key) for key in keys]
 
 
-def test_exports_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
+def test_exports_of_gguf_files(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_export, "_MAX_FOLDERS", 2)
-    old = tmp_path / "cache" / "gguf" / "model-5dce000-18a0-1"
+    old = own_cache / "gguf" / "model-5dce000-18a0-1"
     old.mkdir(parents=True)
     (old / "config.json").write_text("{}")
     path = tmp_path / "model.gguf"
@@ -64,11 +62,9 @@ def test_what_another_program_removes_meanwhile(tmp_path: Path) -> None:
     assert oldest([tmp_path / "gone", *paths], 2) == paths[:1]
 
 
-def test_packed_weights_of_files_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_models, "cache_folder", lambda: tmp_path)
-
+def test_packed_weights_of_files_that_changed(own_cache: Path) -> None:
     def packed(name: str, **metadata: str) -> Path:
-        folder = tmp_path / "packed" / name
+        folder = own_cache / "packed" / name
         folder.mkdir(parents=True)
         (folder / packed_models.METADATA_FILE).write_text(json.dumps(metadata))
         return folder
@@ -77,7 +73,7 @@ def test_packed_weights_of_files_that_changed(tmp_path: Path, monkeypatch: pytes
     others = [
         packed("a-int8-1", model="a", source="/a", quantize="int8"),
         packed("b-int4-1", model="b", source="/b", quantize="int4"),
-        tmp_path / "packed" / "damaged",
+        own_cache / "packed" / "damaged",
     ]
     others[-1].mkdir()
     now = packed("a-int4-2", model="a", source="/a", quantize="int4")

@@ -13,7 +13,7 @@ import torch
 
 from h2o_lab.certify import CertifyOptions, certify
 from h2o_stream import CacheConfig, attach
-from h2o_stream.attachment import native_steps, verification
+from h2o_stream.attachment import native_steps
 from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.attachment.support import layer_specs
@@ -53,10 +53,7 @@ LARGE = {
 """Vocabularies of real models, of which the last rows belong to no token."""
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(verification, "_known", set())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 
 @functools.cache

@@ -45,11 +45,9 @@ def test_the_table_has_them_all() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(own_home: Path, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the commands name."""
     monkeypatch.chdir(tmp_path)
-    for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
     for name in ("a.txt", "essay.txt"):
         Path(name).write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
     request = {"article": "word " * 60, "summary_gt": "words", "max_tokens": 3}

@@ -87,9 +87,8 @@ def ours(embedded_file: Path) -> FileTokenizer:
 
 
 @pytest.fixture
-def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+def exported(own_cache: Path) -> Callable[[Path], Path]:
     """Exports a GGUF file into a cache of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return lambda path: gguf_export.export_tokenizer(GgufFile(path), pytest.fail)
 
 

@@ -198,9 +198,8 @@ def test_a_folder(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["Llama 2", "TinyLlama", "Gemma", "Phi 3"])
-def test_a_file_with_scores(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_scores(name: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokenizer is converted by transformers, and begins texts unless the file says that it does not."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(file_tokenizers, "export_apart", export_tokenizer)
     family = FAMILIES[name]
     for number, change in enumerate(SENTENCEPIECE):

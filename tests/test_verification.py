@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,7 @@ from tests.causal_models import make
 from tests.families import GROUPED, SIZES, tiny
 from tests.fixtures import make_llama, refusal
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Verifications that a slow machine kept are out of reach, too."""
-    monkeypatch.setattr(verification, "_known", set())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("nothing_is_known")
 
 
 @pytest.fixture
@@ -181,9 +175,8 @@ class TestIsMadeOnce:
         with attach(model, CacheConfig(window=32, budgets="equal", positions=positions)):
             assert verification.PROMPT + verification.STEPS in forwards
 
-    def test_in_another_process(self, forwards: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def test_in_another_process(self, forwards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(verification, "LONG_S", 0.0)
-        monkeypatch.setattr("h2o_stream.cache.measurements.cache_folder", lambda: tmp_path)
         for known in (False, True):
             monkeypatch.setattr(verification, "_known", set())
             forwards.clear()

@@ -102,8 +102,7 @@ def test_an_interrupted_stream_continues_exactly(text: Path, tmp_path: Path, mon
 
 
 @pytest.mark.exhaustive
-def test_in_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_in_the_shell(tmp_path: Path, own_cache: Path) -> None:
     base = ["soak", "--model", "tiny", "--tokens", "20000", "--passes", "4", "--window", "64"]
     done = invoke("h2o-compare", *base, "--out", tmp_path / "out", "--jsonl", "-")
     assert done.exit_code == 0, done.stderr
