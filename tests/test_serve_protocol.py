@@ -218,6 +218,16 @@ def check_logprobs(whole: Any, events: list[Any], drawn: bool) -> None:
             assert offsets == sorted(offsets)
 
 
+@pytest.mark.parametrize("more", [
+    {"text": {"format": {"schema": SCHEMA}}},
+    {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}, "guided_regex": "a"},
+])  # fmt: skip
+def test_what_a_reply_must_be_has_a_type_and_is_asked_for_once(server: Running, more: dict[str, Any]) -> None:
+    status, (error,) = answered(server, "responses", BASE["responses"] | more)
+    assert status == 400
+    assert "text.format" in error["message"]
+
+
 RAW: list[bytes] = [
     b"", b"[]", b"3", b"nothing", b"[" * 100_000, b'{"a": ' * 100_000, b"\xff\xfe{", b'{"prompt": "\xed\xa0\x80"}',
     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}",

@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import field as entry
 from typing import Any
 
@@ -15,7 +15,7 @@ from h2o_stream.serve.errors import ApiError, wrong
 from h2o_stream.serve.messages import Dialogue, parse_dialogue
 from h2o_stream.serve.replies import Done
 from h2o_stream.serve.requests import Options, Sampled, field, is_kept, parse_sampled
-from h2o_stream.serve.schemas import is_larger, parse_format
+from h2o_stream.serve.schemas import is_larger
 from h2o_stream.serve.service import Service, finished
 from h2o_stream.serve.tools import as_tool_calls, parse_tool_choice, parse_tool_options
 from h2o_stream.serve.usage import report
@@ -83,10 +83,8 @@ def parse_response(body: Mapping[str, Any], service: Service, owner: str = "") -
         system_before = service.conversations.system_before(after, owner)
         if instructions not in (None, system_before):
             raise wrong("instructions", instructions, "those of the previous response; they cannot change")
-    sampled = parse_sampled(body, service.limits, ("max_output_tokens",), None)
-    text = field(body, "text", dict) or {}
-    if (schema := parse_format(text.get("format"), "text.format")) is not None:
-        sampled = replace(sampled, schema=schema, place="text.format")
+    form = (field(body, "text", dict) or {}).get("format")
+    sampled = parse_sampled({**body, "text.format": form}, service.limits, ("max_output_tokens",), None)
     if (truncation := field(body, "truncation", str)) not in (None, "auto", "disabled"):
         raise wrong("truncation", truncation, "auto or disabled; the input is read whole either way")
     _check_metadata(body.get("metadata"))

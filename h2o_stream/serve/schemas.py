@@ -56,10 +56,11 @@ def parse_format(value: Any, place: str) -> Schema | None:
     Raises:
         ApiError: it is neither.
     """
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind in (None, "text"):
+    asked = value if isinstance(value, dict) else {"type": value}
+    kind = asked.get("type")
+    if kind == "text" or all(item is None for item in asked.values()):
         return None
-    inner = value.get("json_schema", value) if isinstance(value, dict) else {}
+    inner = asked.get("json_schema", asked)
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if kind == "json_object" and schema is None:
         return _OBJECT
@@ -124,6 +125,7 @@ def _ollama(value: Any, place: str) -> Schema | None:
 
 _FORMS: Mapping[str, Callable[[Any, str], Schema | None]] = {
     "response_format": parse_format,
+    "text.format": parse_format,
     "json_schema": _json,
     "guided_json": _json,
     "format": _ollama,
