@@ -24,6 +24,9 @@ from tests.serve_load import QUESTIONS, TOPICS, post
 COMMAND = "import sys; from h2o_stream.cli.serve import main; sys.argv = ['h2o-serve', *sys.argv[1:]]; main()"
 
 
+_ENDS = (0, -signal.SIGTERM, *(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
+
+
 class Server:
     """An h2o-serve in a process of its own. A context manager that terminates it."""
 
@@ -50,7 +53,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.up.clear()
         self.process.terminate()
-        assert self.process.wait(30) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+        assert self.process.wait(30) in _ENDS
 
     def is_healthy(self) -> bool:
         """Whether it answers."""

@@ -124,20 +124,40 @@ def test_a_log_that_cannot_be_opened_again_stops_nobody(tmp_path: Path) -> None:
 BOMB = {"type": "string", "allOf": [{"type": "string", "pattern": f"^.*(a|b){{{n}}}.*$"} for n in range(1, 40)]}
 
 
-def test_a_signal_ends_everything_soon(small: Server) -> None:
-    """In the middle of a stream that nobody reads, and of a schema without an end."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_everything_soon(
+    tmp_path: Path, tiny_folder: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the middle of a stream that nobody reads, of a schema without an end, and of half a request. Those that wait
+    get an error, and the log has no traceback.
+    """
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": BOMB}}
-    with ExitStack() as stack:
-        for more in ({"stream": True, "max_tokens": 2000}, {"response_format": schema}):
+    with (
+        Server(tmp_path, "-m", str(tiny_folder), "--window", "64", "--dtype", "float32") as server,
+        ExitStack() as stack,
+    ):
+        connections = []
+        for more, missing in (({"stream": True, "max_tokens": 2000}, 0), ({"response_format": schema}, 0), ({}, 1)):
             body = json.dumps({"messages": [{"role": "user", "content": "Write."}], **more}).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", small.port)))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body) + missing}\r\n"
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 10))
             connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            connections.append(connection)
+        upgraded = socket.create_connection(("127.0.0.1", server.port), 10)
+        stack.enter_context(upgraded).sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
+                                              b"Connection: Upgrade\r\n\r\n")  # fmt: skip
+        assert upgraded.recv(2**16).startswith(b"HTTP/1.1 200 ")
         time.sleep(0.3)
         began = time.monotonic()
-        small.process.send_signal(signal.SIGTERM)
-        small.process.wait(10)
+        server.process.send_signal(number)
+        assert server.process.wait(10) == 128 + number
         assert time.monotonic() - began < 2.5
+        for connection in connections[1:]:
+            answer = connection.recv(2**16)
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"the server is stopping" in answer
+    log = capfd.readouterr().err
+    assert "Traceback" not in log
+    assert "pip install" not in log
 
 
 def test_a_port_of_others_is_refused_and_a_free_one_is_named() -> None:

@@ -7,6 +7,7 @@ from (`Origin`, `Sec-Fetch-Site`), and asks before it sends JSON. A page whose n
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -17,10 +18,10 @@ from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2o_stream.config import ServeConfig
-from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.errors import ApiError, stopping
 
 _ANY = "*"
 """In place of a host or an origin: all of them."""
@@ -111,7 +112,7 @@ class Access:
 
 
 class Gate:
-    """An application behind the checks of `Access`."""
+    """An application behind the checks of `Access`. A request that waits when the server stops gets an error."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
@@ -124,7 +125,20 @@ class Gate:
             except ApiError as error:
                 await JSONResponse(error.body(), error.status)(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if started:
+                raise
+            error = stopping()
+            await JSONResponse(error.body(), error.status)(scope, receive, send)
 
 
 def _place(text: str, scheme: str = "") -> tuple[str, int]:

@@ -9,8 +9,11 @@ import logging
 import math
 import os
 import resource
+import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -18,6 +21,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from h2o_stream.base.stdio import handle_termination
 from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError, DataError
 
@@ -59,6 +63,17 @@ class Server(uvicorn.Server):
                 same.listen(_QUEUE)
                 if hasattr(socket, "TCP_DEFER_ACCEPT"):  # a connection that sends nothing never reaches the server
                     same.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Shut down at SIGHUP, too: an exception anywhere in the event loop would end a request only."""
+        with super().capture_signals():
+            previous = handle_termination(lambda number: self.handle_exit(number, None))
+            try:
+                yield
+            finally:
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Shut down, and end the process if that takes too long."""
@@ -126,6 +141,7 @@ def uvicorn_config(app: Starlette, config: ServeConfig) -> uvicorn.Config:
         ConfigError: the process may have too few open files.
     """
     limit = max_connections(config, raise_file_limit())
+    logging.getLogger("uvicorn.error").addFilter(_is_trouble)
     return uvicorn.Config(
         app,
         config.host,
@@ -138,6 +154,11 @@ def uvicorn_config(app: Starlette, config: ServeConfig) -> uvicorn.Config:
         backlog=_BACKLOG,
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
+
+
+def _is_trouble(record: logging.LogRecord) -> bool:
+    """Whether a record is no traceback of a request that is cut off because the server stops."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
@@ -181,6 +202,9 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
                 self._stop_waiting_for_headers()
             elif self._headers_timer is None and answered.response_complete:
                 self._wait_for_headers()
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Answer as if no upgrade were asked for; uvicorn advises to install packages, at each request."""
 
         def pause_writing(self) -> None:
             super().pause_writing()

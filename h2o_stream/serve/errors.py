@@ -65,3 +65,8 @@ def no_response() -> ApiError:
     """The error for an id of a response that its client cannot go on from."""
     message = "there is no such response, or it is not kept any more"
     return ApiError(404, message, "previous_response_id", "not_found")
+
+
+def stopping() -> ApiError:
+    """The error for what the server does not finish any more."""
+    return ApiError(503, "the server is stopping", code="stopping")

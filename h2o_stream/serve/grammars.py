@@ -28,6 +28,7 @@ from typing import Any
 from h2o_stream.engine.grammar import Grammar, added_texts
 from h2o_stream.engine.text import Markers
 from h2o_stream.errors import DataError
+from h2o_stream.serve.errors import stopping
 from h2o_stream.serve.grammar_client import QUICK_S, GrammarProcess, RemoteMatcher
 from h2o_stream.serve.schemas import is_larger
 
@@ -113,7 +114,7 @@ class Grammars:
             try:
                 with self._lock:
                     if self._closed:
-                        raise DataError("the server is stopping")
+                        raise stopping()
                     ours, theirs = socket.socketpair()
                     with theirs:
                         server, process = self._started()

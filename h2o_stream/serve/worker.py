@@ -25,7 +25,7 @@ from h2o_stream.native.stepper import PromptPlan
 from h2o_stream.serve.aside import Threads
 from h2o_stream.serve.conversations import Conversations, Opened
 from h2o_stream.serve.endings import Endings, Job
-from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.errors import stopping
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Failed, Piece, Started
 from h2o_stream.serve.store import Kept
@@ -260,7 +260,7 @@ class Worker:
         self._stopped = True
         for waiting in (self._asked, *self._waking.values()):
             for ask in waiting:
-                ask.try_send(Failed(ApiError(503, "the server is stopping")))
+                ask.try_send(Failed(stopping()))
             waiting.clear()
         for job in list(self._jobs):
             self._endings.interrupt(job)
