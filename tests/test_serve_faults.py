@@ -639,6 +639,70 @@ def test_a_conversation_that_was_never_written_is_deleted(server: Running, tmp_p
     store.close()
 
 
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _circle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("change", [_fifo, _device, _circle, _folder, Path.unlink])
+def test_a_file_that_is_something_else_costs_its_conversation_only(
+    server: Running, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """Whatever stands in place of whichever of its files, the others are found, and nothing is waited for."""
+    names = [server.say(f"{text}, {change.__name__}.")["h2o"]["conversation"] for text in ("This", "That")]
+    model, folder = server.service.model.model.digest, server.service.store._folder
+    for number, file in enumerate(sorted((folder / names[0]).iterdir())):
+        copy = tmp_path / str(number)
+        for name in names:
+            shutil.copytree(folder / name, copy / name)
+        change(copy / names[0] / file.name)
+        store = Store(copy, model, 3, 2**30, 1e6)
+        assert names[1] in store.conversations
+        if kept := store.conversations.get(names[0]):
+            store.saved(kept, 1)
+        assert store.saved(store.conversations[names[1]], 1)
+        store.close()
+
+
+def test_conversations_of_other_users_are_left_alone(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A history whose conversation cannot be written any more is read again; one that cannot even be seen keeps no
+    server from starting.
+    """
+    names, folder = [server.say(f"{text} is whose?")["h2o"]["conversation"] for text in "ABC"], tmp_path / "served"
+    for name in names:
+        shutil.copytree(server.service.store._folder / name, folder / name)
+    access, stat = os.access, Path.stat
+
+    def refusing(path: Path, **options: Any) -> os.stat_result:
+        if names[1] in path.parts[:-1]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: names[0] not in str(path) and access(path, mode))
+    monkeypatch.setattr(Path, "stat", refusing)
+    store = Store(folder, server.service.model.model.digest, 3, 2**30, 1e6)
+    assert [*store.conversations] == names[2:]
+    store.close()
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {*names}
+
+
 @pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_killed_server_has_every_finished_turn(tiny_folder: Path, tmp_path: Path, kills: int) -> None:
     with Server(tmp_path, "-m", str(tiny_folder), "--window", "64", "--dtype", "float32") as killed:

@@ -275,13 +275,14 @@ class Store:
         """Delete conversations whose first turn was being saved when a server was killed."""
         for folder in self._folder.iterdir():
             transcript = folder / TRANSCRIPT
-            if _ID.fullmatch(folder.name) and not (transcript.exists() and transcript.stat().st_size):
-                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # a folder of somebody else
+                if _ID.fullmatch(folder.name) and not (transcript.exists() and transcript.stat().st_size):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def _rewrite_older(self) -> None:
         """Bring the files of earlier versions, which were written anew each turn, into the form of today."""
         for path in self._folder.glob("*/serve.json"):
-            if not _ID.fullmatch(path.parent.name):
+            if not (_ID.fullmatch(path.parent.name) and path.is_file()):
                 continue
             with suppress(ValueError, KeyError, TypeError):
                 record = parse_json(path.read_bytes())
@@ -294,6 +295,7 @@ class Store:
     def _read(self) -> Iterator[Kept]:
         for path in self._folder.glob(f"*/{_FILE}"):
             try:
+                _check_usable(path.parent, path, path.with_name(TRANSCRIPT))
                 about, *lines = path.read_bytes().splitlines(keepends=True)
                 record, kept_bytes = parse_json(about), len(about)
                 if record["model"] != self._model:
@@ -313,6 +315,15 @@ class Store:
                 yield kept
             except (OSError, ValueError, KeyError, TypeError, DataError) as error:
                 _log.warning("%s is left alone: %s", path.parent, error)
+
+
+def _check_usable(folder: Path, *files: Path) -> None:
+    """Raise OSError if one of these cannot be written, or a file is a pipe, say."""
+    for path in (folder, *files):
+        if not os.access(path, os.R_OK | os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        if path != folder and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no file", str(path))
 
 
 def _texts(*values: Any) -> tuple[str, ...]:

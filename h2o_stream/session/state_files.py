@@ -99,6 +99,8 @@ class StateFiles:
     def record(self, line: int) -> dict[str, Any] | None:
         """The record of a turn's line; None if its state is missing or damaged."""
         try:
+            if not self._path(line).is_file():  # a pipe would be waited for
+                return None
             with safe_open(self._path(line), "np") as file:
                 record: dict[str, Any] = parse_json(file.metadata()["line"])
                 return record if isinstance(record, dict) and type(record.get("turn")) is int else None
@@ -117,7 +119,7 @@ class StateFiles:
         """Delete the logs that no state names any more, and what no state needs."""
         if not (files := {*self._folder.glob(_SEGMENTS), *self._folder.glob(f"*{LOG_FILE}")}):
             return
-        for path in self._folder.glob("state-*.safetensors"):
+        for path in filter(Path.is_file, self._folder.glob("state-*.safetensors")):
             with suppress(SafetensorError, OSError, ValueError):
                 files -= {self._folder / file for file, _ in self._logs_named(path).values()}
         for file in files:

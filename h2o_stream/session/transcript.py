@@ -138,6 +138,8 @@ class Transcript:
 
     def _read(self) -> None:
         with file_errors(self.path):
+            if not self.path.is_file():  # a pipe, say
+                raise OSError("it is no file")
             lines = self.path.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
