@@ -43,11 +43,11 @@ def client(server: Running) -> Any:
     return server.client()
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Long conversations, which all are that have turns, wake up once this is set."""
+@pytest.fixture(params=["_MANY", "_LARGE"])
+def read(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> threading.Event:
+    """Long conversations, which all are that have turns, or texts, wake up once this is set."""
     event, wake = threading.Event(), Conversations.wake
-    monkeypatch.setattr("h2o_stream.serve.conversations._MANY", 1)
+    monkeypatch.setattr(f"h2o_stream.serve.conversations.{request.param}", 1)
     monkeypatch.setattr(Conversations, "wake", lambda *values: event.wait(30) and wake(*values))
     return event
 
@@ -361,11 +361,11 @@ class TestLimits:
         with Running(tmp_path, long_folder) as running:
             conversations = running.service.conversations
             first = running.say("Number 0.")
-            (size,) = conversations._sizes.values()
-            monkeypatch.setattr(conversations, "_memory", 2.5 * size)
+            ((_, size),) = conversations.memory.sizes.values()
+            monkeypatch.setattr(conversations.memory, "limit", 2.5 * size)
             for number in range(1, 4):
                 running.say(f"Number {number}.")
-            assert len(conversations.awake) == len(conversations._sizes) == 2
+            assert len(conversations.awake) == len(conversations.memory.sizes) == 2
             assert running.say("Number 0.", reply(first), "And?")["h2o"]["origin"] == "continued"
             status, answer = running.ask("Much?", window=8000)
             assert (status, answer["error"]["param"]) == (400, "window")
@@ -378,6 +378,24 @@ class TestLimits:
                 assert (status, answer["error"]["code"]) == (503, "busy")
             assert running.ask("Room?")[0] == 200
             assert len(running.service.store.conversations) == 5
+
+    def test_what_caches_grow_by_counts(self, tmp_path: Path, long_folder: Path) -> None:
+        """Their windows grow for system prompts and pins, which clients choose."""
+        with Running(tmp_path, long_folder) as running:
+            conversations = running.service.conversations
+            running.say("Number 0.")
+            ((_, size),) = conversations.memory.sizes.values()
+            conversations.memory.limit = 12 * size
+            for more in ({"pins": ["A fact. " * 60]}, {"messages": [{"role": "system", "content": "Be kind. " * 60}]}):
+                for number in range(5):
+                    asked = [*more.get("messages", []), {"role": "user", "content": f"{number}?"}]
+                    running.say(**{**more, "messages": asked})
+                assert len(conversations.awake) > 1
+                running.say("And now?")
+                sizes = [live.engine.cache.allocated_bytes() for live in conversations.awake.values()]
+                assert max(sizes) > 3 * size
+                assert sum(sizes) <= conversations.memory.limit
+            assert running.ask("Much?", pins=["A fact."] * 101)[0] == 400
 
     def test_others_do_not_wait_while_a_long_conversation_wakes_up(
         self, tmp_path: Path, long_folder: Path, read: threading.Event

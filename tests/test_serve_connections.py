@@ -154,7 +154,8 @@ def test_a_signal_ends_everything_soon(
         assert time.monotonic() - began < 2.5
         for connection in connections[1:]:
             answer = connection.recv(2**16)
-            assert answer.startswith(b"HTTP/1.1 503 ") and b"the server is stopping" in answer
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"the server is stopping" in answer
     log = capfd.readouterr().err
     assert "Traceback" not in log
     assert "pip install" not in log

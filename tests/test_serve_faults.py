@@ -548,6 +548,30 @@ def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: py
     assert not [what for what, _, size in read if what == "tokens" and size >= len(text)]
 
 
+def test_a_long_opening_is_read_once_where_nobody_waits(
+    tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made tokens of to see whether it fits, and with the first message, but not by the thread of all replies."""
+    threads, encode, system = list[str](), tokenizer.encode, "Be kind to all. " * 700
+
+    def noting(backend: Any, text: str, *more: Any) -> Any:
+        if len(text) >= len(system) - 1:
+            threads.append(threading.current_thread().name.rpartition("-")[0])
+        return encode(backend, text, *more)
+
+    with Running(tmp_path, long_folder, awake=1, running=1) as running:
+        monkeypatch.setattr(tokenizer, "encode", noting)
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "Are you?"}]
+        said = running.say(messages=messages)
+        assert threads == ["h2o-aside", "h2o-read"]
+        threads.clear()
+        running.say("Go to sleep.")
+        running.service.conversations.templates._kept.clear()  # as after a restart
+        more = [{"role": "assistant", "content": reply(said)}, {"role": "user", "content": "And now?"}]
+        assert running.say(messages=messages + more)["h2o"]["turns_known"] == 1
+        assert threads == ["h2o-read"]
+
+
 def test_long_lists_of_tokens_are_written_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer with 20 likely tokens for each of 16,384 would stop all others for seconds."""
     asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "temperature": 0, "store": False}

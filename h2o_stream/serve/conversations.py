@@ -11,31 +11,29 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
-from weakref import WeakKeyDictionary, proxy
+from weakref import proxy
 
 from h2o_stream.base.logs import Log
-from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.recall.terms import TermWeights
+from h2o_stream.serve.cache_memory import CacheMemory
 from h2o_stream.serve.errors import ApiError, no_response
 from h2o_stream.serve.messages import Dialogue, Exchange, chain
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import Pace, WaitingEngine
+from h2o_stream.serve.templates import Templates
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.transcript import Entry, Header, SaidTurns
 
 _log = logging.getLogger(__name__)
 
-_MANY = 500
-"""Conversations with more turns are woken in another thread: parsing this many lines takes a few milliseconds."""
-
-_MEMORY_SHARE = 0.75
-"""Of the memory that is free when the server starts, for caches."""
+_MANY, _LARGE = 500, 2**18
+"""Conversations with more turns, or bytes of text, are woken in another thread: to parse them takes milliseconds."""
 
 Origin = Literal["new", "continued", "branched", "read"]
 
@@ -116,11 +114,13 @@ class Conversations:
         awake: those in memory by id, least recently used first.
         busy: ids of those that answer or are being saved.
         pace: pace of their prompts.
+        memory: memory of their caches.
+        templates: templates of those used last.
     """
 
     def __init__(self, model: LoadedModel, config: ServeConfig, store: Store) -> None:
         self._model, self._config, self._store = model, config, store
-        self._memory, self._sizes = free_bytes() * _MEMORY_SHARE, WeakKeyDictionary[WaitingEngine, int]()
+        self.memory, self.templates = CacheMemory(), Templates(model)
         self.awake: dict[str, Live] = {}
         self.busy: set[str] = set()
         self.pace = Pace()
@@ -156,20 +156,30 @@ class Conversations:
             return Opened(opened[0], (), opened[1], turn)
         raise no_response()
 
-    def sleeping(self, past: Sequence[str], after: str | None, owner: str) -> Kept | None:
+    def sleeping(self, past: Sequence[str], after: str | None, options: Options) -> Kept | None:
         """The conversation that continues these hashes, or a response, if waking it up takes long."""
+        owner = options.owner
         if after is None:
             known = (past[number] for number in self._store.last_known(past))
             found = next((pair for one in known for pair in self._store.with_hash(one, owner)), None)
         else:
             found = self._store.with_id(after, owner)
         kept = found[0] if found else None
-        return kept if kept and kept.session is None and len(kept.turns) > _MANY else None
+        if kept is None or kept.session is not None:
+            return None
+        is_long = len(kept.turns) > _MANY or self._store.text_bytes(kept) > _LARGE or self._opens_long(kept, options)
+        return kept if is_long else None
 
-    def wake(self, kept: Kept) -> None:
-        """Read the transcript of a conversation that is busy; any thread may do it."""
-        with suppress(DataError):
+    def _opens_long(self, kept: Kept, options: Options) -> bool:
+        """Whether its system prompt and tools have to be read first."""
+        return kept.key == options.key and self.templates.takes_long(kept.hashes[0], options, kept.system)
+
+    def wake(self, kept: Kept, options: Options) -> None:
+        """Read the transcript, and make the template, of a conversation that is busy; any thread may do it."""
+        with suppress(H2OStreamError):
             self._store.wake(kept)
+            if self._opens_long(kept, options):
+                self.templates.get(kept.hashes[0], options, kept.system)
 
     def open_raw(self, options: Options) -> Opened:
         """An empty stream for a text that is continued as it is, which is not kept."""
@@ -232,7 +242,7 @@ class Conversations:
 
     def _load(self, source: Kept, options: Options, saved: tuple[State, Log[Entry]], turn: int) -> Live | None:
         """What is known of a conversation after a turn, as one that is not kept yet."""
-        conversation, (state, entries) = self._converse(options, source.system), saved
+        conversation, (state, entries) = self._converse(options, source.system, source.hashes[0]), saved
         try:
             conversation.load_state_dict(state)
         except H2OStreamError as error:
@@ -242,7 +252,7 @@ class Conversations:
 
     def _start(self, options: Options, system: str | None, first: str, keep: bool) -> Live:
         try:
-            conversation = self._converse(options, system)
+            conversation = self._converse(options, system, first)
         except ConfigError as error:
             raise as_api_error(error, "messages", "context_length_exceeded") from error
         kept = self._store.create(options.key, system, first, options.owner) if keep else None
@@ -253,30 +263,29 @@ class Conversations:
             self.awake[kept.id] = live
         return live
 
-    def _converse(self, options: Options, system: str | None) -> Conversation:
+    def _converse(self, options: Options, system: str | None, first: str) -> Conversation:
         engine = WaitingEngine(self._model, options.cache, self.pace, self._config.speculate)
         self._reserve(engine)
+        template = self.templates.get(first, options, system)
         system = self._model.system if system is None else system
-        return Conversation(
-            engine, system, self._model.stops, options.recall_config, options.thinking, options.tools, options.effort
-        )
+        conversation = Conversation(
+            engine, system, self._model.stops, options.recall_config, options.thinking, options.tools, options.effort,
+            template,
+        )  # fmt: skip
+        self._reserve(engine)  # its window has grown for its system prompt and tools
+        return conversation
 
     def _reserve(self, engine: WaitingEngine) -> None:
-        """Put conversations to sleep until the cache of a new one fits beside the others, which may be full later.
-
-        Raises:
-            ApiError: it does not.
-        """
-        size = engine.cache.allocated_bytes()
+        """Put conversations to sleep until a cache fits beside the others; see `CacheMemory`."""
         idle = [live for name, live in self.awake.items() if name not in self.busy][::-1]
-        while (used := sum(self._sizes.values())) + size > self._memory and used:
-            if not idle:
-                raise ApiError(503, "the caches of others take all memory", code="busy", retry_after_s=2)
-            self.drop(idle.pop())
-        if size > self._memory:
-            message = f"a cache of {format_bytes(size)} is larger than the memory of this server; use a smaller window"
-            raise ApiError(400, message, "window")
-        self._sizes[engine] = size
+
+        def make_room() -> bool:
+            if idle:
+                self.drop(idle.pop())
+                return True
+            return False
+
+        self.memory.reserve(engine, make_room)
 
     def _prepare_recall(self, live: Live) -> None:
         session, recall = live.kept and live.kept.session, live.conversation.recall
@@ -302,7 +311,7 @@ class Conversations:
             live.kept.close()
             if not live.kept.nbytes:
                 self._store.forget(live.kept)
-        self._sizes.pop(live.engine, None)
+        self.memory.release(live.engine)
         try:
             live.conversation.recall.close()
         finally:

@@ -23,6 +23,9 @@ from h2o_stream.session.messages import Tool
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_STOP = 8, 20, 4, 1000
 
+MAX_PINS = 100
+"""Each of them is a turn, and the window grows with it."""
+
 MAX_MESSAGE = 1000
 """Characters of what is said before thinking is ended: they are made tokens of while others wait."""
 
@@ -117,8 +120,8 @@ class Options:
         effort = effort if self.has_efforts else None
         options = replace(options, thinking=parse_thinking(body, options.thinking), effort=effort)
         if (pins := field(body, "pins", list)) is not None:
-            if not all(isinstance(pin, str) and pin.strip() for pin in pins):
-                raise wrong("pins", pins, "a list of texts")
+            if len(pins) > MAX_PINS or not all(isinstance(pin, str) and pin.strip() for pin in pins):
+                raise wrong("pins", pins, f"a list of at most {MAX_PINS} texts")
             options = replace(options, pins=tuple(pins))
         return options
 

@@ -34,8 +34,6 @@ from h2o_stream.serve.wording import as_api_error
 from h2o_stream.serve.worker import Worker
 from h2o_stream.session.calls import CallFormat, find_format
 from h2o_stream.session.control_tokens import aliased
-from h2o_stream.session.messages import Tool
-from h2o_stream.session.template import ChatTemplate
 
 _log = logging.getLogger(__name__)
 
@@ -146,39 +144,38 @@ class Service:
         if rules is None:
             return None
         try:
-            return await self.grammars.make(rules, None if raw else self._template(options).free_thinking)
+            markers = None if raw else self.conversations.templates.make(options, None).free_thinking
+            return await self.grammars.make(rules, markers)
         except H2OStreamError as error:
             raise as_api_error(error, place) from error
-
-    def _template(self, options: Options, system: str | None = None, tools: Sequence[Tool] = ()) -> ChatTemplate:
-        return ChatTemplate(self.model.tokenizer, system, self._ends, options.thinking, tools, options.effort)
 
     @cached_property
     def _token_length(self) -> int:
         """Most characters that a token stands for."""
         return max(map(len, self.model.tokenizer.backend_tokenizer.get_vocab()))
 
-    def _check_room(self, dialogue: Dialogue, options: Options, after: str | None, begins: bool) -> None:
-        """Refuse what cannot fit into the window, or the positions, by its characters: without making tokens of it,
-        unless it `begins` with many.
+    def _check_room(self, dialogue: Dialogue, options: Options, after: str | None, begins: str) -> None:
+        """Refuse what cannot fit into the window, however it grows, or the positions, by its characters: without making
+        tokens of it, unless it `begins` with many, with this hash; they are used where it is read.
 
         Raises:
             ApiError: something is too long.
         """
         plan, sizes = options.cache.plan(), {"pins": sum(map(len, options.pins))}
+        context = self.model.model.context
+        largest = max(plan.window, context or 0)
         if after is None:
             sizes["messages"] = len(dialogue.system or "")
         for name, size in sizes.items():
-            if size > plan.window * self._token_length:
+            if size > largest * self._token_length:
                 message = f"{size} characters are to be kept, at least {size // self._token_length} tokens; a window of"
-                raise ApiError(400, f"{message} {plan.window} holds fewer", name, "context_length_exceeded")
-        context = self.model.model.context
+                raise ApiError(400, f"{message} {largest} holds fewer", name, "context_length_exceeded")
         if plan.positions == "absolute" and context and dialogue.size > context * self._token_length:
             message = f"{dialogue.size} characters are more than the model's {context} positions"
             raise ApiError(400, message, "messages", "context_length_exceeded")
         if begins and context and size_of([dialogue.system, *options.tools], LONG) >= LONG:
-            size = self._template(options, dialogue.system, options.tools).opening_size
-            if size > max(plan.window, context):
+            size = self.conversations.templates.get(begins, options, dialogue.system).opening_size
+            if size > largest:
                 message = f"{size} tokens are to be kept, more than the model's {context} positions"
                 raise ApiError(400, message, "messages", "context_length_exceeded")
 
@@ -203,7 +200,7 @@ class Service:
             first = first_hash(options.key, dialogue.system)
             hashes = await aside(size, partial(chain, first, dialogue.past))
             begins = not raw and after is None and next(self.store.last_known(hashes), None) is None
-            await aside(size, partial(self._check_room, dialogue, options, after, begins))
+            await aside(size, partial(self._check_room, dialogue, options, after, hashes[0] if begins else ""))
             make = partial(
                 Ask, dialogue, hashes, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar,
                 after=after, calls=sampled.calls, raw=raw, response=response, asked=asked,

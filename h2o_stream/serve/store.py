@@ -148,6 +148,12 @@ class Store:
         if kept.session is None:
             kept.session = self._session(kept, create=kept.nbytes == 0)
 
+    def text_bytes(self, kept: Kept) -> int:
+        """Bytes of its transcript."""
+        with suppress(OSError):
+            return (self._folder / kept.id / TRANSCRIPT).stat().st_size
+        return 0
+
     def saved(self, kept: Kept, turn: int) -> tuple[State, Log[Entry]] | None:
         """The state after so many turns, and their entries; None if the state is not kept any more."""
         with suppress(DataError), self._opened(kept) as session:

@@ -268,7 +268,7 @@ class Worker:
     def _wakes(self, ask: Ask) -> bool:
         """Whether the request waits for a long conversation to be woken in another thread."""
         conversations = self._conversations
-        kept = None if ask.raw else conversations.sleeping(ask.hashes, ask.after, ask.options.owner)
+        kept = None if ask.raw else conversations.sleeping(ask.hashes, ask.after, ask.options)
         if kept is None or ask in self._woken:
             return False
         if kept.id in self._waking:
@@ -284,7 +284,7 @@ class Worker:
 
         self._waking[kept.id] = [ask]
         conversations.busy.add(kept.id)
-        self._readers.submit(partial(conversations.wake, kept), partial(self.call, go_on))
+        self._readers.submit(partial(conversations.wake, kept, ask.options), partial(self.call, go_on))
         return True
 
     def _start(self, ask: Ask) -> None:

@@ -52,6 +52,7 @@ class Conversation(TurnStream):
         thinking: see `switch_thinking`; None leaves it to the model's template.
         tools: JSON schemas of tools, which the template describes before the first turn. They are never evicted.
         effort: how much the model is to think, see `ChatTemplate`.
+        template: template of all this, if it is made already.
 
     Attributes:
         metadata: everything besides the token stream.
@@ -72,8 +73,9 @@ class Conversation(TurnStream):
         thinking: bool | None = None,
         tools: Sequence[Tool] = (),
         effort: str | None = None,
+        template: ChatTemplate | None = None,
     ) -> None:
-        super().__init__(engine, system, thinking, tools, effort)
+        super().__init__(engine, system, thinking, tools, effort, template)
         config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
         weak = proxy(self)  # else only the garbage collector would end a conversation and its cache
         self.recall = Recall(

@@ -68,12 +68,12 @@ class ChatTemplate(TurnTexts):
             DataError: see `next_turn`; or messages begin with the result of a tool.
             UnsupportedModelError: see `next_turn`; or the template omits the tools.
         """
-        before, after = self._opening
+        after = self._opening[1]
         if not isinstance(user, str) and user[0]["role"] == "tool":
             raise DataError(f"the first message has the role {user[0]['role']}; a conversation begins with user")
         tokens, after = self._compose(user, self._render_first, after)
         tokens = with_bos(self._tokenizer, tokens)
-        pinned = shared_length(tokens, self._opening_tokens(before))
+        pinned = shared_length(tokens, self._opening_tokens)
         return Prompt(tokens, pinned, num_thinking=self._num_thinking(tokens, after))
 
     def next_turn(self, user: UserTurn, ended: bool) -> Prompt:
@@ -147,14 +147,15 @@ class ChatTemplate(TurnTexts):
         begun = self._controls.encode(opening)
         return len(begun) if list(tokens[-len(begun) :]) == begun else 0
 
-    @cached_property
+    @property
     def opening_size(self) -> int:
         """How many tokens come before the first message."""
-        return len(self._opening_tokens(self._opening[0]))
+        return len(self._opening_tokens)
 
-    def _opening_tokens(self, before: str) -> list[int]:
+    @cached_property
+    def _opening_tokens(self) -> list[int]:
         """Tokens of the text before the first message."""
-        return with_bos(self._tokenizer, self._controls.encode(before))
+        return with_bos(self._tokenizer, self._controls.encode(self._opening[0]))
 
 
 def place_alone(template: ChatTemplate) -> Place | None:

@@ -25,11 +25,18 @@ class TurnStream:
     """The turns in an engine's stream; arguments, attributes and errors as for `Conversation`."""
 
     def __init__(
-        self, engine: Engine, system: str | None, thinking: bool | None, tools: Sequence[Tool], effort: str | None
+        self,
+        engine: Engine,
+        system: str | None,
+        thinking: bool | None,
+        tools: Sequence[Tool],
+        effort: str | None,
+        template: ChatTemplate | None,
     ) -> None:
         self.engine = engine
         self._thinking, self._tools, self._effort = thinking, parse_tools(tools), effort
-        self.metadata = ConversationState(system, self._template(system), stream=engine.cache.stream_number)
+        template = template or self._template(system)
+        self.metadata = ConversationState(system, template, stream=engine.cache.stream_number)
         engine.pin(self.metadata.template.opening_size)
 
     @property
