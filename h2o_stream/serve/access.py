@@ -123,7 +123,7 @@ class Gate:
             try:
                 self._access.check(scope)
             except ApiError as error:
-                await JSONResponse(error.body(), error.status)(scope, receive, send)
+                await _refuse(error, scope, receive, send)
                 return
         started = False
 
@@ -137,8 +137,11 @@ class Gate:
         except asyncio.CancelledError:
             if started:
                 raise
-            error = stopping()
-            await JSONResponse(error.body(), error.status)(scope, receive, send)
+            await _refuse(stopping(), scope, receive, send)
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(error.body(), error.status)(scope, receive, send)
 
 
 def _place(text: str, scheme: str = "") -> tuple[str, int]:
