@@ -87,10 +87,11 @@ def test_all_kinds(tmp_path: Path) -> None:
 def test_layers_with_different_numbers_of_heads(smollm3: Gguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smollm3.write(tmp_path / "model.gguf")
     source = ModelFile("x", tmp_path / "model.gguf", "float32")
-    shapes = heads.head_shapes(description := source.describe(print))
-    monkeypatch.setattr(heads, "_measure", lambda *_: np.zeros(5 + 2 * (len(shapes) - 2), np.float32))
-    uneven = [shapes[0]._replace(kv_heads=1), shapes[0]._replace(kv_heads=4), *shapes[2:]]  # type: ignore[union-attr]
-    monkeypatch.setattr(heads, "head_shapes", lambda _: uneven)
+    rules = heads.layer_rules(description := source.describe(print))
+    monkeypatch.setattr(heads, "_measure", lambda *_: np.zeros(5 + 2 * (len(rules) - 2), np.float32))
+    shapes = [rules[0].shape._replace(kv_heads=count) for count in (1, 4)]  # type: ignore[union-attr]
+    uneven = [*(replace(rules[0], shape=shape) for shape in shapes), *rules[2:]]
+    monkeypatch.setattr(heads, "layer_rules", lambda _: uneven)
     with pytest.raises(DescriptionError, match="different numbers of KV heads"):
         source.windows(description, print)
 

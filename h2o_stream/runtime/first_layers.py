@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy
 
-from h2o_stream.cache.layer_rules import LayerRules
 from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
@@ -14,7 +13,7 @@ from h2o_stream.native import library
 from h2o_stream.native.description import Description
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.stepper import Stepper
-from h2o_stream.runtime.heads import NeverChanges, head_shapes, rotations_of
+from h2o_stream.runtime.heads import NeverChanges, layer_rules
 from h2o_stream.runtime.rotations import Floats
 
 MAX_BYTES = 1 << 30
@@ -34,11 +33,8 @@ class FirstLayers:
         native, first = library.loaded(), replace(description, layers=description.layers[:count])
         assert native is not None, "the model is a native one"
         self._attention = [layer.attention for layer in first.layers if layer.attention]
-        tables = rotations_of(first)
-        self._rotations = [tables[id(x.rope.frequencies)] if x.rope else None for x in self._attention]
-        layers = [
-            LayerRules(*pair, dtype=first.dtype) for pair in zip(head_shapes(first), self._rotations, strict=True)
-        ]
+        layers = layer_rules(first)
+        self._rotations = [rules.table for rules in layers]
         plan = CacheConfig("recent", MAX_TOKENS, sinks=0, positions="rolling", chunk=0, budgets="equal")
         self._cache = SlotCache(plan, layers, None)
         self._stepper = Stepper(native, NativeModel(first), NeverChanges(), self._cache, dense_prompts=True)

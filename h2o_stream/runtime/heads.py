@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy
 from numpy.typing import NDArray
@@ -34,17 +35,19 @@ class NeverChanges:
         """There is nothing to look at."""
 
 
-def head_shapes(description: Description) -> list[HeadShape | None]:
-    """The heads of each layer, None without attention."""
-    attentions = [layer.attention for layer in description.layers]
-    return [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) if x else None for x in attentions]
-
-
-def rotations_of(description: Description) -> dict[int, Rotations]:
-    """By `id` of the frequencies, which may be a tensor: layers and caches share them."""
-    attentions = [layer.attention for layer in description.layers if layer.attention]
-    frequencies = [x.rope.frequencies for x in attentions if x.rope]
-    return {id(x): Rotations(numpy.asarray(x, numpy.float32)) for x in frequencies}
+def layer_rules(description: Description) -> list[LayerRules]:
+    """What a cache must know of each layer, but for its windows. Layers share tables of rotations."""
+    tables, rules = dict[int, Rotations](), list[LayerRules]()
+    for layer in description.layers:
+        x, shape, table = layer.attention, None, None
+        if x is not None:
+            shape = HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size)
+        if x is not None and x.rope:
+            frequencies = x.rope.frequencies  # which may be a tensor
+            table = tables.setdefault(id(frequencies), Rotations(numpy.asarray(frequencies, numpy.float32)))
+        states = layer.mixer.states if layer.mixer else {}
+        rules.append(LayerRules(shape, table, shape is not None, state_shapes=states, dtype=description.dtype))
+    return rules
 
 
 def num_weights(description: Description) -> int:
@@ -78,7 +81,7 @@ def attention_to_copy(description: Description, sliding: Sequence[int | None], c
     tokens = repeated_tokens(description.embedding.rows, num_rows(num_weights(description)), context)
     measured = [_measure(description, sliding, row[None]) for row in tokens]
     mean: Floats = numpy.mean(measured, 0, dtype=numpy.float32)
-    counts = [shape.kv_heads if shape else 0 for shape in head_shapes(description)]
+    counts = [rules.shape.kv_heads if rules.shape else 0 for rules in layer_rules(description)]
     by_layer = numpy.split(mean, numpy.cumsum(counts)[:-1])
     chosen = [heads for heads, evicts in zip(by_layer, _evicting(description, sliding), strict=True) if evicts]
     require(len({*map(len, chosen)}) == 1, "its layers have different numbers of KV heads, which are not measured")
@@ -89,20 +92,11 @@ def _measure(description: Description, sliding: Sequence[int | None], tokens: ND
     """[KV heads of all layers] for tokens [1, n], through a cache that holds all of them."""
     native, count = library.loaded(), tokens.shape[1]
     assert native is not None, "the weights are packed"
-    shapes = head_shapes(description)
-    layers = [
-        LayerRules(
-            shape,
-            attends=shape is not None,
-            hidden_from=seen,
-            state_shapes=layer.mixer.states if layer.mixer else {},
-            dtype=description.dtype,
-        )
-        for layer, shape, seen in zip(description.layers, shapes, sliding, strict=True)
-    ]
+    every = zip(layer_rules(description), sliding, strict=True)
+    layers = [replace(rules, hidden_from=seen) for rules, seen in every]
     plan = CacheConfig("recent", count, sinks=0, span=0, positions="absolute", chunk=0)
     cache = SlotCache(plan, layers, count)
-    copied = numpy.zeros(sum(shape.kv_heads for shape in shapes if shape), numpy.float32)
+    copied = numpy.zeros(sum(rules.shape.kv_heads for rules in layers if rules.shape), numpy.float32)
     cache.prepare(count)
     stepper = Stepper(native, NativeModel(description), NeverChanges(), cache, dense_prompts=True)
     if stepper.prompt(tokens, keep=1, copied=copied) is None:

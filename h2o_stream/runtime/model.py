@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.cache.layer_rules import LayerRules
-from h2o_stream.cache.rotations import Rotations
 from h2o_stream.cache.sizing import sized
 from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.cache.windows import HeadWindow
@@ -24,7 +23,7 @@ from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.first_layers import FirstLayers, first_layers
-from h2o_stream.runtime.heads import NeverChanges, head_shapes, num_weights, rotations_of
+from h2o_stream.runtime.heads import NeverChanges, layer_rules, num_weights
 from h2o_stream.runtime.rotations import Floats
 from h2o_stream.runtime.weights import as_floats
 
@@ -55,23 +54,8 @@ class RuntimeModel:
 
     def serve(self, config: CacheConfig) -> ServedRuntime:
         """Serve the model with a cache; raises ConfigError if its windows do not fit the model."""
-        described = self.description.layers
-        tables = self._rotations
-        layers = [
-            LayerRules(
-                shape,
-                tables[id(x.rope.frequencies)] if x and x.rope else None,
-                shape is not None,
-                sliding,
-                windows=windows,
-                state_shapes=layer.mixer.states if layer.mixer else {},
-                dtype=self.description.dtype,
-            )
-            for shape, layer, sliding, windows in zip(
-                head_shapes(self.description), described, self.sliding, self._windows(config), strict=True
-            )
-            for x in [layer.attention]
-        ]
+        every = zip(self._rules, self.sliding, self._windows(config), strict=True)
+        layers = [replace(rules, sliding=sliding, windows=windows) for rules, sliding, windows in every]
         config = sized(
             config,
             self.max_distance,
@@ -95,8 +79,9 @@ class RuntimeModel:
         return NativeModel(self.description)
 
     @cached_property
-    def _rotations(self) -> dict[int, Rotations]:
-        return rotations_of(self.description)
+    def _rules(self) -> list[LayerRules]:
+        """As `layer_rules`: caches share tables of rotations."""
+        return layer_rules(self.description)
 
     def _windows(self, config: CacheConfig) -> Sequence[tuple[HeadWindow, ...]]:
         return (

@@ -26,7 +26,8 @@ from h2o_stream.base.logs import Log
 from h2o_stream.base.resources import PRIVATE, write_atomically
 from h2o_stream.cache.state import Array, State
 from h2o_stream.errors import DataError, file_errors
-from h2o_stream.session.sessions import TRANSCRIPT, Session
+from h2o_stream.session.folders import TRANSCRIPT
+from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Entry, Header, last_turn
 
 _log = logging.getLogger(__name__)

@@ -23,6 +23,9 @@ AUTOMATIC = "automatic"
 SESSIONS = "sessions"
 """The folder of all sessions in the user's data folder."""
 
+TRANSCRIPT = "transcript.jsonl"
+"""The file of a session's turns."""
+
 _SETTINGS = "settings.json"
 
 _NAME = re.compile(r"\w[\w.-]{0,63}")
@@ -33,10 +36,15 @@ _SIMILARITY = 0.8
 """From this ratio of difflib on, a name may be a slip of another one."""
 
 
+def transcripts(folder: Path | None = None) -> Iterator[Path]:
+    """The files of all sessions' turns, among all sessions or in this folder."""
+    return (folder or sessions_folder()).glob(f"*/{TRANSCRIPT}")
+
+
 def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
     """All sessions with their names, in order. Damaged ones are omitted."""
     sessions = []
-    for path in sorted((folder or sessions_folder()).glob("*/transcript.jsonl")):
+    for path in sorted(transcripts(folder)):
         with suppress(DataError):
             sessions.append((path.parent.name, Transcript(path)))
     return sessions
@@ -45,7 +53,7 @@ def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
 def session_names() -> list[str]:
     """The names of all sessions, the one used last first."""
     times = dict[str, int]()
-    for path in sessions_folder().glob("*/transcript.jsonl"):
+    for path in transcripts():
         with suppress(OSError):
             if (stat := path.stat()).st_size:
                 times[path.parent.name] = stat.st_mtime_ns
@@ -81,7 +89,7 @@ def find_transcript(name: str) -> Transcript:
         ConfigError: the name is not allowed.
         DataError: there is no such session.
     """
-    path = session_folder(name) / "transcript.jsonl"
+    path = session_folder(name) / TRANSCRIPT
     if not path.exists():
         raise unknown_session(name)
     return Transcript(path)

@@ -18,7 +18,7 @@ from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.errors import DataError
 from h2o_stream.recall.database import ERRORS, delete, spaced
 from h2o_stream.recall.passages import UNSPACED
-from h2o_stream.session.folders import sessions_folder
+from h2o_stream.session.folders import TRANSCRIPT, sessions_folder, transcripts
 from h2o_stream.session.transcript import Transcript
 
 MARKS = "\1", "\2"
@@ -106,7 +106,7 @@ def _follow(connection: sqlite3.Connection) -> None:
 
 
 def _stamps() -> Iterator[tuple[str, str]]:
-    for path in sessions_folder().glob("*/transcript.jsonl"):
+    for path in transcripts():
         with suppress(OSError):
             status = path.stat()
             yield path.parent.name, f"{status.st_mtime_ns} {status.st_size}"
@@ -114,7 +114,7 @@ def _stamps() -> Iterator[tuple[str, str]]:
 
 def _rows(name: str) -> Sequence[tuple[str, int, str, str]]:
     with suppress(DataError):
-        entries = Transcript(sessions_folder() / name / "transcript.jsonl").entries
+        entries = Transcript(sessions_folder() / name / TRANSCRIPT).entries
         texts = ((entry, replace_surrogates(f"{entry.prompt}\n{entry.text}")) for entry in entries)
         return [(name, entry.turn, entry.time, spaced(text)) for entry, text in texts]
     return []

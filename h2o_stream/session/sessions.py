@@ -19,11 +19,9 @@ from h2o_stream.base.resources import private_data_folder
 from h2o_stream.cache.state import Array, State
 from h2o_stream.config import AUTOMATIC_BYTES
 from h2o_stream.errors import DataError
-from h2o_stream.session.folders import AUTOMATIC, SESSIONS, open_elsewhere, session_folder, unknown_session
+from h2o_stream.session.folders import AUTOMATIC, SESSIONS, TRANSCRIPT, open_elsewhere, session_folder, unknown_session
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, is_turn, turn_record
-
-TRANSCRIPT = "transcript.jsonl"
 
 MAX_STATES = 8
 """Number of turns that can be undone."""
