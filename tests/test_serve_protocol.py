@@ -191,8 +191,9 @@ def test_any_request(server: Running, request_: tuple[str, dict[str, Any]]) -> N
     if endpoint == "responses":
         responses = [event["response"] for event in events if "response" in event]
         assert len({response["created_at"] for response in responses}) == 1
-        asked = (body.get("text") or {}).get("format") or "text"
-        assert whole["text"]["format"]["type"] == (asked["type"] if isinstance(asked, dict) else asked)
+        asked = (body.get("text") or {}).get("format")
+        kind = asked.get("type") if isinstance(asked, dict) else asked
+        assert whole["text"]["format"]["type"] == (kind or "text")
     drawn = body.get("temperature") != 0 and body.get("seed", -1) in (-1, None)
     assert drawn or whole_of(endpoint, events) == texts_of(endpoint, whole)
     if "choices" in whole and body.get("logprobs") is not None:
