@@ -5,7 +5,6 @@ Everything else is read from the model's own files.
 
 from __future__ import annotations
 
-import json
 import mmap
 import threading
 from abc import abstractmethod
@@ -20,6 +19,7 @@ import numpy
 from numpy.typing import NDArray
 
 from h2o_stream.base.mapped_files import reserve_room
+from h2o_stream.base.safetensors_header import safetensors_header
 from h2o_stream.models.packed_cache import WEIGHTS_FILE, NotCachedError, new_packed_folder
 from h2o_stream.models.pages import HugePages
 from h2o_stream.native.abi import MatrixKind
@@ -129,15 +129,10 @@ def packed_difference(entries: Iterable[PackedMatrix], folder: Path) -> str:
 
 def _mapped(path: Path, entries: list[PackedMatrix]) -> mmap.mmap:
     """A new file of safetensors, mapped; its tensors are zero."""
-    header, end = {}, 0
-    for entry in entries:
-        offsets = [end, end + entry.nbytes]
-        header[entry.name] = {"dtype": "U8", "shape": entry.shape, "data_offsets": offsets}
-        end = offsets[1]
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    tensors = [(entry.name, "U8", entry.shape, entry.nbytes) for entry in entries]
+    header = safetensors_header(tensors, {"format": "pt"}, _ALIGNMENT)
     with path.open("w+b") as file:
-        reserve_room(file, 0, 8 + len(text) + end)
-        file.write(len(text).to_bytes(8, "little") + text)
+        reserve_room(file, 0, len(header) + sum(entry.nbytes for entry in entries))
+        file.write(header)
         file.flush()
         return mmap.mmap(file.fileno(), 0)

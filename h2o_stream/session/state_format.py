@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from itertools import accumulate, pairwise
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy
 from safetensors import SafetensorError, deserialize
 
+from h2o_stream.base.safetensors_header import safetensors_header
 from h2o_stream.cache.state import Array, State
 
 _DTYPES = {
@@ -35,13 +34,9 @@ _ALIGNMENT = 8
 def write_state(file: BinaryIO, state: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
     """Write a state, whose arrays are contiguous, and texts by name. No array is copied."""
     arrays = dict(sorted(state.items(), key=lambda item: -item[1].itemsize))  # so that all are aligned
-    ends = [0, *accumulate(array.nbytes for array in arrays.values())]
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for (name, array), offsets in zip(arrays.items(), pairwise(ends), strict=True):
-        header[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    file.writelines([len(text).to_bytes(8, "little"), text, *(array.reshape(-1).data for array in arrays.values())])
+    tensors = ((name, _NAMES[array.dtype], array.shape, array.nbytes) for name, array in arrays.items())
+    header = safetensors_header(tensors, metadata, _ALIGNMENT)
+    file.writelines([header, *(array.reshape(-1).data for array in arrays.values())])
 
 
 def decode_state(data: bytes) -> State:
