@@ -36,6 +36,7 @@ from h2o_stream.serve.endings import Endings
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.metrics import Metrics
+from h2o_stream.serve.places import Places
 from h2o_stream.serve.replies import Ask, Failed, Message, Piece
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.schemas import is_larger
@@ -353,6 +354,7 @@ def test_schemas_without_an_end(server: Running, monkeypatch: pytest.MonkeyPatch
         assert reply(server.say("A number?", **form({"const": 1}))) == "1"
         refused = [bomb.result() for bomb in bombs]
     assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 3
+    wait_for(lambda: server.service.grammars.kept.free == server.service.config.running)
 
 
 PATTERNS = ["^.*(a|b){%d}.*$", "(a*)*{%d}b", "[^x]{1,%d}", "((x{1,%d}){1,%d}){1,%d}", "^(?=a{%d})b$", "(%d"]
@@ -399,12 +401,13 @@ def test_any_schema(server: Running, monkeypatch: pytest.MonkeyPatch, schema: An
     assert process is not None
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_for(lambda: not children.read_text(), timeout_s=5)
+    wait_for(lambda: server.service.grammars.kept.free == server.service.config.running, timeout_s=5)
 
 
 def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are no places left, one has little time; a client that leaves gives its place back."""
     monkeypatch.setattr(grammar_client, "SHORT_S", 0.1)
-    monkeypatch.setattr(server.service.grammars, "_free", 1)
+    monkeypatch.setattr(server.service.grammars.compiling, "free", 1)
     body = json.dumps({"messages": [{"role": "user", "content": "A bomb?"}], **form(BOMB)}).encode()
     with connected(server, body), connected(server, body):
         assert reply(server.say("A number?", **form({"const": 1}))) == "1"
@@ -413,19 +416,18 @@ def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> 
         assert reply(server.say("A number?", **form({"const": 1}))) == "1"
         monkeypatch.setattr(grammar_client, "COMPILE_S", 0.2)
         assert {bomb.result()[0] for bomb in bombs} <= {503, 400}
-    assert server.service.grammars._free == 1
+    assert server.service.grammars.compiling.free == 1
 
 
 def test_schemas_of_one_owner_do_not_keep_another_waiting() -> None:
     """Places go round; whoever leaves while waiting loses none."""
-    found, made = list[str](), grammars.Grammars(None, (), 0)
-    made._free = 1
+    found, places = list[str](), Places(1)
 
     async def ask(owner: str) -> None:
-        await made._take_place(owner)
+        await places.take(owner)
         await asyncio.sleep(0)
         found.append(owner)
-        made._pass_place()
+        places.leave()
 
     async def all_of_them() -> None:
         tasks = [asyncio.ensure_future(ask(owner)) for owner in ("a", "a", "a", "a", "b", "c", "b")]
@@ -435,7 +437,44 @@ def test_schemas_of_one_owner_do_not_keep_another_waiting() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(all_of_them())
-    assert (found, made._free, made.crowded) == (["a", "b", "a", "b", "a"], 1, False)
+    assert (found, places.free, places.crowded) == (["a", "b", "a", "b", "a"], 1, False)
+
+
+def test_no_more_grammars_than_replies(tmp_path: Path, tiny_folder: Path) -> None:
+    """Each has a process and a descriptor, also while its request waits. Further ones come in their turn."""
+    most, done = 0, threading.Event()
+    with Running(tmp_path, tiny_folder, running=2, awake=4) as server:
+        server.say("A number?", **form({"const": 1}))
+        process = server.service.grammars._process
+        assert process is not None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+        def count() -> None:
+            nonlocal most
+            while not done.wait(0.005):
+                most = max(most, len(children.read_text().split()))
+
+        with ThreadPoolExecutor(9) as executor:
+            counting = executor.submit(count)
+            asked = [executor.submit(server.ask, f"{n}?", **form({"enum": [n, "text"]})) for n in range(8)]
+            assert [each.result()[0] for each in asked] == [200] * 8
+            done.set()
+            counting.result()
+        wait_for(lambda: server.service.grammars.kept.free == 2)
+    assert 1 <= most <= 3  # one may be on its way out
+
+
+def test_grammars_have_a_limit_of_memory_together(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest one is ended, the others go on."""
+    monkeypatch.setattr(grammars, "MAX_SUM_BYTES", 10 * 2**20)
+    large = {"type": "array", "minItems": 99, "items": {"enum": [f"{'ab' * (n % 50)} {n}" for n in range(8000)]}}
+    with Running(tmp_path, tiny_folder) as server, ThreadPoolExecutor(1) as executor:
+        small = executor.submit(server.ask, "A text?", **form({"type": "string", "minLength": 500}), max_tokens=300)
+        status, answer = server.ask("Many?", **form(large), max_tokens=300)
+        assert (status, "memory" in answer["error"]["message"]) == (400, True)
+        assert small.result()[0] == 200
 
 
 def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,13 +504,13 @@ def test_a_reply_that_waits_for_its_grammar_goes_on_as_alone(server: Running, mo
     """The logits of its last token are not those of the next steps, which others take meanwhile."""
     more = {**form({"type": "string", "maxLength": 40}), "max_tokens": 12, "store": False}
     alone = reply(server.say("A text?", **more))
-    ready, asked, seldom_ready = grammars._RemoteGrammar.ready, threading.Event(), random.Random(1)
+    ready, asked, seldom_ready = grammars.RemoteGrammar.ready, threading.Event(), random.Random(1)
 
     def seldom(self: Any) -> bool:
         asked.set()
         return bool(seldom_ready.random() < 0.3 and ready.fget(self))  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(grammars._RemoteGrammar, "ready", property(seldom))
+    monkeypatch.setattr(grammars.RemoteGrammar, "ready", property(seldom))
     with ThreadPoolExecutor(2) as executor:
         waits = executor.submit(server.say, "A text?", **more)
         asked.wait()

@@ -31,6 +31,9 @@ MAX_BYTES, COMPILE_S, REPLY_S = 2**28, 5, 600
 """Memory of a grammar beside that of the tokenizer, and processor seconds until it is compiled and of all that follows;
 the last limit only ends what its server has left behind."""
 
+_WATCH_S = 0.1
+"""Seconds after which the memory of all grammars is looked at again."""
+
 _STEP = struct.Struct("<Ii")
 """Number of a reply, and the grammar it begins with, or -1; the tokens follow. In answers it is `ALLOWED`, and what may
 come next follows; or `FORESEEN`, and tokens."""
@@ -64,14 +67,38 @@ def main() -> None:
         tokenizer = guided(metadata["tokenizer"], metadata["vocabulary"], tuple(metadata["ends"]))
         added = {int(number): text for number, text in metadata["added"].items()}
         server.send_bytes(b"")
+        begun = dict[int, int]()  # processes, and their memory when they began
         while True:
+            while not server.poll(_WATCH_S if begun else None):
+                _watch(begun, metadata["max_bytes"])
             handle = recv_handle(server)
-            if os.fork() == 0:
+            if (child := os.fork()) == 0:
                 server.close()
                 with Connection(handle) as client, suppress(EOFError, OSError):
                     _serve(client, tokenizer, added)
                 os._exit(0)
             os.close(handle)
+            begun[child] = _resident("self")
+
+
+def _watch(begun: dict[int, int], max_bytes: int) -> None:
+    """Forget processes that have ended, and end the largest one if all of them have taken more memory than that."""
+    taken = dict[int, int]()
+    for process, before in [*begun.items()]:
+        if resident := _resident(process):
+            taken[process] = max(resident - before, 0)
+        else:
+            del begun[process]
+    if sum(taken.values()) > max_bytes:
+        os.kill(max(taken, key=taken.__getitem__), signal.SIGKILL)
+
+
+def _resident(process: int | str) -> int:
+    """Bytes of a process in memory, without those of files; 0 if it has ended, or cannot be seen."""
+    with suppress(OSError, ValueError), open(f"/proc/{process}/statm") as file:  # noqa: PTH123
+        _, pages, shared, *_ = map(int, file.read().split())
+        return (pages - shared) * resource.getpagesize()
+    return 0
 
 
 def _serve(client: Connection, tokenizer: Any, added: Mapping[int, str]) -> None:

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,10 +29,14 @@ from h2o_stream.engine.text import Markers
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import stopping
 from h2o_stream.serve.grammar_client import QUICK_S, GrammarProcess, RemoteMatcher
+from h2o_stream.serve.places import Places
 from h2o_stream.serve.schemas import is_larger
 
 PLACES = 8
 """Grammars that are compiled at once."""
+
+MAX_SUM_BYTES = 2**30
+"""Memory of all grammars. The largest one is ended where it is not enough."""
 
 MAX_SIZE = 2**20
 """Characters of a grammar."""
@@ -47,66 +50,44 @@ class Grammars:
 
     Args:
         tokenizer: see `Grammar`, as the others.
+        kept: how many there are at once, each with its process; further ones wait until a reply ends.
 
     Attributes:
+        compiling: places of those that are compiled.
+        kept: places of all.
         beginning: held by the one that is compiled as fast as the model makes its steps.
     """
 
-    def __init__(self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int) -> None:
+    def __init__(self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int, kept: int) -> None:
         self._values = tokenizer, end_tokens, vocabulary
-        self._threads, self._free, self._lock = ThreadPoolExecutor(PLACES, "h2o-grammar"), PLACES, threading.Lock()
-        self._queues = dict[str, deque[asyncio.Future[None]]]()
+        self._threads, self._lock = ThreadPoolExecutor(PLACES, "h2o-grammar"), threading.Lock()
+        self.compiling, self.kept = Places(PLACES), Places(kept)
         self.beginning = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._server: Connection | None = None
         self._closed = False
 
-    async def make(self, rules: Mapping[str, Any] | str, thinking: Markers | None) -> Grammar:
-        """Compile a grammar, see `Grammar`. Those of one `ASKER` wait for each other, not for those of others.
+    async def make(self, rules: Mapping[str, Any] | str, thinking: Markers | None) -> RemoteGrammar:
+        """Compile a grammar, see `Grammar` and, for the `ASKER`, `Places`. It has a place of those `kept`, which its
+        user leaves.
 
         Raises:
             DataError: it is not supported, or takes too long.
             ApiError: others wait, and it takes longer than they have time.
         """
-        await self._take_place(ASKER.get())
-        left = threading.Event()
+        loop, left = asyncio.get_running_loop(), threading.Event()
+        await self.kept.take(ASKER.get())
         try:
-            make = partial(_RemoteGrammar, self, left, *self._values, rules, thinking)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
-        finally:
-            left.set()
-            self._pass_place()
-
-    async def _take_place(self, asker: str) -> None:
-        if self._free:
-            self._free -= 1
-            return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(asker, deque()).append(place)
-        try:
-            await place
-        except asyncio.CancelledError:
-            if not place.cancelled():
-                self._pass_place()
+            await self.compiling.take(ASKER.get())
+            try:
+                make = partial(RemoteGrammar, self, left, *self._values, rules, thinking)
+                return await loop.run_in_executor(self._threads, make)
+            finally:
+                left.set()
+                self.compiling.leave()
+        except BaseException:
+            self.kept.leave()
             raise
-
-    def _pass_place(self) -> None:
-        """Let the next one begin, of whoever has waited longest."""
-        while self._queues:
-            asker = next(iter(self._queues))
-            queue = self._queues.pop(asker)
-            place = queue.popleft()
-            if queue:
-                self._queues[asker] = queue
-            if not place.done():  # else its client has left
-                place.set_result(None)
-                return
-        self._free += 1
-
-    @property
-    def crowded(self) -> bool:
-        """Whether others wait until something is compiled."""
-        return any(not place.done() for queue in [*self._queues.values()] for place in [*queue])
 
     def connect(self) -> Connection:
         """A connection to a new process."""
@@ -140,6 +121,7 @@ class Grammars:
             tokenizer, ends, vocabulary = self._values
             serialized, added = tokenizer.backend_tokenizer.to_str(), added_texts(tokenizer)
             metadata = {"tokenizer": serialized, "vocabulary": vocabulary, "ends": sorted(ends), "added": added}
+            metadata["max_bytes"] = MAX_SUM_BYTES
             self._server.send_bytes(json.dumps(metadata).encode())
             self._server.recv_bytes()
         return self._server, self._process
@@ -161,7 +143,7 @@ class Grammars:
             process.wait()
 
 
-class _RemoteGrammar(Grammar):
+class RemoteGrammar(Grammar):
     """A grammar in a process, which ends with the last matcher."""
 
     def __init__(self, grammars: Grammars, left: threading.Event, *values: Any) -> None:
@@ -181,7 +163,7 @@ class _RemoteGrammar(Grammar):
                 process.connection.send_bytes(json.dumps(asked).encode())
                 if not process.connection.poll(QUICK_S):
                     process.slow_down()
-            process.wait_compiled(lambda: self._grammars.crowded, self._left)
+            process.wait_compiled(lambda: self._grammars.compiling.crowded, self._left)
             answer = process.connection.recv_bytes()
             if not answer.startswith(b"+"):
                 raise DataError(answer[1:].decode(errors="replace"))

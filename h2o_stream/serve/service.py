@@ -92,7 +92,7 @@ class Service:
         self.conversations = Conversations(model, config, self.store)
         self.worker = Worker(model, self.conversations, config.running, config.timeout_s, self.metrics)
         self._ends = end_tokens(model.model.generation, model.tokenizer)
-        self.grammars = Grammars(model.tokenizer, self._ends, self.vocabulary)
+        self.grammars = Grammars(model.tokenizer, self._ends, self.vocabulary, config.running)
         self.active = self.body_bytes = 0
 
     def start(self) -> None:
@@ -192,7 +192,7 @@ class Service:
         if self.active + sampled.choices > self.config.running + self.config.waiting:
             raise ApiError(429, "too many requests wait already", code="queue_full", retry_after_s=_RETRY_S)
         queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(sampled.choices)]
-        asks, asked = list[Ask](), time.monotonic()
+        asks, asked, grammar = list[Ask](), time.monotonic(), None
         self.active += len(queues)
         try:
             grammar = await self._grammar(sampled, options, raw)
@@ -216,6 +216,8 @@ class Service:
             self.active -= len(queues)
             for ask in asks:
                 self.worker.cancel(ask)
+            if grammar is not None:
+                self.grammars.kept.leave()
 
     def metrics_text(self) -> bytes:
         """See `Metrics.text`."""
