@@ -100,19 +100,26 @@ PANIC = (  # of the tokenizers library: a prefix that is longer than a piece
     b'{"version": "1.0", "model": {"type": "BPE", "continuing_subword_prefix": "####", '
     b'"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}}'
 )
+PANIC_LATER = (
+    b'{"version": "1.0", "pre_tokenizer": {"type": "FixedLength", "length": 0}, "model": {"type": "BPE", "vocab": '
+    b'{"a": 0, "b": 1}, "merges": []}}'
+)
 DEEP = b"[" * 9999 + b"]" * 9999
 DAMAGED = [
     ("checkpoint", "Llama 3", "config.json", DEEP, "nested too deeply"),
     ("packed", "Llama 3", "model.safetensors", b"", "is damaged"),
     ("packed", "Llama 3", "model.safetensors", b"\2" + bytes(7) + b"{}", "tiles is None, not"),
     ("tokenizer", "BPE", "tokenizer.json", PANIC, "out of range"),
+    ("tokenizer", "BPE", "tokenizer.json", PANIC_LATER, "chunk size"),
     ("tokenizer", "BPE", "generation_config.json", b"[3]", "no JSON object"),
     ("tokenizer", "BPE", "generation_config.json", b'{"eos_token_id": [[]]}', "eos_token_id"),
 ]
 
 
 @in_turn("kind, name, file, content, words", DAMAGED)
-def test_damaged_files(kind: str, name: str, file: str, content: bytes, words: str, homes: Any, tmp_path: Path) -> None:
+def test_damaged_files(
+    kind: str, name: str, file: str, content: bytes, words: str, homes: Any, tmp_path: Path, capfd: Any
+) -> None:
     ((opener, seed),) = cases_of([kind], some=lambda each: each == name)
     damaged = replace(seed, files={**seed.files, file: content})
     damaged.write(tmp_path / "model")
@@ -120,6 +127,7 @@ def test_damaged_files(kind: str, name: str, file: str, content: bytes, words: s
         opener.open(tmp_path / "model", damaged)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert "panicked" not in capfd.readouterr().err
 
 
 def test_states_that_name_no_files(tmp_path: Path) -> None:

@@ -702,6 +702,20 @@ def test_a_conversation_that_was_never_written_is_deleted(server: Running, tmp_p
     store.close()
 
 
+def test_a_tokenizer_that_panics_ends_its_reply_only(tmp_path: Path, tiny_folder: Path) -> None:
+    """The library's panics are no `Exception`. This decoder fails at one token."""
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    described, strip = json.loads(path.read_text()), {"type": "Strip", "content": "e", "start": 0, "stop": 2}
+    described["decoder"] = {"type": "Sequence", "decoders": [described["decoder"], strip]}
+    path.write_text(json.dumps(described))
+    with Running(tmp_path / "served", tmp_path / "model") as server:
+        for _ in range(2):
+            status, answer = server.ask("A letter?", logit_bias={"e": 100})
+            assert (status, "cannot write token" in answer["error"]["message"]) == (400, True)
+            assert server.ask("Others?", logit_bias={"e": -100})[0] == 200
+
+
 def _fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
-from tokenizers.decoders import DecodeStream
 
+from h2o_stream.base.token_texts import TokenTextStream
 from h2o_stream.config import FORCED, STRUCTURE
 from h2o_stream.engine.logits import BANNED
 from h2o_stream.engine.text import Markers
@@ -176,8 +176,8 @@ class ThinkingMatcher(Matcher):
     ) -> None:
         self.sample = sample
         self._free, self._alive, self._thinking = free, [free, strict], thinking
-        self._backend, self._ends, self._text = tokenizer.backend_tokenizer, list(ends), ""
-        self._stream = DecodeStream(skip_special_tokens=False)
+        self._ends, self._text = list(ends), ""
+        self._stream = TokenTextStream(tokenizer.backend_tokenizer, special=True)
         self._closing: list[int] = tokenizer(thinking.closing, add_special_tokens=False)["input_ids"]
         self._forced: list[int] = []
         for token in tokenizer(begun, add_special_tokens=False)["input_ids"] if begun else ():
@@ -216,7 +216,7 @@ class ThinkingMatcher(Matcher):
         self._forced = self._forced[1:]
         for matcher in self._alive:
             matcher.accept(token)
-        self._text += self._stream.step(self._backend, token) or ""
+        self._text += self._stream.push(token)
 
 
 def _masked(

@@ -8,7 +8,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+from h2o_stream.base.token_texts import TokenTextStream
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,14 @@ class TextStream:
     def __init__(
         self, tokenizer: Any, stops: Sequence[str] = (), visible: Mapping[int, str] = MappingProxyType({})
     ) -> None:
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = TokenTextStream(tokenizer.backend_tokenizer)
         self._stops, self._visible = tuple(stops), visible
         self._pending = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """The text that can be shown after this token."""
-        self._pending += self._visible.get(token) or self._stream.step(self._backend, token) or ""
+        self._pending += self._visible.get(token) or self._stream.push(token)
         cut = min((at for stop in self._stops if (at := self._pending.find(stop)) >= 0), default=-1)
         if cut >= 0:
             self.stopped = True

@@ -14,7 +14,8 @@ from typing import Any, Literal, Self
 from tokenizers import AddedToken, Tokenizer
 
 from h2o_stream.base.json_text import parse_json
-from h2o_stream.errors import H2OStreamError, ModelNotFoundError
+from h2o_stream.base.token_texts import tokenizer_errors, without_panics
+from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.rendering import render
 
 _LOWEST_PRIORITY = 19
@@ -39,10 +40,8 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) ->
     """
     in_background = len(text) >= _LONG and getattr(BACKGROUND, "asked", False)
     work = partial(tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
-    try:
+    with tokenizer_errors("the model's tokenizer cannot read this"):
         tokens: list[int] = (_background().submit(work).result() if in_background else work())[0].ids
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise H2OStreamError(f"the model's tokenizer cannot read this: {error}") from error
     return tokens
 
 
@@ -94,21 +93,16 @@ class FileTokenizer:
 
         Raises ModelNotFoundError if a file is missing or damaged.
         """
-        try:
+        with tokenizer_errors(f"the tokenizer in {folder} cannot be read", ModelNotFoundError), without_panics():
             backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
             config = _read_config(folder)
             _add_tokens(backend, config.get("added_tokens_decoder", {}))
             named = {name: _content(value) for name, value in config.items() if _is_named(name, value)}
-            backend.encode(_UNKNOWN)
+            backend.decode(backend.encode(_UNKNOWN).ids)
             extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
             if isinstance(extra, Mapping):
                 named, extra = named | {name: _content(value) for name, value in extra.items()}, []
             return cls(backend, named, _read_templates(folder, config), list(map(_content, extra)))
-        except BaseException as error:  # the tokenizers library raises nothing narrower, and panics are no `Exception`
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise ModelNotFoundError(f"the tokenizer in {folder} cannot be read: {reason}") from error
 
     @property
     def eos_token_id(self) -> int | None:

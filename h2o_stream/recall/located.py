@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
+from h2o_stream.base.token_texts import TokenTextStream
 from h2o_stream.recall.passage import Passage, Role
 from h2o_stream.recall.passages import split
 
@@ -65,11 +64,12 @@ class DecodedTokens:
 
 def decode(tokenizer: Any, tokens: Sequence[int]) -> DecodedTokens:
     """The text of tokens, and the place of each in it."""
-    backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
+    backend = tokenizer.backend_tokenizer
+    stream = TokenTextStream(backend)
     control = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     pieces, starts, ends, length = list[str](), list[int](), list[int](), 0
     for token in tokens:
-        piece = stream.step(backend, token) or ""
+        piece = stream.push(token)
         pieces.append(piece)
         starts.append(length)
         length += len(piece)

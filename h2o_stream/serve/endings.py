@@ -188,7 +188,7 @@ class Endings:
         self._release(live)
         try:
             self._conversations.drop(live)
-        except Exception as error:  # noqa: BLE001 - the others go on
+        except BaseException as error:  # noqa: BLE001 - the others go on
             _log.error("a conversation was not closed", exc_info=error)
 
     @contextmanager
@@ -196,7 +196,7 @@ class Endings:
         """Give a reply up if anything goes wrong inside."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - one reply must not end the others
+        except BaseException as error:  # noqa: BLE001 - one reply must not end the others
             self.give_up(job, error)
 
     def _save(self, job: Job, turn: int, said: tuple[str, str], kind: str, finish: str) -> None:

@@ -120,7 +120,7 @@ class Worker:
                 self._step()
                 if self._jobs and all(job.awaits_grammar for job in self._jobs):
                     time.sleep(_GRAMMAR_S)
-            except Exception as error:  # noqa: BLE001 - nothing may end the server
+            except BaseException as error:  # noqa: BLE001 - nothing may end the server
                 for job in list(self._jobs):
                     self._endings.give_up(job, error)
 
@@ -134,7 +134,7 @@ class Worker:
             try:
                 if not self._wakes(ask):
                     self._start(ask)
-            except Exception as error:  # noqa: BLE001 - a request must not end the server
+            except BaseException as error:  # noqa: BLE001 - a request must not end the server
                 ask.try_send(Failed(as_api_error(error)))
             self._close_woken(ask)
 
@@ -163,7 +163,7 @@ class Worker:
         for job in chosen:
             try:
                 plan, rules = job.live.engine.begin_waiting(), job.live.engine.rules
-            except Exception as error:  # noqa: BLE001 - one reply must not end the others
+            except BaseException as error:  # noqa: BLE001 - one reply must not end the others
                 self._endings.give_up(job, error)
                 continue
             batch = batches.setdefault(rules, _Batch())
@@ -181,7 +181,7 @@ class Worker:
         started = time.perf_counter()
         try:
             logits = compute()
-        except Exception as error:  # noqa: BLE001 - a step must not end the server
+        except BaseException as error:  # noqa: BLE001 - a step must not end the server
             for job in batch.jobs:
                 self._endings.give_up(job, error)
             return
@@ -237,7 +237,7 @@ class Worker:
                 self._endings.end(job, event)
             elif isinstance(event, PrefillProgress) and not job.corrected:
                 job.prompt_tokens = len(job.live.engine.tokens) - job.seen_before
-        except Exception as error:  # noqa: BLE001 - one reply must not end the others
+        except BaseException as error:  # noqa: BLE001 - one reply must not end the others
             self._endings.give_up(job, error)
 
     def _take_actions(self) -> None:

@@ -6,8 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tokenizers.decoders import DecodeStream
-
+from h2o_stream.base.token_texts import TokenTextStream
 from h2o_stream.cache.holders import Holders, holders
 from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.engine.engine import Engine
@@ -87,7 +86,7 @@ def _pieces(engine: Engine, kept: Holders, span: TurnSpan, recalled: Sequence[ra
     previous, backend = -2, engine.tokenizer.backend_tokenizer
     for index, share in kept.shares(span.start, span.stop):
         if index != previous + 1:
-            stream = DecodeStream(skip_special_tokens=True)
-        text = stream.step(backend, engine.tokens[index]) or ""
+            stream = TokenTextStream(backend)
+        text = stream.push(engine.tokens[index])
         yield RetainedText(index, text, share, any(index in tokens for tokens in recalled))
         previous = index
