@@ -392,7 +392,7 @@ def test_any_schema(server: Running, monkeypatch: pytest.MonkeyPatch, schema: An
     monkeypatch.undo()
     server.say("A number?", **form({"const": 1}))
     monkeypatch.setattr(grammar_client, "COMPILE_S", 0.3)
-    monkeypatch.setattr(grammar_client, "STEP_S", 0.3)
+    monkeypatch.setattr(grammar_client, "WAIT_S", 0.3)
     whole = {**schema, "$defs": {"a": a, "b": b}} if isinstance(schema, dict) else schema
     assume(not is_larger(whole, 2**21))  # as JSON, where nothing is shared: there were some of gigabytes
     status, answer = server.ask("Any?", **form(whole))
@@ -479,7 +479,7 @@ def test_grammars_have_a_limit_of_memory_together(
 
 def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others go on while what it allows is being found."""
-    monkeypatch.setattr(grammar_client, "STEP_S", 1.0)
+    monkeypatch.setattr(grammar_client, "WAIT_S", 1.0)
     original, stopped = grammar_client.GrammarProcess.append, list[int]()
 
     def stop(self: Any, reply: int, message: bytes) -> None:

@@ -14,8 +14,9 @@ from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.grammar_process import foresee_message, read_answer, step_message
 
-COMPILE_S, SHORT_S, STEP_S = 10.0, 0.5, 2.0
-"""Seconds that a grammar has to be compiled, also while others wait, and seconds of a token."""
+COMPILE_S, SHORT_S, WAIT_S = 10.0, 0.5, 60.0
+"""Seconds that a grammar has to be compiled, also while others wait, and that a token is waited for: its process has
+less, of the processor's time, but others may have the processor."""
 
 QUICK_S = 0.2
 """Seconds after which its process lets others have the processors."""
@@ -80,7 +81,7 @@ class GrammarProcess:
             took = time.monotonic() - self._asked
             if took > QUICK_S:
                 self.slow_down()
-            return took > STEP_S
+            return took > WAIT_S
         return True
 
     def mask(self, reply: int) -> bytes:
@@ -90,7 +91,7 @@ class GrammarProcess:
             DataError: it takes too long.
         """
         try:
-            while reply not in self.masks and self.connection.poll(max(self._asked + STEP_S - time.monotonic(), 0)):
+            while reply not in self.masks and self.connection.poll(max(self._asked + WAIT_S - time.monotonic(), 0)):
                 self._receive()
             return self.masks[reply]
         except (OSError, EOFError, KeyError) as error:

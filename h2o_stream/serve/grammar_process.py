@@ -31,6 +31,9 @@ MAX_BYTES, COMPILE_S, REPLY_S = 2**28, 5, 600
 """Memory of a grammar beside that of the tokenizer, and processor seconds until it is compiled and of all that follows;
 the last limit only ends what its server has left behind."""
 
+STEP_S = 2.0
+"""Processor seconds of a token."""
+
 _WATCH_S = 0.1
 """Seconds after which the memory of all grammars is looked at again."""
 
@@ -121,7 +124,9 @@ def _serve(client: Connection, tokenizer: Any, added: Mapping[int, str]) -> None
     resource.setrlimit(resource.RLIMIT_CPU, (REPLY_S, REPLY_S))
     replies, said = dict[int, Any](), dict[int, list[int]]()
     while True:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         message = client.recv_bytes()
+        signal.setitimer(signal.ITIMER_PROF, STEP_S)  # which ends the process, also within the library
         number, grammar = _STEP.unpack_from(message)
         if grammar == FORESEEN:
             matcher = Matcher(replies[number], (), Sample(*asked["sample"]))
