@@ -38,7 +38,7 @@ from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.places import Places
 from h2o_stream.serve.replies import Ask, Failed, Message, Piece
-from h2o_stream.serve.requests import Options
+from h2o_stream.serve.requests import Options, parse_json
 from h2o_stream.serve.schemas import is_larger
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.stream import Pace
@@ -284,6 +284,15 @@ def test_the_first_question_does_not_wait_for_tables_of_recall(tiny_folder: Path
     served.start()
     served.close()
     assert "_table" in vars(served.conversations._terms)
+
+
+def test_halves_of_characters_are_looked_for_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else has a turn while a whole request is written by one call."""
+    monkeypatch.delattr(json.JSONEncoder, "encode")
+    assert parse_json(b'{"a": ["\\ud83d\\ude00", 1]}') == {"a": ["\U0001f600", 1]}
+    for half in (b'["\\ud83d"]', b'{"\\ude00": 1}', b'[[{"a": "\\uDE00\\uD83D"}]]'):
+        with pytest.raises(ValueError, match="surrogates"):
+            parse_json(half)
 
 
 def test_a_whole_answer_comes_in_one_piece() -> None:

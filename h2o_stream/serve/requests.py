@@ -177,7 +177,8 @@ def parse_json(data: bytes, decoder: type[json.JSONDecoder] | None = None) -> An
     """
     value = json.loads(data.decode("utf-8-sig"), cls=decoder, parse_constant=_refuse_number, parse_float=_finite)
     if _HALF.search(data):
-        json.dumps(value, ensure_ascii=False).encode()
+        for piece in json.JSONEncoder(ensure_ascii=False).iterencode(value):  # others have their turn between them
+            piece.encode()
     check_depth(value)
     return value
 
