@@ -198,6 +198,13 @@ def _tokenizers(folder: Path) -> Makers:
     pieces.normalizer, pieces.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     pieces.decoder = decoders.WordPiece()
     pieces.post_processor = processors.TemplateProcessing("<unk> $A", None, [("<unk>", 0)])
+    parts = Tokenizer(models.BPE({letter: number for number, letter in enumerate("▁theaqu")}, []))
+    parts.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Prepend("▁"), normalizers.Nmt()])
+    parts.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.FixedLength(5), pre_tokenizers.Split(" ", "isolated")]
+    )
+    parts.post_processor = processors.BertProcessing(("e", 3), ("h", 2))
+    parts.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip("e", 0, 0), decoders.CTC("q")])
     generation = {
         "temperature": 0.7,
         "top_p": 0.9,
@@ -207,7 +214,7 @@ def _tokenizers(folder: Path) -> Makers:
         "eos_token_id": [2],
     }
     seeds = dict[str, Seed]()
-    for name, backend in (("BPE", bytes_bpe), ("Unigram", unigram), ("WordPiece", pieces)):
+    for name, backend in (("BPE", bytes_bpe), ("Unigram", unigram), ("WordPiece", pieces), ("parts", parts)):
         saved = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
         saved.chat_template = PLAIN
         saved.save_pretrained(folder / name)
@@ -222,6 +229,7 @@ def _tokenizers(folder: Path) -> Makers:
 
 def _open_tokenizer(path: Path, seed: Seed) -> None:
     """As a chat does: encodes, renders and decodes, and finds out what ends a turn and how to sample."""
+    from h2o_stream.base.token_texts import TokenTextStream
     from h2o_stream.config import SamplingConfig
     from h2o_stream.engine.sampling import Sampler
     from h2o_stream.models.file_tokenizers import file_tokenizer
@@ -236,8 +244,11 @@ def _open_tokenizer(path: Path, seed: Seed) -> None:
         return
     tokenizer, _ = with_template(found)
     Sampler(SamplingConfig(), generation)
-    ChatTemplate(tokenizer, "Be brief.", end_tokens(generation, tokenizer))
+    tokens = ChatTemplate(tokenizer, "Be brief.", end_tokens(generation, tokenizer)).first_turn("the quick 1").tokens
     tokenizer.decode(tokenizer("the quick 1 \ue000 é")["input_ids"])
+    stream = TokenTextStream(tokenizer.backend_tokenizer)
+    for token in (*tokens, *range(min(len(tokenizer), 500))):
+        stream.push(token)
 
 
 def _stores(folder: Path) -> Makers:

@@ -139,8 +139,9 @@ class FileTokenizer:
         return {"input_ids": encode(self.backend_tokenizer, text, add_special_tokens)}
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of tokens."""
-        return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """The text of tokens; raises H2OStreamError if the decoder fails."""
+        with tokenizer_errors("the model's tokenizer cannot write these tokens"):
+            return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]:
         """The entries of the vocabulary, None for ids that it does not have."""

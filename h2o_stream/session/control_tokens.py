@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken, Tokenizer
 
+from h2o_stream.base.token_texts import tokenizer_errors
 from h2o_stream.errors import DataError
 from h2o_stream.models.tokenizer import encode
 
@@ -180,10 +181,8 @@ def _with_secret_names(serialized: str) -> _Aliased:
     described["added_tokens"] = [token for token in described["added_tokens"] if token["content"] not in names]
     described.update(post_processor=None, truncation=None, padding=None)
     _rename(described["model"], names)
-    try:
+    with tokenizer_errors("control tokens cannot be distinguished from text with this tokenizer", DataError):
         tokenizer = Tokenizer.from_str(json.dumps(described))
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"control tokens cannot be distinguished from text with this tokenizer: {error}") from error
     for token in tokens:
         flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip")}
         tokenizer.add_tokens([AddedToken(names[token["content"]], normalized=False, special=False, **flags)])

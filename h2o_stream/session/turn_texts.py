@@ -143,7 +143,7 @@ class TurnTexts:
             messages = _with_word(messages, self._word)
             return apply_template(self._tokenizer, messages, list(tools) or None, **options)
         except (TemplateError, TypeError) as error:
-            message = f"the chat template fails: {error}; use a model with another template"
+            message = f"the chat template fails: {' '.join(str(error).split())}; use a model with another template"
             raise UnsupportedModelError(message) from error
 
     def _split(self, rendered: str) -> tuple[str, str]:
