@@ -13,6 +13,7 @@ from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.protection import Protection
 from h2o_stream.config import CacheConfig
 from h2o_stream.gpu import layers as gpu_layers
+from h2o_stream.gpu.journal import Journal
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
 from h2o_stream.gpu.packed import block_matrix
 from h2o_stream.native.attention import Attention
@@ -45,6 +46,16 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
             KERNELS.step(group, new, transform, (5000,), settings.get("norms", Norms()))
         else:
             KERNELS.prompt(group, new, transform, limits=settings.get("limits"))
+
+
+def journal() -> None:
+    """Of a policy with two scores."""
+    group = HeadGroup(CacheConfig("h2o", window=256, budgets="equal").plan(8192))
+    key = torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16)
+    group.allocate_like(key, key, 257)
+    journal = Journal([group], 1)
+    journal.note(group, 1)
+    journal.take_back(2, 1)
 
 
 def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
@@ -91,10 +102,13 @@ def in_blocks(part: Any, kind: TensorType) -> Any:
 CASES = {
     "experts": experts,
     "layers": layers,
-    "layers of 3 rows": lambda: layers(3, attention_bias=True, mlp_bias=True),
+    "layers of 4 rows": lambda: layers(4, attention_bias=True, mlp_bias=True),
+    "layers of 5 rows": lambda: layers(5, attention_bias=True, mlp_bias=True),
     "layers with biases": lambda: layers(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
     "rows of blocks": lambda: layers(64, quantized="Q4_K"),
-    "rows of Q6_K": lambda: layers(3, quantized="Q6_K"),
+    "rows of Q6_K": lambda: layers(5, quantized="Q6_K"),
+    "a pass, Q6_K": lambda: layers(4, quantized="Q6_K"),
+    "a journal": journal,
     **{kind: partial(layers, quantized=kind) for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
     "h2o": attention,
     "float32": lambda: attention(dtype=torch.float32),

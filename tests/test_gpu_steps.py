@@ -88,8 +88,9 @@ def test_two_bytes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     assert sum(errors[0]) <= 1.5 * sum(errors[1])
 
 
-def test_fused_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a recording that refuses to read on the host; of a launch it has the arguments."""
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
+    """Captured by a recording that refuses to read on the host; of a launch it has the arguments."""
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__
@@ -103,9 +104,15 @@ def test_fused_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GridExecutor, "__call__", recorded_launch)
     monkeypatch.setattr(graphs, "why_not", lambda cache, device: "")
-    recorded = lambda forward, cache: GraphSteps(forward, cache, lambda step: Recording(cache, step))  # noqa: E731
-    monkeypatch.setattr("h2o_stream.gpu.steps.GraphSteps", recorded)
+    monkeypatch.setattr(
+        "h2o_stream.gpu.steps.GraphSteps",
+        lambda forward, cache, **more: GraphSteps(forward, cache, lambda step: Recording(cache, step), **more),
+    )
     Recording.made = Recording.replays = 0
+    return Recording
+
+
+def test_fused_steps_are_captured(recorded: type[Recording]) -> None:
     model = make_llama(groups=2, layers=1)
     results = []
     for engine in ("auto", "eager"):
@@ -113,7 +120,7 @@ def test_fused_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
             parts = (tokens(30), *tokens(7, seed=1).split(1, 1))
             results.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
     assert relative_error(*results) < 1e-4
-    assert (Recording.made, Recording.replays) == (1, 7 - WARM_UP)
+    assert (recorded.made, recorded.replays) == (1, 7 - WARM_UP)
 
 
 @pytest.mark.parametrize(("name", "rows"), [("Llama 3", 1), ("Qwen 3", 2), ("Qwen 2 MoE", 1)])

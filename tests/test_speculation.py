@@ -128,6 +128,7 @@ def test_guesses_that_do_not_pay_are_not_made() -> None:
 
     class Model:
         guesses: Any = ()
+        pass_s = None
 
         def step(self, _: int, guess: Callable[[], Any]) -> tuple[None, int]:
             self.guesses = guess()

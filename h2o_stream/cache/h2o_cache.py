@@ -156,6 +156,7 @@ class H2OCache(SlotCache, LayeredCache):
                 not fit the first prompt.
             H2OStreamError: the tokens exceed the last learned position, or rows are missing.
         """
+        self.take_back()
         tokens = tokens_in(kwargs)
         batch, new = tokens.shape[:2]
         lengths = self.tokens.lengths or (0,) * batch

@@ -16,8 +16,9 @@ from h2o_stream.attachment.model_facts import context_of, input_device, learned_
 from h2o_stream.base.progress import ProgressCallback
 from h2o_stream.cache.arrays import to_arrays, to_tensors
 from h2o_stream.config import PREFILL_STEP_MAX, CacheConfig, EngineChoice, prefill_step
-from h2o_stream.engine.device_logits import TensorLogits
+from h2o_stream.engine.device_logits import DeviceClock, TensorLogits
 from h2o_stream.engine.logits import Logits
+from h2o_stream.native.lookahead import Passes
 from h2o_stream.native.native_model import NativeModel
 from h2o_stream.native.tensor_stepper import TensorStepper
 from h2o_stream.runtime.first_layers import FirstLayers, first_layers
@@ -38,7 +39,10 @@ class AttachedModel:
         self._stack = ExitStack()
         self.cache = self._stack.enter_context(attach(model, config, engine=engine, progress=progress))
         step = prefill_step(weight_count(model)) if on_cpu else PREFILL_STEP_MAX
-        self.prefill_step = getattr(model.forward.stepper, "prefill_step", step)
+        stepper = model.forward.stepper
+        self.prefill_step = getattr(stepper, "prefill_step", step)
+        self._passes: Passes[torch.Tensor] | None = stepper.passes() if hasattr(stepper, "passes") else None
+        self._clock = DeviceClock(self._device)
 
     @property
     def native_model(self) -> NativeModel | None:
@@ -54,12 +58,35 @@ class AttachedModel:
 
     @torch.no_grad()
     def step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[Logits, int]:
-        """Feed a token to the stream, without guesses. On a GPU, nothing waits until the next is sampled."""
-        logits = TensorLogits(self._logits([token], 1)[-1])
-        return (logits if self._device.type == "cuda" else numpy.asarray(logits)), 1
+        """Feed a token to the stream, with guesses where steps are fused. On a GPU, nothing waits until the next is
+        sampled.
+        """
+        row, taken = self._step(token, guess) if self._passes else (self._logits([token], 1)[-1], 1)
+        logits = TensorLogits(row)
+        return (logits if self._device.type == "cuda" else numpy.asarray(logits)), taken
+
+    def _step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[torch.Tensor, int]:
+        cache, passes = self.cache, self._passes
+        assert passes
+        with cache.one_thread:
+            if (logits := passes.next(token)) is not None:
+                return logits, 0
+            self._clock.read()
+            guesses = () if cache.torn else guess()
+            with self._clock:
+                if guesses and (logits := passes.take(token, guesses)) is not None:
+                    return logits, 1 + len(passes.tokens)
+                return self._logits([token], 1)[-1], 1
+
+    @property
+    def pass_s(self) -> float | None:
+        """Seconds of the last pass that is over, on a GPU."""
+        return self._clock.seconds
 
     def take_back(self) -> None:
-        """Nothing: there are no guesses."""
+        """Take guesses out of the cache that were not said."""
+        if self._passes:
+            self._passes.take_back()
 
     @torch.no_grad()
     def losses(self, tokens: Sequence[int], expected: Sequence[int]) -> NDArray[numpy.float32]:

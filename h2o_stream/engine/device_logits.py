@@ -49,6 +49,34 @@ class TensorLogits:
         return min(int(number), len(scores) - 1), peak
 
 
+class DeviceClock:
+    """A context that times what a GPU does in it, without waiting.
+
+    Attributes:
+        seconds: of the last time that was read.
+    """
+
+    seconds: float | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._timed = False
+
+    def __enter__(self) -> None:
+        for event in self._events[:1]:
+            event.record()
+
+    def __exit__(self, *_: object) -> None:
+        for event in self._events[1:]:
+            event.record()
+            self._timed = True
+
+    def read(self) -> None:
+        """Read what was timed before, which is over where a token was sampled after it."""
+        if self._timed and self._events[1].query():
+            self.seconds = self._events[0].elapsed_time(self._events[1]) / 1000
+
+
 def _drawn(scores: Tensor, draw: Draw) -> Tensor:
     """A token [] by its score [V]."""
     peak = scores.max()

@@ -43,6 +43,10 @@ class Served(Protocol):
     vocabulary: int
 
     @property
+    def pass_s(self) -> float | None:
+        """Seconds of the last pass that is over, where `step` does not wait for it; None where it does."""
+
+    @property
     def cache(self) -> StreamCache:
         """Holds one stream."""
 

@@ -92,7 +92,7 @@ class Speculation:
         logits, taken = served.step(int(tokens[-1]), guess)
         if taken:
             self.passes += 1
-            self._measure()
+            self._measure(served.pass_s)
             self._taken, self._seconds = taken, 0.0
         self._seconds += time.perf_counter() - started
         return logits
@@ -127,7 +127,9 @@ class Speculation:
         self._cost_factor += _FORGOTTEN * (1 - self._cost_factor)
         return 0
 
-    def _measure(self) -> None:
+    def _measure(self, device_s: float | None) -> None:
+        if device_s is not None:
+            self._seconds = device_s
         if self._taken == 1:
             self._step_s += (_NEWEST_TIME if self._step_s else 1) * (self._seconds - self._step_s)
         elif self._taken and self._step_s:

@@ -197,41 +197,77 @@ def _tiles(codes, high, scales, batch, batches, K: tl.constexpr, J: tl.constexpr
 
 
 @triton.jit
-def _dot(words, parts, offset_bits, J: tl.constexpr, TILES: tl.constexpr, TYPE: tl.constexpr, BN: tl.constexpr):
-    """Products [BN] of lines with a vector."""
-    total = tl.zeros([BN, J], tl.float32)
+def _vectors(x, norm, eps, M: tl.constexpr, K: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr, TYPE: tl.constexpr):
+    """The tensors of each of M vectors [M, K], and its factor of the norm."""
+    parts, factors = (), ()
+    for row in tl.static_range(M):
+        more, squares = _vector(x + row * K, norm, K, J, TILES, TYPE)
+        parts += more
+        if norm is not None:
+            factors += (1.0 / tl.sqrt(tl.sum(tl.sum(tl.sum(squares, 2), 1), 0) / K + eps),)
+        else:
+            factors += (1.0,)
+    return parts, factors
+
+
+@triton.jit
+def _sums(parts, TILE: tl.constexpr):
+    """The sums of a tile of a vector, see `_vector`."""
+    return parts[11 * TILE + 8], parts[11 * TILE + 9], parts[11 * TILE + 10]
+
+
+@triton.jit
+def _dot(words, parts, factors, offset_bits, M: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr,
+         TYPE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Products [BN] of lines with each of M vectors, as if it were alone."""
+    totals = ()
+    for _ in tl.static_range(M):
+        totals += (tl.zeros([BN, J], tl.float32),)
     for tile in tl.static_range(TILES):
         group = tile * J + tl.arange(0, J)[None, :]
-        first, second = words[5 * tile], words[5 * tile + 1]
         scale, last_scale, minimum = scales_of(
             words[5 * tile + 2], words[5 * tile + 3], words[5 * tile + 4], group, TYPE
         )
-        acc = tl.zeros([BN, J, 4], tl.float32)
-        for part in tl.static_range(4):
-            acc += raised(first, second, offset_bits, part, TYPE) * parts[11 * tile + part]
-        if TYPE == Q6_K:
-            total += scale * (tl.sum(acc, 2) - parts[11 * tile + 8])
-            acc = tl.zeros([BN, J, 4], tl.float32)
-        for part in tl.static_range(4, 8):
-            acc += raised(first, second, offset_bits, part, TYPE) * parts[11 * tile + part]
-        if TYPE == Q6_K:
-            total += last_scale * (tl.sum(acc, 2) - parts[11 * tile + 9])
-        else:
-            total += scale * (tl.sum(acc, 2) - (parts[11 * tile + 8] + parts[11 * tile + 9]))
-        if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K or TYPE == Q5_K:
-            total += minimum * parts[11 * tile + 10]
-    return tl.sum(total, 1)
+        accs = ()
+        for _ in tl.static_range(M):
+            accs += (tl.zeros([BN, J, 4], tl.float32),)
+        for part in tl.static_range(8):
+            code = raised(words[5 * tile], words[5 * tile + 1], offset_bits, part, TYPE)
+            before, accs = accs, ()
+            for row in tl.static_range(M):
+                accs += (before[row] + code * parts[11 * (row * TILES + tile) + part],)
+            if part == 7 or (part == 3 and TYPE == Q6_K):
+                before, totals = totals, ()
+                for row in tl.static_range(M):
+                    sums = _sums(parts, row * TILES + tile)
+                    if TYPE != Q6_K:
+                        total = before[row] + scale * (tl.sum(accs[row], 2) - (sums[0] + sums[1]))
+                    elif part == 3:
+                        total = before[row] + scale * (tl.sum(accs[row], 2) - sums[0])
+                    else:
+                        total = before[row] + last_scale * (tl.sum(accs[row], 2) - sums[1])
+                    if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K or TYPE == Q5_K:
+                        total += minimum * sums[2]
+                    totals += (total,)
+                accs = ()
+                for _ in tl.static_range(M):
+                    accs += (tl.zeros([BN, J, 4], tl.float32),)
+    products = ()
+    for row in tl.static_range(M):
+        products += (tl.sum(totals[row], 1) * factors[row],)
+    return products
 
 
 @triton.jit(do_not_specialize=["batches", "offset_bits"])
 def blocks_gemv_kernel(
     x, codes, high, scales, second_codes, second_high, second_scales, bias, second_bias, norm, added, out, batches,
-    offset_bits, eps, scale, add_scale, K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    TYPE: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    stride, offset_bits, eps, scale, add_scale, M: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, TYPE: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """As `gemv_kernel`, of one matrix in blocks or of gates and a second one.
 
-    Program: the vector in registers, with a group or more for a thread, and some of the batches of BN lines.
+    Program: the vectors in registers, with a group or more for a thread, and some of the batches of BN lines.
     """
     if PDL:
         gdc_launch_dependents()
@@ -241,26 +277,27 @@ def blocks_gemv_kernel(
         second_ahead = _tiles(second_codes, second_high, second_scales, begin, batches, K, J, TILES, TYPE, BN)
     if PDL:
         gdc_wait()
-    parts, squares = _vector(x, norm, K, J, TILES, TYPE)
-    factor = 1.0
-    if norm is not None:
-        factor = 1.0 / tl.sqrt(tl.sum(tl.sum(tl.sum(squares, 2), 1), 0) / K + eps)
+    parts, factors = _vectors(x, norm, eps, M, K, J, TILES, TYPE)
     for batch in range(begin, batches, tl.num_programs(0)):
         lines = batch * BN + tl.arange(0, BN)
         words = ahead
         after = batch + tl.num_programs(0)
         ahead = _tiles(codes, high, scales, after, batches, K, J, TILES, TYPE, BN)
-        y = _dot(words, parts, offset_bits, J, TILES, TYPE, BN) * factor
-        if bias is not None:
-            y += tl.load(bias + lines)
+        products = _dot(words, parts, factors, offset_bits, M, J, TILES, TYPE, BN)
         if GATED:
             words = second_ahead
             second_ahead = _tiles(second_codes, second_high, second_scales, after, batches, K, J, TILES, TYPE, BN)
-            up = _dot(words, parts, offset_bits, J, TILES, TYPE, BN) * factor
-            if second_bias is not None:
-                up += tl.load(second_bias + lines)
-            y = activated(y, ACTIVATION) * up
-        finish(y, lines, added, out, scale, add_scale, -1 if GATED else ACTIVATION)
+            ups = _dot(words, parts, factors, offset_bits, M, J, TILES, TYPE, BN)
+        for row in tl.static_range(M):
+            y = products[row]
+            if bias is not None:
+                y += tl.load(bias + lines)
+            if GATED:
+                up = ups[row]
+                if second_bias is not None:
+                    up += tl.load(second_bias + lines)
+                y = activated(y, ACTIVATION) * up
+            finish(y, row * stride + lines, added, out, scale, add_scale, -1 if GATED else ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["offset_bits"])

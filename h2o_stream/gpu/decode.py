@@ -284,3 +284,38 @@ def decode_kernel(
         if tl.atomic_add(counts, 1, sem="acq_rel") == H - 1:
             tl.store(seen + row, before + 1)
             tl.store(counts, 0)
+
+
+@triton.jit
+def _copy(source, target, BACK: tl.constexpr, at, from_at, ok):
+    """Copy numbers at offsets of two arrays, back or forth."""
+    if BACK:
+        tl.store(source + at, tl.load(target + from_at, mask=ok), mask=ok)
+    else:
+        tl.store(target + from_at, tl.load(source + at, mask=ok), mask=ok)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def journal_kernel(
+    keys, values, scores, longs, index, rank, free, seen, old_keys, old_values, old_scores, old_longs, old_index,
+    old_rank, old_free, old_seen, slots, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+    BS: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Note the bookkeeping of all slots of a head, and the free one; or bring them BACK. Program: a KV head."""
+    head = tl.program_id(0)
+    hole = tl.load((old_free if BACK else free) + head)
+    into = head.to(tl.int64) * slots + hole
+    cols, value_cols = tl.arange(0, DP), tl.arange(0, VP)
+    _copy(keys, old_keys, BACK, into * D + cols, head * D + cols, cols < D)
+    _copy(values, old_values, BACK, into * DV + value_cols, head * DV + value_cols, value_cols < DV)
+    for start in range(0, slots, BS):
+        slot = start + tl.arange(0, BS)
+        at, ok = head * slots + slot, slot < slots
+        _copy(scores, old_scores, BACK, at, at, ok)
+        _copy(index, old_index, BACK, at, at, ok)
+        _copy(rank, old_rank, BACK, at, at, ok)
+        if longs is not None:
+            _copy(longs, old_longs, BACK, at, at, ok)
+    one = tl.arange(0, 1)
+    _copy(free, old_free, BACK, head + one, head + one, one == 0)
+    _copy(seen, old_seen, BACK, one, one, head + one == 0)

@@ -53,6 +53,7 @@ class GraphSteps:
         cache: its slots are written by the captured step.
         record: captures a call, by default as a CUDA graph.
         otherwise: takes the place of `forward` in a step that cannot be captured with it.
+        count: counts the tokens of a step, by default one of each row.
     """
 
     takes_prompts = False
@@ -63,7 +64,9 @@ class GraphSteps:
         cache: H2OCache,
         record: Callable[[Callable[[], Tensor]], Recording] = CudaRecording,
         otherwise: Callable[..., Any] | None = None,
+        count: Callable[[], None] | None = None,
     ) -> None:
+        self._count = count or cache.count_token
         self._forward, self._cache, self._record, self._otherwise = forward, cache, record, otherwise
         self._recording: Recording | None = None
         self._revision, self._warm, self._watched, self._failed = -1, 0, False, False
@@ -87,7 +90,7 @@ class GraphSteps:
             tensor.copy_(kwargs[name])
         with cache.writing():
             self._recording.replay()
-            cache.count_token()
+            self._count()
         return self._recording.logits.clone()
 
     @torch.inference_mode(False)  # inputs are written in place, later perhaps outside of it

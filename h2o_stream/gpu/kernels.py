@@ -73,6 +73,11 @@ class NewTokens(NamedTuple):
     out: Tensor
     heads: Tensor | None = None
 
+    def one(self, number: int, heads: Tensor | None) -> NewTokens:
+        """One of the tokens, for a head group."""
+        query, key, value, out = (x[:, :, number : number + 1] for x in self[:4])
+        return NewTokens(query, key, value, out, heads)
+
 
 @dataclass(frozen=True)
 class _Rules:

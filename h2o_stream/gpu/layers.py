@@ -1,7 +1,7 @@
-"""Runs the layers of a described model by a few kernels each: five, for one row of a Llama.
+"""Runs the layers of a described model by a few kernels each: five, for few rows of a Llama.
 
-Products of several rows are the library's; of one row they are `gemv_kernel`, which takes norms, gates and residuals
-with it. Weights stay where the model has them.
+Products of more rows are the library's; of few rows they are `gemv_kernel`, which takes norms, gates and residuals with
+it. Weights stay where the model has them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from h2o_stream.gpu.matrices import (
     multiply,
     overlapping,
 )
-from h2o_stream.gpu.packed import BlockMatrix
+from h2o_stream.gpu.packed import FEW, BlockMatrix
 from h2o_stream.gpu.products import experts_kernel, experts_out_kernel, gate_kernel, norm_kernel, route_kernel
 from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, NormKind, Scoring
 from h2o_stream.native.attention import Attention, HeadOffsets
@@ -132,13 +132,13 @@ class Residual:
         self._after = NO_NORM
 
     @property
-    def one_row(self) -> bool:
-        """Whether products are with a vector."""
-        return len(self.x) == 1
+    def few_rows(self) -> bool:
+        """Whether products take norms and residuals with them."""
+        return len(self.x) <= FEW
 
     def normed(self, norm: Norm) -> tuple[Tensor, Norm]:
         """The stream under a norm, and that norm if the product has to apply it."""
-        if self.one_row and self._added is None and (not norm.kind or in_products(norm)):
+        if self.few_rows and self._added is None and (not norm.kind or in_products(norm)):
             return self.x, norm
         out = self._fold(norm)
         return (self.x if out is None else out), NO_NORM
@@ -147,7 +147,7 @@ class Residual:
         """Add a product [rows, *] with a matrix, under a norm."""
         if self._added is not None:
             self._fold(NO_NORM)
-        if self.one_row and not after.kind:
+        if self.few_rows and not after.kind:
             self.x = gemv([matrix], x, added=self.x, add_scale=self.scale)
         else:
             self._added, self._after = multiply([matrix], x), after
@@ -242,7 +242,7 @@ def logits_of(description: Description, stream: Residual, rows: Tensor | None = 
 def _inner(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
     """[rows, inner], what the last matrix of an MLP is multiplied with."""
     activation = int(mlp.activation)
-    if len(x) == 1:
+    if len(x) <= FEW:
         matrices = [mlp.gate, mlp.up] if mlp.gate else [mlp.up]
         return gemv(matrices, x, norm, gated=mlp.gate is not None, activation=activation)
     gate, up = (multiply([matrix], x) if matrix else None for matrix in (mlp.gate, mlp.up))

@@ -1,4 +1,4 @@
-"""Products with the matrices of a description, of one row by kernels of ours and of several by the library's."""
+"""Products with the matrices of a description, of few rows by kernels of ours and of more by the library's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_stream.gpu import available
-from h2o_stream.gpu.packed import BlockMatrix, dense_product, multiply_blocks, product_of_rows
+from h2o_stream.gpu.packed import FEW, BlockMatrix, dense_product, multiply_blocks, product_of_rows
 from h2o_stream.gpu.products import gate_kernel, gemv_kernel
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.description import Matrix, Norm
@@ -29,8 +29,8 @@ def rows_of(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(matrices: Sequence[Matrix], x: Tensor, norm: Norm = NO_NORM, dtype: torch.dtype | None = None) -> Tensor:
-    """[rows, *] products of x [rows, K] with matrices below each other; with the norm, for one row."""
-    if len(x) == 1:
+    """[rows, *] products of x [rows, K] with matrices below each other; with the norm, for few rows."""
+    if len(x) <= FEW:
         return gemv(matrices, x, norm, dtype=dtype)
     assert not norm.kind
     products = []
@@ -52,15 +52,15 @@ def gemv(
     activation: int = -1,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[1, N] for one row; see `gemv_kernel`."""
+    """[M, N] for few rows, the same as of each alone; see `gemv_kernel`."""
     rows = [matrix.rows for matrix in matrices]
-    out = torch.empty(1, rows[0] if gated else sum(rows), dtype=dtype or x.dtype, device=x.device)
+    out = torch.empty(len(x), rows[0] if gated else sum(rows), dtype=dtype or x.dtype, device=x.device)
     rest = norm, added, add_scale, activation
     if gated and _is_alike(matrices):
         _product(matrices, x, out, True, *rest)
     elif gated:  # of two kinds
         gate, up = (gemv([matrix], x, norm) for matrix in matrices)
-        gate_kernel[1, triton.cdiv(rows[0], GATE_COLUMNS)](
+        gate_kernel[len(x), triton.cdiv(rows[0], GATE_COLUMNS)](
             gate, up, out, rows[0], ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)
         )
     elif len(matrices) <= 3 and _is_alike(matrices) and not isinstance(matrices[0], BlockMatrix):
@@ -86,12 +86,14 @@ def _product(
         return
     rows, columns = [matrix.rows for matrix in matrices], matrices[0].columns
     lines, most, warps = (4, 2048, 8) if added is None and not gated else (2, 4096 if columns <= 4096 else 2048, 4)
+    if len(x) > 2:
+        lines //= 2  # registers hold as many sums as vectors
     while any(size % lines for size in rows):
         lines //= 2
     weights, biases = ([getattr(m, name) for m in matrices] + [None] * (3 - len(rows)) for name in ("weights", "bias"))
     gemv_kernel[(out.shape[1] // lines,)](
-        x, *weights, *biases, norm.weight, added, out, rows[0], rows[1] if len(rows) > 1 else 0, norm.epsilon,
-        matrices[0].scale, add_scale, K=columns, GATED=gated, ACTIVATION=activation, BN=lines,
+        x, *weights, *biases, norm.weight, added, out, rows[0], rows[1] if len(rows) > 1 else 0, out.stride(0),
+        norm.epsilon, matrices[0].scale, add_scale, M=len(x), K=columns, GATED=gated, ACTIVATION=activation, BN=lines,
         BK=column_block(columns, most), num_warps=warps, **overlapping(x),
     )  # fmt: skip
 

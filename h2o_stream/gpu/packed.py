@@ -28,7 +28,10 @@ _GROUP = 32
 _TILES, _MAX_WARPS = 3, 16
 """Groups of a row that a thread may have of a product with a vector, and warps of a program that does."""
 
-_FEW, _MANY_LINES, _MANY_GROUPS = 64, 32, 8
+FEW = 4
+"""Vectors that are multiplied as if each were alone, in the registers of one kernel."""
+
+_SOME, _MANY_LINES, _MANY_GROUPS = 64, 32, 8
 """Vectors that a matrix is multiplied by as it is in blocks, and lines and groups of a program then."""
 
 _UNPACKED_LINES, _UNPACKED_GROUPS = 4, 64
@@ -81,7 +84,7 @@ def multiply_blocks(
     activation: int = -1,
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Write the product with a vector [1, K] to out [1, N]: of a `BlockMatrix`, or of gates and another one."""
+    """Write products with few vectors [M, K] to out [M, N]: of a `BlockMatrix`, or of gates and another one."""
     matrix, second = matrices[0], matrices[1] if len(matrices) > 1 else None
     warps, tiles = _shape(matrix.columns // _GROUP)
     # As registers allow, also for how many of these programs a processor runs at once.
@@ -93,9 +96,9 @@ def multiply_blocks(
     with available.on(x.device):
         blocks_gemv_kernel[(programs,)](
             x, *matrix.planes, *(second.planes if second else [None] * 3), matrix.bias, second and second.bias,
-            norm.weight, added, out, batches, offset_bits(matrix.type), norm.epsilon, matrix.scale, add_scale,
-            K=matrix.columns, GATED=second is not None, ACTIVATION=activation, TYPE=int(matrix.type), J=32 * warps,
-            TILES=tiles, BN=lines, num_warps=warps, **(options or {"PDL": False}),
+            norm.weight, added, out, batches, out.stride(0), offset_bits(matrix.type), norm.epsilon, matrix.scale,
+            add_scale, M=len(x), K=matrix.columns, GATED=second is not None, ACTIVATION=activation,
+            TYPE=int(matrix.type), J=32 * warps, TILES=tiles, BN=lines, num_warps=warps, **(options or {"PDL": False}),
         )  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def dense_product(matrix: Matrix, weights: Tensor, x: Tensor) -> Tensor:
 
 def product_of_rows(matrix: BlockMatrix, x: Tensor) -> Tensor:
     """[n, rows] products with vectors [n, columns]; of many, or in float32, which fills registers, after unpacking."""
-    if len(x) > _FEW or x.dtype == torch.float32:
+    if len(x) > _SOME or x.dtype == torch.float32:
         return dense_product(matrix, matrix.unpacked(x.dtype), x)
     out = x.new_empty(len(x), matrix.rows)
     with available.on(x.device):
@@ -144,11 +147,13 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        if x.numel() > self.in_features:
-            return product_of_rows(self.matrix(), x.flatten(0, -2)).view(*x.shape[:-1], -1)
-        out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype, device=x.device)
-        multiply_blocks([self.matrix()], x.contiguous(), out)
-        return out
+        rows = x.flatten(0, -2)
+        if len(rows) > FEW:
+            return product_of_rows(self.matrix(), rows).view(*x.shape[:-1], -1)
+        out = x.new_empty(len(rows), self.out_features)
+        if len(rows):
+            multiply_blocks([self.matrix()], rows.contiguous(), out)
+        return out.view(*x.shape[:-1], -1)
 
 
 class BlockEmbedding(nn.Module):

@@ -46,11 +46,13 @@ def finish(y, lines, added, out, scale, add_scale, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gemv_kernel(
-    x, weight, second, third, bias, second_bias, third_bias, norm, added, out, rows, second_rows, eps, scale, add_scale,
-    K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, second, third, bias, second_bias, third_bias, norm, added, out, rows, second_rows, stride, eps, scale,
+    add_scale, M: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Out = scale * (weight @ x + bias) for a vector x [K]; program: BN lines.
+    """Out = scale * (weight @ x + bias) for M vectors x [M, K], each as if alone; program: BN lines.
+
+    Rows of `out` and `added` are `stride` apart.
 
     Up to three matrices [*, K] below each other, of `rows`, `second_rows` and more lines, multiples of BN. With GATED
     `weight` are gates instead: out = activation(weight @ x) * (second @ x). ACTIVATION -1 is none. x is under an RMS
@@ -84,14 +86,15 @@ def gemv_kernel(
         w = tl.load(matrix + offset, mask=(cols < K)[None, :], other=0.0)
         if GATED:
             w2 = tl.load(second + offset, mask=(cols < K)[None, :], other=0.0)
-    acc = tl.zeros([BN, BK], tl.float32)
-    if GATED:
-        acc2 = tl.zeros([BN, BK], tl.float32)
-    squares = tl.zeros([BK], tl.float32)
+    zeros = tl.zeros([BN, BK], tl.float32)
+    acc, acc2, squares = (), (), ()
+    for _ in tl.static_range(M):
+        acc += (zeros,)
+        acc2 += (zeros,)
+        squares += (tl.zeros([BK], tl.float32),)
     if PDL:
         gdc_wait()
     for k in tl.static_range(0, K, BK):
-        v = tl.load(x + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
         if k + BK < K:  # the next block is loaded before this one is multiplied
             if K % BK == 0:
                 next_w = tl.load(matrix + offset + (k + BK))
@@ -102,28 +105,32 @@ def gemv_kernel(
                 next_w = tl.load(matrix + offset + (k + BK), mask=ok, other=0.0)
                 if GATED:
                     next_w2 = tl.load(second + offset + (k + BK), mask=ok, other=0.0)
-        if norm is not None:
-            squares += v * v
-            v *= tl.load(norm + k + cols, mask=k + cols < K, other=0.0)
-        acc += w.to(tl.float32) * v[None, :]
-        if GATED:
-            acc2 += w2.to(tl.float32) * v[None, :]
+        before, before2, squares_before = acc, acc2, squares
+        acc, acc2, squares = (), (), ()
+        for row in tl.static_range(M):
+            v = tl.load(x + row * K + k + cols, mask=k + cols < K, other=0.0).to(tl.float32)
+            squares += (squares_before[row] + v * v,)
+            if norm is not None:
+                v *= tl.load(norm + k + cols, mask=k + cols < K, other=0.0)
+            acc += (before[row] + w.to(tl.float32) * v[None, :],)
+            acc2 += (before2[row] + w2.to(tl.float32) * v[None, :] if GATED else zeros,)
         if k + BK < K:
             w = next_w
             if GATED:
                 w2 = next_w2
-    factor = 1.0
-    if norm is not None:
-        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-    y = tl.sum(acc, 1) * factor
-    if bias is not None:
-        y += tl.load(biases + line)
-    if GATED:
-        up = tl.sum(acc2, 1) * factor
-        if second_bias is not None:
-            up += tl.load(second_bias + line)
-        y = activated(y, ACTIVATION) * up
-    finish(y, lines, added, out, scale, add_scale, -1 if GATED else ACTIVATION)
+    for row in tl.static_range(M):
+        factor = 1.0
+        if norm is not None:
+            factor = 1.0 / tl.sqrt(tl.sum(squares[row], 0) / K + eps)
+        y = tl.sum(acc[row], 1) * factor
+        if bias is not None:
+            y += tl.load(biases + line)
+        if GATED:
+            up = tl.sum(acc2[row], 1) * factor
+            if second_bias is not None:
+                up += tl.load(second_bias + line)
+            y = activated(y, ACTIVATION) * up
+        finish(y, row * stride + lines, added, out, scale, add_scale, -1 if GATED else ACTIVATION)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,17 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.config import PREFILL_STEP_MAX
+from h2o_stream.gpu import available
 from h2o_stream.gpu.graphs import GraphSteps
 from h2o_stream.gpu.groups import limits_of, walks
+from h2o_stream.gpu.journal import Journal
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
 from h2o_stream.gpu.layers import in_order, logits_of, run, takes_rows
+from h2o_stream.gpu.lookahead import PASSES, GpuPasses
 from h2o_stream.gpu.matrices import rows_of
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
+from h2o_stream.native.lookahead import Passes
 from h2o_stream.native.model_guard import ModelGuard
 
 BLOCK, LANES = 2048, 4
@@ -71,6 +76,10 @@ class FusedSteps:
         self._sinks = [None if x.sink_logits is None else x.sink_logits.to(device) for x in attentions]
         self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in attentions]
         self._graphs = GraphSteps(self._step, cache) if captured else None
+        made = {size: GraphSteps(self._step, cache, count=lambda: None) for size in PASSES} if captured else {}
+        self._passes: dict[int, GraphSteps] = made
+        self._journal: Journal | None = None
+        self._journal_of = -1
         self._streams: list[torch.cuda.Stream] = []
 
     def use_float32(self) -> None:
@@ -150,22 +159,67 @@ class FusedSteps:
         return rows if scale == 1 else rows * scale
 
     def _step(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        """A forward of a token of each row [B, 1], which can be captured."""
+        """A forward of a token of each row [B, 1], or of several of one stream [1, Q], which can be captured.
+
+        Several are a pass: products of all at once, and attention and eviction of one after another.
+        """
+        rows, new = input_ids.shape
 
         def attend(number: int, _: Attention, projected: Tensor) -> Tensor:
             attention = self._attentions[number]
-            new, out = self._heads(number, projected, len(input_ids), 1)
+            heads, out = self._heads(number, projected, rows, new)
             query, key = attention.query_norm, attention.key_norm
             factor = attention.rope.scale if attention.rope else 1.0
             norms = Norms(query.weight, key.weight, query.epsilon, key.epsilon, factor)
             lengths = self.cache.tokens.lengths
             for group in self.cache.layers[number].head_groups:
-                of_group = new._replace(heads=group.heads)
-                self._kernels.step(group, of_group, self._transform(number, attention), lengths, norms)
+                for token in range(new):
+                    if token and self._journal:
+                        self._journal.note(group, token)
+                    self._kernels.step(
+                        group, heads.one(token, group.heads), self._transform(number, attention), lengths, norms
+                    )
             return out
 
         stream = run(self._description, self._embedded(input_ids), attend)
-        return SimpleNamespace(logits=logits_of(self._description, stream)[:, None])
+        return SimpleNamespace(logits=logits_of(self._description, stream).view(rows, new, -1))
+
+    # passes
+
+    def passes(self) -> Passes[Tensor] | None:
+        """Those of this stream, of models that take several rows."""
+        return GpuPasses(self) if self.takes_prompts else None
+
+    def pass_size(self, tokens: int) -> int:
+        """See `PassSteps`."""
+        cache = self.cache
+        fits = cache.steady and not cache.torn and len(cache.tokens.lengths) == 1
+        if not (fits and self._unchanged and self._can_step(1)):
+            return 0
+        return next((size for size in PASSES if size <= tokens), 0)
+
+    @torch.no_grad()
+    def run_pass(self, ids: Sequence[int]) -> Tensor:
+        """See `PassSteps`."""
+        cache = self.cache
+        if self._journal_of != cache.revision:
+            self._journal, self._journal_of = Journal(list(cache.head_groups), max(PASSES) - 1), cache.revision
+        tokens = torch.tensor([[*ids]], dtype=torch.int64, device=self._description.embedding.weights.device)
+        with available.on(tokens.device):
+            captured = self._passes.get(len(ids))
+            kwargs = {"input_ids": tokens, "position_ids": tokens}
+            logits = captured.logits(kwargs) if captured else None
+            if logits is None:
+                with cache.writing():
+                    logits = self._step(tokens).logits
+        return logits[0].to(getattr(torch, self._description.logits_dtype)).float()
+
+    @torch.no_grad()
+    def take_back(self, count: int, kept: int) -> None:
+        """See `PassSteps`."""
+        assert self._journal
+        with available.on(self._description.embedding.weights.device), self.cache.writing():
+            self._journal.take_back(count, kept)
 
     def _in_blocks(self, tokens: Tensor, keep: int) -> Tensor:
         """[B, keep, V]: a layer takes the blocks of a prompt in order, and each block the layers in order."""

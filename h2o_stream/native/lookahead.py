@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 from weakref import WeakMethod
 
 import numpy
 from numpy.typing import NDArray
 
 from h2o_stream import config
+from h2o_stream.cache.slot_cache import SlotCache
 from h2o_stream.native.pointers import pointer
 from h2o_stream.native.stepper import Stepper
 
+Row = TypeVar("Row")
+"""Logits [V] float32 of a token."""
 
-class Lookahead:
+
+class Passes(ABC, Generic[Row]):
     """Passes of one stream: a token and guesses go through the model together, as if one after another.
 
     The cache counts tokens as they are said; what else changes it, or reads all of it, takes the guesses back first.
 
     Attributes:
         tokens: the guesses that are in the slots.
-        logits: [n, V] float32, for those after some tokens of a pass.
     """
 
-    def __init__(self, stepper: Stepper) -> None:
-        self._stepper, self._native, self._cache = stepper, stepper.native, stepper.cache
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
         self.tokens: Sequence[int] = ()
-        self._taken, self._begun, self._bytes_per_guess = 0, False, 0
-        self.logits = self._new_logits()
+        self._taken, self._begun = 0, False
         weak = WeakMethod(self.take_back)
-        stepper.cache.take_back = lambda: (take_back := weak()) and take_back()
+        cache.take_back = lambda: (take_back := weak()) and take_back()
 
-    def take(self, token: int, guesses: Sequence[int]) -> NDArray[numpy.float32] | None:
+    def take(self, token: int, guesses: Sequence[int]) -> Row | None:
         """Take a token and what may follow it through the model, and count the token.
 
         Returns:
@@ -41,21 +45,12 @@ class Lookahead:
         self.take_back()
         ids = [token, *guesses[: self._max_guesses]]
         ids = ids[: self._cache.steps_ahead(len(ids))]
-        if len(ids) < 2:
+        if len(ids) < 2 or not (taken := self._begin(ids)):
             return None
-        self._cache.prepare(len(ids))
-        rows = self._stepper.begin_pass(numpy.array(ids, numpy.int64))
-        if rows is None:
-            return None
-        with self._cache.writing():
-            failed = self._native.h2o_pass(self._stepper.handle, rows.ctypes.data, len(rows), self._stepper.threads)
-        if failed:  # out of memory
-            return None
-        self._bytes_per_guess = self._native.h2o_pass_bytes(self._stepper.handle) // (len(ids) - 1)
-        self.tokens, self._taken, self._begun = ids[1:], 0, True
+        self.tokens, self._taken, self._begun = ids[1:taken], 0, True
         return self._count()
 
-    def next(self, token: int) -> NDArray[numpy.float32] | None:
+    def next(self, token: int) -> Row | None:
         """Count a token that is in the slots already: the logits [V] after it; None if it is not the one guessed."""
         if not self.tokens or self.tokens[0] != token:
             return None
@@ -65,8 +60,54 @@ class Lookahead:
     def take_back(self) -> None:
         """Bring the slots back to what was said, and recurrent states to where it ends."""
         if self._begun:
-            self._begun, self.tokens = False, ()
-            self._native.h2o_pass_keep(self._stepper.handle, self._taken + 1, self._stepper.threads)
+            count, self._begun, self.tokens = self._taken + 1 + len(self.tokens), False, ()
+            self._keep(count, self._taken + 1)
+
+    @property
+    @abstractmethod
+    def _max_guesses(self) -> int:
+        """How many guesses a pass can have."""
+
+    @abstractmethod
+    def _begin(self, ids: Sequence[int]) -> int:
+        """Take the first tokens through the model, and count none. Returns how many; 0: nothing was touched."""
+
+    @abstractmethod
+    def _keep(self, count: int, kept: int) -> None:
+        """Take back those of the last pass's `count` tokens that come after the first ones."""
+
+    @abstractmethod
+    def _count(self) -> Row:
+        """Count a token of the pass; the logits after it."""
+
+
+class Lookahead(Passes[NDArray[numpy.float32]]):
+    """Passes of a native stepper.
+
+    Attributes:
+        logits: [n, V] float32, for those after some tokens of a pass.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        super().__init__(stepper.cache)
+        self._stepper, self._native = stepper, stepper.native
+        self._bytes_per_guess = 0
+        self.logits = self._new_logits()
+
+    def _begin(self, ids: Sequence[int]) -> int:
+        self._cache.prepare(len(ids))
+        rows = self._stepper.begin_pass(numpy.array(ids, numpy.int64))
+        if rows is None:
+            return 0
+        with self._cache.writing():
+            failed = self._native.h2o_pass(self._stepper.handle, rows.ctypes.data, len(rows), self._stepper.threads)
+        if failed:  # out of memory
+            return 0
+        self._bytes_per_guess = self._native.h2o_pass_bytes(self._stepper.handle) // (len(ids) - 1)
+        return len(ids)
+
+    def _keep(self, count: int, kept: int) -> None:
+        self._native.h2o_pass_keep(self._stepper.handle, kept, self._stepper.threads)
 
     def release(self) -> None:
         """Free what passes and steps have allocated."""

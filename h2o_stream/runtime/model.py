@@ -131,6 +131,7 @@ class ServedRuntime:
     context: int | None
     learned_positions: int | None = None
     device = "cpu"
+    pass_s: float | None = None
     stepper: Stepper
 
     def __init__(self, model: RuntimeModel, cache: SlotCache) -> None:
