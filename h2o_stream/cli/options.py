@@ -203,6 +203,9 @@ SAMPLING = Group(
 )
 
 
+RECALL = Option("Read evicted passages again when a message asks for them; wide: in other words, too.")
+
+
 def settings_group(default_recall: RecallMode) -> Group[Settings]:
     """The options of a conversation's settings. The default of ``--recall`` is the command's."""
 
@@ -230,7 +233,7 @@ def settings_group(default_recall: RecallMode) -> Group[Settings]:
         ),
         system_file=Option("Read it from a file, or from a named one in prompts/."),
         json_schema=Option("Every reply is JSON that this file's JSON schema describes."),
-        recall=Option("Read evicted passages again when a message asks for them; wide: in other words, too."),
+        recall=RECALL,
         speculate=Option("Guess tokens from what was said before, where that is faster; replies are the same."),
         think=Option("Draw thinking as it comes, folded to a line, or not at all; off: not to think."),
         at_context=Option("Absolute positions past the model's context: continue, or stop there."),

@@ -10,7 +10,7 @@ from typing import Any
 from h2o_stream.base.options import Option, parse_bytes
 from h2o_stream.cli import run
 from h2o_stream.cli.groups import Group
-from h2o_stream.cli.options import CACHE, MODEL, OUTPUT, OutputOptions
+from h2o_stream.cli.options import CACHE, MODEL, OUTPUT, RECALL, OutputOptions
 from h2o_stream.config import CHAT_RECALL, CacheConfig, ModelConfig, RecallMode, ServeConfig
 
 app = run.app("H2O")
@@ -72,7 +72,7 @@ def _conversation(recall: RecallMode = CHAT_RECALL, think: bool | None = None) -
 CONVERSATION = Group(
     _conversation,
     "Conversation",
-    recall=Option("Read evicted passages again when a message asks for them; wide: in other words, too."),
+    recall=RECALL,
     think=Option("Let the model think or not. (default: the template's)", "--think/--no-think"),
 )
 
