@@ -99,7 +99,7 @@ def test_what_a_grammar_leaves_is_guessed(
     monkeypatch.setattr("h2o_stream.serve.grammar_client._FORESEE_S", 60.0)
     engines = [opened(mode, SamplingConfig(0.0, seed=5, max_tokens=40)) for mode in ("auto", "off")]
     values = served_embedded.tokenizer, engines[0].end_tokens, engines[0].served.vocabulary
-    grammars = Grammars(*values)
+    grammars = Grammars(*values, kept=2)
     for engine in engines:
         engine.grammar = asyncio.run(grammars.make(SCHEMA, None)) if aside else Grammar(*values, SCHEMA)
     texts = ["".join(event.text for event in engine.decode()) for engine in engines]
