@@ -67,7 +67,8 @@ def _goes_on(server: Running) -> Iterator[None]:
     server.say("Are you there?")
     running, conversations = server.service.worker, server.service.conversations
     assert running._thread.is_alive()
-    assert (running._jobs, running._endings.saving, conversations.busy, server.service.active) == ([], 0, set(), 0)
+    wait_for(lambda: (running._endings.saving, conversations.busy) == (0, set()))
+    assert (running._jobs, server.service.active) == ([], 0)
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> list[Any]:
