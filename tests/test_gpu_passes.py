@@ -76,21 +76,21 @@ def test_as_steps_and_taken_back(name: str, policy: str) -> None:
     """Logits and states are those of single steps, bit for bit, wherever the first wrong guess is."""
     family = next((family for family in FAMILIES if family.name == name), None)
     model = family.make() if family else make_llama(groups=2, layers=1)
-    config, said = CacheConfig(policy, window=24, chunk=16), tokens(10, seed=3)[0].tolist()
+    config, ids = CacheConfig(policy, window=24, chunk=16), tokens(10, seed=3)[0].tolist()
     with stream(model, config) as (cache, _):
-        steps = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in said]
+        steps = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in ids]
         wanted = cache.state_dict()
     with stream(model, config) as (cache, passes):
         got, wrong = list[torch.Tensor](), count(1)
-        while len(got) < len(said):
+        while len(got) < len(ids):
             at = len(got)
-            if (logits := passes.next(said[at])) is None:
-                guesses, right = said[at + 1 : at + 4], next(wrong) % 4
+            if (logits := passes.next(ids[at])) is None:
+                guesses, right = ids[at + 1 : at + 4], next(wrong) % 4
                 guesses[right:] = [(token + 1) % 50 for token in guesses[right:]]
-                logits = passes.take(said[at], guesses)
+                logits = passes.take(ids[at], guesses)
                 if logits is None:
                     assert len(guesses) == 0
-                    logits = model(torch.tensor([[said[at]]]), past_key_values=cache).logits[0, -1]
+                    logits = model(torch.tensor([[ids[at]]]), past_key_values=cache).logits[0, -1]
             got.append(logits.clone())
         assert all(map(torch.equal, got, steps))
         assert equal_states(cache.state_dict(), wanted)
@@ -104,7 +104,7 @@ def test_replies_are_the_same(monkeypatch: pytest.MonkeyPatch, served_embedded: 
         at = len(tokens) - len(start)
         yield [Guess(reply[i] if i % 4 else 3, 10) for i in range(at, min(at + 3, len(reply)))]
 
-    monkeypatch.setattr(Speculation, "_count", lambda _, most: most)
+    monkeypatch.setattr(Speculation, "_count", lambda _, max_guesses: max_guesses)
     monkeypatch.setattr("h2o_stream.engine.speculation.followers", followers)
     states, passes = [], []
     for mode in ("off", "auto"):
@@ -123,7 +123,7 @@ def test_replies_are_the_same(monkeypatch: pytest.MonkeyPatch, served_embedded: 
 
 def test_passes_are_captured(recorded: type[Recording]) -> None:  # noqa: F811
     """By a graph for this number of tokens; replays go on exactly."""
-    model, said = make_llama(groups=2, layers=1), tokens(24, seed=3)[0].tolist()
+    model, ids = make_llama(groups=2, layers=1), tokens(24, seed=3)[0].tolist()
     config = CacheConfig(window=24, chunk=16, budgets="equal")
     results = []
     for captured in (False, True):
@@ -131,12 +131,12 @@ def test_passes_are_captured(recorded: type[Recording]) -> None:  # noqa: F811
             if not captured:
                 model.forward.stepper._passes.clear()
             logits, at = [], 0
-            while at < len(said):
-                row = passes.next(said[at])
+            while at < len(ids):
+                row = passes.next(ids[at])
                 if row is None:
-                    guesses = [*said[at + 1 : at + 3], 1]
-                    row = passes.take(said[at], guesses)
-                    row = model(torch.tensor([[said[at]]]), past_key_values=cache).logits[0, -1] if row is None else row
+                    guesses = [*ids[at + 1 : at + 3], 1]
+                    row = passes.take(ids[at], guesses)
+                    row = model(torch.tensor([[ids[at]]]), past_key_values=cache).logits[0, -1] if row is None else row
                 logits.append(row.clone())
                 at += 1
             results.append((logits, cache.state_dict()))

@@ -63,24 +63,24 @@ def test_numbers_of_a_table_are_never_cut(width: int) -> None:
 class TestVerdicts:
     def test_loss_at_equal_bytes(self) -> None:
         added = {"full": None, "h2o": 0.01234, "sink": 0.0611, "random": 0.09, "recent": 0.5, "tova": 0.04}
-        found = [
+        rates = [
             {"policy": policy, "window": 500, "cache_size": 6 << 20, "to_full": mean and {"mean": mean}}
             for policy, mean in added.items()
         ]
-        assert loss(found) == (
+        assert loss(rates) == (
             "At 6 MiB, h2o loses 0.012 nats per token against the full cache, sink loses 0.061 and recent loses 0.5."
         )
-        assert loss(found[:1]) == "", "nothing was compared"
+        assert loss(rates[:1]) == "", "nothing was compared"
 
     def test_decoding_is_compared_at_a_history_that_all_reached(self) -> None:
         def at(engine: str, policy: str, history: int, speed: float) -> dict[str, Any]:
             name = f"{engine} {policy}".strip()
-            held = {"dtype": "bfloat16", "quantize": "auto" if policy else "none"}
-            return {"engine": engine, "name": name, "policy": policy, "history": history, "decode_tok_s": speed, **held}
+            rest = {"dtype": "bfloat16", "quantize": "auto" if policy else "none"}
+            return {"engine": engine, "name": name, "policy": policy, "history": history, "decode_tok_s": speed, **rest}
 
-        found = [at("h2o-stream", "h2o", 256, 90), at("h2o-stream", "h2o", 2048, 84), at("h2o-stream", "h2o", 8192, 80)]
-        found += [at("llama.cpp", "", 256, 70), at("llama.cpp", "", 2048, 35)]
-        assert decoding(found) == (
+        rates = [at("h2o-stream", "h2o", 256, 90), at("h2o-stream", "h2o", 2048, 84), at("h2o-stream", "h2o", 8192, 80)]
+        rates += [at("llama.cpp", "", 256, 70), at("llama.cpp", "", 2048, 35)]
+        assert decoding(rates) == (
             "After 2,048 tokens, h2o-stream h2o decodes 84 tokens/s, 2.4 times llama.cpp's (bfloat16)."
         )
-        assert decoding(found[:1] + found[4:]) == "", "no history in common"
+        assert decoding(rates[:1] + rates[4:]) == "", "no history in common"

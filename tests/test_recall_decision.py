@@ -122,7 +122,7 @@ GERMAN, FRENCH = "Meine Schwester Clara arbeitet als Zahnärztin.", "Ma sœur Ca
 CHINESE = "我的航班周四早上七点起飞。"
 
 
-@pytest.mark.parametrize(("said", "question", "recalled"), [
+@pytest.mark.parametrize(("turns", "question", "recalled"), [
     ([GATE, SISTER, PASTE], "What is the code of the garden gate?", [GATE]),
     ([GATE, SISTER, PASTE], "What does my sister Clara work as?", [SISTER]),
     ([CAT, PASTE], "When does the museum in Lisbon open?", []),
@@ -137,9 +137,9 @@ CHINESE = "我的航班周四早上七点起飞。"
     ([CHINESE, PASTE], "我的航班几点起飞？", [CHINESE]),
 ])  # fmt: skip
 def test_found_in_the_same_words(
-    chat: Chat, said: list[str | tuple[str, str]], question: str, recalled: list[str]
+    chat: Chat, turns: list[str | tuple[str, str]], question: str, recalled: list[str]
 ) -> None:
-    for turn in said:
+    for turn in turns:
         chat.say(*([turn] if isinstance(turn, str) else turn))
     assert chat.recalled(question) == recalled
 

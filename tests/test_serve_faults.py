@@ -431,12 +431,12 @@ def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_schemas_of_one_owner_do_not_keep_another_waiting() -> None:
     """Places go round; whoever leaves while waiting loses none."""
-    found, places = list[str](), Places(1)
+    served, places = list[str](), Places(1)
 
     async def ask(owner: str) -> None:
         await places.take(owner)
         await asyncio.sleep(0)
-        found.append(owner)
+        served.append(owner)
         places.leave()
 
     async def all_of_them() -> None:
@@ -447,12 +447,12 @@ def test_schemas_of_one_owner_do_not_keep_another_waiting() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(all_of_them())
-    assert (found, places.free, places.crowded) == (["a", "b", "a", "b", "a"], 1, False)
+    assert (served, places.free, places.crowded) == (["a", "b", "a", "b", "a"], 1, False)
 
 
 def test_no_more_grammars_than_replies(tmp_path: Path, tiny_folder: Path) -> None:
     """Each has a process and a descriptor, also while its request waits. Further ones come in their turn."""
-    most, done = 0, threading.Event()
+    max_children, done = 0, threading.Event()
     with Running(tmp_path, tiny_folder, running=2, awake=4) as server:
         server.say("A number?", **form({"const": 1}))
         process = server.service.grammars._process
@@ -460,9 +460,9 @@ def test_no_more_grammars_than_replies(tmp_path: Path, tiny_folder: Path) -> Non
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
         def count() -> None:
-            nonlocal most
+            nonlocal max_children
             while not done.wait(0.005):
-                most = max(most, len(children.read_text().split()))
+                max_children = max(max_children, len(children.read_text().split()))
 
         with ThreadPoolExecutor(9) as executor:
             counting = executor.submit(count)
@@ -471,7 +471,7 @@ def test_no_more_grammars_than_replies(tmp_path: Path, tiny_folder: Path) -> Non
             done.set()
             counting.result()
         wait_for(lambda: server.service.grammars.kept.free == 2)
-    assert 1 <= most <= 3  # one may be on its way out
+    assert 1 <= max_children <= 3  # one may be on its way out
 
 
 def test_grammars_have_a_limit_of_memory_together(
@@ -611,12 +611,12 @@ def test_a_long_opening_is_read_once_where_nobody_waits(
     with Running(tmp_path, long_folder, awake=1, running=1) as running:
         monkeypatch.setattr(tokenizer, "encode", noting)
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "Are you?"}]
-        said = running.say(messages=messages)
+        answer = running.say(messages=messages)
         assert threads == ["h2o-aside", "h2o-read"]
         threads.clear()
         running.say("Go to sleep.")
         running.service.conversations.templates._kept.clear()  # as after a restart
-        more = [{"role": "assistant", "content": reply(said)}, {"role": "user", "content": "And now?"}]
+        more = [{"role": "assistant", "content": reply(answer)}, {"role": "user", "content": "And now?"}]
         assert running.say(messages=messages + more)["h2o"]["turns_known"] == 1
         assert threads == ["h2o-read"]
 

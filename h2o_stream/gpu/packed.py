@@ -189,12 +189,12 @@ def keep_blocks(model: Any, blocks_of: Callable[[str], tuple[NDArray[numpy.uint8
         if type(module) not in (nn.Linear, nn.Embedding) or id(module) != module_id:
             continue
         tied = module is head and module.weight is getattr(embedding, "weight", None)
-        found = blocks_of(f"{names[id(embedding)] if tied else name}.weight")
-        if found is None or found[1] not in TYPES:
+        stored = blocks_of(f"{names[id(embedding)] if tied else name}.weight")
+        if stored is None or stored[1] not in TYPES:
             continue
-        weight, kind = module.weight.detach(), found[1]
+        weight, kind = module.weight.detach(), stored[1]
         rows, columns = weight.shape
-        packed = repacked(found[0], kind, weight.device, weight)
+        packed = repacked(stored[0], kind, weight.device, weight)
         if packed is None:
             continue
         if module is embedding:

@@ -98,10 +98,22 @@ def _watch(begun: dict[int, int], max_bytes: int) -> None:
 
 def _resident(process: int | str) -> int:
     """Bytes of a process in memory, without those of files; 0 if it has ended, or cannot be seen."""
-    with suppress(OSError, ValueError), open(f"/proc/{process}/statm") as file:  # noqa: PTH123
-        _, pages, shared, *_ = map(int, file.read().split())
-        return (pages - shared) * resource.getpagesize()
+    with suppress(OSError):
+        _, pages, shared = _memory(process)
+        return pages - shared
     return 0
+
+
+def _memory(process: int | str) -> Sequence[int]:
+    """Bytes that a process has mapped, those of them in memory, and those of files among these; zeros but on Linux.
+
+    Raises:
+        OSError: it has ended, or cannot be seen.
+    """
+    if sys.platform != "linux":
+        return 0, 0, 0
+    with open(f"/proc/{process}/statm") as file:  # noqa: PTH123
+        return [int(pages) * resource.getpagesize() for pages in file.read().split()[:3]]
 
 
 def _serve(client: Connection, tokenizer: Any, added: Mapping[int, str]) -> None:
@@ -143,11 +155,8 @@ def _serve(client: Connection, tokenizer: Any, added: Mapping[int, str]) -> None
 
 
 def _limit(seconds: int) -> None:
-    with open("/proc/self/statm") if sys.platform == "linux" else open(os.devnull) as file:  # noqa: PTH123
-        pages = int((file.read().split() or ["0"])[0])
-    memory = pages * resource.getpagesize() + MAX_BYTES
-    if pages:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    if mapped := _memory("self")[0]:
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + MAX_BYTES, mapped + MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, REPLY_S))
 

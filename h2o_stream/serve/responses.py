@@ -83,8 +83,8 @@ def parse_response(body: Mapping[str, Any], service: Service, owner: str = "") -
         system_before = service.conversations.system_before(after, owner)
         if instructions not in (None, system_before):
             raise wrong("instructions", instructions, "those of the previous response; they cannot change")
-    form = (field(body, "text", dict) or {}).get("format")
-    sampled = parse_sampled({**body, "text.format": form}, service.limits, ("max_output_tokens",), None)
+    text_format = (field(body, "text", dict) or {}).get("format")
+    sampled = parse_sampled({**body, "text.format": text_format}, service.limits, ("max_output_tokens",), None)
     if (truncation := field(body, "truncation", str)) not in (None, "auto", "disabled"):
         raise wrong("truncation", truncation, "auto or disabled; the input is read whole either way")
     _check_metadata(body.get("metadata"))

@@ -17,7 +17,6 @@ from h2o_stream.engine.grammar import Grammar
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.loading.loading import load_model
 from h2o_stream.models.loaded import LoadedModel, short_name
-from h2o_stream.models.turn_tokens import end_tokens
 from h2o_stream.serve.access import Access
 from h2o_stream.serve.aside import LONG, aside
 from h2o_stream.serve.conversations import Conversations
@@ -91,8 +90,8 @@ class Service:
         self.metrics, self.access = Metrics(), Access(config)
         self.conversations = Conversations(model, config, self.store)
         self.worker = Worker(model, self.conversations, config.running, config.timeout_s, self.metrics)
-        self._ends = end_tokens(model.model.generation, model.tokenizer)
-        self.grammars = Grammars(model.tokenizer, self._ends, self.vocabulary, config.running)
+        ends = self.conversations.templates.end_tokens
+        self.grammars = Grammars(model.tokenizer, ends, self.vocabulary, config.running)
         self.active = self.body_bytes = 0
 
     def start(self) -> None:

@@ -18,16 +18,21 @@ class Templates:
 
     Args:
         model: model of the runtime.
+
+    Attributes:
+        end_tokens: tokens that end a reply.
     """
 
     def __init__(self, model: LoadedModel) -> None:
-        self._model, self._ends = model, end_tokens(model.model.generation, model.tokenizer)
+        self._model, self.end_tokens = model, end_tokens(model.model.generation, model.tokenizer)
         self._kept = dict[str, ChatTemplate]()
 
     def make(self, options: Options, system: str | None) -> ChatTemplate:
         """The template of conversations with these options and this system prompt, None for the model's."""
         system = self._model.system if system is None else system
-        return ChatTemplate(self._model.tokenizer, system, self._ends, options.thinking, options.tools, options.effort)
+        return ChatTemplate(
+            self._model.tokenizer, system, self.end_tokens, options.thinking, options.tools, options.effort
+        )
 
     def get(self, first: str, options: Options, system: str | None) -> ChatTemplate:
         """The same with the tokens of its opening; `first` is the hash of conversations without turns."""

@@ -41,12 +41,12 @@ def test_tokens_that_differ_are_found(file: Path, monkeypatch: pytest.MonkeyPatc
     """Which of them are called special is no difference."""
 
     def changed(*args: Any, **kwargs: Any) -> Any:
-        found = load(*args, **kwargs)
-        rules = json.loads(found.tokenizer.backend_tokenizer.to_str())
+        loaded = load(*args, **kwargs)
+        rules = json.loads(loaded.tokenizer.backend_tokenizer.to_str())
         for token in rules["added_tokens"]:
             token["special"] = not token["special"]
-        found.tokenizer._tokenizer = Tokenizer.from_str(json.dumps(rules | normalizer))
-        return found
+        loaded.tokenizer._tokenizer = Tokenizer.from_str(json.dumps(rules | normalizer))
+        return loaded
 
     monkeypatch.setattr("h2o_stream.loading.transformers_model.load", changed)
     options = CertifyOptions(str(file), ModelConfig(dtype=DTYPE))

@@ -1,4 +1,4 @@
-"""Facts that are told and asked for: distances, answers and their rates."""
+"""Facts that are fed and asked for: distances, answers and their rates."""
 
 from collections import Counter
 from pathlib import Path
@@ -38,13 +38,13 @@ class TestFacts:
         with pytest.raises(ConfigError, match="lower --facts"):
             read_facts(31)
 
-    @pytest.mark.parametrize(("reply", "told"), [
+    @pytest.mark.parametrize(("reply", "has_value"), [
         ("It is 407.", True), ("in room 407, I think", True), ("IT IS ROOM 407B", False), ("4070", False),
         ("1,407 rooms", False), ("407.5", False), ("Your hotel is the casa amarela!", True), ("Casa Amarelas", False),
         ("", False),
     ])  # fmt: skip
-    def test_values_are_whole_words(self, reply: str, told: bool) -> None:
-        assert tells(reply, ("407", "Casa Amarela")) == told
+    def test_values_are_whole_words(self, reply: str, has_value: bool) -> None:
+        assert tells(reply, ("407", "Casa Amarela")) == has_value
 
     def test_an_older_value_is_wrong_and_so_is_a_fact_in_place_of_nothing(self) -> None:
         facts = read_facts(2)
@@ -76,11 +76,11 @@ class TestFactStream:
         for distance, answer in answers:
             assert distance <= answer.tokens <= (distance + 4 if distance > 8 else 45)
             assert (answer.margin is None) == (answer.kind == "never")
-        said = tokenizer.decode(list(conversation.engine.tokens))
-        assert said.count("Thank you") == 2
-        assert not any(fact.same in said or fact.other in said for fact in facts)
-        told = [said.index(fact.statement) for fact in facts]
-        assert told == sorted(told)
+        text = tokenizer.decode(list(conversation.engine.tokens))
+        assert text.count("Thank you") == 2
+        assert not any(fact.same in text or fact.other in text for fact in facts)
+        places = [text.index(fact.statement) for fact in facts]
+        assert places == sorted(places)
         conversation.engine.close()
 
     def test_an_update_is_told_after_the_next_facts_and_asked_for(self, talker: Any, tokenizer: Any) -> None:
@@ -89,8 +89,8 @@ class TestFactStream:
         assert Counter((distance, answer.kind) for distance, answer in answers) == {
             (distance, "contradicted"): 3 for distance in (8, 64)
         }
-        said = tokenizer.decode(list(conversation.engine.tokens))
-        assert said.index(facts[1].statement) < said.index(facts[0].update) < said.index(facts[1].update)
+        text = tokenizer.decode(list(conversation.engine.tokens))
+        assert text.index(facts[1].statement) < text.index(facts[0].update) < text.index(facts[1].update)
         conversation.engine.close()
 
     def test_beyond_the_limit_nothing_is_asked(self, talker: Any, tokenizer: Any) -> None:
@@ -141,7 +141,7 @@ class TestRates:
         assert list(rates) == [("same", 64), ("same", 1024), ("other", 64)]
         assert rates["same", 64]["accuracy"] == pytest.approx(2 / 3)
         assert rates["same", 64]["relative"] == 1
-        assert rates["same", 1024]["relative"] == 2, "of a and c only a was told nearby"
+        assert rates["same", 1024]["relative"] == 2, "of a and c only a was fed nearby"
         assert rates["same", 1024]["margin"] == rates["same", 1024]["recalled"] == 0.5
         assert rates["same", 1024]["tokens"] == 1025
         assert rates["other", 64]["of_same"] == 0.5

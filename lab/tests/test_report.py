@@ -42,11 +42,11 @@ def comparisons(compared: Path, tmp_path: Path) -> Path:
 
 def test_all_of_a_run_is_in_it(comparisons: Path) -> None:
     folder = comparisons / "loss"
-    run, *found = records((folder / "records.jsonl").read_text())
+    run, *measured = records((folder / "records.jsonl").read_text())
     assert run == {**json.loads((folder / "run.json").read_text())}
     assert run["command_line"][:2] == ["h2o-compare", *run["command_line"][1:2]]
     assert {"versions", "hardware", "begun", "texts", "tokens", "cache"} <= set(run)
-    assert [record["policy"] for record in found] == ["full", "sink", "h2o"]
+    assert [record["policy"] for record in measured] == ["full", "sink", "h2o"]
     assert {path.name for path in folder.iterdir()} == {
         "run.json", "records.jsonl", "nll.md", "nll-text.png", "parts",
     }  # fmt: skip

@@ -123,9 +123,9 @@ def test_what_is_wrong_is_one_line(articles: Path, monkeypatch: Any, arguments: 
 @pytest.mark.usefixtures("no_charts")
 def test_summarize(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "requests.jsonl", tmp_path / "out"
-    form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "n": 1, "summary_gt": "some words"}
+    request = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "n": 1, "summary_gt": "some words"}
     stops = [[], [], [], ["###"], []]
-    written(file, [{**form, "article": "word " * (20 + 9 * n), "stop": stops[n]} for n in range(5)])
+    written(file, [{**request, "article": "word " * (20 + 9 * n), "stop": stops[n]} for n in range(5)])
     base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--windows", "16,32"]
     base += ["--jsonl", "-", "--dtype", "float32"]
     done = invoke("h2o-compare", *base, "--limit", "4", "--out", out)
@@ -195,8 +195,8 @@ def test_requests_beyond_the_context(tiny_folder: Path, tmp_path: Path) -> None:
     base = ["summarize", "-m", tiny_folder, "--requests", file, "--windows", "32", "--jsonl", "-"]
     done = invoke("h2o-compare", *base, "--policies", "full,recent,h2o")
     assert done.exit_code == 0, done.stderr
-    found = {r["policy"]: (r["n"], r["left_out"]) for r in records(done.stdout)[1:]}
-    assert found == {"full": (2, 1), "recent": (3, 0), "h2o": (3, 0)}
+    counts = {r["policy"]: (r["n"], r["left_out"]) for r in records(done.stdout)[1:]}
+    assert counts == {"full": (2, 1), "recent": (3, 0), "h2o": (3, 0)}
     assert "full leaves out 1 of 3 requests: up to 90" in done.stderr
     written(file, lines[1:2])
     alone = invoke("h2o-compare", *base, "--policies", "full,h2o")
