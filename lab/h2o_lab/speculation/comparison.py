@@ -30,7 +30,7 @@ _KEEPER = (
     "lamp at dusk, and wrote the height of the tide into a blue ledger. In the winter of 1912 he carried two sailors "
     "up ninety-four steps, one on each shoulder, and told nobody about it until they came back with a silver whistle."
 )
-_ORDER = {
+ORDER = {
     "type": "object",
     "properties": {
         "customer": {"type": "string"},
@@ -49,6 +49,7 @@ _ORDER = {
     "required": ["customer", "delivery_address", "number_of_items", "items"],
     "additionalProperties": False,
 }
+"""The schema of an order."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _tasks() -> dict[str, _Task]:
         "json": _Task(
             "Ann Example, 12 Mill Lane, Springfield, orders 3 copper kettles, 12 pewter spoons, 2 oak tables and 6 "
             "linen napkins. Give her order as JSON.",
-            schema=_ORDER,
+            schema=ORDER,
         ),
         "prose": _Task("Write a story about a lighthouse keeper who finds a letter in a bottle."),
     }
