@@ -6,6 +6,7 @@ import signal
 import time
 from multiprocessing import Pipe
 
+import psutil
 import pytest
 
 from h2o_stream.serve import grammar_process
@@ -37,3 +38,22 @@ def test_time_to_follow_a_grammar_is_that_of_the_processor(monkeypatch: pytest.M
     assert process.is_alive()
     process.join(10)
     assert process.exitcode == -signal.SIGPROF
+
+
+def test_others_have_the_processor_before_a_grammar_that_works_long() -> None:
+    forked = multiprocessing.get_context("fork")
+    long = forked.Process(target=lambda: any(False for _ in iter(int, 1)), daemon=True)
+    short = forked.Process(target=time.sleep, args=(60,), daemon=True)
+    for process in (long, short):
+        process.start()
+    begun = {psutil.Process(process.pid): 0 for process in (long, short)}
+    before = psutil.Process().nice()
+    while sum(next(iter(begun)).cpu_times()[:2]) < grammar_process._LONG_S + 0.02:
+        grammar_process._watch(begun, 2**40)
+    grammar_process._watch(begun, 2**40)
+    assert [process.nice() for process in begun] == [19, before]
+    for process in (long, short):
+        process.kill()
+        process.join()
+    grammar_process._watch(begun, 2**40)
+    assert not begun

@@ -20,6 +20,7 @@ from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import numpy
+import psutil
 
 from h2o_stream.config import STRUCTURE
 from h2o_stream.engine.grammar import Matcher, Sample, compile_rules, guided
@@ -36,6 +37,9 @@ STEP_S = 2.0
 
 _WATCH_S = 0.1
 """Seconds after which the memory of all grammars is looked at again."""
+
+_LONG_S, _NICE = 0.3, 19
+"""Processor seconds of an ordinary grammar, and the niceness of those that take more."""
 
 _STEP = struct.Struct("<Ii")
 """Number of a reply, and the grammar it begins with, or -1; the tokens follow. In answers it is `ALLOWED`, and what may
@@ -70,10 +74,11 @@ def main() -> None:
         tokenizer = guided(metadata["tokenizer"], metadata["vocabulary"], tuple(metadata["ends"]))
         added = {int(number): text for number, text in metadata["added"].items()}
         server.send_bytes(b"")
-        begun = dict[int, int]()  # processes, and their memory when they began
+        begun = dict[psutil.Process, int]()  # with their memory when they began
         while True:
-            while not server.poll(_WATCH_S if begun else None):
-                _watch(begun, metadata["max_bytes"])
+            _watch(begun, metadata["max_bytes"])
+            if not server.poll(_WATCH_S if begun else None):
+                continue
             handle = recv_handle(server)
             if (child := os.fork()) == 0:
                 server.close()
@@ -81,39 +86,34 @@ def main() -> None:
                     _serve(client, tokenizer, added)
                 os._exit(0)
             os.close(handle)
-            begun[child] = _resident("self")
+            with suppress(psutil.NoSuchProcess):
+                begun[psutil.Process(child)] = _resident(psutil.Process())
 
 
-def _watch(begun: dict[int, int], max_bytes: int) -> None:
-    """Forget processes that have ended, and end the largest one if all of them have taken more memory than that."""
-    taken = dict[int, int]()
+def _watch(begun: dict[psutil.Process, int], max_bytes: int) -> None:
+    """Forget processes that have ended; others have the processor before those that work long, and the largest one is
+    ended if all of them have taken more memory than that.
+    """
+    taken = dict[psutil.Process, int]()
     for process, before in [*begun.items()]:
-        if resident := _resident(process):
-            taken[process] = max(resident - before, 0)
-        else:
+        try:
+            taken[process] = max(_resident(process) - before, 0)
+            if sum(process.cpu_times()[:2]) > _LONG_S:
+                process.nice(_NICE)
+        except psutil.NoSuchProcess:
             del begun[process]
     if sum(taken.values()) > max_bytes:
-        os.kill(max(taken, key=taken.__getitem__), signal.SIGKILL)
+        max(taken, key=taken.__getitem__).kill()
 
 
-def _resident(process: int | str) -> int:
-    """Bytes of a process in memory, without those of files; 0 if it has ended, or cannot be seen."""
-    with suppress(OSError):
-        _, pages, shared = _memory(process)
-        return pages - shared
-    return 0
-
-
-def _memory(process: int | str) -> Sequence[int]:
-    """Bytes that a process has mapped, those of them in memory, and those of files among these; zeros but on Linux.
+def _resident(process: psutil.Process) -> int:
+    """Bytes of a process in memory, without those of files where the system tells.
 
     Raises:
-        OSError: it has ended, or cannot be seen.
+        psutil.NoSuchProcess: it has ended.
     """
-    if sys.platform != "linux":
-        return 0, 0, 0
-    with open(f"/proc/{process}/statm") as file:  # noqa: PTH123
-        return [int(pages) * resource.getpagesize() for pages in file.read().split()[:3]]
+    memory = process.memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def _serve(client: Connection, tokenizer: Any, added: Mapping[int, str]) -> None:
@@ -155,7 +155,8 @@ def _serve(client: Connection, tokenizer: Any, added: Mapping[int, str]) -> None
 
 
 def _limit(seconds: int) -> None:
-    if mapped := _memory("self")[0]:
+    if sys.platform == "linux":
+        mapped = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MAX_BYTES, mapped + MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, REPLY_S))
