@@ -1,6 +1,7 @@
 """An h2o-serve in a thread of the tests."""
 
 import http.client
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -52,6 +53,17 @@ class Listening:
         self._thread.join()
 
 
+def connected(server: Listening, body: bytes, missing: int = 0) -> socket.socket:
+    """A connection with small buffers, over which a request was sent but for its last bytes."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body) + missing}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
 class Running(Listening):
     """An h2o-serve of the model in a folder, or of the embedded one."""
 
@@ -79,6 +91,14 @@ class Running(Listening):
         store = self.service.store
         saved = store.saved(store.conversations[conversation], turn)
         return saved[1] if saved else []
+
+    def check_idle(self) -> None:
+        """After each fault it answers, and nothing is left of the reply that failed."""
+        self.say("Are you there?")
+        worker, conversations = self.service.worker, self.service.conversations
+        assert worker._thread.is_alive()
+        wait_for(lambda: (worker._endings.saving, conversations.busy) == (0, set()))
+        assert (worker._jobs, self.service.active) == ([], 0)
 
     def say(self, *messages: str, **more: Any) -> Any:
         """The answer, which must be one."""

@@ -5,9 +5,7 @@ import errno
 import gc
 import json
 import os
-import random
 import shutil
-import signal
 import socket
 import threading
 import time
@@ -19,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -29,17 +25,15 @@ from starlette.routing import Route
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.models import tokenizer
 from h2o_stream.recall import recall
-from h2o_stream.serve import app, aside, chat, grammar_client, grammars, service, worker
+from h2o_stream.serve import app, aside, chat, service, worker
 from h2o_stream.serve.app import make_app
 from h2o_stream.serve.conversations import Conversations, Live
 from h2o_stream.serve.endings import Endings
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.metrics import Metrics
-from h2o_stream.serve.places import Places
 from h2o_stream.serve.replies import Ask, Failed, Message, Piece
 from h2o_stream.serve.requests import Options, parse_json
-from h2o_stream.serve.schemas import is_larger
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.stream import Pace
 from h2o_stream.serve.worker import Worker
@@ -47,8 +41,7 @@ from h2o_stream.session import state_files
 from tests.native_builds import needs_library
 from tests.serve_kill import Server, kill_under_load
 from tests.serve_load import post
-from tests.served import CACHE, Listening, Running, reply
-from tests.test_serve_connections import BOMB
+from tests.served import CACHE, Listening, Running, connected, reply
 from tests.waiting import wait_for
 
 pytestmark = needs_library
@@ -62,13 +55,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Itera
 
 @pytest.fixture(autouse=True)
 def _goes_on(server: Running) -> Iterator[None]:
-    """After each fault the server answers, and nothing is left of the reply that failed."""
     yield
-    server.say("Are you there?")
-    running, conversations = server.service.worker, server.service.conversations
-    assert running._thread.is_alive()
-    wait_for(lambda: (running._endings.saving, conversations.busy) == (0, set()))
-    assert (running._jobs, server.service.active) == ([], 0)
+    server.check_idle()
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> list[Any]:
@@ -170,17 +158,6 @@ def test_a_client_that_cannot_be_told(server: Running, after: int) -> None:
 
 
 LONG = {"max_tokens": 2000, "stream": True, "logprobs": True, "top_logprobs": 20, "min_p": 1.0, "temperature": 1}
-
-
-def connected(server: Listening, body: bytes, missing: int = 0) -> socket.socket:
-    """A connection with small buffers, over which a request was sent but for its last bytes."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", server.port))
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body) + missing}\r\n\r\n"
-    connection.sendall(head.encode() + body)
-    return connection
 
 
 def test_a_client_that_reads_nothing_does_not_hold_others(server: Running) -> None:
@@ -337,197 +314,6 @@ def test_a_client_that_leaves_before_its_stream_begins(server: Running) -> None:
     assert not server.service.active
 
 
-"""Two kilobytes that take all memory and time."""
-
-
-SIZES = st.sampled_from([1, 3, 40, 1000, 10**6, 10**9])
-
-
-def nested(schema: Any, depth: int) -> Any:
-    """A schema deep inside of others."""
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
-    return schema
-
-
-def form(schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
-
-
-def test_schemas_without_an_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is refused and its process ended, and neither other schemas nor other requests wait for them."""
-    server.say("A number?", **form({"const": 1}))
-    monkeypatch.setattr(grammar_client, "COMPILE_S", 1.0)
-    with ThreadPoolExecutor(3) as executor:
-        bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(3)]
-        assert server.ask("Others?")[0] == 200
-        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
-        refused = [bomb.result() for bomb in bombs]
-    assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 3
-    wait_for(lambda: server.service.grammars.kept.free == server.service.config.running)
-
-
-PATTERNS = ["^.*(a|b){%d}.*$", "(a*)*{%d}b", "[^x]{1,%d}", "((x{1,%d}){1,%d}){1,%d}", "^(?=a{%d})b$", "(%d"]
-SCHEMAS = st.recursive(
-    st.one_of(
-        st.builds(lambda x, n: {"pattern": x.replace("%d", str(n))}, st.sampled_from(PATTERNS), SIZES),
-        st.builds(lambda n: {"enum": [f"value {i}" * 9 for i in range(min(n, 5000))]}, SIZES),
-        st.builds(lambda n: {"type": "string", "minLength": n, "maxLength": 2 * n}, SIZES),
-        st.builds(lambda n: {"type": "integer", "minimum": -n, "maximum": 10**n if n < 99 else n}, SIZES),
-        st.builds(lambda n: {"type": "number", "multipleOf": 1 / n, "minimum": 0.1, "maximum": n}, SIZES),
-        st.builds(lambda x: {"$ref": x}, st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "#/nowhere", "http://x/y"])),
-        st.sampled_from([{}, True, False, {"type": "nothing"}, {"not": {}}, {"const": {"a": [1]}}, {"type": []}]),
-    ),
-    lambda inner: st.one_of(
-        st.builds(
-            lambda name, items, n: {name: (items * n)[:60]},
-            st.sampled_from(["allOf", "anyOf", "oneOf"]), st.lists(inner, min_size=1, max_size=4), st.integers(1, 15),
-        ),
-        st.builds(lambda x, n: {"type": "array", "items": x, "minItems": n, "uniqueItems": n % 2 == 0}, inner, SIZES),
-        st.builds(lambda x, n: {"properties": {f"p{i}": x for i in range(min(n, 900))}}, inner, SIZES),
-        st.builds(lambda x, y: {"patternProperties": {"^a+$": x}, "additionalProperties": y}, inner, inner),
-        st.builds(nested, inner, st.integers(1, 300)),
-    ),
-    max_leaves=6,
-)  # fmt: skip
-
-
-@settings(
-    max_examples=max(settings.default.max_examples // 8, 1),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(SCHEMAS, SCHEMAS, SCHEMAS)
-def test_any_schema(server: Running, monkeypatch: pytest.MonkeyPatch, schema: Any, a: Any, b: Any) -> None:
-    """It is followed or refused, in the time that there is, and leaves no process."""
-    monkeypatch.undo()
-    server.say("A number?", **form({"const": 1}))
-    monkeypatch.setattr(grammar_client, "COMPILE_S", 0.3)
-    monkeypatch.setattr(grammar_client, "WAIT_S", 0.3)
-    whole = {**schema, "$defs": {"a": a, "b": b}} if isinstance(schema, dict) else schema
-    assume(not is_larger(whole, 2**21))  # as JSON, where nothing is shared: there were some of gigabytes
-    status, answer = server.ask("Any?", **form(whole))
-    assert status in (200, 400, 413), answer
-    process = server.service.grammars._process
-    assert process is not None
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_for(lambda: not children.read_text(), timeout_s=5)
-    wait_for(lambda: server.service.grammars.kept.free == server.service.config.running, timeout_s=5)
-
-
-def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are no places left, one has little time; a client that leaves gives its place back."""
-    monkeypatch.setattr(grammar_client, "SHORT_S", 0.1)
-    monkeypatch.setattr(server.service.grammars.compiling, "free", 1)
-    body = json.dumps({"messages": [{"role": "user", "content": "A bomb?"}], **form(BOMB)}).encode()
-    with connected(server, body), connected(server, body):
-        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
-    with ThreadPoolExecutor(2) as executor:
-        bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(2)]
-        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
-        monkeypatch.setattr(grammar_client, "COMPILE_S", 0.2)
-        assert {bomb.result()[0] for bomb in bombs} <= {503, 400}
-    assert server.service.grammars.compiling.free == 1
-
-
-def test_schemas_of_one_owner_do_not_keep_another_waiting() -> None:
-    """Places go round; whoever leaves while waiting loses none."""
-    served, places = list[str](), Places(1)
-
-    async def ask(owner: str) -> None:
-        await places.take(owner)
-        await asyncio.sleep(0)
-        served.append(owner)
-        places.leave()
-
-    async def all_of_them() -> None:
-        tasks = [asyncio.ensure_future(ask(owner)) for owner in ("a", "a", "a", "a", "b", "c", "b")]
-        await asyncio.sleep(0)
-        tasks[1].cancel()
-        tasks[5].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(all_of_them())
-    assert (served, places.free, places.crowded) == (["a", "b", "a", "b", "a"], 1, False)
-
-
-def test_no_more_grammars_than_replies(tmp_path: Path, tiny_folder: Path) -> None:
-    """Each has a process and a descriptor, also while its request waits. Further ones come in their turn."""
-    max_children, done = 0, threading.Event()
-    with Running(tmp_path, tiny_folder, running=2, awake=4) as server:
-        server.say("A number?", **form({"const": 1}))
-        process = server.service.grammars._process
-        assert process is not None
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-
-        def count() -> None:
-            nonlocal max_children
-            while not done.wait(0.005):
-                max_children = max(max_children, len(children.read_text().split()))
-
-        with ThreadPoolExecutor(9) as executor:
-            counting = executor.submit(count)
-            asked = [executor.submit(server.ask, f"{n}?", **form({"enum": [n, "text"]})) for n in range(8)]
-            assert [each.result()[0] for each in asked] == [200] * 8
-            done.set()
-            counting.result()
-        wait_for(lambda: server.service.grammars.kept.free == 2)
-    assert 1 <= max_children <= 3  # one may be on its way out
-
-
-def test_grammars_have_a_limit_of_memory_together(
-    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The largest one is ended, the others go on."""
-    monkeypatch.setattr(grammars, "MAX_SUM_BYTES", 10 * 2**20)
-    large = {"type": "array", "minItems": 99, "items": {"enum": [f"{'ab' * (n % 50)} {n}" for n in range(8000)]}}
-    with Running(tmp_path, tiny_folder) as server, ThreadPoolExecutor(1) as executor:
-        small = executor.submit(server.ask, "A text?", **form({"type": "string", "minLength": 500}), max_tokens=300)
-        status, answer = server.ask("Many?", **form(large), max_tokens=300)
-        assert (status, "memory" in answer["error"]["message"]) == (400, True)
-        assert small.result()[0] == 200
-
-
-def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others go on while what it allows is being found."""
-    monkeypatch.setattr(grammar_client, "WAIT_S", 1.0)
-    original, stopped = grammar_client.GrammarProcess.append, list[int]()
-
-    def stop(self: Any, reply: int, message: bytes) -> None:
-        if not stopped:
-            stopped.append(self._pid)
-            os.kill(self._pid, signal.SIGSTOP)
-        original(self, reply, message)
-
-    monkeypatch.setattr(grammar_client.GrammarProcess, "append", stop)
-    with ThreadPoolExecutor(1) as executor:
-        slow = executor.submit(server.ask, "A number?", **form({"type": "string", "minLength": 4}))
-        wait_for(lambda: stopped)
-        began = time.monotonic()
-        server.say("Others?", max_tokens=2)
-        assert time.monotonic() - began < 0.3
-        status, answer = slow.result()
-    assert (status, "too much memory or time" in answer["error"]["message"]) == (400, True)
-    wait_for(lambda: not Path(f"/proc/{stopped[0]}").exists(), timeout_s=5)
-
-
-def test_a_reply_that_waits_for_its_grammar_goes_on_as_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits of its last token are not those of the next steps, which others take meanwhile."""
-    more = {**form({"type": "string", "maxLength": 40}), "max_tokens": 12, "store": False}
-    alone = reply(server.say("A text?", **more))
-    ready, asked, seldom_ready = grammars.RemoteGrammar.ready, threading.Event(), random.Random(1)
-
-    def seldom(self: Any) -> bool:
-        asked.set()
-        return bool(seldom_ready.random() < 0.3 and ready.fget(self))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(grammars.RemoteGrammar, "ready", property(seldom))
-    with ThreadPoolExecutor(2) as executor:
-        waits = executor.submit(server.say, "A text?", **more)
-        asked.wait()
-        server.say("Others?", max_tokens=30, ignore_eos=True)
-        assert reply(waits.result()) == alone
-
-
 def test_few_replies_are_begun_between_two_steps(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     happened = list[str]()
 
@@ -548,15 +334,6 @@ def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
         pace.note(seconds, replies)
         found.append(pace.tokens)
     assert found == [256, 128, 64, 64, 32, 32, 64]
-
-
-def test_the_process_of_grammars_is_started_again(server: Running) -> None:
-    server.say("A number?", **form({"const": 1}))
-    process = server.service.grammars._process
-    assert process is not None
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert reply(server.say("A number?", **form({"const": 1}))) == "1"
 
 
 def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
