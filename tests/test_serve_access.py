@@ -187,6 +187,22 @@ class TestServer:
     def test_only_health_needs_no_key(self, guarded: Running, path: str) -> None:
         assert get(guarded, path)[0] in (401, 404, 307)
 
+    @pytest.mark.parametrize(
+        ("target", "status"),
+        [
+            ("http://localhost/health", 200), ("http://localhost", 200), ("HTTP://127.0.0.1:9/health?x=http://x/", 200),
+            ("http://LOCALHOST./v1/models", 401), ("http://localhost/health/../metrics", 404), ("http:///health", 403),
+            ("http://evil.example/health", 403), ("http://localhost@evil.example/health", 403),
+            ("http://evil.example@localhost/health", 403), ("http://localhost#/health", 403),
+            ("http://evil.example%2flocalhost/health", 403), ("http://localhost/http://localhost/health", 404),
+        ],
+    )  # fmt: skip
+    def test_absolute_targets(self, guarded: Running, target: str, status: int) -> None:
+        """Their authority takes the place of the host and is checked as it is; their path is what needs a key."""
+        for host in ("localhost", "evil.example"):
+            assert get(guarded, target, Host=host)[0] == status
+        assert get(guarded, "ftp://localhost/health")[0] == get(guarded, "*", "OPTIONS")[0] == 404
+
     def test_labels_of_metrics_are_known_routes(self, guarded: Running) -> None:
         before = guarded.service.metrics_text().count(b"h2o_requests_total{")
         for path in (

@@ -52,18 +52,18 @@ def nested(schema: Any, depth: int) -> Any:
     return schema
 
 
-def form(schema: Any) -> dict[str, Any]:
+def constrained(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
 
 def test_schemas_without_an_end(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is refused and its process ended, and neither other schemas nor other requests wait for them."""
-    server.say("A number?", **form({"const": 1}))
+    server.say("A number?", **constrained({"const": 1}))
     monkeypatch.setattr(grammar_client, "COMPILE_S", 1.0)
     with ThreadPoolExecutor(3) as executor:
-        bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(3)]
+        bombs = [executor.submit(server.ask, "A bomb?", **constrained(BOMB)) for _ in range(3)]
         assert server.ask("Others?")[0] == 200
-        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+        assert reply(server.say("A number?", **constrained({"const": 1}))) == "1"
         refused = [bomb.result() for bomb in bombs]
     assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "response_format")] * 3
     wait_for(lambda: server.service.grammars.kept.free == server.service.config.running)
@@ -102,12 +102,12 @@ SCHEMAS = st.recursive(
 def test_any_schema(server: Running, monkeypatch: pytest.MonkeyPatch, schema: Any, a: Any, b: Any) -> None:
     """It is followed or refused, in the time that there is, and leaves no process."""
     monkeypatch.undo()
-    server.say("A number?", **form({"const": 1}))
+    server.say("A number?", **constrained({"const": 1}))
     monkeypatch.setattr(grammar_client, "COMPILE_S", 0.3)
     monkeypatch.setattr(grammar_client, "WAIT_S", 0.3)
     whole = {**schema, "$defs": {"a": a, "b": b}} if isinstance(schema, dict) else schema
     assume(not is_larger(whole, 2**21))  # as JSON, where nothing is shared: there were some of gigabytes
-    status, answer = server.ask("Any?", **form(whole))
+    status, answer = server.ask("Any?", **constrained(whole))
     assert status in (200, 400, 413), answer
     process = server.service.grammars._process
     assert process is not None
@@ -120,12 +120,12 @@ def test_schemas_that_wait(server: Running, monkeypatch: pytest.MonkeyPatch) -> 
     """Where there are no places left, one has little time; a client that leaves gives its place back."""
     monkeypatch.setattr(grammar_client, "SHORT_S", 0.1)
     monkeypatch.setattr(server.service.grammars.compiling, "free", 1)
-    body = json.dumps({"messages": [{"role": "user", "content": "A bomb?"}], **form(BOMB)}).encode()
+    body = json.dumps({"messages": [{"role": "user", "content": "A bomb?"}], **constrained(BOMB)}).encode()
     with connected(server, body), connected(server, body):
-        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+        assert reply(server.say("A number?", **constrained({"const": 1}))) == "1"
     with ThreadPoolExecutor(2) as executor:
-        bombs = [executor.submit(server.ask, "A bomb?", **form(BOMB)) for _ in range(2)]
-        assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+        bombs = [executor.submit(server.ask, "A bomb?", **constrained(BOMB)) for _ in range(2)]
+        assert reply(server.say("A number?", **constrained({"const": 1}))) == "1"
         monkeypatch.setattr(grammar_client, "COMPILE_S", 0.2)
         assert {bomb.result()[0] for bomb in bombs} <= {503, 400}
     assert server.service.grammars.compiling.free == 1
@@ -156,7 +156,7 @@ def test_no_more_grammars_than_replies(tmp_path: Path, tiny_folder: Path) -> Non
     """Each has a process and a descriptor, also while its request waits. Further ones come in their turn."""
     max_children, done = 0, threading.Event()
     with Running(tmp_path, tiny_folder, running=2, awake=4) as server:
-        server.say("A number?", **form({"const": 1}))
+        server.say("A number?", **constrained({"const": 1}))
         process = server.service.grammars._process
         assert process is not None
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -168,7 +168,7 @@ def test_no_more_grammars_than_replies(tmp_path: Path, tiny_folder: Path) -> Non
 
         with ThreadPoolExecutor(9) as executor:
             counting = executor.submit(count)
-            asked = [executor.submit(server.ask, f"{n}?", **form({"enum": [n, "text"]})) for n in range(8)]
+            asked = [executor.submit(server.ask, f"{n}?", **constrained({"enum": [n, "text"]})) for n in range(8)]
             assert [each.result()[0] for each in asked] == [200] * 8
             done.set()
             counting.result()
@@ -183,8 +183,10 @@ def test_grammars_have_a_limit_of_memory_together(
     monkeypatch.setattr(grammars, "MAX_SUM_BYTES", 10 * 2**20)
     large = {"type": "array", "minItems": 99, "items": {"enum": [f"{'ab' * (n % 50)} {n}" for n in range(8000)]}}
     with Running(tmp_path, tiny_folder) as server, ThreadPoolExecutor(1) as executor:
-        small = executor.submit(server.ask, "A text?", **form({"type": "string", "minLength": 500}), max_tokens=300)
-        status, answer = server.ask("Many?", **form(large), max_tokens=300)
+        small = executor.submit(
+            server.ask, "A text?", **constrained({"type": "string", "minLength": 500}), max_tokens=300
+        )
+        status, answer = server.ask("Many?", **constrained(large), max_tokens=300)
         assert (status, "memory" in answer["error"]["message"]) == (400, True)
         assert small.result()[0] == 200
 
@@ -202,7 +204,7 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, m
 
     monkeypatch.setattr(grammar_client.GrammarProcess, "append", stop)
     with ThreadPoolExecutor(1) as executor:
-        slow = executor.submit(server.ask, "A number?", **form({"type": "string", "minLength": 4}))
+        slow = executor.submit(server.ask, "A number?", **constrained({"type": "string", "minLength": 4}))
         wait_for(lambda: stopped)
         began = time.monotonic()
         server.say("Others?", max_tokens=2)
@@ -214,7 +216,7 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_reply_only(server: Running, m
 
 def test_a_reply_that_waits_for_its_grammar_goes_on_as_alone(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of its last token are not those of the next steps, which others take meanwhile."""
-    more = {**form({"type": "string", "maxLength": 40}), "max_tokens": 12, "store": False}
+    more = {**constrained({"type": "string", "maxLength": 40}), "max_tokens": 12, "store": False}
     alone = reply(server.say("A text?", **more))
     ready, asked, seldom_ready = grammars.RemoteGrammar.ready, threading.Event(), random.Random(1)
 
@@ -231,12 +233,12 @@ def test_a_reply_that_waits_for_its_grammar_goes_on_as_alone(server: Running, mo
 
 
 def test_the_process_of_grammars_is_started_again(server: Running) -> None:
-    server.say("A number?", **form({"const": 1}))
+    server.say("A number?", **constrained({"const": 1}))
     process = server.service.grammars._process
     assert process is not None
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert reply(server.say("A number?", **form({"const": 1}))) == "1"
+    assert reply(server.say("A number?", **constrained({"const": 1}))) == "1"
 
 
 def test_time_to_follow_a_grammar_is_that_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Sequence
 from functools import cached_property
 from ipaddress import ip_address
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -29,6 +30,8 @@ _ANY = "*"
 _PLACE = re.compile(
     r"(?:(?P<scheme>[a-z][a-z0-9+.-]*)://)?(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+|\*)(?::(?P<port>\d{1,5}))?", re.ASCII
 )
+
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
 
 _SCHEME = re.compile(r"\Abearer +", re.IGNORECASE)
 
@@ -120,6 +123,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a refused request with its error, and pass on all others."""
         if scope["type"] == "http":
+            scope = _origin_form(scope)
             try:
                 self._access.check(scope)
             except ApiError as error:
@@ -138,6 +142,14 @@ class Gate:
             if started:
                 raise
             await _refuse(stopping(), scope, receive, send)
+
+
+def _origin_form(scope: Scope) -> Scope:
+    """The same request by its path, if it has an absolute target; whose authority replaces `Host` (RFC 9112, 3.2.2)."""
+    if (match := _ABSOLUTE.fullmatch(scope.get("raw_path", b""))) is None:
+        return scope
+    path, headers = match[2] or b"/", [(name, value) for name, value in scope["headers"] if name != b"host"]
+    return {**scope, "path": unquote(path), "raw_path": path, "headers": [(b"host", match[1]), *headers]}
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

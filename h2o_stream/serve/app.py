@@ -270,7 +270,9 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         return _refusal(ApiError(error.status_code, error.detail))
     path = request.scope["path"]
     why = next((why for part in path.split("/") if (why := ELSEWHERE.get(part))), error.detail)
-    return _refusal(ApiError(error.status_code, f"{request.method[:60]} {path[:60]}: {why}. Served are {_SERVED}"))
+    response = _refusal(ApiError(error.status_code, f"{request.method[:60]} {path[:60]}: {why}. Served are {_SERVED}"))
+    response.headers.update(error.headers or {})  # which methods there are
+    return response
 
 
 async def _unexpected(_: Request, error: Exception) -> Response:  # which uvicorn logs

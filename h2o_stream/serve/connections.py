@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from h2o_stream.base.stdio import handle_termination
 from h2o_stream.config import ServeConfig
@@ -44,6 +45,12 @@ _SESSION_FILES, _OTHER_FILES, _MAX_FILES = 5, 64, 2**16
 """Descriptors of a conversation in memory with its grammar, those of everything else, and how many are asked for."""
 
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""What a client that still waits passes over, and one that has left does not take."""
+
+_PROBE_S = 0.25
+"""Seconds after which a client that sends nothing more is asked for the second time; then twice as many each time."""
 
 _MAX_MS = 2**31 - 1
 """What fits in an option of a socket."""
@@ -168,6 +175,8 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
     A reply waits in memory while its client reads slowly. Without a limit, clients that never read would hold replies,
     and places among those that may wait, for ever.
 
+    A client that has ended its side of the connection may still wait for its answer, or have left.
+
     There are so many connections at most. A new one takes the place of the oldest over which no request has arrived, or
     whose client does not read.
     """
@@ -175,7 +184,7 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
 
     class Impatient(H11Protocol):
         _open: ClassVar[dict[Impatient, None]] = {}
-        _refused = False
+        _refused = _half_closed = False
         _timer: asyncio.TimerHandle | None = None
         _headers_timer: asyncio.TimerHandle | None = None
 
@@ -200,8 +209,32 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
             super().data_received(data)
             if self.cycle is not answered:
                 self._stop_waiting_for_headers()
+                if {b"content-length", b"transfer-encoding"} <= dict(self.headers).keys():
+                    self.cycle.keep_alive = False  # a proxy may see another request in its body (RFC 9112, 6.1)
             elif self._headers_timer is None and answered.response_complete:
                 self._wait_for_headers()
+
+        def eof_received(self) -> bool:  # type: ignore[override]
+            cycle = self.cycle
+            if self._refused or not cycle or cycle.more_body or cycle.response_complete:
+                return False
+            if cycle.scope["http_version"] == "1.0":
+                return False  # it does not know what asks it
+            self._half_closed = True
+            self._probe(cycle, _PROBE_S)
+            return True
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._half_closed and self.cycle.response_complete:
+                self.transport.close()
+
+        def send_400_response(self, msg: str) -> None:
+            """Nothing more can be sent if the answer has begun."""
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:
+                self.transport.close()
 
         def _unsupported_upgrade_warning(self) -> None:
             """Answer as if no upgrade were asked for; uvicorn advises to install packages, at each request."""
@@ -235,6 +268,12 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
             del self._open[oldest]
             oldest.transport.abort()
             return True
+
+        def _probe(self, cycle: RequestResponseCycle, seconds: float) -> None:
+            """Write to a client that has not been answered: if it has left, the next write fails."""
+            if not (cycle.response_started or cycle.disconnected or self.transport.is_closing()):
+                self.transport.write(_CONTINUE)
+                asyncio.get_running_loop().call_later(seconds, self._probe, cycle, 2 * seconds)
 
         def _give_up(self) -> None:
             self._log()
