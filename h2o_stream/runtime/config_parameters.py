@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from h2o_stream.native.abi import Activation, Scoring
+from h2o_stream.native.abi import Activation, NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.latent import LatentSizes
 from h2o_stream.runtime.config_ropes import Config, latent_magnitude, ropes_of_config
@@ -143,7 +143,7 @@ def _numbers(kind: ModelType, architecture: Architecture, entries: Entries) -> d
         "query_heads": heads,
         "kv_heads": heads if latent else entries.count("num_key_value_heads", heads),
         "head_size": head_size,
-        "norm": kind.norm,
+        "norm": architecture.norm or NormKind.RMS,
         "epsilon": float(entries.first("rms_norm_eps norm_eps layer_norm_eps norm_epsilon layer_norm_epsilon")),
         "context": entries.count("max_position_embeddings"),
         "tied": bool(entries.get("tie_word_embeddings", False)),

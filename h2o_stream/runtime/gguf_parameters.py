@@ -103,7 +103,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             query_heads=heads,
             kv_heads=heads if latent else _largest(get("attention.head_count_kv")) or heads,
             head_size=head_size,
-            norm=NormKind.LAYER if epsilon is None and not architecture.rms_norms else NormKind.RMS,
+            norm=architecture.norm or (NormKind.LAYER if epsilon is None else NormKind.RMS),
             epsilon=float(get("attention.layer_norm_epsilon") if epsilon is None else epsilon),
             context=int(get("context_length")),
             ropes=ropes_of(file, architecture, head_size, sliding),

@@ -99,7 +99,7 @@ class Architecture:
         scaling: scaling of queries times keys, where it does not follow from the size of heads.
         softcaps: limits of attention's and of the model's logits, for files that do not state them.
         scales_by_hidden_at_layers: models with this many layers scale queries by hidden_size / heads; 0: none.
-        rms_norms: norms are RMS norms, whatever a file calls their epsilon.
+        norm: kind of all norms; None: RMS, or as GGUF files call their epsilon.
         gates_attention: the rows of each head's query are followed by those of a gate of the attention's output.
         interleaved_heads: value heads of GGUF files are interleaved by key head: v0 of k0, v0 of k1, ..
         fused_by_key_head: transformers has queries, keys, values and gates of mixers in one matrix, by key head.
@@ -155,7 +155,7 @@ class Architecture:
     scaling: float = 0.0
     scales_by_hidden_at_layers: int = 0
     softcaps: tuple[float, float] = (0.0, 0.0)
-    rms_norms: bool = False
+    norm: NormKind | None = None
     gates_attention: bool = False
     interleaved_heads: bool = False
     fused_by_key_head: bool = False
@@ -217,7 +217,6 @@ class ModelType:
         defaults: entries that it may leave out, beside those of `published`, and ones that all models have.
         older: returns entries that older configs of this type say in another way.
         fixed: entries as its class has them, whatever is said.
-        norm: kind of all norms.
         slides_everywhere: all layers have the sliding window if there is one.
         numbers: fields of `Parameters` that follow from entries that only this type has.
     """
@@ -225,7 +224,6 @@ class ModelType:
     architecture: Architecture
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    norm: NormKind = NormKind.RMS
     slides_everywhere: bool = False
     older: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     numbers: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}

@@ -11,6 +11,7 @@ _COHERE = Architecture(
     model_type="cohere",
     adjacent=True,
     parallel=True,
+    norm=NormKind.LAYER,
     norms={"before_attention": "attn_norm", "before_mlp": "attn_norm"},
     checkpoint_names={
         name: part for name, part in NAMES.items() if not name.endswith("_norm") or name in ("attn_norm", FINAL_NORM)
@@ -30,12 +31,11 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 ARCHITECTURES = {"command-r": _COHERE, "cohere2": _COHERE_2}
 MODEL_TYPES = {
-    "cohere": ModelType(_COHERE, norm=NormKind.LAYER, numbers=_checked),
-    "cohere2": ModelType(_COHERE_2, norm=NormKind.LAYER),
+    "cohere": ModelType(_COHERE, numbers=_checked),
+    "cohere2": ModelType(_COHERE_2),
     "cohere2_moe": ModelType(
         _COHERE_2.with_names({}, normalizes_experts=True),
         fixed=AS_MLP,
-        norm=NormKind.LAYER,
         numbers=_checked,
     ),
 }

@@ -61,9 +61,8 @@ MODEL_TYPES = {
     "smollm3": ModelType(ARCHITECTURES["smollm3"]),
     "arcee": ModelType(ARCHITECTURES["arcee"]),
     "phimoe": ModelType(
-        _LLAMA.with_names(_MIXTRAL, scoring=Scoring.SPARSE_MIXER, normalizes_experts=False),
+        _LLAMA.with_names(_MIXTRAL, norm=NormKind.LAYER, scoring=Scoring.SPARSE_MIXER, normalizes_experts=False),
         fixed=AS_MLP,
-        norm=NormKind.LAYER,
         slides_everywhere=True,
     ),
     "minimax_m2": ModelType(

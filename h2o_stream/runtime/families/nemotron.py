@@ -12,7 +12,7 @@ _NEMOTRON_H = Architecture(
     activation=Activation.RELU_SQUARED,
     scoring=Scoring.SIGMOID,
     unrotated_every=1,
-    rms_norms=True,
+    norm=NormKind.RMS,
     one_part=True,
     ungated_experts=True,
     stored_as_in_gguf={*_MIXER, "exp_probs_b"},
@@ -34,11 +34,11 @@ _NEMOTRON_H = Architecture(
     }
 )
 
-_NEMOTRON = Architecture(activation=Activation.RELU_SQUARED, norm_offset=1.0)
+_NEMOTRON = Architecture(activation=Activation.RELU_SQUARED, norm=NormKind.LAYER, norm_offset=1.0)
 
 ARCHITECTURES = {"nemotron": _NEMOTRON, "nemotron_h": _NEMOTRON_H, "nemotron_h_moe": _NEMOTRON_H}
 MODEL_TYPES = {
-    "nemotron": ModelType(_NEMOTRON, norm=NormKind.LAYER),
+    "nemotron": ModelType(_NEMOTRON),
     "nemotron_h": ModelType(
         # Not its folders: transformers' prompts limit steps otherwise than its single tokens. Modules are compared.
         replace(_NEMOTRON_H, layers="backbone.layers", only_modules=True).with_names(

@@ -6,6 +6,7 @@ from h2o_stream.native.abi import NormKind
 from h2o_stream.runtime.families.architecture import AFTER_ONLY, AS_MLP, MIXER_PARTS, NAMES, Architecture, ModelType
 
 _OLMO = Architecture(
+    norm=NormKind.LAYER,
     bare_norms=True,
     checkpoint_names={name: part for name, part in NAMES.items() if name[4:] not in ("_q_norm", "_k_norm")},
 )
@@ -32,7 +33,7 @@ ARCHITECTURES = {
     "olmoe": Architecture(),
 }
 MODEL_TYPES = {
-    "olmo": ModelType(_OLMO, fixed={"layer_norm_eps": 1e-5}, norm=NormKind.LAYER),
+    "olmo": ModelType(_OLMO, fixed={"layer_norm_eps": 1e-5}),
     "olmo2": ModelType(ARCHITECTURES["olmo2"]),
     "olmo3": ModelType(ARCHITECTURES["olmo2"], {"rope_theta": 5e5, "rope_local_base_freq": 5e5}),
     "olmoe": ModelType(ARCHITECTURES["olmoe"], fixed=AS_MLP),

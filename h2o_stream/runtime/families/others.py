@@ -22,7 +22,7 @@ from h2o_stream.runtime.families.architecture import (
 from h2o_stream.runtime.parameters import LayerShape
 
 _PHI_3 = Architecture(fused_mlp=True).with_names({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"})
-_STARCODER_2 = Architecture(activation=Activation.GELU_TANH).with_names(
+_STARCODER_2 = Architecture(activation=Activation.GELU_TANH, norm=NormKind.LAYER).with_names(
     {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 )
 
@@ -30,12 +30,13 @@ ARCHITECTURES = {
     "exaone4": replace(AFTER_ONLY, full_every=4, rotates_sliding=True),
     "phi3": _PHI_3,
     "seed_oss": LATE_NORM,
-    "stablelm": Architecture(),
+    "stablelm": Architecture(norm=NormKind.LAYER),
     "starcoder2": _STARCODER_2,
 }
 _EXAONE_4 = ARCHITECTURES["exaone4"]
 _GPT_NEOX = Architecture(
     activation=Activation.GELU_ERF,
+    norm=NormKind.LAYER,
     parallel=True,
     qkv_by_head=True,
     layers="gpt_neox.layers",
@@ -51,6 +52,7 @@ _GPT_NEOX = Architecture(
     }
 )
 _PHI = Architecture(
+    norm=NormKind.LAYER,
     parallel=True,
     norms={"before_attention": "attn_norm", "before_mlp": "attn_norm"},
     activation=Activation.GELU_TANH,
@@ -67,7 +69,9 @@ _PHI = Architecture(
 _SLIDING_BESIDE_PLAIN = Architecture(rotates_sliding=True, scoring=Scoring.SIGMOID).with_names(SHARED_EXPERTS)
 """Layers with a sliding window have RoPE, the others no positions; experts are chosen by sigmoids."""
 
-_OPT = Architecture(activation=Activation.RELU, learned_offset=2, only_modules=True, unrotated_every=1).with_names(
+_OPT = Architecture(
+    activation=Activation.RELU, norm=NormKind.LAYER, learned_offset=2, only_modules=True, unrotated_every=1
+).with_names(
     {
         EMBEDDING: "model.decoder.embed_tokens",
         POSITIONS: "model.decoder.embed_positions",
@@ -132,10 +136,9 @@ def _older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MODEL_TYPES = {
-    "opt": ModelType(_OPT, {"layer_norm_eps": 1e-5}, norm=NormKind.LAYER, numbers=_opt),
+    "opt": ModelType(_OPT, {"layer_norm_eps": 1e-5}, numbers=_opt),
     "stablelm": ModelType(
         ARCHITECTURES["stablelm"],
-        norm=NormKind.LAYER,
         numbers=_stablelm,
     ),
     "moshi": ModelType(
@@ -154,14 +157,14 @@ MODEL_TYPES = {
     ),
     "phi3": ModelType(_PHI_3, slides_everywhere=True),
     "phi4_multimodal": ModelType(_PHI_3, slides_everywhere=True),
-    "starcoder2": ModelType(_STARCODER_2, norm=NormKind.LAYER, slides_everywhere=True),
+    "starcoder2": ModelType(_STARCODER_2, slides_everywhere=True),
     "exaone4": ModelType(_EXAONE_4),
     "exaone_moe": ModelType(
         replace(_SLIDING_BESIDE_PLAIN, full_every=4).with_names({"exp_probs_b": "mlp.e_score_correction_bias"})
     ),
     "seed_oss": ModelType(LATE_NORM),
-    "gpt_neox": ModelType(_GPT_NEOX, norm=NormKind.LAYER, older=_older_rope),
-    "phi": ModelType(_PHI, norm=NormKind.LAYER),
+    "gpt_neox": ModelType(_GPT_NEOX, older=_older_rope),
+    "phi": ModelType(_PHI),
     "persimmon": ModelType(
         replace(_PHI, parallel=False, norms=BEFORE, qkv_by_head=True, activation=Activation.RELU_SQUARED).with_names(
             {
@@ -170,9 +173,8 @@ MODEL_TYPES = {
                 "ffn_down": "mlp.dense_4h_to_h",
             }
         ),
-        norm=NormKind.LAYER,
     ),
-    "jais2": ModelType(Architecture(activation=Activation.RELU_SQUARED), norm=NormKind.LAYER),
+    "jais2": ModelType(Architecture(activation=Activation.RELU_SQUARED, norm=NormKind.LAYER)),
     "apertus": ModelType(
         Architecture(activation=Activation.XIELU).with_names(
             {f"ffn_act.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
