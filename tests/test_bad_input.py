@@ -68,7 +68,8 @@ OPTIONS: list[tuple[str, str, str]] = [
     (SERVE, "--unread-s nan", "--unread-s must be more than 0"), (SERVE, "--timeout-s 0", "--timeout-s must be more"),
     (SERVE, "--expiry-days -1", "--expiry-days must be more"), (SERVE, "--disk -5", "--disk takes one like"),
     (SERVE, "--host 0.0.0.0", "--allow-anyone"), (SERVE, "--allow-origin x", "write it like"),
-    (SERVE, "--api-key ' '", "the API key is empty"), (SERVE, "--api-key-file /dev/null", "has no key"),
+    (SERVE, "--api-key ' '", "--api-key or H2O_API_KEY is empty"), (SERVE, "--api-key-file /dev/null", "has no key"),
+    (SERVE, "--api-key-file /dev/zero", "has more than 1048576 bytes"),
     (SERVE, "--speculate maybe", "--speculate"), (SERVE, "--recall never", "--recall"),
     # unknown names
     (CHAT, "--policy best", "--policy takes one of"), (CHAT, "--policy H20", "--policy takes one of"),

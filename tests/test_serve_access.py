@@ -130,7 +130,7 @@ def test_only_json_is_taken(kind: str | None) -> None:
 
 def test_other_machines_need_a_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("# of the team\none\n\n two \n")
+    keys.write_text("# of the team\none\n\ntwo\n")
     for host in ("0.0.0.0", "::", "192.168.1.7", "desk.example.net", ""):
         with pytest.raises(ConfigError, match="--allow-anyone"):
             ServeConfig(host=host)

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -24,6 +25,7 @@ from h2o_stream.config import ServeConfig
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.serve import connections
 from h2o_stream.serve.connections import bound, max_connections, raise_file_limit, uvicorn_config
+from h2o_stream.session import server
 from tests.native_builds import needs_library
 from tests.serve_kill import Server
 from tests.serve_load import post
@@ -174,9 +176,31 @@ def test_a_port_of_others_is_refused_and_a_free_one_is_named() -> None:
 
 def test_keys_in_a_file(tmp_path: Path) -> None:
     """A mark of its encoding is no part of a key, and a device is not read to its end, which it has not."""
-    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfone\n# none\n two \n")
-    assert ServeConfig(api_key_file=tmp_path / "keys").api_keys == ("one", "two")
-    assert len(ServeConfig(api_key_file=Path("/dev/zero")).api_keys) == 1
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfone\r\n# none\n\xc3\xa9 x\n")
+    assert ServeConfig(api_key_file=tmp_path / "keys").api_keys == ("one", "\xe9 x")
+    with pytest.raises(ConfigError, match="--api-key-file /dev/zero has more than"):
+        ServeConfig(api_key_file=Path("/dev/zero"))
+
+
+UNSENDABLE = [" qz", "qz ", "q\tz", "q\x0bz", "q\x85z", "q\u2028z", "qz\x7f", "qz\0", "qz\udcff", "\t", "qz\n"]
+
+
+@pytest.mark.parametrize("key", UNSENDABLE)
+def test_keys_that_no_client_can_send(tmp_path: Path, key: str) -> None:
+    """None is taken for another one. The message names where it is, and not the key."""
+    file = tmp_path / "keys"
+    file.write_bytes(f"one\n{key}\n".encode("utf-8", "surrogateescape"))
+    sources: dict[str, dict[str, Any]] = {"--api-key or H2O_API_KEY": {"api_key": key}}
+    if key.strip() and "\n" not in key:
+        sources[f"--api-key-file {file}, line 2,"] = {"api_key_file": file}
+    for source, config in sources.items():
+        with pytest.raises(ConfigError) as error:
+            ServeConfig(**config)
+        assert str(error.value).startswith(source)
+        assert len(str(error.value).splitlines()) == 1
+        assert key not in str(error.value).removeprefix(source)
+    with pytest.raises(ConfigError, match="--api-key"):
+        server.Server("localhost:1", key)
 
 
 async def listening() -> connections.Server:

@@ -154,6 +154,18 @@ def test_as_typer_converts(kind: Any, default: Any, settings: dict[str, Any]) ->
         assert repr(converted[1]) == repr(by_typer[1]), arguments
 
 
+def test_files_are_named_and_not_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Typer draws a box about a file that may not be read; whoever reads it says so in a line, with its option."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for plainly in (False, True):
+        app, seen = command(Path | None, None, plainly)
+        done = [typer.testing.CliRunner().invoke(app, [f"--value={name}"]) for name in (tmp_path, "~/x", "", "~0/x")]
+        assert [result.exit_code for result in done[:1]] == [0 if plainly else 2]
+    assert seen == [tmp_path, tmp_path / "x"]
+    assert [str(result.exception)[:20] for result in done[2:]] == ["--value is empty; na", "--value: there is no"]
+
+
 def test_types_of_gguf_files() -> None:
     assert {(kind.name, kind.value): size for kind, size in gguf_types.BLOCKS.items()} == {
         (kind.name, kind.value): size for kind, size in GGML_QUANT_SIZES.items()

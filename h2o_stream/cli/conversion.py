@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import types
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from h2o_stream.base.options import MAX_DIGITS
+from h2o_stream.base.resources import user_path
+from h2o_stream.errors import ConfigError
 
 _UNKNOWN = object()
 """Stands for a value that typer has to convert, or to refuse with its message."""
@@ -33,21 +36,26 @@ def convert_plainly(parameter: Any, declared: Any) -> None:
 
 def _process(parameter: Any, kind: Any, by_typer: Any, ctx: Any, value: Any) -> Any:
     """`process_value` of a parameter."""
-    plain = (() if parameter.multiple else None) if value is None else _plain(kind, value, parameter.default)
+    plain = (() if parameter.multiple else None) if value is None else _plain(parameter, kind, value)
     if plain is _UNKNOWN:
         return by_typer(ctx, value)
     return parameter.callback(ctx, parameter, plain) if parameter.callback else plain
 
 
-def _plain(kind: Any, value: Any, default: Any) -> Any:
+def _plain(parameter: Any, kind: Any, value: Any) -> Any:
     """The value, or `_UNKNOWN`."""
-    if type(value) is type(default) and value == default:
+    if type(value) is type(parameter.default) and value == parameter.default:
         return value
     kinds = [each for each in get_args(kind) if each is not types.NoneType]
     if get_origin(kind) is Literal:
         return value if isinstance(value, str) and value in kinds else _UNKNOWN
     if get_origin(kind) in (Union, types.UnionType):
-        return _plain(kinds[0], value, default) if len(kinds) == 1 else _UNKNOWN
+        return _plain(parameter, kinds[0], value) if len(kinds) == 1 else _UNKNOWN
+    if kind is Path and isinstance(value, str):  # typer looks at the file, and refuses some with a box
+        flag = max(parameter.opts, key=len)
+        if not value:
+            raise ConfigError(f"{flag} is empty; name a file or a folder, or leave it out")
+        return user_path(value, flag)
     pattern = _PATTERNS.get(kind)
     if pattern is None:
         return _UNKNOWN

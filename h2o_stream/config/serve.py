@@ -75,8 +75,6 @@ class ServeConfig:
                 raise ConfigError(f"{name} is {value}; --{name.replace('_', '-')} must be more than 0")
         if self.running > self.awake:
             raise ConfigError(f"--running {self.running} needs --awake {self.running} or more, not {self.awake}")
-        if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError("the API key is empty; leave out --api-key to let everybody in")
         for origin in self.allow_origin:
             if origin not in ("*", "null") and not re.fullmatch(r"[\w.+-]+://[^/?#@]+", origin):
                 raise ConfigError(f"--allow-origin {origin}: write it like https://chat.example.org, without a path")
@@ -94,16 +92,23 @@ class ServeConfig:
             ConfigError: the file has none.
             DataError: it cannot be read.
         """
-        keys = [self.api_key] if self.api_key is not None else []
+        keys = [] if self.api_key is None else [check_key(self.api_key, "--api-key or H2O_API_KEY")]
         if self.api_key_file is not None:
             place = f"--api-key-file {self.api_key_file}"
-            with file_errors(place), self.api_key_file.expanduser().open("rb") as file:
-                listed = file.read(_MAX_KEYS).decode("utf-8-sig", "replace").splitlines()
-            file_keys = [line.strip() for line in listed if line.strip() and not line.startswith("#")]
+            with file_errors(place), self.api_key_file.open("rb") as file:
+                data = file.read(_MAX_KEYS + 1)
+            if len(data) > _MAX_KEYS:
+                raise ConfigError(f"{place} has more than {_MAX_KEYS} bytes")
+            lines = enumerate(data.decode("utf-8-sig", "replace").replace("\r\n", "\n").split("\n"), 1)
+            file_keys = [
+                check_key(line, f"{place}, line {number},")
+                for number, line in lines
+                if line.strip() and not line.startswith("#")
+            ]
             if not file_keys:
                 raise ConfigError(f"{place} has no key; write one a line")
             keys += file_keys
-        return tuple(key.strip() for key in keys)
+        return tuple(keys)
 
     @property
     def on_loopback(self) -> bool:
@@ -112,3 +117,12 @@ class ServeConfig:
             return self.host.lower() == "localhost" or ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def check_key(key: str, source: str) -> str:
+    """The same API key; raises ConfigError, which names its source and not the key, if no client can send it so."""
+    if not key.strip():
+        raise ConfigError(f"{source} is empty; leave it out to let everybody in")
+    if key != key.strip() or not key.isprintable() or "\ufffd" in key:
+        raise ConfigError(f"{source} has blanks around the key, or characters that no client can send")
+    return key

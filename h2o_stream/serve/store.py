@@ -92,9 +92,9 @@ class Store:
 
         self._folder, self._model, self._max_states = folder, model, max_states
         self._max_bytes, self._expiry_s = max_bytes, expiry_s
-        with file_errors(folder):
+        with file_errors(f"--folder {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = FileLock(folder / "server.lock", timeout=0)
+            self._lock = FileLock(folder / "server.lock", timeout=0, thread_local=False)  # any thread may close it
             try:
                 self._lock.acquire()
             except Timeout as error:

@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 
 from h2o_stream.base.json_text import parse_json
 from h2o_stream.base.resources import replace_surrogates
+from h2o_stream.config.serve import check_key
 from h2o_stream.errors import ConfigError, DataError
 
 _MAX_BYTES = 2**24
@@ -44,7 +45,7 @@ class Server:
             known = False
         if not known:
             raise ConfigError(f"{url!r} is no address of a server; --server takes one like http://127.0.0.1:8000")
-        if key is not None and not (key.isascii() and key.isprintable()):
+        if key is not None and not check_key(key, "--api-key").isascii():
             raise ConfigError("--api-key has other characters than those that keys have: letters, digits and the like")
         self.url = urlunsplit(parts._replace(path=parts.path.rstrip("/") or "/v1"))
         self._key = key

@@ -88,10 +88,11 @@ class StateFiles:
         common = max(known & _marks(state, name), default=(0, 0))[0]
         if not common or _size(self._folder / file) < common * _NUMBER.itemsize:
             file, common = f"{name}-{secrets.token_hex(4)}{LOG_FILE}", 0
-        with os.fdopen(os.open(self._folder / file, os.O_WRONLY | os.O_CREAT, PRIVATE), "wb", 0) as written:
+        with os.fdopen(os.open(self._folder / file, os.O_WRONLY | os.O_CREAT, PRIVATE), "wb") as written:
             written.seek(common * _NUMBER.itemsize)
             written.write(state[name][common:].astype(_NUMBER).data)
             if self._sync:
+                written.flush()
                 os.fsync(written.fileno())
         self._logs[name] = file, _marks(state, name)
         return file
