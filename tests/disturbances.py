@@ -1,14 +1,18 @@
-"""Disturbances: Ctrl-C at any line, and a full disk."""
+"""Disturbances: Ctrl-C at any line, a full disk, and a call that fails."""
 
 import errno
 import os
+import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
+
+import pytest
 
 import h2o_stream
 
@@ -48,8 +52,10 @@ class FullDisk(OSError):
 
 
 @contextmanager
-def full_disk(first: int = 1, last: int = 10**9) -> Iterator[None]:
-    """Fail calls that need disk space (new files, folders, syncs, renames), from the `first` to the `last`."""
+def full_disk(first: int = 1, last: int = 10**9) -> Iterator[Callable[[], int]]:
+    """Fail calls that need disk space (new files, folders, syncs, renames), from the `first` to the `last`. Yields what
+    returns how many there were.
+    """
     count = 0
 
     def failing(real: Callable[..., Any], needs_room: Callable[..., bool]) -> Callable[..., Any]:
@@ -75,4 +81,31 @@ def full_disk(first: int = 1, last: int = 10**9) -> Iterator[None]:
         patch.object(Path, "replace", failing(Path.replace, always)),
         patch.object(Path, "mkdir", failing(Path.mkdir, always)),
     ):
+        yield lambda: count
+
+
+@contextmanager
+def short_files(limit: int) -> Iterator[None]:
+    """Let files have no more bytes than this: what passes it is written up to there, and the next write fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
         yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> list[Any]:
+    """Let the first call of a function fail. Returns a list that is not empty after that."""
+    failed, original, lock = list[Any](), getattr(owner, name), threading.Lock()
+
+    def call(*values: Any, **named: Any) -> Any:
+        with lock:
+            first = not failed
+            failed.append(values)
+        if first:
+            raise error
+        return original(*values, **named)
+
+    monkeypatch.setattr(owner, name, call)
+    return failed

@@ -1,10 +1,8 @@
 """Faults of the disk, of clients and of the server itself: one conversation gets an error, the others go on."""
 
 import asyncio
-import errno
 import gc
 import json
-import os
 import shutil
 import socket
 import threading
@@ -37,9 +35,8 @@ from h2o_stream.serve.requests import Options, parse_json
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.stream import Pace
 from h2o_stream.serve.worker import Worker
-from h2o_stream.session import state_files
+from tests.disturbances import fail_once
 from tests.native_builds import needs_library
-from tests.serve_kill import Server, kill_under_load
 from tests.serve_load import post
 from tests.served import CACHE, Listening, Running, connected, reply
 from tests.waiting import wait_for
@@ -57,22 +54,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Itera
 def _goes_on(server: Running) -> Iterator[None]:
     yield
     server.check_idle()
-
-
-def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> list[Any]:
-    """Let the first call of a function fail. Returns a list that is not empty after that."""
-    failed, original, lock = list[Any](), getattr(owner, name), threading.Lock()
-
-    def call(*values: Any, **named: Any) -> Any:
-        with lock:
-            first = not failed
-            failed.append(values)
-        if first:
-            raise error
-        return original(*values, **named)
-
-    monkeypatch.setattr(owner, name, call)
-    return failed
 
 
 FAULTS = [
@@ -105,32 +86,6 @@ def test_a_conversation_that_cannot_be_closed(server: Running, monkeypatch: pyte
         failed = fail_once(patch, Conversations, "drop", ZeroDivisionError())
         assert server.ask("Once.", store=False, n=2)[0] == 200
     assert failed
-
-
-def test_a_full_disk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The conversation goes on from its last turn that was saved; the others are saved meanwhile."""
-    first, other = reply(server.say("One.")), reply(server.say("Another."))
-    with monkeypatch.context() as patch:
-        failed = fail_once(patch, state_files, "atomic_file", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        status, answer = server.ask("One.", first, "Two.")
-        assert server.say("Another.", other, "Two.")["h2o"]["origin"] == "continued"
-    assert failed
-    error = answer["error"]
-    assert (status, error["code"], error["type"]) == (500, "not_saved", "server_error")
-    assert error["message"].endswith("No space left on device")
-    second = server.say("One.", first, "Two.")
-    assert (second["h2o"]["origin"], second["h2o"]["turn"]) == ("continued", 2)
-    assert [entry.prompt for entry in server.entries(second["h2o"]["conversation"], 2)] == ["One.", "Two."]
-    assert server.say("One.", first, "Two.", reply(second), "Three.")["h2o"]["origin"] == "continued"
-
-
-def test_a_first_turn_on_a_full_disk_leaves_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {*server.service.store.conversations}
-    with monkeypatch.context() as patch:
-        fail_once(patch, state_files, "atomic_file", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        assert server.ask("Full.")[0] == 500
-    assert {*server.service.store.conversations} == before
-    assert server.say("Full.")["h2o"]["origin"] == "new"
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])
@@ -280,20 +235,6 @@ def test_a_whole_answer_comes_in_one_piece() -> None:
         ask = Ask(Dialogue(None, (), "x"), [], Options(CACHE), SamplingConfig(), sent.append, pieces=pieces)
         assert all([ask.try_send(piece), ask.try_send(error)])
     assert sent == [piece, error, error]
-
-
-@pytest.mark.parametrize("share", [0, 0.01, 0.9])
-def test_states_that_a_power_failure_has_cut_off(server: Running, share: float) -> None:
-    """They are not waited for when a turn is saved. What is lost is read again."""
-    asked = f"After {share} of it?"
-    first = server.say(asked)
-    server.say(asked, reply(first), "And then?")
-    folder = server.service.store._folder / first["h2o"]["conversation"]
-    for path in folder.glob("state-*"):
-        os.truncate(path, int(share * path.stat().st_size))
-    again = server.say(asked, reply(first), "And then?")["h2o"]
-    assert (again["origin"], again["turns_read"]) == ("read", 1)
-    assert [entry.prompt for entry in server.entries(again["conversation"], 2)] == [asked, "And then?"]
 
 
 def test_a_client_that_leaves_before_its_stream_begins(server: Running) -> None:
@@ -462,33 +403,6 @@ def test_long_texts_leave_the_processors_to_replies(server: Running, monkeypatch
     assert [name.partition("_")[0] for name in threads] == ["h2o-tokens", threading.current_thread().name]
 
 
-def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> None:
-    first = server.say("One.")
-    name, folder = first["h2o"]["conversation"], tmp_path / first["h2o"]["conversation"]
-    shutil.copytree(server.service.store._folder / name, folder)
-    about, *turns = map(json.loads, (folder / "serve.jsonl").read_text().splitlines())
-    hashes, numbers = zip((about.pop("first"), 0), *(turn[:2] for turn in turns), strict=True)
-    (folder / "serve.json").write_text(json.dumps({**about, "hashes": hashes, "turns": numbers}))
-    (folder / "serve.jsonl").unlink()
-    store = Store(tmp_path, server.service.model.model.digest, 3, 2**30, 1e6)
-    assert [(kept.id, turn) for kept, turn in store.with_hash(hashes[1], "")] == [(name, 1)]
-    assert not (folder / "serve.json").exists()
-    store.close()
-
-
-def test_a_conversation_that_was_never_written_is_deleted(server: Running, tmp_path: Path) -> None:
-    """A server that is killed while it saves the first turn leaves a folder without one."""
-    model = server.service.model.model.digest
-    for name in ("a" * 32, "kept-by-the-user"):
-        (tmp_path / name).mkdir()
-        record = {"model": model, "key": [], "system": None, "hashes": ["a", "b"], "turns": [0, 1]}
-        (tmp_path / name / "serve.json").write_text(json.dumps(record))
-    store = Store(tmp_path, model, 3, 2**30, 1e6)
-    assert not store.conversations
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["kept-by-the-user"]
-    store.close()
-
-
 def test_a_tokenizer_that_panics_ends_its_reply_only(tmp_path: Path, tiny_folder: Path) -> None:
     """The library's panics are no `Exception`. This decoder fails at one token."""
     shutil.copytree(tiny_folder, tmp_path / "model")
@@ -501,76 +415,3 @@ def test_a_tokenizer_that_panics_ends_its_reply_only(tmp_path: Path, tiny_folder
             status, answer = server.ask("A letter?", logit_bias={"e": 100})
             assert (status, "cannot write token" in answer["error"]["message"]) == (400, True)
             assert server.ask("Others?", logit_bias={"e": -100})[0] == 200
-
-
-def _fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def _circle(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def _folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize("change", [_fifo, _device, _circle, _folder, Path.unlink])
-def test_a_file_that_is_something_else_costs_its_conversation_only(
-    server: Running, tmp_path: Path, change: Callable[[Path], None]
-) -> None:
-    """Whatever stands in place of whichever of its files, the others are found, and nothing is waited for."""
-    names = [server.say(f"{text}, {change.__name__}.")["h2o"]["conversation"] for text in ("This", "That")]
-    model, folder = server.service.model.model.digest, server.service.store._folder
-    for number, file in enumerate(sorted((folder / names[0]).iterdir())):
-        copy = tmp_path / str(number)
-        for name in names:
-            shutil.copytree(folder / name, copy / name)
-        change(copy / names[0] / file.name)
-        store = Store(copy, model, 3, 2**30, 1e6)
-        assert names[1] in store.conversations
-        if kept := store.conversations.get(names[0]):
-            store.saved(kept, 1)
-        assert store.saved(store.conversations[names[1]], 1)
-        store.close()
-
-
-def test_conversations_of_other_users_are_left_alone(
-    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A history whose conversation cannot be written any more is read again; one that cannot even be seen keeps no
-    server from starting.
-    """
-    names, folder = [server.say(f"{text} is whose?")["h2o"]["conversation"] for text in "ABC"], tmp_path / "served"
-    for name in names:
-        shutil.copytree(server.service.store._folder / name, folder / name)
-    access, stat = os.access, Path.stat
-
-    def refusing(path: Path, **options: Any) -> os.stat_result:
-        if names[1] in path.parts[:-1]:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(os, "access", lambda path, mode: names[0] not in str(path) and access(path, mode))
-    monkeypatch.setattr(Path, "stat", refusing)
-    store = Store(folder, server.service.model.model.digest, 3, 2**30, 1e6)
-    assert [*store.conversations] == names[2:]
-    store.close()
-    assert {path.name for path in folder.iterdir() if path.is_dir()} == {*names}
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_killed_server_has_every_finished_turn(tiny_folder: Path, tmp_path: Path, kills: int) -> None:
-    with Server(tmp_path, "-m", str(tiny_folder), "--window", "64", "--dtype", "float32") as killed:
-        talks = kill_under_load(killed, 4, kills, tokens=40, seconds=(0.3, 0.5))
-    assert [line for talk in talks for line in talk.lost] == []
-    assert sum(talk.interrupted for talk in talks) > 0
-    assert min(talk.turns for talk in talks) > kills

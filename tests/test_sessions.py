@@ -4,6 +4,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from h2o_stream import ConfigError, H2OStreamError
-from h2o_stream.cache.state import State
+from h2o_stream.cache.state import MARKS, State
 from h2o_stream.errors import DataError
 from h2o_stream.session.folders import saved_sessions
 from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.state_format import decode_state
 from h2o_stream.session.transcript import Entry, Header, Transcript, export
+from tests.disturbances import short_files
 
 HEADER = Header("a-model", "h2o", 256, "Be brief.")
 
@@ -193,6 +195,29 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 session.add(Entry(5, "c", "d"), None)
     with Session("talk", tmp_path) as session:
         assert turns(session) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("limit", range(0, 48, 6))
+def test_a_log_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """By a disk that is full for a moment: there is no state that names what its log lacks."""
+    write, log = StateFiles._write_log, np.arange(9, dtype=np.int64)
+    logged = {"number": np.array(4), "words": log, f"words{MARKS}": np.array([[len(log), 1]])}
+
+    def short(*values: Any) -> str:
+        with short_files(limit):
+            return write(*values)
+
+    with filled(tmp_path) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(StateFiles, "_write_log", short)
+            if limit < log.size * 4:
+                with pytest.raises(DataError, match="the text of this turn is saved"):
+                    session.add(Entry(4, "a", "b"), logged)
+            else:
+                session.add(Entry(4, "a", "b"), logged)
+        assert (session.state(4) is None) == (limit < log.size * 4)
+        session.add(Entry(5, "c", "d"), logged)
+        assert [*session.state(5)["words"]] == [*log]
 
 
 def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
