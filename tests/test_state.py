@@ -3,7 +3,8 @@
 import random
 import zlib
 from collections.abc import Callable
-from itertools import product
+from contextlib import suppress
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.cache.arrays import to_arrays, to_tensors
 from h2o_stream.cache.state import FINGERPRINT, checksummed, decode_json, encode_json
 from h2o_stream.config import POLICIES
+from tests.disturbances import interrupted
 from tests.families import each_family
-from tests.fixtures import ids, make_llama, thinned
+from tests.fixtures import ids, make_llama, thinned, with_exhaustive
 from tests.states import with_checksums
 
 TOKENS = ids(80, 2)
@@ -149,6 +151,31 @@ class TestRefused:
             cache.load_state_dict(state)
             assert not cache.torn
             assert equal(cache.state_dict(), state)
+
+    @pytest.mark.parametrize("change", with_exhaustive(["pin", "unpin", "evict_first", "reset"], ["load_state_dict"]))
+    def test_a_change_cut_off_at_any_line_is_torn_or_did_not_happen(self, tiny: LlamaForCausalLM, change: str) -> None:
+        """Regression: a window that grew for a pin had a plan that its heads did not follow."""
+        arguments = {"unpin": (), "load_state_dict": (self.state(tiny, chunk=8),), "reset": ()}.get(change, (49, 70))
+        with attach(tiny, CacheConfig(window=24, chunk=8)) as cache:
+
+            def state() -> dict[str, torch.Tensor]:
+                return cache.state_dict() if cache.seen_tokens else {}
+
+            tiny(TOKENS[:1, :50], past_key_values=cache)
+            if change == "unpin":
+                cache.pin(49, 70)
+            before = state()
+            getattr(cache, change)(*arguments)
+            after, done = state(), False
+            for line in count(1, 11):
+                cache.load_state_dict(before)
+                with suppress(KeyboardInterrupt), interrupted(line, ("cache",)):
+                    getattr(cache, change)(*arguments)
+                    done = True
+                assert cache.torn or equal(state(), before) or equal(state(), after)
+                if done:
+                    break
+            assert line > 20
 
     @pytest.mark.parametrize("policy", ["h2o", "full"])
     def test_an_empty_cache_has_no_state(self, tiny: LlamaForCausalLM, policy: str) -> None:

@@ -12,7 +12,7 @@ import numpy
 from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.layer_rules import LayerRules
-from h2o_stream.cache.one_thread import OneThread, Tearable
+from h2o_stream.cache.one_thread import OneThread
 from h2o_stream.cache.state import Array, check_saveable, refusing_damage, require_array
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.config import CacheConfig
@@ -33,7 +33,7 @@ def _exclusive(method: _Method) -> _Method:
     return in_one_thread  # type: ignore[return-value]
 
 
-class SlotCache(Tearable, WindowRules):
+class SlotCache(WindowRules):
     """A fixed window of slots per decoder layer, of one stream; in arrays, unless a subclass has tensors.
 
     Args:

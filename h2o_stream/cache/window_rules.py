@@ -7,6 +7,7 @@ from typing import Any
 
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.layer_rules import LayerRules, sliding_plan
+from h2o_stream.cache.one_thread import Tearable
 from h2o_stream.cache.protection import merged, without
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.window_assignment import WindowAssignment, check_not_evicted, still_needed
@@ -15,7 +16,7 @@ from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError
 
 
-class WindowRules:
+class WindowRules(Tearable):
     """Rules of a stream with a fixed number of slots.
 
     Args:
@@ -154,10 +155,17 @@ class WindowRules:
         pins = merged((*self.pins, range(start, stop)))
         for group in self.evicting_groups:
             check_not_evicted(group, start, stop)
-        if not self._waits_for_prompt:
-            self._grow(pins)
-        self.windows.pins = pins
-        self.assign_windows()
+        plan = None if self._waits_for_prompt else self._larger_plan(pins)
+        with self.writing():
+            if plan is not None:
+                fixed = self._windows_fixed
+                self._follow(plan)
+                if fixed:
+                    self.windows.grow(self.evicting_groups, plan, self.seen_tokens)
+                else:
+                    self.windows.follow(plan)
+            self.windows.pins = pins
+            self.assign_windows()
 
     def check_pin(self, count: int) -> None:
         """Raise ConfigError or OutOfMemoryError if the first `count` tokens of a new stream cannot be pinned alone."""
@@ -166,9 +174,10 @@ class WindowRules:
 
     def unpin(self, start: int = 0, stop: int | None = None) -> None:
         """Let the tokens from `start` up to `stop`, or all from `start` on, be evicted again."""
-        self.windows.pins = without(self.pins, start, stop)
-        self._shrink()
-        self.assign_windows()
+        with self.writing():
+            self.windows.pins = without(self.pins, start, stop)
+            self._shrink()
+            self.assign_windows()
 
     @property
     def transient(self) -> tuple[range, ...]:
@@ -190,8 +199,9 @@ class WindowRules:
                 f"it and below {2**31}"
             )
         ranges = merged((*self.transient, range(start, stop)))
-        self.windows.transient = still_needed(ranges, self.evicting_groups, min(self.tokens.lengths, default=0))
-        self.assign_windows()
+        with self.writing():
+            self.windows.transient = still_needed(ranges, self.evicting_groups, min(self.tokens.lengths, default=0))
+            self.assign_windows()
 
     # windows
 
@@ -218,24 +228,21 @@ class WindowRules:
         """Slots that the window has beside the configured ones, for what is pinned."""
         return 0 if self._waits_for_prompt else self.plan.window - self.growth().config.window
 
-    def _grow(self, pins: tuple[range, ...]) -> None:
-        """Let the window grow to what pins need, if it is not as large; errors as of `pin`."""
-        growth, sizes, fixed = self.growth(), self.windows.sizes, self._windows_fixed
+    def _larger_plan(self, pins: tuple[range, ...]) -> CachePlan | None:
+        """The plan whose window is what pins need; None if it is as large, or the stream cannot go on with a larger
+        one. Errors as of `pin`.
+        """
+        growth, sizes = self.growth(), self.windows.sizes
         wanted, pinned = growth.window(pins), sum(map(len, merged((range(self.plan.sinks), *pins))))
-        smallest = min(sizes) if fixed else self.plan.window
+        smallest = min(sizes) if self._windows_fixed else self.plan.window
         if pinned > self.plan.sinks:
             wanted = max(wanted, self.plan.window + pinned + growth.min_movable - smallest)
         if wanted <= self.plan.window:
-            return
+            return None
         plan = growth.plan(min(wanted, growth.largest))
         more = plan.window - self.plan.window if self._can_follow(plan) else 0
         growth.check(pinned, smallest + more, "of some heads " if smallest < self.plan.window else "")
-        if more > 0 and fixed:
-            self._follow(plan)
-            self.windows.grow(self.evicting_groups, plan, self.seen_tokens)
-        elif more > 0:
-            self._follow(plan)
-            self.windows.follow(plan)
+        return plan if more > 0 else None
 
     def _shrink(self) -> None:
         """Return to the configured window, in an empty stream without pins."""
