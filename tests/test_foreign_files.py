@@ -4,6 +4,8 @@ import io
 import json
 import os
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,22 @@ from tests.gguf_files import finish
 
 TEXT = "Grüße aus Köln.\nZwei Zeilen, 日本."
 CODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32")
+
+
+@pytest.mark.parametrize("reads", ["data[0]", "hashlib.sha256(data)", "zlib.crc32(data)"])
+@pytest.mark.parametrize("where", ["{}()", "threading.Thread(target={}).start(); time.sleep(9)"])
+def test_a_file_that_is_cut_short_while_it_is_mapped(tmp_path: Path, reads: str, where: str) -> None:
+    """No exception says so; the process ends with a line, whichever thread reads, with Python's lock or without."""
+    (tmp_path / "file").write_bytes(bytes(2**16))
+    code = f"""import hashlib, mmap, threading, time, zlib
+from h2o_stream.base.mapped_files import explain_bus_errors
+explain_bus_errors("It is gone.\\n")
+with open("file", "r+b") as file:
+    data = mmap.mmap(file.fileno(), 0)
+    file.truncate(0)
+    {where.format(f"(lambda: {reads})")}"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False, timeout=20)
+    assert (done.returncode, done.stderr) == (1, b"It is gone.\n")
 
 
 def zipped(*names: str) -> bytes:

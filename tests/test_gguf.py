@@ -149,6 +149,15 @@ class TestHostile:
             with pytest.raises(ModelNotFoundError, match="cannot be read: (Is a directory|No such file)"):
                 GgufFile(path)
 
+    def test_cut_while_it_is_read(self, small: Path, tmp_path: Path) -> None:
+        path = tmp_path / "cut.gguf"
+        path.write_bytes(small.read_bytes())
+        file = GgufFile(path)
+        *_, last = file.tensors.values()
+        os.truncate(path, last.offset + last.nbytes - 1)
+        with pytest.raises(ModelNotFoundError, match="it was cut short, to .* bytes, while it was read"):
+            file.blocks(last)
+
     def test_cut_anywhere(self, small: Path, tmp_path: Path) -> None:
         whole, cut = small.read_bytes(), tmp_path / "cut.gguf"
         for size in [*range(0, 200), *range(200, len(whole), 97), len(whole) - 1]:

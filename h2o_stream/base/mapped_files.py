@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import mmap
 import os
+import signal
 import struct
 import sys
 from contextlib import suppress
@@ -36,3 +38,23 @@ def prefer_huge_pages(memory: mmap.mmap) -> None:
     """Reads in many places wait for the addresses of small pages. Only Linux is asked; others choose by themselves."""
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def explain_bus_errors(line: str) -> None:
+    """Write a line to stderr and end the process when a mapped page has no file any more, because that was cut short.
+
+    Neither Python nor native code gets an exception then. Whoever has enabled `faulthandler` sees its traceback.
+    """
+    import ctypes
+
+    def end(_: int) -> None:
+        os.write(2, line.encode())
+        os._exit(1)
+
+    if not faulthandler.is_enabled():
+        _HANDLERS.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(end))
+        ctypes.CDLL(None).signal(signal.SIGBUS, _HANDLERS[-1])
+
+
+_HANDLERS = list[Any]()
+"""What the system calls stays."""

@@ -238,11 +238,15 @@ def _complain(command: str, message: str, details: str = "") -> None:
 @contextmanager
 def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
     """Wraps the imports of torch and transformers: says that the model is loading; see `importing` and, for errors,
-    `find_before_imports`.
+    `find_before_imports` and `explain_bus_errors`.
     """
+    from h2o_stream.base.mapped_files import explain_bus_errors
     from h2o_stream.models.find import find_before_imports
+    from h2o_stream.ui.terminal import one_line
 
     terminal.note(f"Loading {model.model} ...", style="dim")
+    program, name = Path(sys.argv[0]).name, one_line(model.model)
+    explain_bus_errors(f"{program}: a file of {name} was cut short while it was in use, or its disk fails\n")
     with importing():
         find_before_imports(model.model, model.offline)
         yield

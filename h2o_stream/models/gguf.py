@@ -141,8 +141,15 @@ class GgufFile:
         return items
 
     def blocks(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
-        """The bytes of a tensor, [nbytes] uint8: a read-only view of the mapped file."""
-        return np.frombuffer(self._maps[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
+        """The bytes of a tensor, [nbytes] uint8: a read-only view of the mapped file.
+
+        Raises:
+            ModelNotFoundError: the file has been cut short since it was mapped; to read it would end the process.
+        """
+        data = self._maps[tensor.part]
+        if (size := data.size()) < tensor.offset + tensor.nbytes:
+            raise self.damaged(f"it was cut short, to {size} bytes, while it was read")
+        return np.frombuffer(data, np.uint8, tensor.nbytes, tensor.offset)
 
     def release(self, tensor: GgufTensor) -> None:
         """Release the memory pages of a tensor; later reads load them from the file again.
