@@ -154,22 +154,6 @@ class TestBatches:
             tiny(ids(3), attention_mask=torch.zeros(1, 3))
 
 
-class TestMemory:
-    def test_a_thousand_tokens_take_no_more_than_the_window(self) -> None:
-        sizes = set()
-        model = make_llama(heads=2, size=64, layers=3, context=4096)
-        with attach(model, CacheConfig(window=256)) as cache:
-            watch = model.register_forward_hook(lambda *_: sizes.add(cache.nbytes))
-            out = model.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=1000, **GREEDY)
-            watch.remove()
-            assert out.shape[1] == 1010
-            assert cache.seen_tokens == 1009
-        slots, heads, size = 257, 2, 64
-        books = slots * heads * (4 + 4 + 4)
-        assert len(sizes) == 1
-        assert sizes.pop() == pytest.approx(3 * (slots * heads * size * 2 * 4 + books), rel=0.01)
-
-
 class TestGivenBack:
     @each_family
     @in_turn("policy", ["h2o", "full"])

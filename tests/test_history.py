@@ -6,7 +6,6 @@ import pytest
 
 from h2o_stream import H2OStreamError
 from h2o_stream.errors import DataError
-from h2o_stream.session.transactions import ResumeError
 from tests.fixtures import with_exhaustive
 from tests.histories import TALK, Histories, said
 
@@ -35,16 +34,6 @@ def test_undo(make_history: Histories, policy: str, saved: bool) -> None:
     history.close()
 
 
-def test_undo_has_an_end(make_history: Histories) -> None:
-    history = make_history()
-    said(history, *TALK, *TALK)
-    with pytest.raises(H2OStreamError, match="cannot return to turn"):
-        history.undo(9)
-    assert len(history.entries) == 10
-    history.undo(7)
-    assert len(history.entries) == 3
-
-
 def test_another_reply(make_history: Histories) -> None:
     history = make_history(temperature=1.5)
     first = said(history, TALK[0])
@@ -55,26 +44,6 @@ def test_another_reply(make_history: Histories) -> None:
     list(history.pin("A fact."))
     with pytest.raises(H2OStreamError, match="no reply"):
         history.regenerate()
-
-
-def test_a_session_of_another_policy_is_replayed(make_history: Histories) -> None:
-    history = make_history("sink")
-    history.open("talk")
-    said(history, *TALK[:2])
-    list(history.pin("The code is 4711."))
-    before = history.entries
-    history.close()
-    history = make_history("h2o")
-    with pytest.raises(ResumeError, match="session talk cannot be resumed: .* another policy"):
-        history.open("talk")
-    list(history.replay("talk"))
-    assert [(entry.prompt, entry.text) for entry in history.entries] == [(e.prompt, e.text) for e in before]
-    assert history.conversation.pins == ["The code is 4711."]
-    history.close()
-    history = make_history("h2o")
-    assert history.open("talk")
-    assert history.header().policy == "h2o"
-    history.close()
 
 
 def test_a_session_without_a_line_does_not_exist(make_history: Histories, own_home: Path) -> None:

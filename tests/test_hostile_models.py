@@ -30,20 +30,9 @@ from tests.hostile_kinds import KINDS, checkpoint_seed, gguf_seed
 from tests.in_turn import in_turn
 
 KINDS_TESTED = ("gguf", "checkpoint", "packed", "tokenizer", "store", "session", "texts", "structs")
-COUNT = 140
-SOME = (
-    "SmolLM3",
-    "Gemma 4, experts",
-    "Qwen3-Next",
-    "Mixtral",
-    "Llama 3",
-    "BPE",
-    "Unigram",
-    "m",
-    "Llama, memory",
-    "settings.json",
-    "questions.jsonl",
-)
+COUNT = 200
+SOME = ("SmolLM3", "Gemma 4, experts", "Qwen3-Next", "Mixtral", "Llama 3", "BPE", "Unigram", "m", "Llama, h2o",
+    "settings.json", "questions.jsonl", "requests.jsonl")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

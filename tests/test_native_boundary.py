@@ -151,10 +151,6 @@ class TestSettings:
         assert logits.equal(expected)
         assert all(map(torch.equal, found, kept))
 
-    def test_the_default_device(self, model: PreTrainedModel) -> None:
-        expected, _ = stream(model, "auto")
-        assert stream(model, "auto", lambda: torch.device("meta"))[0].equal(expected)
-
     def test_a_model_is_attached_under_other_defaults(self) -> None:
         settings = [default_dtype(torch.bfloat16), default_dtype(torch.float64), torch.autocast("cpu")]
         for seed, setting in enumerate(settings, 1):
@@ -202,12 +198,6 @@ class TestSettings:
         with attach(model, CacheConfig(window=16), engine="eager") as cache:
             expected = [model(part, past_key_values=cache).logits for part in tokens.split([8, *[1] * 16], 1)]
         assert error_of(torch.cat([x.float() for x in found], 1), torch.cat(expected, 1)) < 3 * BFLOAT16
-
-    def test_inference_mode_and_gradients(self, tiny: LlamaForCausalLM) -> None:
-        expected, _ = stream(tiny, "eager")
-        for mode in (torch.inference_mode, torch.enable_grad, torch.no_grad):
-            logits, _ = stream(tiny, "auto", mode)
-            assert_close(logits.detach(), expected)
 
     @pytest.mark.parametrize("checked", [False, True])
     def test_logits_of_steps_have_the_dtype_of_those_of_prompts(
@@ -320,20 +310,6 @@ class TestThreads:
             assert model.generate(ids(12), **how).equal(expected[0])
         assert all(text.equal(expected[seed]) for seed in made for text in made[seed])
         assert all("another thread" in error or "newer one has replaced" in error for error in refused)
-
-    @pytest.mark.exhaustive
-    def test_two_models_in_two_threads(self) -> None:
-        models = [make_llama(seed=seed) for seed in range(2)]
-        expected = [stream(model, "auto")[0] for model in models]
-        found: dict[int, list[Tensor]] = {0: [], 1: []}
-
-        def run(number: int) -> None:
-            with torch.no_grad():
-                found[number] += [stream(models[number], "auto")[0] for _ in range(5)]
-
-        run_all(*(partial(run, number) for number in found))
-        assert [len(logits) for logits in found.values()] == [5, 5]
-        assert all(logits.equal(expected[number]) for number in found for logits in found[number])
 
     def test_a_hook_that_calls_the_model(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:

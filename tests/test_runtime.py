@@ -139,18 +139,6 @@ class TestStream:
             if name.endswith("index"):
                 numpy.testing.assert_array_equal(numpy.sort(array), numpy.sort(states[1][name]))
 
-    @pytest.mark.every(2)
-    @pytest.mark.parametrize(("name", "stored", "largest"), [
-        ("Qwen 2 MoE", "Q8_0", 1e-2), ("Llama, biases", "F16", 1e-4), ("Qwen 3 MoE", "Q8_0", 1e-2),
-        ("Qwen 3 MoE", "F16", 1e-4),
-    ])  # fmt: skip
-    def test_other_files(self, name: str, stored: str, largest: float, tmp_path: Path) -> None:
-        theirs, ours = through_both(written(tmp_path, name, stored), CacheConfig(window=40, chunk=16))
-        with theirs, ours:
-            compare(theirs, ours, (100, 101, 160, 161, 162), largest)
-            theirs.served.load_state_dict(ours.served.state_dict())
-            assert theirs.tokens == ours.tokens
-
     @pytest.mark.parametrize("kv_bits", [16, 8])
     def test_states_go_from_one_to_the_other(self, file: Path, kv_bits: int) -> None:
         theirs, ours = through_both(file, CacheConfig(window=40, chunk=16, kv_bits=kv_bits))

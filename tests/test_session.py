@@ -31,29 +31,7 @@ TALK = ["What is the name of the capital of France?", "And of Italy?", "Thanks, 
 REPLIES = ["Paris.", "Rome.", "You are welcome."]
 
 
-def written(tokenizer: PreTrainedTokenizerBase, users: list[str], replies: list[str], system: str | None) -> list[int]:
-    """The whole conversation formatted by the template at once."""
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    for number, user in enumerate(users):
-        messages.append({"role": "user", "content": user})
-        if number < len(replies):
-            messages.append({"role": "assistant", "content": replies[number]})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(users) > len(replies))
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 class TestTemplate:
-    @pytest.mark.parametrize("system", [None, SYSTEM])
-    @pytest.mark.parametrize("ended", [True, False])
-    def test_the_turns_together_are_the_whole(self, tokenizer: Any, system: str | None, ended: bool) -> None:
-        end = tokenizer.convert_tokens_to_ids(END)
-        template = ChatTemplate(tokenizer, system, {end})
-        fed = template.first_turn(TALK[0]).tokens
-        for reply, user in zip(REPLIES, TALK[1:], strict=False):
-            fed += tokenizer(reply)["input_ids"] + ([end] if ended else [])
-            fed += template.next_turn(user, ended).tokens
-        assert fed == written(tokenizer, TALK, REPLIES[:2], system)
-
     def test_a_template_that_rewrites_the_past(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Some templates shorten old replies (such as their reasoning), so the start of a growing history changes."""
         forgetful = copy.copy(tokenizer)
