@@ -69,9 +69,23 @@ class Transactions:
         return replace(self._header, system=self.conversation.system)
 
     @property
+    def checkpoint(self) -> Checkpoint:
+        """The last committed version."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._plan = checkpoint, self.conversation.engine.cache.plan
+
+    @property
     def committed(self) -> bool:
         """Whether the conversation equals the checkpoint."""
-        return self.conversation.metadata == self.checkpoint.metadata and not self.conversation.torn
+        return self._has_plan and self.conversation.metadata == self.checkpoint.metadata and not self.conversation.torn
+
+    @property
+    def _has_plan(self) -> bool:
+        """Whether the window is that of the checkpoint: one that grew for a turn does not shrink without it."""
+        return self.conversation.engine.cache.plan == self._plan
 
     def close(self) -> None:
         """Release the session for other processes. The conversation continues in memory."""
@@ -180,7 +194,8 @@ class Transactions:
         state = self.copy_state()  # closes the turn, so the metadata is final afterwards
         checkpoint, metadata = self.checkpoint, self.conversation.metadata
         if metadata.last_start[0] != metadata.turns:  # nothing was fed
-            self.checkpoint = replace(checkpoint, metadata=metadata)
+            if self._has_plan:
+                self.checkpoint = replace(checkpoint, metadata=metadata)
             return
         if kind == "pinned" and metadata.pins == checkpoint.metadata.pins:  # cut off before its end
             kind = "told"
