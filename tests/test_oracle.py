@@ -146,6 +146,20 @@ def test_policies_without_heavy_hitters(policy: str, sinks: int, positions: str,
     assert compare(make_llama(groups=3), config, rules, tokens_of(1, 40), 25)
 
 
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("positions", "chunk"), with_exhaustive(
+    [("gap", 5), ("rolling", 1), ("absolute", 5)], [("gap", 1), ("rolling", 5), ("absolute", 1)]
+))  # fmt: skip
+def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
+    """Pinned tokens are not evicted and have no gap in front of them; sinks alone keep their place."""
+    pins = (range(1, 5), range(17, 20))
+    config = CacheConfig("h2o", 20, 9, 2, 0.9, positions, span=13, chunk=chunk)
+    movable = 20 - 5 - 3
+    recent = movable - movable * 9 // 18
+    rules = Rules(20, 9, 2, 0.9, positions, 13, long_term=2.0, recents=lambda layer, head: recent, pins=pins)
+    assert compare(make_llama(groups=3), config, rules, tokens_of(5, 80), 50)
+
+
 @examples(
     4, 20, policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]), pinned=st.booleans(),
     positions=st.sampled_from(["gap", "rolling", "absolute"]), heavy=st.integers(2, 6), chunk=st.integers(1, 9),

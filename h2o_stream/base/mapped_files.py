@@ -15,8 +15,8 @@ _PREALLOCATE, _ALLOCATE_ALL, _FROM_PHYSICAL_END = 42, 4, 3
 """The request of fcntl on macOS, and what its structure says."""
 
 
-def reserve_room(file: IO[Any], start: int, end: int) -> None:
-    """Reserve these bytes on disk, at the end of a file or past it, which then has them.
+def reserve_room(file: IO[Any], size: int) -> None:
+    """Reserve so many bytes on disk for a file that is no larger, which then has them.
 
     A full disk is an error now and not a crash at the first write to a mapped page.
 
@@ -24,14 +24,14 @@ def reserve_room(file: IO[Any], start: int, end: int) -> None:
         OSError: there is no room.
     """
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), start, end - start)
+        os.posix_fallocate(file.fileno(), 0, size)
         return
     if sys.platform == "darwin":
         import fcntl
 
-        request = struct.pack("=Iiqqq", _ALLOCATE_ALL, _FROM_PHYSICAL_END, 0, end - start, 0)
+        request = struct.pack("=Iiqqq", _ALLOCATE_ALL, _FROM_PHYSICAL_END, 0, size, 0)
         fcntl.fcntl(file.fileno(), _PREALLOCATE, request)
-    file.truncate(max(end, os.fstat(file.fileno()).st_size))
+    file.truncate(size)
 
 
 def prefer_huge_pages(memory: mmap.mmap) -> None:

@@ -20,7 +20,7 @@ def mapped_memory(size: int) -> mmap.mmap:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            reserve_room(file, 0, size)
+            reserve_room(file, size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise H2OStreamError(

@@ -37,7 +37,7 @@ class BatchStepper:
         """Take a token of each stream through the model, and count it.
 
         Args:
-            steppers: of the caches, each with one row, begun by `Stepper.begin_step`; all of the same `rules`.
+            steppers: those of the caches, each with one row, begun by `Stepper.begin_step`; all of the same `rules`.
 
         Returns:
             [B, V] float32 logits, valid until the next step.
@@ -58,9 +58,9 @@ class BatchStepper:
         """Take a token of some streams and several tokens of others through the model, and count them.
 
         Args:
-            stepped: of the caches that take one token, each with one row, begun by `Stepper.begin_step`.
-            read: of the others; all of the same `rules`.
-            tokens: of all of them, in this order.
+            stepped: the steppers of caches that take one token, each with one row, begun by `Stepper.begin_step`.
+            read: those of the others; all of the same `rules`.
+            tokens: the next ones of all of them, in this order.
             plans: what `Stepper.begin_prompt` has returned for those that are read; all with the same chunk.
 
         Returns:

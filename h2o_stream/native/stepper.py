@@ -88,7 +88,7 @@ class Stepper:
         takes_prompts: whether `prompt` serves the model.
         native, handle: the library, and what `h2o_step` runs in.
         why_not: why the cache as it is now cannot be served, or nothing.
-        revision: of the cache, for which the addresses of its slots are bound.
+        revision: that of the cache for which the addresses of its slots are bound.
         binding: number of these addresses, which those of no other stepper and no other time have.
         streams: [B] `abi.STREAM`, the rows of the next step.
     """

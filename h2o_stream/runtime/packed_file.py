@@ -132,7 +132,7 @@ def _mapped(path: Path, entries: list[PackedMatrix]) -> mmap.mmap:
     tensors = [(entry.name, "U8", entry.shape, entry.nbytes) for entry in entries]
     header = safetensors_header(tensors, {"format": "pt"}, _ALIGNMENT)
     with path.open("w+b") as file:
-        reserve_room(file, 0, len(header) + sum(entry.nbytes for entry in entries))
+        reserve_room(file, len(header) + sum(entry.nbytes for entry in entries))
         file.write(header)
         file.flush()
         return mmap.mmap(file.fileno(), 0)
