@@ -1,5 +1,6 @@
 """What a message names as a whole: chapters, sections, files, the text that was given last."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,6 +113,26 @@ def test_what_was_never_given() -> None:
 
 def test_transcripts_are_not_read_for_other_messages() -> None:
     assert find_whole("What is the code of the cellar?", [].pop) is None
+
+
+NESTED = "def add\n  1\n  def add\n    22\n    def add(x)\n      333\n    4\n}\n\ndef add\n\n def mul\n"
+
+
+def test_the_longest_definition() -> None:
+    """Also of those inside of each other; blank lines around it are no part."""
+    for before, after in (("", ""), ("def add\n\n", "\n"), ("x\n  def add\n   1", "\ny"), ("}\n", "def add\n 1\n")):
+        whole = find_whole("Explain the function add.", lambda text=f"{before}\n{NESTED}{after}": [(1, text, "Yes.")])
+        assert whole is not None
+        assert whole.text == NESTED.partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("asked", ["Explain the function add.", "Summarize the introduction.", "Summarize chapter 1."])
+@pytest.mark.parametrize("line", ["def add\n", "def add\n x\n", "# Introduction\nx\n", "Chapter 1\n\n"])
+def test_a_text_of_nothing_else(asked: str, line: str) -> None:
+    """Time does not grow with the square of the lines that could be meant: a few megabytes took an hour."""
+    text, began = line * (2**18 // len(line)), time.process_time()
+    find_whole(asked, lambda: [(1, text, "Yes.")])
+    assert time.process_time() - began < 3
 
 
 class Counted(Sequence[SaidTurn]):

@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from h2o_stream.errors import DataError
 from h2o_stream.serve.store import Store
 from h2o_stream.session import state_files
 from tests.disturbances import fail_once, full_disk
@@ -104,6 +106,20 @@ def test_states_that_a_power_failure_has_cut_off(server: Running, share: float) 
     again = server.say(asked, reply(first), "And then?")["h2o"]
     assert (again["origin"], again["turns_read"]) == ("read", 1)
     assert [entry.prompt for entry in server.entries(again["conversation"], 2)] == [asked, "And then?"]
+
+
+def test_a_folder_has_one_server(server: Running, tmp_path: Path) -> None:
+    """Until it is closed, by whichever thread. The second one changes nothing."""
+    first, model, folder = server.say("Mine?"), server.service.model.model.digest, server.service.store._folder
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(DataError, match=f"another h2o-serve uses {folder}; give each a --folder of its own"):
+        Store(folder, model, 3, 2**30, 1e6)
+    assert all(path.name == "server.lock" or path.stat().st_mtime_ns == time for path, time in before.items())
+    assert server.say("Mine?", reply(first), "Still?")["h2o"]["origin"] == "continued"
+    closing = threading.Thread(target=Store(tmp_path, model, 3, 2**30, 1e6).close)
+    closing.start()
+    closing.join()
+    Store(tmp_path, model, 3, 2**30, 1e6).close()
 
 
 def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> None:

@@ -70,10 +70,10 @@ def headings(text: str) -> Iterator[Heading]:
             yield Heading(match.start(), "numeral", number.count("."), "", number, _clean(match["numbered"]))
 
 
-def extent(text: str, all_headings: Sequence[Heading], heading: Heading) -> str:
-    """A heading with what follows, up to the next one of its level or above."""
-    ends = (one.start for one in all_headings if one.start > heading.start and _ends(one, heading))
-    return text[heading.start : next(ends, len(text))].strip()
+def extent(text: str, all_headings: Sequence[Heading], place: int) -> str:
+    """A heading with what follows, up to the next one of its level or above; the one at this place of all of them."""
+    heading, later = all_headings[place], (all_headings[number] for number in range(place + 1, len(all_headings)))
+    return text[heading.start : next((one.start for one in later if _ends(one, heading)), len(text))].strip()
 
 
 def _ends(later: Heading, heading: Heading) -> bool:

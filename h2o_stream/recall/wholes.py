@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
-from h2o_stream.recall.headings import KIND, NUMBER, ORDINALS, extent, headings, kind_of, number_of
+from h2o_stream.recall.headings import KIND, NUMBER, ORDINALS, Heading, extent, headings, kind_of, number_of
 from h2o_stream.recall.passage import Role, SaidTurn, Whole
 from h2o_stream.recall.passages import split
 
@@ -81,6 +82,9 @@ _WITHIN = "in|of|from|about|and|im|aus|und|dans|du|et|en|del|y|nel|e"
 
 _LONG, _LENGTHY = 1500, 400
 """Characters from which on a message is a text, and from which on something is said at some length."""
+
+_ALIKE = 50
+"""Parts with the same name that are looked at: a text may have nothing else."""
 
 _FILE = re.compile(r"\A([^\n]{1,250}):\n\n")
 """How a text begins that was read from a file."""
@@ -160,18 +164,20 @@ def _part(text: str, kind: str, number: str) -> str:
     if number == "last" and alike:
         depth = min(one.depth for one in alike)
         number = [one for one in alike if one.depth == depth][-1].number
-    return _longest(extent(text, parts, one) for one in alike if one.number == number)
+    return _longest(text, parts, lambda one: one.kind == kind and one.number == number)
 
 
 def _titled(text: str, message: str) -> str:
     """The longest part of a text whose title a message has."""
     folded = message.casefold()
-    parts = list(headings(text))
-    return _longest(extent(text, parts, one) for one in parts if len(one.title) >= 8 and one.title.casefold() in folded)
+    return _longest(text, list(headings(text)), lambda one: len(one.title) >= 8 and one.title.casefold() in folded)
 
 
-def _longest(texts: Iterator[str]) -> str:
-    return max((text for text in texts if "\n" in text), key=len, default="")
+def _longest(text: str, parts: Sequence[Heading], is_meant: Callable[[Heading], bool]) -> str:
+    """The longest of the first parts that are meant, and have more than a line."""
+    places = (place for place, one in enumerate(parts) if is_meant(one))
+    texts = (extent(text, parts, place) for place in islice(places, _ALIKE))
+    return max((part for part in texts if "\n" in part), key=len, default="")
 
 
 def _file(text: str, message: str) -> str:
@@ -181,24 +187,28 @@ def _file(text: str, message: str) -> str:
 
 
 def _definition(text: str, name: str) -> str:
-    """The longest code that defines a name: its line and those that are indented below it, with what closes them."""
+    """The longest code that defines a name: its line and those that are indented below it, with what closes them; not
+    a line without any.
+    """
     begins = re.finditer(
         rf"^(?P<indent>[ \t]*)(?:(?:{_MODIFIERS})[ \t]+)*(?:{_CODE})[ \t]+{name}\b", text, re.IGNORECASE | re.MULTILINE
     )
-    return max((_indented(text[begin.start() :], begin["indent"]) for begin in begins), key=len, default="")
-
-
-def _indented(text: str, indent: str) -> str:
-    """The first line of a text with those below it that are indented more, or close it; nothing without any."""
-    first, *lines = text.split("\n")
-    kept = list[str]()
-    for line in lines:
-        start = line.lstrip()
-        inside = len(line) - len(start) > len(indent)
-        if start and not inside and not start.startswith((")", "}", "]", "{")):
-            break
-        kept.append(line)
-    return "\n".join([first, *kept]).rstrip() if any(map(str.strip, kept)) else ""
+    indents = {begin.start(): len(begin["indent"]) for begin in begins}
+    spans, opened = list[range](), list[int]()  # definitions inside of each other, the innermost last
+    start = end = 0  # of a line, and of the last one that is not blank
+    for line in text.split("\n") if indents else ():
+        code, rest = line.strip(), line.lstrip()
+        if code and not code.startswith((")", "}", "]", "{")):
+            while opened and indents[opened[-1]] >= len(line) - len(rest):
+                spans.append(range(opened.pop(), end))
+        if start in indents:
+            opened.append(start)
+        end = start + len(line.rstrip()) if code else end
+        start += len(line) + 1
+    spans += [range(begin, end) for begin in opened]
+    with_code = [each for each in spans if text.find("\n", each.start, each.stop) >= 0]
+    longest = max(with_code, key=lambda each: (len(each), -each.start), default=range(0))
+    return text[longest.start : longest.stop]
 
 
 def cut_pieces(text: str, size: float, count_tokens: Callable[[str], int]) -> list[str]:
