@@ -161,9 +161,14 @@ _VOCABULARY = 8192
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     """The embedded model's tokenizer with the first tokens of its vocabulary."""
-    small: Any = copy.copy(load_tokenizer(ModelConfig()))
+    return shortened(load_tokenizer(ModelConfig()), _VOCABULARY)
+
+
+def shortened(tokenizer: Any, size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer with so many tokens of its vocabulary, the first ones."""
+    small: Any = copy.copy(tokenizer)
     rules = json.loads(small.backend_tokenizer.to_str())
-    model, kept = rules["model"], {token for token, number in rules["model"]["vocab"].items() if number < _VOCABULARY}
+    model, kept = rules["model"], {token for token, number in rules["model"]["vocab"].items() if number < size}
     model["vocab"] = {token: number for token, number in model["vocab"].items() if token in kept}
     model["merges"] = [pair for pair in model["merges"] if "".join(pair) in kept]
     small._tokenizer = Tokenizer.from_str(json.dumps(rules))

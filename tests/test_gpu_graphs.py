@@ -59,7 +59,8 @@ class Recording:
     replays = 0
 
     def __init__(self, cache: Any, step: Callable[[], Tensor]) -> None:
-        held = [group.tensors() for group in cache.head_groups] + [*map(states_of, cache.recurrent_layers)]
+        recurrent = getattr(cache, "recurrent_layers", ())
+        held = [group.tensors() for group in cache.head_groups] + [*map(states_of, recurrent)]
         before = [(x, x.clone()) for tensors in held for x in tensors.values()]
         try:
             with HostFree() as mode:

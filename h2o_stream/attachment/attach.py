@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
@@ -117,6 +117,15 @@ def _build(
         raise
     if plan.budgets == "measured":
         specs = give_retrieval_heads_more(model, specs, progress)
+    cache = new_cache(model, config, specs, digest)
+    cache.continues = verification.continues()
+    return cache, verification
+
+
+def new_cache(
+    model: PreTrainedModel, config: CacheConfig, specs: Sequence[LayerSpec], digest: Callable[[], str]
+) -> H2OCache:
+    """A cache with these layers of a model, sized for it; digest and errors: see `H2OCache`."""
     max_distance = max_distance_of(model.config)
 
     def bytes_of(config: CacheConfig) -> int:
@@ -128,8 +137,7 @@ def _build(
     config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
     cache.is_called = lambda saved: saved == getattr(model, FILE_DIGEST, "")
-    cache.continues = verification.continues()
-    return as_class_for(model, cache), verification
+    return as_class_for(model, cache)
 
 
 def _verified(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, list[LayerSpec], Verification]:

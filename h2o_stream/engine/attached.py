@@ -15,8 +15,10 @@ from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, weight_count
 from h2o_stream.base.progress import ProgressCallback
 from h2o_stream.cache.arrays import to_arrays, to_tensors
+from h2o_stream.cache.full_cache import FullCache
+from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.config import PREFILL_STEP_MAX, CacheConfig, EngineChoice, prefill_step
-from h2o_stream.engine.device_logits import DeviceClock, TensorLogits
+from h2o_stream.engine.device_logits import DeviceClock, as_logits
 from h2o_stream.engine.logits import Logits
 from h2o_stream.native.lookahead import Passes
 from h2o_stream.native.native_model import NativeModel
@@ -30,16 +32,19 @@ class AttachedModel:
     def __init__(
         self, model: Any, config: CacheConfig | None, engine: EngineChoice, progress: ProgressCallback
     ) -> None:
-        self._model, self._device = model, input_device(model)
+        self._stack = ExitStack()
+        cache = self._stack.enter_context(attach(model, config, engine=engine, progress=progress))
+        self._serve(model, cache, model.forward.stepper)
+
+    def _serve(self, model: Any, cache: H2OCache | FullCache, stepper: Any) -> None:
+        """Serve a model with a cache, and what steps it."""
+        self.cache, self._model, self._device = cache, model, input_device(model)
         self.context, self.learned_positions = context_of(model.config), learned_positions(model.config)
         on_cpu = self._device.type == "cpu"
         self.generation = model.generation_config
         self.dtype, self.device = str(model.dtype).removeprefix("torch."), str(self._device)
         self.vocabulary = model.config.get_text_config().vocab_size
-        self._stack = ExitStack()
-        self.cache = self._stack.enter_context(attach(model, config, engine=engine, progress=progress))
         step = prefill_step(weight_count(model)) if on_cpu else PREFILL_STEP_MAX
-        stepper = model.forward.stepper
         self.prefill_step = getattr(stepper, "prefill_step", step)
         self._passes: Passes[torch.Tensor] | None = stepper.passes() if hasattr(stepper, "passes") else None
         self._clock = DeviceClock(self._device)
@@ -62,8 +67,7 @@ class AttachedModel:
         sampled.
         """
         row, taken = self._step(token, guess) if self._passes else (self._logits([token], 1)[-1], 1)
-        logits = TensorLogits(row)
-        return (logits if self._device.type == "cuda" else numpy.asarray(logits)), taken
+        return as_logits(row), taken
 
     def _step(self, token: int, guess: Callable[[], Sequence[int]]) -> tuple[torch.Tensor, int]:
         cache, passes = self.cache, self._passes
@@ -102,12 +106,9 @@ class AttachedModel:
         logits: torch.Tensor = output.logits[0, -keep:].float()
         return logits
 
-    @torch.no_grad()
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
         """Embeddings of tokens [n], [n, hidden] float32."""
-        embeddings = self._model.get_input_embeddings()
-        rows: NDArray[numpy.float32] = embeddings(torch.from_numpy(ids).to(self._device)).float().cpu().numpy()
-        return rows
+        return embeddings_of(self._model, ids)
 
     def first_layers(self, count: int | None = None) -> FirstLayers | None:
         """The first layers, or all, for texts that stand alone; None where they are not available."""
@@ -125,3 +126,11 @@ class AttachedModel:
     def close(self) -> None:
         """Restore the model."""
         self._stack.close()
+
+
+@torch.no_grad()
+def embeddings_of(model: Any, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
+    """Embeddings of tokens [n], [n, hidden] float32."""
+    tokens = torch.from_numpy(ids).to(input_device(model))
+    rows: NDArray[numpy.float32] = model.get_input_embeddings()(tokens).float().cpu().numpy()
+    return rows

@@ -7,8 +7,9 @@ while the device is still busy with a step, all of this is queued behind it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from h2o_stream.engine.logits import (
     MIN_TEMPERATURE,
     Changes,
     Draw,
+    Logits,
     Scores,
     changed,
 )
@@ -37,6 +39,10 @@ class TensorLogits:
         scores: Scores = self._logits.cpu().numpy()
         return scores
 
+    def copy(self) -> Self:
+        """The same: they are not overwritten."""
+        return self
+
     @torch.no_grad()
     def sample(self, changes: Sequence[Changes | None], draw: Draw | None) -> tuple[int, float]:
         """The next token, and the largest logit."""
@@ -47,6 +53,12 @@ class TensorLogits:
         token = scores.argmax() if draw is None else _drawn(scores, draw)
         number, peak = torch.stack([token.double(), self._logits.max().double()]).tolist()
         return min(int(number), len(scores) - 1), peak
+
+
+def as_logits(row: Tensor) -> Logits:
+    """Logits [V] float32: where they are, on a GPU, so that nothing waits for them."""
+    logits = TensorLogits(row)
+    return logits if row.device.type == "cuda" else numpy.asarray(logits)
 
 
 class DeviceClock:

@@ -63,6 +63,9 @@ class DeviceLogits(Protocol):
     def sample(self, changes: Sequence[Changes | None], draw: Draw | None) -> tuple[int, float]:
         """The token after changes one after another, the likeliest one without `draw`; and the largest logit."""
 
+    def copy(self) -> Self:
+        """Logits that stay valid."""
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Scores:
         """The logits on the host."""
 

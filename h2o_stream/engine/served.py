@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from h2o_stream.base.progress import ProgressCallback
 from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.engine.logits import Logits
-from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.native.stepper import PromptPlan
 
 if TYPE_CHECKING:
     from h2o_stream.cache.full_cache import FullCache
@@ -93,9 +93,35 @@ class Served(Protocol):
         """Restore the model."""
 
 
+class BatchedSteps(Protocol):
+    """Steps several streams of a model together; see `native.batch.BatchStepper`."""
+
+    def step(self, steppers: Sequence[Any]) -> Iterable[Logits]:
+        """Take a token of each stream through the model. Returns logits after each, valid until the next step."""
+
+    def forward(
+        self, stepped: Sequence[Any], read: Sequence[Any], tokens: Sequence[Sequence[int]], plans: Sequence[PromptPlan]
+    ) -> Iterable[Logits]:
+        """Take a token of some streams and several tokens of others through the model; likewise."""
+
+    def release(self) -> None:
+        """Free what was allocated for steps."""
+
+
+@runtime_checkable
+class ManyStreams(Protocol):
+    """A model that serves several streams at the same time."""
+
+    def serve(self, config: CacheConfig) -> Served:
+        """Serve the model with a cache; raises ConfigError if it does not fit the model."""
+
+    def make_batch(self) -> BatchedSteps:
+        """What steps several of its streams together."""
+
+
 def serve(model: Any, config: CacheConfig | None, engine: EngineChoice, progress: ProgressCallback) -> Served:
     """Serve a model with a cache. Arguments and errors as for `attach`, which serves models of transformers."""
-    if isinstance(model, RuntimeModel):
+    if isinstance(model, ManyStreams):
         return model.serve(config or CacheConfig())
     from h2o_stream.engine.attached import AttachedModel
 

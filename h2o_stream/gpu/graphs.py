@@ -8,16 +8,39 @@ number of rows, a new stream) captures it again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.head_group import HeadGroup
 
 WARM_UP = 3
 """Steps that run eagerly before one is captured: libraries allocate and tune in them."""
+
+
+class Caches(Protocol):
+    """What captured steps need of a cache, or of those of several streams; see `H2OCache`."""
+
+    revision: int
+    engine_note: str
+
+    @property
+    def steady(self) -> bool:
+        """Whether every window has its final size."""
+
+    @property
+    def head_groups(self) -> Iterable[HeadGroup]:
+        """All head groups."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Write to the slots inside the block."""
+
+    def count_token(self) -> None:
+        """A step has taken a token of each row."""
 
 
 class Recording(Protocol):
@@ -61,7 +84,7 @@ class GraphSteps:
     def __init__(
         self,
         forward: Callable[..., Any],
-        cache: H2OCache,
+        cache: Caches,
         record: Callable[[Callable[[], Tensor]], Recording] = CudaRecording,
         otherwise: Callable[..., Any] | None = None,
         count: Callable[[], None] | None = None,

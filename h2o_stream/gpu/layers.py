@@ -22,6 +22,7 @@ from h2o_stream.gpu.matrices import (
     lines_of,
     multiply,
     overlapping,
+    rows_of,
 )
 from h2o_stream.gpu.packed import FEW, BlockMatrix
 from h2o_stream.gpu.products import experts_kernel, experts_out_kernel, gate_kernel, norm_kernel, route_kernel
@@ -176,6 +177,12 @@ class Residual:
             )  # fmt: skip
         self._added, self._after = None, NO_NORM
         return out
+
+
+def embedded(description: Description, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n, hidden] of n tokens."""
+    rows = rows_of(description.embedding, tokens.flatten(), dtype)
+    return rows if description.embedding_scale == 1 else rows * description.embedding_scale
 
 
 def run(description: Description, x: Tensor, attend: Attend) -> Residual:

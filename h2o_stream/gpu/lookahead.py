@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from h2o_stream.cache.h2o_cache import H2OCache
@@ -26,6 +27,9 @@ class PassSteps(Protocol):
     def run_pass(self, ids: Sequence[int]) -> Tensor:
         """Take `pass_size` tokens through the model, counting none: [n, V] float32 logits after each."""
 
+    def release(self) -> None:
+        """Free what steps and passes have recorded."""
+
     def take_back(self, count: int, kept: int) -> None:
         """Of the `count` tokens of the last pass only the first ones stay in the slots."""
 
@@ -36,6 +40,12 @@ class GpuPasses(Passes[Tensor]):
     def __init__(self, steps: PassSteps) -> None:
         super().__init__(steps.cache)
         self._steps = steps
+
+    def release(self) -> None:
+        """Free what steps and passes have allocated."""
+        self.take_back()
+        self._logits = torch.empty(0)
+        self._steps.release()
 
     @property
     def _max_guesses(self) -> int:

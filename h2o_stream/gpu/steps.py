@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
-from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
@@ -19,16 +20,16 @@ from h2o_stream.cache.kernels import Kernels
 from h2o_stream.config import PREFILL_STEP_MAX
 from h2o_stream.gpu import available
 from h2o_stream.gpu.graphs import GraphSteps
-from h2o_stream.gpu.groups import limits_of, walks
+from h2o_stream.gpu.groups import walks
 from h2o_stream.gpu.journal import Journal
-from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
-from h2o_stream.gpu.layers import in_order, logits_of, run, takes_rows
+from h2o_stream.gpu.kernels import GpuKernels
+from h2o_stream.gpu.layers import embedded, logits_of, run, takes_rows
 from h2o_stream.gpu.lookahead import PASSES, GpuPasses
-from h2o_stream.gpu.matrices import rows_of
+from h2o_stream.gpu.stream_attention import StreamAttention
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
 from h2o_stream.native.lookahead import Passes
-from h2o_stream.native.model_guard import ModelGuard
+from h2o_stream.native.stepper import Guard, PromptPlan
 
 BLOCK, LANES = 2048, 4
 """Tokens of a prompt that are multiplied at once, and blocks that are on their way at the same time: one is in an
@@ -50,6 +51,7 @@ class FusedSteps:
         why_not: nothing, see `Stepper`.
         takes_prompts: several tokens or rows, too.
         prefill_step: tokens of a prompt that are worth a forward.
+        ids: [1, Q] tokens that `begin_step` or `begin_prompt` has prepared for a `FusedBatch`.
     """
 
     why_not = ""
@@ -59,28 +61,28 @@ class FusedSteps:
         description: Description,
         cache: H2OCache,
         kernels: Kernels,
-        unchanged: ModelGuard,
+        unchanged: Guard,
         captured: bool,
         others: GraphSteps | None = None,
     ) -> None:
         assert isinstance(kernels, GpuKernels)
-        self._description, self.cache, self._kernels, self._unchanged = description, cache, kernels, unchanged
+        self.description, self.cache, self._kernels, self._unchanged = description, cache, kernels, unchanged
         self.dtype, self._others = getattr(torch, description.dtype), others
         self.takes_prompts = takes_rows(description)
         self.prefill_step = BLOCK * LANES if self.takes_prompts else PREFILL_STEP_MAX
-        device = description.embedding.weights.device
-        ordered = [in_order(layer.attention) for layer in description.layers if layer.attention]
-        self._attentions = [attention for attention, _ in ordered]
-        self._orders = [None if order is None else order.to(device) for _, order in ordered]
-        attentions = [layer.attention for layer in description.layers if layer.attention]
-        self._sinks = [None if x.sink_logits is None else x.sink_logits.to(device) for x in attentions]
-        self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in attentions]
-        self._graphs = GraphSteps(self._step, cache) if captured else None
-        made = {size: GraphSteps(self._step, cache, count=lambda: None) for size in PASSES} if captured else {}
-        self._passes: dict[int, GraphSteps] = made
+        self.attention = StreamAttention(description, cache, kernels)
+        self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in self.attention.layers]
+        self._captured = captured
+        self._streams: list[torch.cuda.Stream] = []
+        self.release()
+
+    def release(self) -> None:
+        """Free what steps and passes have recorded."""
+        graphs, sizes = partial(GraphSteps, self._step, self.cache), PASSES if self._captured else ()
+        self._graphs = graphs() if self._captured else None
+        self._passes = {size: graphs(count=lambda: None) for size in sizes}
         self._journal: Journal | None = None
         self._journal_of = -1
-        self._streams: list[torch.cuda.Stream] = []
 
     def use_float32(self) -> None:
         """Compute in float32, whatever the weights are in."""
@@ -97,14 +99,14 @@ class FusedSteps:
             logits = self.run(tokens) if logits is None else logits
         else:
             logits = self.run_prompt(tokens, kwargs.get("logits_to_keep", 0))
-        return None if logits is None else logits.to(getattr(torch, self._description.logits_dtype))
+        return None if logits is None else logits.to(getattr(torch, self.description.logits_dtype))
 
     @torch.no_grad()
     def run(self, tokens: Tensor) -> Tensor | None:
         """A token of each row, [B, 1] to [B, 1, V] float32; None, with nothing touched, where it has to be eager."""
         cache = self.cache
         cache.make_room()
-        if not (self._unchanged and self._are_tokens(tokens) and self._can_step(len(tokens))):
+        if not (self._are_tokens(tokens) and self._can_step(len(tokens))):
             return None
         with cache.writing():
             logits: Tensor = self._step(tokens).logits
@@ -114,49 +116,64 @@ class FusedSteps:
     @torch.no_grad()
     def run_prompt(self, tokens: Tensor, keep: int = 0) -> Tensor | None:
         """Several tokens of each row, [B, Q] to [B, keep or Q, V] float32; None likewise."""
-        (rows, new), cache = tokens.shape, self.cache
-        self._unchanged.invalidate()
-        lengths = cache.tokens.lengths or (0,) * rows
-        groups = cache.head_groups
-        if (
-            not self.takes_prompts
-            or len(lengths) != rows
-            or not all(map(walks, groups))
-            or any(group.watch for group in groups)
-        ):
+        new = tokens.shape[1]
+        if not (self._are_tokens(tokens) and self._can_read(*tokens.shape)):
             return None
-        if not (self._unchanged and self._are_tokens(tokens)):
-            return None
-        for group in groups:
-            if not group.is_initialized:
-                group.device = tokens.device
-        after = [length + new for length in lengths]
-        cache.make_room_for_prompt(self._shapes, str(self.dtype).removeprefix("torch."), (*lengths, *after), rows)
-        if not self._have_dtype():
-            return None
-        with cache.writing():
+        with self.cache.writing():
             logits = self._in_blocks(tokens, min(keep, new) or new)
-            torch._foreach_add_([group.seen for group in groups], new)
-            cache.count_prompt()
+            self.end_prompt(new)
         return logits
+
+    def begin_step(self, ids: NDArray[numpy.int64]) -> bool:
+        """Make room for a token [1] in a `FusedBatch`; whether it can be stepped."""
+        self.cache.take_back()
+        self.cache.make_room()
+        self.ids = ids[None]
+        return self._are_known(ids) and self._can_step(1)
+
+    def begin_prompt(self, ids: NDArray[numpy.int64]) -> PromptPlan | None:
+        """Make room for several tokens [1, Q]; None if they cannot be taken."""
+        self.cache.take_back()
+        self.ids = ids
+        if not (self._are_known(ids) and self._can_read(*ids.shape)):
+            return None
+        return PromptPlan(self.cache.plan.chunk, numpy.empty((1, 0, 0), numpy.int64))
+
+    def end_prompt(self, new: int) -> None:
+        """Count so many tokens of each row, which a prompt has taken."""
+        torch._foreach_add_([group.seen for group in self.cache.head_groups], new)
+        self.cache.count_prompt()
+
+    def _are_known(self, ids: NDArray[numpy.int64]) -> bool:
+        return bool(ids.min() >= 0 and ids.max() < self.description.embedding.rows)
 
     def _are_tokens(self, tokens: Tensor) -> bool:
         """Whether tokens can be looked up. What stands for something else than text is refused for the whole model."""
-        return tokens.device == self._description.embedding.weights.device and not tokens.is_floating_point()
+        return tokens.device == self.description.embedding.weights.device and not tokens.is_floating_point()
+
+    def _can_read(self, rows: int, new: int) -> bool:
+        """Make room for so many tokens of each row, if they can be taken."""
+        self._unchanged.invalidate()
+        cache, groups = self.cache, self.cache.head_groups
+        lengths = cache.tokens.lengths or (0,) * rows
+        if not self.takes_prompts or len(lengths) != rows or not self._unchanged:
+            return False
+        if not all(map(walks, groups)) or any(group.watch for group in groups):
+            return False
+        for group in groups:
+            if not group.is_initialized:
+                group.device = self.description.embedding.weights.device
+        after = [length + new for length in lengths]
+        cache.make_room_for_prompt(self._shapes, str(self.dtype).removeprefix("torch."), (*lengths, *after), rows)
+        return self._have_dtype()
 
     def _can_step(self, rows: int) -> bool:
         lengths = self.cache.tokens.lengths
-        whole = len(lengths) == rows and (rows == 1 or self.takes_prompts) and self._have_dtype()
-        return whole and all(self._kernels.can_step(x, lengths) and not x.watch for x in self.cache.head_groups)
+        whole = len(lengths) == rows and (rows == 1 or self.takes_prompts) and self._have_dtype() and self._unchanged
+        return bool(whole) and all(self._kernels.can_step(x, lengths) and not x.watch for x in self.cache.head_groups)
 
     def _have_dtype(self) -> bool:
         return all(group.is_initialized and group.dtype == self.dtype for group in self.cache.head_groups)
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        """[B Q, hidden]"""
-        rows = rows_of(self._description.embedding, tokens.flatten(), self.dtype)
-        scale = self._description.embedding_scale
-        return rows if scale == 1 else rows * scale
 
     def _step(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         """A forward of a token of each row [B, 1], or of several of one stream [1, Q], which can be captured.
@@ -166,23 +183,10 @@ class FusedSteps:
         rows, new = input_ids.shape
 
         def attend(number: int, _: Attention, projected: Tensor) -> Tensor:
-            attention = self._attentions[number]
-            heads, out = self._heads(number, projected, rows, new)
-            query, key = attention.query_norm, attention.key_norm
-            factor = attention.rope.scale if attention.rope else 1.0
-            norms = Norms(query.weight, key.weight, query.epsilon, key.epsilon, factor)
-            lengths = self.cache.tokens.lengths
-            for group in self.cache.layers[number].head_groups:
-                for token in range(new):
-                    if token and self._journal:
-                        self._journal.note(group, token)
-                    self._kernels.step(
-                        group, heads.one(token, group.heads), self._transform(number, attention), lengths, norms
-                    )
-            return out
+            return self.attention.steps(number, projected, rows=rows, journal=self._journal)
 
-        stream = run(self._description, self._embedded(input_ids), attend)
-        return SimpleNamespace(logits=logits_of(self._description, stream).view(rows, new, -1))
+        stream = run(self.description, embedded(self.description, input_ids, self.dtype), attend)
+        return SimpleNamespace(logits=logits_of(self.description, stream).view(rows, new, -1))
 
     # passes
 
@@ -194,7 +198,7 @@ class FusedSteps:
         """See `PassSteps`."""
         cache = self.cache
         fits = cache.steady and not cache.torn and len(cache.tokens.lengths) == 1
-        if not (fits and self._unchanged and self._can_step(1)):
+        if not (fits and self._can_step(1)):
             return 0
         return next((size for size in PASSES if size <= tokens), 0)
 
@@ -204,7 +208,7 @@ class FusedSteps:
         cache = self.cache
         if self._journal_of != cache.revision:
             self._journal, self._journal_of = Journal(list(cache.head_groups), max(PASSES) - 1), cache.revision
-        tokens = torch.tensor([[*ids]], dtype=torch.int64, device=self._description.embedding.weights.device)
+        tokens = torch.tensor([[*ids]], dtype=torch.int64, device=self.description.embedding.weights.device)
         with available.on(tokens.device):
             captured = self._passes.get(len(ids))
             kwargs = {"input_ids": tokens, "position_ids": tokens}
@@ -212,13 +216,13 @@ class FusedSteps:
             if logits is None:
                 with cache.writing():
                     logits = self._step(tokens).logits
-        return logits[0].to(getattr(torch, self._description.logits_dtype)).float()
+        return logits[0].to(getattr(torch, self.description.logits_dtype)).float()
 
     @torch.no_grad()
     def take_back(self, count: int, kept: int) -> None:
         """See `PassSteps`."""
         assert self._journal
-        with available.on(self._description.embedding.weights.device), self.cache.writing():
+        with available.on(self.description.embedding.weights.device), self.cache.writing():
             self._journal.take_back(count, kept)
 
     def _in_blocks(self, tokens: Tensor, keep: int) -> Tensor:
@@ -260,45 +264,17 @@ class FusedSteps:
         rows, new = tokens.shape
 
         def attend(number: int, _: Attention, projected: Tensor) -> Tensor:
-            attention = self._attentions[number]
-            heads, out = self._heads(number, projected, rows, new)
-            for x, norm in ((heads.query, attention.query_norm), (heads.key, attention.key_norm)):
-                if norm.weight is not None:
-                    x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
-            starts = [(length + offset, new) for length in self.cache.tokens.lengths or (0,) * rows]
-            if before:
-                torch.cuda.current_stream().wait_event(before[number])
-            for group in self.cache.layers[number].head_groups:
-                of_group, transform = heads._replace(heads=group.heads), self._transform(number, attention)
-                factor, limits = attention.rope.scale if attention.rope else 1.0, limits_of(group, starts, new)
-                self._kernels.prompt(group, of_group, transform, None, limits, offset, factor, LANES, lane)
+            event = before[number] if before else None
+            out = self.attention.prompt(number, projected, None, rows, offset, LANES, lane, event)
             if done:
                 done[number].record()
             return out
 
-        stream = run(self._description, self._embedded(tokens), attend)
+        stream = run(self.description, embedded(self.description, tokens, self.dtype), attend)
         if not keep:
             return None
         places = torch.arange(rows * new, device=tokens.device).view(rows, new)[:, -keep:]
-        return logits_of(self._description, stream, places.flatten()).view(rows, keep, -1)
-
-    def _heads(self, number: int, projected: Tensor, rows: int, new: int) -> tuple[NewTokens, Tensor]:
-        """The heads of B Q tokens as views of what was projected, and [B Q, Hq Dv] for their outputs."""
-        attention, order = self._attentions[number], self._orders[number]
-        projected = projected if order is None else projected.index_select(1, order)
-        total, at = projected.shape[1], attention.heads
-
-        def heads(count: int, size: int, offset: int, stride: int) -> Tensor:
-            return projected.as_strided((rows, count, new, size), (new * total, stride, total, 1), offset)
-
-        query = heads(attention.query_heads, attention.head_size, at.query_offset, at.query_stride)
-        key = heads(attention.kv_heads, attention.head_size, at.key_offset, at.key_stride)
-        value = heads(attention.kv_heads, attention.value_size, at.value_offset, at.value_stride)
-        out = torch.empty(rows * new, attention.out.columns, dtype=self.dtype, device=projected.device)
-        return NewTokens(query, key, value, out.view(rows, new, attention.query_heads, -1).transpose(1, 2)), out
-
-    def _transform(self, number: int, attention: Attention) -> LogitTransform:
-        return LogitTransform(attention.scaling, attention.softcap or None, self._sinks[number])
+        return logits_of(self.description, stream, places.flatten()).view(rows, keep, -1)
 
 
 def why_not(cache: H2OCache, description: Description) -> str:

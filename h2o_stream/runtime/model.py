@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.base.memory import free_bytes
 from h2o_stream.cache.layer_rules import LayerRules
 from h2o_stream.cache.sizing import sized
 from h2o_stream.cache.slot_cache import SlotCache
@@ -17,6 +19,7 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan, prefill_step
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, packing
+from h2o_stream.native.batch import BatchStepper, rules
 from h2o_stream.native.description import DENSE, Description
 from h2o_stream.native.lookahead import Lookahead
 from h2o_stream.native.native_model import NativeModel
@@ -64,6 +67,15 @@ class RuntimeModel:
             [layer.shape for layer in layers],
         )
         return ServedRuntime(self, self._cache(config, layers))
+
+    def make_batch(self) -> BatchStepper:
+        """What steps several streams together."""
+        return BatchStepper(_library(), self.description)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that caches can still take."""
+        return free_bytes()
 
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
         """Embeddings of tokens [n], [n, hidden] float32."""
@@ -120,6 +132,12 @@ def plan_of(config: CacheConfig, max_distance: int | None) -> CachePlan:
     return config.for_prompt(DEFAULT_WINDOW).plan(max_distance)
 
 
+def _library() -> CDLL:
+    native = library.loaded()
+    assert native is not None, "it has packed the weights"
+    return native
+
+
 class ServedRuntime:
     """A model of the runtime with a cache; see `engine.served.Served`.
 
@@ -135,15 +153,18 @@ class ServedRuntime:
     stepper: Stepper
 
     def __init__(self, model: RuntimeModel, cache: SlotCache) -> None:
-        native = library.loaded()
-        assert native is not None, "it has packed the weights"
         description = model.description
         self.cache, self.context, self.generation = cache, model.context, model.generation
         self.dtype, self._model, self.vocabulary = description.dtype, model, description.output.rows
         self.prefill_step = prefill_step(num_weights(description))
-        self.stepper = Stepper(native, model.native.copied(), NeverChanges(), cache, dense_prompts=True)
+        self.stepper = Stepper(_library(), model.native.copied(), NeverChanges(), cache, dense_prompts=True)
         self.lookahead = Lookahead(self.stepper)
         cache.engine_note = f"native, {library.name()}, without torch"
+
+    @property
+    def rules(self) -> bytes:
+        """Streams with the same can be stepped together, and read together if their prompts have begun."""
+        return rules(self.stepper)
 
     def forward(self, tokens: Sequence[int]) -> Floats:
         """Feed tokens to the stream."""

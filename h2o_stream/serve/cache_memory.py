@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-from h2o_stream.base.memory import format_bytes, free_bytes
+from h2o_stream.base.memory import format_bytes
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.stream import WaitingEngine
 
@@ -14,15 +14,15 @@ _SHARE = 0.75
 
 
 class CacheMemory:
-    """Counts what caches take when they are full.
+    """Counts what caches take when they are full, of the memory that is free.
 
     Attributes:
         limit: bytes of all of them.
         sizes: windows and bytes of the caches, when they were counted last.
     """
 
-    def __init__(self) -> None:
-        self.limit, self.sizes = free_bytes() * _SHARE, WeakKeyDictionary[WaitingEngine, tuple[int, int]]()
+    def __init__(self, free_bytes: int) -> None:
+        self.limit, self.sizes = free_bytes * _SHARE, WeakKeyDictionary[WaitingEngine, tuple[int, int]]()
 
     def reserve(self, engine: WaitingEngine, make_room: Callable[[], bool]) -> None:
         """Count a cache that is new, or has grown; `make_room` puts a conversation to sleep, if one is idle.

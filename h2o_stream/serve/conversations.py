@@ -106,7 +106,7 @@ class Conversations:
     """The conversations of a server.
 
     Args:
-        model: model of the runtime.
+        model: its model is one of `ManyStreams`.
         config: configuration of the server.
         store: the conversations on disk.
 
@@ -120,7 +120,7 @@ class Conversations:
 
     def __init__(self, model: LoadedModel, config: ServeConfig, store: Store) -> None:
         self._model, self._config, self._store = model, config, store
-        self.memory, self.templates = CacheMemory(), Templates(model)
+        self.memory, self.templates = CacheMemory(model.model.free_bytes), Templates(model)
         self.awake: dict[str, Live] = {}
         self.busy: set[str] = set()
         self.pace = Pace()

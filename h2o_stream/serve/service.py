@@ -43,15 +43,22 @@ _RETRY_S = 2
 
 
 def load_served(config: ModelConfig, cache: CacheConfig) -> LoadedModel:
-    """Load a model that the runtime serves.
+    """Load a model that serves several streams: one of the runtime, or one with fused steps on a GPU.
 
     Raises:
-        ConfigError: the runtime does not serve it.
+        ConfigError: it does not.
     """
     loaded = load_model(config, cache, "auto", _log.info, ignore)
-    if reason := loaded.why_transformers:
+    if not (reason := loaded.why_transformers):
+        return loaded
+    from h2o_stream.engine.gpu_model import GpuModel, is_on_gpu
+
+    if not is_on_gpu(loaded.model):
         raise ConfigError(f"h2o-serve serves what runs without torch, which {config.model} does not: {reason}")
-    return loaded
+    try:
+        return replace(loaded, model=GpuModel(loaded.model, cache, ignore), why_transformers="")
+    except H2OStreamError as error:
+        raise ConfigError(f"h2o-serve cannot serve {config.model} on a GPU: {error}; use --device cpu") from error
 
 
 def _with_window(model: LoadedModel, cache: CacheConfig, streams: int) -> CacheConfig:
@@ -66,7 +73,7 @@ class Service:
     """A model that is served.
 
     Args:
-        model: model of the runtime.
+        model: its model is one of `ManyStreams`.
         config: limits.
         options: options of conversations whose requests say nothing else.
 

@@ -16,8 +16,7 @@ from h2o_stream.engine.nucleus import at_least, largest
 from h2o_stream.engine.sampling import Sampler
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.native.batch import rules
-from h2o_stream.native.stepper import PromptPlan, Stepper
+from h2o_stream.native.stepper import PromptPlan
 
 MAX_PART, MIN_PART, SLOW_S = 256, 32, 0.1
 """Prompt tokens in a step at most and at least, and seconds of a step that replies should not wait longer for."""
@@ -116,10 +115,9 @@ class WaitingEngine(Engine):
         self._rules: tuple[int, bytes] = (-1, b"")
 
     @property
-    def stepper(self) -> Stepper:
-        """Steps its stream."""
-        stepper: Stepper = self.served.stepper  # type: ignore[attr-defined]
-        return stepper
+    def stepper(self) -> Any:
+        """Steps its stream, with those of others by `ManyStreams.make_batch`."""
+        return self.served.stepper  # type: ignore[attr-defined]
 
     @property
     def prefill_step(self) -> int:
@@ -143,9 +141,9 @@ class WaitingEngine(Engine):
     @property
     def rules(self) -> bytes:
         """Streams with the same can be stepped together, and read together if their prompts have begun."""
-        revision = self.stepper.revision
+        revision = self.cache.revision
         if self._rules[0] != revision:
-            self._rules = revision, rules(self.stepper)
+            self._rules = revision, self.served.rules  # type: ignore[attr-defined]
         return self._rules[1]
 
     def sample_by(self, config: SamplingConfig, logprobs: int | None) -> LogprobSampler:
@@ -187,7 +185,7 @@ class WaitingEngine(Engine):
             raise H2OStreamError(f"these tokens cannot be fed: {self.stepper.why_not or 'the model has no such token'}")
         return plan
 
-    def step_alone(self) -> Scores:
+    def step_alone(self) -> Logits:
         """Take the waiting token through the model without those of others, and perhaps guesses; the logits after it.
 
         Raises:
@@ -195,7 +193,7 @@ class WaitingEngine(Engine):
         """
         assert self._step, "it is a token of a reply"
         self.begin(self.waiting)
-        return numpy.asarray(self._step())
+        return self._step()
 
     def finish(self, logits: Logits) -> None:
         """See `Engine`; the logits are valid until the next step."""

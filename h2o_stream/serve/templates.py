@@ -17,7 +17,7 @@ class Templates:
     """Makes templates, and keeps those that take long. Any thread may use it.
 
     Args:
-        model: model of the runtime.
+        model: its model is one of `ManyStreams`.
 
     Attributes:
         end_tokens: tokens that end a reply.

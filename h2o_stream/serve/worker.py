@@ -17,10 +17,9 @@ from functools import partial
 
 from h2o_stream.base.memory import trim_heap
 from h2o_stream.engine.events import PrefillProgress, Token
-from h2o_stream.engine.logits import Scores
+from h2o_stream.engine.logits import Logits
+from h2o_stream.engine.served import BatchedSteps
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.native import library
-from h2o_stream.native.batch import BatchStepper
 from h2o_stream.native.stepper import PromptPlan
 from h2o_stream.serve.aside import Threads
 from h2o_stream.serve.conversations import Conversations, Opened
@@ -63,7 +62,7 @@ class Worker:
     """Serves one model from a thread of its own.
 
     Args:
-        model: model of the runtime.
+        model: its model is one of `ManyStreams`.
         conversations: the server's conversations; used in this thread only.
         running: replies at once.
         timeout_s: longest time of a reply.
@@ -73,10 +72,8 @@ class Worker:
     def __init__(
         self, model: LoadedModel, conversations: Conversations, running: int, timeout_s: float, metrics: Metrics
     ) -> None:
-        native = library.loaded()
-        assert native is not None, "the model is one of the runtime"
         self._conversations, self._running, self._timeout_s, self._metrics = conversations, running, timeout_s, metrics
-        self._batch = BatchStepper(native, model.model.description)
+        self._batch: BatchedSteps = model.model.make_batch()
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._asked: deque[Ask] = deque()
         self._waking, self._woken = dict[str, list[Ask]](), dict[Ask, Kept]()
@@ -176,7 +173,7 @@ class Worker:
             batch.plans.append(plan)
         return list(batches.values())
 
-    def _forward(self, batch: _Batch, compute: Callable[[], Iterable[Scores]], several: bool = False) -> None:
+    def _forward(self, batch: _Batch, compute: Callable[[], Iterable[Logits]], several: bool = False) -> None:
         """Take tokens through the model, and send what is in the caches then; some replies get their own logits."""
         started = time.perf_counter()
         try:
@@ -194,7 +191,7 @@ class Worker:
             engine.finish(scores.copy() if several or job.is_long or engine.grammar else scores)
             self._advance(job)
 
-    def _logits(self, batch: _Batch) -> Iterable[Scores]:
+    def _logits(self, batch: _Batch) -> Iterable[Logits]:
         """Those after the tokens of a batch, valid until the next time."""
         engines = [job.live.engine for job in batch.jobs]
         steppers, steps = [engine.stepper for engine in engines], len(batch.steps)

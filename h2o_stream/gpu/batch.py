@@ -1,0 +1,161 @@
+"""Steps of several caches of one model on a GPU: the rows of all streams are multiplied together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, chain, pairwise
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.gpu import available
+from h2o_stream.gpu.graphs import GraphSteps
+from h2o_stream.gpu.layers import embedded, logits_of, run
+from h2o_stream.gpu.steps import FusedSteps
+from h2o_stream.native.attention import Attention
+from h2o_stream.native.description import Description
+from h2o_stream.native.stepper import PromptPlan
+
+Row = TypeVar("Row")
+"""Logits of a stream."""
+
+
+class FusedBatch(Generic[Row]):
+    """See `native.batch.BatchStepper`. Every stream attends to its own cache, and evicts from it, by its own rules.
+
+    Args:
+        description: of a model that `layers` takes in several rows.
+        captured: whether steps are captured as CUDA graphs, of the same streams as long as they stay together.
+        as_logits: makes of [V] float32 what a sampler takes.
+    """
+
+    def __init__(self, description: Description, captured: bool, as_logits: Callable[[Tensor], Row]) -> None:
+        self._description, self._device = description, description.embedding.weights.device
+        self._captured, self._caches, self._as_logits = captured, _Caches(), as_logits
+        self._known: Sequence[tuple[ReferenceType[FusedSteps], int]] = ()
+        self._graphs: GraphSteps | None = None
+
+    def step(self, steppers: Sequence[FusedSteps]) -> list[Row]:
+        """Take a token of each stream through the model, and count it.
+
+        Args:
+            steppers: of the caches, each with one row, begun by `FusedSteps.begin_step`.
+
+        Returns:
+            Logits of each.
+        """
+        return self.forward(steppers, (), [stepper.ids[0].tolist() for stepper in steppers], ())
+
+    @torch.no_grad()
+    def forward(
+        self, stepped: Sequence[FusedSteps], read: Sequence[FusedSteps], tokens: Sequence[Sequence[int]],
+        plans: Sequence[PromptPlan],
+    ) -> list[Row]:  # fmt: skip
+        """Take a token of some streams and several tokens of others through the model, and count them.
+
+        Args:
+            stepped: of the caches that take one token, begun by `FusedSteps.begin_step`.
+            read: of the others, begun by `FusedSteps.begin_prompt`.
+            tokens: of all of them, in this order.
+            plans: what that has returned.
+
+        Returns:
+            Logits after the last token of each.
+        """
+        ids = torch.tensor([*chain.from_iterable(tokens)], dtype=torch.int64, device=self._device)[:, None]
+        with available.on(self._device), self._caches.of([*stepped, *read]):
+            logits = None if read else self._replayed(stepped, ids)
+            if logits is None:
+                ends = [*accumulate(map(len, tokens), initial=0)]
+                with self._caches.writing():
+                    logits = self._run(ids, len(stepped), ends).logits
+                    for stepper in stepped:
+                        stepper.cache.count_token()
+                    for stepper, part in zip(read, tokens[len(stepped) :], strict=True):
+                        stepper.end_prompt(len(part))
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # callers time it
+        return [*map(self._as_logits, logits.to(getattr(torch, self._description.logits_dtype)).float())]
+
+    def release(self) -> None:
+        """Free the recorded step."""
+        self._known, self._graphs = (), None
+
+    def _replayed(self, steppers: Sequence[FusedSteps], ids: Tensor) -> Tensor | None:
+        """The logits of a captured step of these streams; None if there is none."""
+        if not self._captured:
+            return None
+        known = [(ref(stepper), stepper.cache.revision) for stepper in steppers]
+        if known != self._known:
+            self._known, self._graphs = known, GraphSteps(self._step, self._caches)
+        assert self._graphs
+        return self._graphs.logits({"input_ids": ids, "position_ids": ids})
+
+    def _step(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        return self._run(input_ids, len(input_ids), range(len(input_ids) + 1))
+
+    def _run(self, ids: Tensor, num_steps: int, ends: Sequence[int]) -> SimpleNamespace:
+        """Logits [B, V] after the last token of each stream; stream i has the tokens `ends[i]` to `ends[i + 1]`."""
+        steppers, parts = self._caches.steppers, [slice(*pair) for pair in pairwise(ends)]
+
+        def attend(number: int, attention: Attention, projected: Tensor) -> Tensor:
+            out = projected.new_empty(len(projected), attention.out.columns)
+            for at, (stepper, part) in enumerate(zip(steppers, parts, strict=True)):
+                of_stream = stepper.attention.steps if at < num_steps else stepper.attention.prompt
+                of_stream(number, projected[part], out[part])
+            return out
+
+        stream = run(self._description, embedded(self._description, ids, steppers[0].dtype), attend)
+        last = None if num_steps == len(parts) else torch.tensor(ends[1:], device=ids.device) - 1
+        return SimpleNamespace(logits=logits_of(self._description, stream, last))
+
+
+class _Caches:
+    """The caches of several streams, as `GraphSteps` takes one.
+
+    Attributes:
+        steppers: of the caches, while their step is computed.
+    """
+
+    revision = 0
+    engine_note = ""
+
+    def __init__(self) -> None:
+        self.steppers: Sequence[FusedSteps] = ()
+
+    @contextmanager
+    def of(self, steppers: Sequence[FusedSteps]) -> Iterator[None]:
+        """Those of some steppers, inside the block."""
+        self.steppers = steppers
+        try:
+            yield
+        finally:
+            self.steppers = ()  # so that ended streams are freed
+
+    @property
+    def steady(self) -> bool:
+        """Whether the windows of all have their final sizes."""
+        return all(stepper.cache.steady for stepper in self.steppers)
+
+    @property
+    def head_groups(self) -> list[HeadGroup]:
+        """Of all caches."""
+        return [group for stepper in self.steppers for group in stepper.cache.head_groups]
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Write to all caches inside the block."""
+        with ExitStack() as stack:
+            for stepper in self.steppers:
+                stack.enter_context(stepper.cache.writing())
+            yield
+
+    def count_token(self) -> None:
+        """A step has taken a token of each."""
+        for stepper in self.steppers:
+            stepper.cache.count_token()
