@@ -139,6 +139,16 @@ def test_streams_join_and_leave(monkeypatch: pytest.MonkeyPatch, recorded: type[
     assert gone() is None
 
 
+def test_memory_of_captured_steps_stays() -> None:
+    """Those of a stream, when another one has a larger window."""
+    from h2o_stream.gpu.kernels import GpuKernels
+
+    kernels, device = GpuKernels(torch.device("cpu")), torch.device("cpu")
+    small = weakref.ref(kernels._space("parts", 10, device))
+    assert kernels._space("parts", 1000, device).numel() >= 1000
+    assert small() is not None
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     served = made().serve(CONFIG)
     served.cache.prepare(2)

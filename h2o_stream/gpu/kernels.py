@@ -101,7 +101,7 @@ class GpuKernels:
         self._processors = available.processors(device)
         self._shared = getattr(found, "shared_memory_per_block_optin", 99 << 10) if found else 227 << 10
         self._rules: WeakKeyDictionary[HeadGroup, tuple[Any, _Rules]] = WeakKeyDictionary()
-        self._spaces: dict[Any, Tensor] = {}
+        self._spaces: dict[Any, list[Tensor]] = {}
 
     def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
         """Whether the kernels can compute this group."""
@@ -246,12 +246,14 @@ class GpuKernels:
         )  # fmt: skip
 
     def _space(self, name: str, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory that all layers use one after another, zero at first."""
-        key = name, device, dtype
-        if key not in self._spaces or self._spaces[key].numel() < size:
+        """Memory that all layers use one after another, zero at first. What was too small stays: captured steps of
+        other streams use it.
+        """
+        spaces = self._spaces.setdefault((name, device, dtype), [])
+        if not spaces or spaces[-1].numel() < size:
             with torch.inference_mode(False):
-                self._spaces[key] = torch.zeros(size, dtype=dtype, device=device)
-        return self._spaces[key]
+                spaces.append(torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device))
+        return spaces[-1]
 
     def _rules_of(self, group: HeadGroup, new: NewTokens, transform: LogitTransform) -> _Rules:
         """The arguments of the group, made anew when something has changed."""

@@ -26,7 +26,7 @@ class StreamAttention:
         cache: its slots are written.
 
     Attributes:
-        layers: the attention of each layer, with the numbers of heads as they are in the file.
+        layers: the attention of each layer, as it is described.
     """
 
     def __init__(self, description: Description, cache: H2OCache, kernels: GpuKernels) -> None:
