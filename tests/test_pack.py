@@ -66,7 +66,9 @@ def repacked(name: str, blocks: Bytes, rows: int, columns: int, order: Tensor | 
 
 
 def assert_as_in_file(name: str, actual: Floats, blocks: Bytes) -> None:
-    np.testing.assert_allclose(actual, dequantize(blocks, GGMLQuantizationType[name]), rtol=1e-6, atol=1e-6)
+    """Bit by bit, except where scales are products."""
+    error = 1e-6 if name.endswith(("_K", "_XS")) else 0
+    np.testing.assert_allclose(actual, dequantize(blocks, GGMLQuantizationType[name]), rtol=error, atol=error)
 
 
 def column_counts(name: str) -> list[int]:
@@ -87,12 +89,6 @@ class TestRepack:
         blocks = random_blocks(name, rows, columns)
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
         assert_as_in_file(name, repacked(name, blocks, rows, columns, order), blocks[order.numpy()])
-
-    @in_turn("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL"])
-    def test_codes_and_scales_go_over_bit_by_bit(self, name: str) -> None:
-        blocks = random_blocks(name, 16, 96)
-        actual, expected = repacked(name, blocks, 16, 96), dequantize(blocks, GGMLQuantizationType[name])
-        assert (actual == expected).all()
 
     @in_turn("name", GGUF_KINDS)
     def test_the_library_reads_them(self, name: str) -> None:
