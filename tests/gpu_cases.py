@@ -27,7 +27,8 @@ KERNELS = GpuKernels(torch.device("cpu"))
 
 def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: int = 128, window: int = 256,
               groups: int = 4, rotary: int = 128, split: bool = False, **settings: object) -> None:  # fmt: skip
-    plan = CacheConfig(policy, window=window, budgets="equal", chunk=64, positions=settings.get("positions")).plan(8192)
+    positions, bits = settings.get("positions"), settings.get("kv_bits", 16)
+    plan = CacheConfig(policy, window=window, budgets="equal", chunk=64, positions=positions, kv_bits=bits).plan(8192)
     table = None if plan.positions == "absolute" else Table(rotary)
     group = HeadGroup(plan, layer=1, table=table, sliding=settings.get("sliding"))
     group.protection = Protection(plan.sinks, settings.get("pins", ()), plan.recent, settings.get("transient", ()))
@@ -36,7 +37,7 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
     query = torch.zeros(1, heads * groups, 200, size, dtype=dtype)
     key = torch.zeros(1, heads, 200, size, dtype=dtype)
     group.queries_per_key = groups
-    group.allocate_like(key, key, window + 1)
+    group.allocate_like(key, key, window + group.spare)
     group.tokens.lengths = (5000,)
     for count in settings.get("counts", (1, 200)):
         q, k = query[:, :, :count], key[:, :, :count]
@@ -48,11 +49,11 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
             KERNELS.prompt(group, new, transform, limits=settings.get("limits"))
 
 
-def journal() -> None:
+def journal(bits: int = 16) -> None:
     """Of a policy with two scores."""
-    group = HeadGroup(CacheConfig("h2o", window=256, budgets="equal").plan(8192))
+    group = HeadGroup(CacheConfig("h2o", window=256, budgets="equal", kv_bits=bits).plan(8192))
     key = torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16)
-    group.allocate_like(key, key, 257)
+    group.allocate_like(key, key, 256 + group.spare)
     journal = Journal([group], 1)
     journal.note(group, 1)
     journal.take_back(2, 1)
@@ -109,6 +110,7 @@ CASES = {
     "rows of Q6_K": lambda: layers(5, quantized="Q6_K"),
     "a pass, Q6_K": lambda: layers(4, quantized="Q6_K"),
     "a journal": journal,
+    "a journal, 6 bits": lambda: journal(6),
     **{kind: partial(layers, quantized=kind) for kind in ("Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
     "h2o": attention,
     "float32": lambda: attention(dtype=torch.float32),
@@ -131,5 +133,9 @@ CASES = {
     ),
     "256 numbers, float32": lambda: attention(dtype=torch.float32, size=256, rotary=256, window=1024, counts=(1,)),
     "256 numbers, window 4096, split": lambda: attention(size=256, rotary=256, window=4096, split=True),
+    "8 bits, float32": lambda: attention(dtype=torch.float32, kv_bits=8),
+    "6 bits, 80 numbers": lambda: attention("tova", size=80, rotary=80, window=1000, kv_bits=6),
+    "4 bits": lambda: attention(kv_bits=4),
+    "2 bits, 256 numbers, float16": lambda: attention("recent", dtype=torch.float16, size=256, rotary=64, kv_bits=2),
     "256 numbers": lambda: attention("h2o-paper", size=256, rotary=256),
 }

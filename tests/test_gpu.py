@@ -20,7 +20,7 @@ def run(*arguments: str, **variables: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", [
-    pytest.param("[recent] or [Q8_0] or replies", id="some"),
+    pytest.param("[recent] or [Q8_0] or pairs or replies", id="some"),
     pytest.param("", id="all", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_interpreted(chosen: str) -> None:

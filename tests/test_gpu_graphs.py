@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from h2o_stream import CacheConfig, attach
+from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.cache.recurrent import states_of
 from h2o_stream.gpu import available, graphs
 from h2o_stream.gpu.graphs import WARM_UP, GraphSteps
@@ -116,6 +117,17 @@ def check_replays(model: Any, config: CacheConfig, ids: Tensor, rounding: float 
 ))  # fmt: skip
 def test_policies_and_rows(recorded: type[Recording], policy: str, positions: Any) -> None:
     check_replays(make_llama(groups=2), CacheConfig(policy, window=24, positions=positions), tokens(72, rows=3))
+
+
+@pytest.mark.parametrize("bits", with_exhaustive([4], [8, 6, 2]))
+def test_few_bits(monkeypatch: pytest.MonkeyPatch, recorded: type[Recording], bits: int) -> None:
+    """On a GPU all keys are encoded again in each step, whether their grid is a wider one or not."""
+    model, config, ids = make_llama(groups=2), CacheConfig(window=24, kv_bits=bits), tokens(72, rows=2)
+    theirs = stream(model, config, "eager", ids)
+    monkeypatch.setattr(QuantizedStore, "_on_gpu", True)
+    assert all(map(torch.equal, stream(model, config, "auto", ids), theirs))
+    assert recorded.made == 1
+    assert recorded.replays > 12
 
 
 @pytest.mark.parametrize("name", with_exhaustive(["Gemma 3"], ["Qwen 3", "GLM"]))
@@ -247,8 +259,8 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("number", "settings", "device", "words"), [
     (0, {}, "cpu", "not on a CUDA device"), (0, {}, "cuda", ""), (0, {"device": "cpu"}, "cuda", "host memory"),
-    (0, {"kv_bits": 8}, "cuda", "--kv-bits"),
-    (0, {"policy": "expected-attention"}, "cuda", "a state of each head"), (22, {}, "cuda", ""),
+    (0, {"kv_bits": 8}, "cuda", ""), (0, {"policy": "expected-attention"}, "cuda", "a state of each head"),
+    (22, {}, "cuda", ""),
 ])  # fmt: skip
 def test_what_is_not_captured(number: int, settings: dict[str, Any], device: str, words: str) -> None:
     with attach(FAMILIES[number].make(), CacheConfig(**{"window": 24, "chunk": 8, **settings})) as cache:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from h2o_stream.gpu import available
-from tests.test_native_prefill import CASES, Case, Layer, plan
+from tests.test_native_prefill import CASES, GROWN, SHRUNK, Case, Layer, check_exact_slots, plan
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
 
@@ -24,9 +24,18 @@ MORE = {
     "from the first token": Case(plan(), prompts=STEPS),
     "rows that step": Case(plan("tova"), batch=3, query_heads=6, prompts=((40, 13, 2), *((1, 1, 1),) * 5)),
     "a window of 200": Case(plan(window=200, heavy=100, recent=98, chunk=64), query_heads=6, prompts=((330,), *STEPS)),
+    **{
+        f"{bits} bits, from the first token": Case(
+            plan(kv_bits=bits), query_heads=4, size=16, rotary=8, prompts=STEPS * 5
+        )
+        for bits in (8, 6, 4, 2)
+    },
+    "4 bits, growing": Case(plan(kv_bits=4), size=16, rotary=16, schedule=GROWN),
+    "6 bits, shrinking": Case(plan("tova", kv_bits=6, recent=4), size=16, rotary=16, schedule=SHRUNK),
+    "4 bits, pairs of queries": Case(plan(kv_bits=4), query_heads=4, size=16, rotary=8, prompts=((40,), (1,))),
     "sinks of two": Case(plan(window=17, heavy=9), softcap=3.0, prompts=((25,), *STEPS)),
 }
-EAGER_ONLY = {"all at once", "sliding, all at once", "long prompt"}
+EAGER_ONLY = {"all at once", "sliding, all at once", "long prompt", "8 bits, all at once"}
 ROUNDED = {"bfloat16"}
 """Which tokens stay may differ by rounding: `test_gpu_steps` compares errors."""
 
@@ -57,9 +66,7 @@ def kernels() -> Any:
 
 
 def cases() -> dict[str, Case]:
-    served = {
-        name: case for name, case in CASES.items() if case.plan.kv_bits == 16 and name not in EAGER_ONLY | ROUNDED
-    }
+    served = {name: case for name, case in CASES.items() if name not in EAGER_ONLY | ROUNDED}
     return {name: replace(case, prompts=(*case.prompts, *(((1,) * case.batch,) * 4)), inputs=[])
             for name, case in served.items()} | MORE  # fmt: skip
 
@@ -108,7 +115,9 @@ class Programs:
             self.builder.set_grid_idx(*place)
 
 
-@pytest.mark.parametrize(("name", "sharing"), [("a window of 200", 1024), ("a window of 200", 16)])
+@pytest.mark.parametrize(("name", "sharing"), [
+    ("a window of 200", 1024), ("a window of 200", 16), ("4 bits, pairs of queries", 16),
+])  # fmt: skip
 def test_programs_in_another_order(monkeypatch: pytest.MonkeyPatch, name: str, sharing: int) -> None:
     """Splits that end last to first, and programs of a prompt that divide the queries, or the keys, too."""
     from triton.runtime.interpreter import GridExecutor
@@ -147,7 +156,7 @@ def compare(case: Case, processors: int = 0) -> None:
         assert error.abs().max() <= 2e-5 * size, call
         for want, have in zip(eager.held(), ours.held(), strict=True):
             for name in want:
-                exactly = name in ("index", "rank", "keys", "values")
+                exactly = name in ("index", "rank") or (name in ("keys", "values") and case.plan.kv_bits == 16)
                 torch.testing.assert_close(have[name].float(), want[name].float(), rtol=0 if exactly else 3e-5,
                                            atol=0 if exactly else 3e-5)  # fmt: skip
         for (layer, _), (theirs, _) in zip(ours.groups, eager.groups, strict=True):
@@ -155,3 +164,4 @@ def compare(case: Case, processors: int = 0) -> None:
             assert (layer.scores[layer.index < 0] == -torch.inf).all()
             assert (layer.rank[layer.index < 0] >= layer.schedule.held(max(layer.tokens.lengths))).all()
             assert layer.seen.equal(theirs.seen)
+            check_exact_slots(layer)

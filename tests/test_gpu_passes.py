@@ -69,14 +69,15 @@ def stream(model: Any, config: CacheConfig) -> Iterator[tuple[Any, Any]]:
         yield cache, model.forward.stepper.passes()
 
 
-@pytest.mark.parametrize(("name", "policy"), [
-    ("", "h2o"), ("", "tova"), ("", "random"), pytest.param("Gemma 3", "h2o-paper", marks=pytest.mark.exhaustive),
+@pytest.mark.parametrize(("name", "policy", "bits"), [
+    ("", "h2o", 16), ("", "tova", 16), ("", "random", 16), ("", "h2o", 8), ("", "h2o", 4), ("", "tova", 6),
+    pytest.param("Gemma 3", "h2o-paper", 16, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_as_steps_and_taken_back(name: str, policy: str) -> None:
+def test_as_steps_and_taken_back(name: str, policy: str, bits: int) -> None:
     """Logits and states are those of single steps, bit for bit, wherever the first wrong guess is."""
     family = next((family for family in FAMILIES if family.name == name), None)
     model = family.make() if family else make_llama(groups=2, layers=1)
-    config, ids = CacheConfig(policy, window=24, chunk=16), tokens(10, seed=3)[0].tolist()
+    config, ids = CacheConfig(policy, window=24, chunk=16, kv_bits=bits), tokens(10, seed=3)[0].tolist()
     with stream(model, config) as (cache, _):
         steps = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in ids]
         wanted = cache.state_dict()
@@ -121,10 +122,11 @@ def test_replies_are_the_same(monkeypatch: pytest.MonkeyPatch, served_embedded: 
     assert passes[1] < passes[0] - 4
 
 
-def test_passes_are_captured(recorded: type[Recording]) -> None:  # noqa: F811
+@pytest.mark.parametrize("bits", [16, 4])
+def test_passes_are_captured(recorded: type[Recording], bits: int) -> None:  # noqa: F811
     """By a graph for this number of tokens; replays go on exactly."""
     model, ids = make_llama(groups=2, layers=1), tokens(24, seed=3)[0].tolist()
-    config = CacheConfig(window=24, chunk=16, budgets="equal")
+    config = CacheConfig(window=24, chunk=16, budgets="equal", kv_bits=bits)
     results = []
     for captured in (False, True):
         with stream(model, config) as (cache, passes):

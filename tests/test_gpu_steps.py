@@ -69,6 +69,11 @@ def test_families(name: str) -> None:
     check(model, CacheConfig(window=24, chunk=16), 1)
 
 
+@pytest.mark.parametrize(("bits", "rows"), [(8, 1), (6, 1), (4, 2), (2, 1)])
+def test_few_bits(bits: int, rows: int) -> None:
+    check(make_llama(groups=2, layers=1, size=16), CacheConfig(window=24, chunk=16, kv_bits=bits), rows)
+
+
 @pytest.mark.parametrize("name", ["Qwen 3 MoE", "Qwen 2 MoE", "GLM-4 MoE"])
 def test_experts(name: str) -> None:
     """Steps are fused, prompts the model's own."""
@@ -76,11 +81,11 @@ def test_experts(name: str) -> None:
     check(model, CacheConfig(window=24, chunk=16), 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_two_bytes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 16), (torch.float16, 16), (torch.bfloat16, 8)])
+def test_two_bytes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bits: int) -> None:
     """No further from float32 than the eager way, by much."""
     monkeypatch.setitem(DTYPES, torch.float16, MatrixKind.BFLOAT16)  # as on a GPU
-    model, config = make_llama(groups=2, layers=1, size=16), CacheConfig(window=24, chunk=16)
+    model, config = make_llama(groups=2, layers=1, size=16), CacheConfig(window=24, chunk=16, kv_bits=bits)
     exact = streams(model, config, "eager", 1)[0]
     model = model.to(dtype)
     ours, theirs = (streams(model, config, engine, 1, note)[0] for engine, note in (("auto", "fused"), ("eager", "")))
@@ -112,19 +117,23 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
     return Recording
 
 
-def test_fused_steps_are_captured(recorded: type[Recording]) -> None:
+@pytest.mark.parametrize("bits", [16, 4])
+def test_fused_steps_are_captured(recorded: type[Recording], bits: int) -> None:
     model = make_llama(groups=2, layers=1)
     results = []
     for engine in ("auto", "eager"):
-        with attach(model, CacheConfig(window=24, chunk=16, budgets="equal"), engine=engine) as cache:
+        config = CacheConfig(window=24, chunk=16, budgets="equal", kv_bits=bits)
+        with attach(model, config, engine=engine) as cache:
             parts = (tokens(30), *tokens(7, seed=1).split(1, 1))
             results.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
     assert relative_error(*results) < 1e-4
     assert (recorded.made, recorded.replays) == (1, 7 - WARM_UP)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("Llama 3", 1), ("Qwen 3", 2), ("Qwen 2 MoE", 1)])
-def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "bits"), [("Llama 3", 1, 16), ("Llama 3", 1, 4), ("Qwen 3", 2, 16), ("Qwen 2 MoE", 1, 16)]
+)
+def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, bits: int) -> None:
     """With PDL, the kernels before may still run then: nothing is stored, or loaded that they store in this step.
 
     A step begins with an embedding, whose kernel waits for all before it, as any of torch does.
@@ -170,7 +179,8 @@ def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name:
     monkeypatch.setattr(available, "overlaps", lambda device: True)
     for place, function in ((torch.nn.functional, "embedding"), (torch, "zeros")):
         monkeypatch.setattr(place, function, waiting(getattr(place, function)))
-    check(next(family for family in FAMILIES if family.name == name).make(), CacheConfig(window=24, chunk=16), rows)
+    model = next(family for family in FAMILIES if family.name == name).make()
+    check(model, CacheConfig(window=24, chunk=16, kv_bits=bits), rows)
     assert max(waits) > 0
 
 

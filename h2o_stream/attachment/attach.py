@@ -132,7 +132,7 @@ def new_cache(
         return H2OCache(config, specs, max_distance).allocated_bytes()
 
     weights = functools.partial(weight_bytes, model)
-    if config.auto_window:  # in torch and on GPUs few bits are slow
+    if config.auto_window:  # few bits are slow in torch, and not timed on GPUs
         config = replace(config, kv_bits=config.kv_bits or 16)
     config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)

@@ -14,7 +14,7 @@ MARGIN = 0.1
 """Part of its range by which a grid is widened beyond a key that lies outside: few keys do then, and each time adds a
 rounding error to all that are stored."""
 
-_SLACK = 2.0**-16
+SLACK = 2.0**-16
 """Part of its range by which a key may lie outside a grid: those that are stored already do, by rounding."""
 
 
@@ -66,7 +66,7 @@ class QuantizedStore(Store):
         slot = self.next_slot(seen, free)
         before = self.key_range.clone()
         self._widen(self.keys[:, :, self.sinks :], index[..., self.sinks : self.exact] >= 0)
-        if not self.key_range.equal(before):
+        if self._on_gpu or not self.key_range.equal(before):  # which a captured step cannot read
             keys = decode(self.key_codes, _key_grid(before, self.bits), self.bits, torch.float32)
             self.key_codes.copy_(encode(keys, self._grid, self.bits))
         keys, values = (x.gather(2, wide(slot, x)).float() for x in (self.keys, self.values))
@@ -109,6 +109,10 @@ class QuantizedStore(Store):
         return torch.cat((self.keys.to(dtype), keys), 2), torch.cat((self.values.to(dtype), values), 2)
 
     @property
+    def _on_gpu(self) -> bool:
+        return self.keys.is_cuda
+
+    @property
     def _grid(self) -> Tensor:
         return _key_grid(self.key_range, self.bits)
 
@@ -117,7 +121,7 @@ class QuantizedStore(Store):
         low = keys.float().masked_fill(~is_token[..., None], torch.inf).amin(2)
         high = keys.float().masked_fill(~is_token[..., None], -torch.inf).amax(2)
         minimum, maximum = self.key_range.unbind(2)
-        slack = (maximum - minimum) * _SLACK
+        slack = (maximum - minimum) * SLACK
         margin = (torch.maximum(maximum, high) - torch.minimum(minimum, low)) * MARGIN
         widened = torch.where(low >= minimum - slack, minimum, low - margin)  # NaN if it is NaN
         maximum = torch.where(high <= maximum + slack, maximum, high + margin)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from h2o_stream.gpu.few_bits import displace, exact_slot, grid_of_keys, load_slots
 from h2o_stream.gpu.rules import BOOKKEEPING, NONE, TOVA, capped, distance_of, oldest_seen, worth_of
 
 
@@ -58,18 +59,45 @@ def _heads(at, stride, numbers, real, norm, eps, factor, D, R, HP: tl.constexpr,
     return first, second, third
 
 
+@triton.jit
+def _keys(keys, codes, ranges, slot, dims, ok, stored, D: tl.constexpr, BITS: tl.constexpr):
+    """Some dimensions of the keys in slots of a head."""
+    offset, step = 0.0, 0.0
+    if BITS < 16:
+        offset, step = grid_of_keys(ranges, dims[None, :], dims[None, :] < D, D, BITS)
+    return load_slots(keys, codes, slot, dims, ok, offset, step, stored, D, BITS)
+
+
+@triton.jit
+def _enter(scores, longs, index, rank, at, score, long, token, newer, LONG: tl.constexpr):
+    """Enter a token in a slot."""
+    tl.store(scores + at, score)
+    tl.store(index + at, token.to(tl.int32))
+    tl.store(rank + at, newer.to(rank.dtype.element_ty))
+    if LONG:
+        tl.store(longs + at, long)
+
+
+@triton.jit
+def _clear(scores, index, rank, at, slots):
+    """Enter a slot as empty."""
+    tl.store(index + at, -1)
+    tl.store(rank + at, slots.to(rank.dtype.element_ty))
+    tl.store(scores + at, float("-inf"))
+
+
 @triton.jit(do_not_specialize=BOOKKEEPING)
 def decode_kernel(
-    query, key, value, out, heads, keys, values, scores, longs, index, rank, free, seen, table, pins, transient,
-    sink_logits, query_norm, key_norm, logits, parts, peaks, arrived,
+    query, key, value, out, heads, keys, values, key_codes, value_codes, key_range, value_grid, scores, longs, index,
+    rank, free, seen, table, pins, transient, sink_logits, query_norm, key_norm, logits, parts, peaks, arrived, ranges,
     query_row, query_head, key_row, key_head, value_row, value_head, out_row, out_head,
     slots, table_rows, pin_count, transient_count, recent, sinks, span, scale, softcap, decay, long_decay, long_weight,
     far, seed, layer, sliding, query_eps, key_eps, factor,
     H: tl.constexpr, G: tl.constexpr, G2: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     R: tl.constexpr, HP: tl.constexpr, TP: tl.constexpr, VP: tl.constexpr, BS: tl.constexpr, NS: tl.constexpr,
-    NP: tl.constexpr, P: tl.constexpr, POLICY: tl.constexpr, POSITIONS: tl.constexpr, LONG: tl.constexpr,
-    SOFTCAP: tl.constexpr, SLIDING: tl.constexpr, EMPTY_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    NP: tl.constexpr, P: tl.constexpr, KP: tl.constexpr, POLICY: tl.constexpr, POSITIONS: tl.constexpr,
+    LONG: tl.constexpr, SOFTCAP: tl.constexpr, SLIDING: tl.constexpr, EMPTY_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, BITS: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head, split): BS of the slots beside the free one, which count as places.
 
@@ -77,11 +105,13 @@ def decode_kernel(
     slot of what is worth least. The last head of a row to finish counts the token.
 
     Slots are as in `cache.slots`: keys [B, H, S, D], values [B, H, S, DV], the rest [B, H, S], free [B, H], seen [B].
+    With few BITS, keys and values are those of SINKS and a RING, see `cache.quantized_store`: the token enters there,
+    and the one whose slot the next token needs goes to the free one.
     The group's heads are `heads` [H] of the token's, or all. The table [N, R] has cosines and sines by distance;
     without rotations R is 0. HP, TP and VP are at least half of R, the rest of a head, and DV; GP and G2 at least G.
     P is at least the number of threads: two that had the same place would read its score again after it was stored.
     Memory: logits [B, H, G, S], parts [B, H, G, NS, DV], peaks [B, H, G, NS, 2] float32; arrived [B H + B] int32, zero
-    between launches.
+    between launches; with few bits also ranges [B, H, 2, D] float32.
     """
     if PDL:
         gdc_launch_dependents()
@@ -95,6 +125,15 @@ def decode_kernel(
     kind: tl.constexpr = keys.dtype.element_ty
     before = tl.load(seen + row)
     hole = tl.load(free + pid).to(tl.int32)
+    entering, stored = hole, slots
+    if BITS < 16:
+        stored, entering = 0 * slots + SINKS + RING, exact_slot(before, SINKS, RING)
+        key_codes += pid.to(tl.int64) * (slots - stored) * (D * BITS // 8)
+        value_codes += pid.to(tl.int64) * (slots - stored) * (DV * BITS // 8)
+        value_grid += pid.to(tl.int64) * (slots - stored) * 2
+        key_range += pid * 2 * D
+    keys += pid.to(tl.int64) * stored * D
+    values += pid.to(tl.int64) * stored * DV
     low, low_ok = _dims(0, R // 2, HP)
     rest, rest_ok = _dims(R, D - R, TP)
     dims, dims_ok = _dims(0, DV, VP)
@@ -105,22 +144,26 @@ def decode_kernel(
     at = pid * slots + slot
     index_of = tl.load(index + at, mask=slot < slots, other=-1)
     rank_of = tl.load(rank + at, mask=slot < slots, other=0).to(tl.int32) + 1
-    held = index_of >= 0
-    where = at.to(tl.int64)[:, None] * D
+    filled = index_of >= 0
     if ROTATE:
-        ok = held[:, None] & low_ok[None, :]
+        ok = filled[:, None] & low_ok[None, :]
         distance = distance_of(index_of, rank_of, before, pins, pin_count, span, table_rows, POSITIONS)
         turn = table + distance[:, None].to(tl.int64) * R + low[None, :]
         cos = tl.load(turn, mask=ok, other=0.0).to(tl.float32)
         sin = tl.load(turn + R // 2, mask=ok, other=0.0).to(tl.float32)
-        first = tl.load(keys + where + low[None, :], mask=ok, other=0.0).to(tl.float32)
-        second = tl.load(keys + where + R // 2 + low[None, :], mask=ok, other=0.0).to(tl.float32)
+        first = _keys(keys, key_codes, key_range, slot, low, ok, stored, D, BITS).to(tl.float32)
+        second = _keys(keys, key_codes, key_range, slot, R // 2 + low, ok, stored, D, BITS).to(tl.float32)
         key1, key2 = (first * cos + second * sin).to(kind), (second * cos - first * sin).to(kind)
     if TAIL:
-        key3 = tl.load(keys + where + rest[None, :], mask=held[:, None] & rest_ok[None, :], other=0.0)
-    found_values = tl.load(
-        values + at.to(tl.int64)[:, None] * DV + dims[None, :], mask=held[:, None] & dims_ok[None, :], other=0.0
-    )
+        ok = filled[:, None] & rest_ok[None, :]
+        key3 = _keys(keys, key_codes, key_range, slot, rest, ok, stored, D, BITS).to(kind)
+    offset, step = 0.0, 0.0
+    if BITS < 16:
+        grid, coded = value_grid + 2 * (slot - stored), filled & (slot >= stored)
+        offset = tl.load(grid, mask=coded, other=0.0).to(tl.float32)[:, None]
+        step = tl.load(grid + 1, mask=coded, other=0.0).to(tl.float32)[:, None]
+    ok = filled[:, None] & dims_ok[None, :]
+    found_values = load_slots(values, value_codes, slot, dims, ok, offset, step, stored, DV, BITS).to(kind)
     if PDL:
         gdc_wait()
 
@@ -134,7 +177,7 @@ def decode_kernel(
         logit = tl.dot(q2, tl.trans(key2), logit, input_precision=PRECISION)
     if TAIL:
         logit = tl.dot(q3, tl.trans(key3), logit, input_precision=PRECISION)
-    visible = held
+    visible = filled
     if SLIDING:
         visible &= index_of >= oldest_seen(before, sliding, SLIDING)
     logit = tl.where(visible[None, :], capped(logit * scale, softcap, SOFTCAP), NONE)
@@ -192,14 +235,16 @@ def decode_kernel(
         new_p = tl.exp(new_logit - top)
         into = out + row.to(tl.int64) * out_row + (source * G + member)[:, None] * out_head + dims[None, :]
         tl.store(into, (output / total[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & dims_ok[None, :])
-        own = tl.sum(tl.where(exists, new_p / total, 0.0), 0)
+        itself = tl.sum(tl.where(exists, new_p / total, 0.0), 0)
         if POLICY >= 2:
-            own = own * 0.0
+            itself = itself * 0.0
 
         # Scores, and the place of what is worth least.
         least, victim, left = float("inf"), 0, 0
-        if hole == 0:
-            victim = 1
+        if BITS < 16:
+            victim = stored
+        if hole == victim:
+            victim = tl.minimum(victim + 1, slots - 1)
         start = 0
         while start < slots - 1:
             places = start + tl.arange(0, P)
@@ -233,6 +278,8 @@ def decode_kernel(
                 worth = tl.where(index_at < 0, float("-inf"), worth)
             else:
                 worth = tl.where(index_at < 0, float("inf"), worth)
+            if BITS < 16:
+                inside &= slot_of >= stored
             worth = tl.where(inside, worth, float("inf"))
             low_worth = tl.min(worth, 0)
             if low_worth < least:
@@ -241,14 +288,26 @@ def decode_kernel(
                 least = low_worth
             start += P
         zero = tl.zeros([1], tl.int32)
-        new_worth = worth_of(own + zero.to(tl.float32), 0.0, before.to(tl.int32) + zero, zero, before + 1, head, pins,
-                             pin_count, transient, transient_count, recent, sinks, long_weight, seed, layer, POLICY,
-                             LONG)  # fmt: skip
+        new_score, new_long = itself + zero.to(tl.float32), itself * 0.0
+        new_index, new_rank = before.to(tl.int32) + zero, zero
+        if BITS < 16:  # of the token that goes to the free slot, if there is one
+            tl.debug_barrier()
+            moved = exact_slot(before + 1, SINKS, RING)
+            from_slot = pid * slots + moved + zero
+            if moved != entering:
+                new_score, new_index = tl.load(scores + from_slot), tl.load(index + from_slot)
+                new_rank = tl.load(rank + from_slot).to(tl.int32) + 1
+                if LONG:
+                    new_long = tl.sum(tl.load(longs + from_slot), 0)
+        new_worth = worth_of(new_score, new_long, new_index, new_rank, before + 1, head, pins, pin_count, transient,
+                             transient_count, recent, sinks, long_weight, seed, layer, POLICY, LONG)  # fmt: skip
+        if BITS < 16:
+            new_worth = tl.where(new_index < 0, float("-inf") if EMPTY_FIRST else float("inf"), new_worth)
         stays = tl.min(new_worth, 0) >= least
         if stays:
             left = tl.load(rank + pid * slots + victim).to(tl.int32) + 1
         else:
-            victim = hole
+            victim, left = hole, tl.min(new_rank, 0)
         tl.debug_barrier()
         start = 0
         while start < slots - 1:
@@ -261,61 +320,27 @@ def decode_kernel(
             start += P
 
         # The token goes into the slot that was free, and the least worthy one's is free.
-        into_slot = (pid * slots + hole).to(tl.int64)
         if ROTATE:
-            entry = keys + into_slot * D + low[None, :]
+            entry = keys + entering * D + low[None, :]
             tl.store(entry, n1, mask=low_ok[None, :])
             tl.store(entry + R // 2, n2, mask=low_ok[None, :])
         if TAIL:
-            tl.store(keys + into_slot * D + rest[None, :], n3, mask=rest_ok[None, :])
-        tl.store(values + into_slot * DV + dims, new_value, mask=dims_ok)
-        tl.store(index + into_slot, before.to(tl.int32))
-        tl.store(rank + into_slot, (0 * hole).to(rank.dtype.element_ty))
-        tl.store(scores + into_slot, own)
-        if LONG:
-            tl.store(longs + into_slot, own * 0.0)
+            tl.store(keys + entering * D + rest[None, :], n3, mask=rest_ok[None, :])
+        tl.store(values + entering * DV + dims, new_value, mask=dims_ok)
+        _enter(scores, longs, index, rank, pid * slots + entering + zero, itself, itself * 0.0, before, zero, LONG)
         tl.debug_barrier()
-        tl.store(index + pid * slots + victim, -1)
-        tl.store(rank + pid * slots + victim, slots.to(rank.dtype.element_ty))
-        tl.store(scores + pid * slots + victim, float("-inf"))
+        if BITS < 16:
+            new_rank -= (new_rank > left).to(tl.int32)
+            _enter(
+                scores, longs, index, rank, pid * slots + hole + zero, new_score, new_long, new_index, new_rank, LONG
+            )
+            _clear(scores, index, rank, pid * slots + moved, slots)
+            displace(keys, values, key_codes, value_codes, key_range, value_grid, ranges + pid * 2 * D, entering, moved,
+                     hole - stored, slots - stored, before >= SINKS, D, DV, BITS, KP, VP)  # fmt: skip
+        _clear(scores, index, rank, pid * slots + victim, slots)
         tl.store(free + pid, victim.to(tl.int64))
         tl.store(arrived + pid, 0)
         counts = arrived + tl.num_programs(0) + row
         if tl.atomic_add(counts, 1, sem="acq_rel") == H - 1:
             tl.store(seen + row, before + 1)
             tl.store(counts, 0)
-
-
-@triton.jit
-def _copy(source, target, BACK: tl.constexpr, at, from_at, ok):
-    """Copy numbers at offsets of two arrays, back or forth."""
-    if BACK:
-        tl.store(source + at, tl.load(target + from_at, mask=ok), mask=ok)
-    else:
-        tl.store(target + from_at, tl.load(source + at, mask=ok), mask=ok)
-
-
-@triton.jit(do_not_specialize=["slots"])
-def journal_kernel(
-    keys, values, scores, longs, index, rank, free, seen, old_keys, old_values, old_scores, old_longs, old_index,
-    old_rank, old_free, old_seen, slots, D: tl.constexpr, DV: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
-    BS: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
-    """Note the bookkeeping of all slots of a head, and the free one; or bring them BACK. Program: a KV head."""
-    head = tl.program_id(0)
-    hole = tl.load((old_free if BACK else free) + head)
-    into = head.to(tl.int64) * slots + hole
-    cols, value_cols = tl.arange(0, DP), tl.arange(0, VP)
-    _copy(keys, old_keys, BACK, into * D + cols, head * D + cols, cols < D)
-    _copy(values, old_values, BACK, into * DV + value_cols, head * DV + value_cols, value_cols < DV)
-    for start in range(0, slots, BS):
-        slot = start + tl.arange(0, BS)
-        at, ok = head * slots + slot, slot < slots
-        _copy(scores, old_scores, BACK, at, at, ok)
-        _copy(index, old_index, BACK, at, at, ok)
-        _copy(rank, old_rank, BACK, at, at, ok)
-        if longs is not None:
-            _copy(longs, old_longs, BACK, at, at, ok)
-    one = tl.arange(0, 1)
-    _copy(free, old_free, BACK, head + one, head + one, one == 0)
-    _copy(seen, old_seen, BACK, one, one, head + one == 0)

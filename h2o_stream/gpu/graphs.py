@@ -161,8 +161,6 @@ def why_not(cache: H2OCache, device: torch.device) -> str:
         return "not on a CUDA device"
     if cache.storage_device is not None:
         return "the cache is in host memory or on disk"
-    if cache.plan.kv_bits < 16:
-        return "with --kv-bits, the host reads whether keys must be stored again"
     if any(group.policy.head_state(1, 1, 1) for group in cache.head_groups):
         return "the policy keeps a state of each head"
     return ""

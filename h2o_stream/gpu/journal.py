@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.gpu.decode import journal_kernel
+from h2o_stream.gpu.groups import slots_of
+from h2o_stream.gpu.journal_kernel import journal_kernel
 
 _COLUMNS = 1024
 
@@ -36,22 +35,20 @@ class Journal:
                 _launch(group, entries[number - 1], back=True)
 
     @staticmethod
-    def _entries(group: HeadGroup, count: int) -> list[list[Tensor | None]]:
-        keys, values, *rest = _slots(group)
-        alike = [keys[:, :, 0], values[:, :, 0], *rest]
+    def _entries(group: HeadGroup, count: int) -> list[dict[str, Tensor | None]]:
+        rows = "keys", "values", "value_codes", "value_grid"
+        alike = {name: x[:, :, 0] if name in rows and x is not None else x for name, x in slots_of(group).items()}
         with torch.inference_mode(False):
-            return [[None if x is None else torch.empty_like(x) for x in alike] for _ in range(count)]
+            return [
+                {f"old_{name}": None if x is None else torch.empty_like(x) for name, x in alike.items()}
+                for _ in range(count)
+            ]
 
 
-def _slots(group: HeadGroup) -> list[Any]:
-    longs = group.long_term_scores if group.policy.long_term else None
-    return [group.store.keys, group.store.values, group.scores, longs, group.index, group.rank, group.free, group.seen]
-
-
-def _launch(group: HeadGroup, entry: list[Tensor | None], back: bool) -> None:
-    keys, values, *rest = _slots(group)
-    (_, heads, slots, size), width = keys.shape, values.shape[-1]
-    journal_kernel[(heads,)](
-        keys, values, *rest, *entry, slots, D=size, DV=width, DP=triton.next_power_of_2(size),
-        VP=triton.next_power_of_2(width), BS=min(triton.next_power_of_2(slots), _COLUMNS), BACK=back,
+def _launch(group: HeadGroup, entry: dict[str, Tensor | None], back: bool) -> None:
+    size, width, slots, plan = group.store.keys.shape[-1], group.store.values.shape[-1], group.store.slots, group.plan
+    journal_kernel[(group.index.shape[1],)](
+        **slots_of(group), **entry, slots=slots, D=size, DV=width, DP=triton.next_power_of_2(size),
+        VP=triton.next_power_of_2(width), BS=min(triton.next_power_of_2(slots), _COLUMNS), BITS=plan.kv_bits,
+        SINKS=plan.exact_sinks, RING=max(plan.residual, 1), BACK=back,
     )  # fmt: skip

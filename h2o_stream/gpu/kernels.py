@@ -15,11 +15,22 @@ from h2o_stream.cache.attention import LogitTransform, QueryChunk
 from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.slots import ENCODED
 from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import LONG_TERM_DECAY, LONG_TERM_DISTANCE
 from h2o_stream.gpu import available
 from h2o_stream.gpu.decode import decode_kernel
-from h2o_stream.gpu.groups import MAX_CHUNK, bounds_of, limits_of, num_evictions, walks, why_not
+from h2o_stream.gpu.groups import (
+    MAX_CHUNK,
+    bounds_of,
+    decoded,
+    encode,
+    limits_of,
+    num_evictions,
+    slots_of,
+    walks,
+    why_not,
+)
 from h2o_stream.gpu.prompt import prompt_kernel
 from h2o_stream.native.abi import PositionMode
 from h2o_stream.native.slots import POLICIES
@@ -89,7 +100,7 @@ class _Rules:
 
 
 class GpuKernels:
-    """Supports built-in policies with keys and values in the model's dtype; the rest is eager.
+    """Supports built-in policies; the rest is eager.
 
     Args:
         device: where the layers are.
@@ -173,12 +184,13 @@ class GpuKernels:
         warps = 8 if exact or size == 128 else 4
         splits, rows = triton.cdiv(places, size), len(new.out)
         groups, members = rules.constants["G"], triton.next_power_of_2(rules.constants["G"])
-        space = self._space
+        space, bits = self._space, group.plan.kv_bits
         decode_kernel[rows * heads, splits](
             new.query, new.key, new.value, new.out, new.heads,
-            **_slots_of(group), **rules.tensors,
+            **slots_of(group), **rules.tensors,
             sink_logits=transform.sinks, query_norm=norms.query, key_norm=norms.key,
             logits=space("logits", rows * heads * groups * group.store.slots, group.device),
+            ranges=None if bits == 16 else space("ranges", rows * heads * 2 * new.key.shape[-1], group.device),
             parts=space("parts", rows * heads * groups * splits * new.value.shape[-1], group.device),
             peaks=space("peaks", rows * heads * groups * splits * 2, group.device),
             arrived=space("arrived", rows * heads + rows, group.device, torch.int32),
@@ -217,7 +229,9 @@ class GpuKernels:
         rules = self._rules_of(group, new, transform)
         rows, tokens, device = len(new.out), new.query.shape[2], group.device
         heads, groups = rows * rules.constants["H"], rules.constants["G"]
-        places = max(triton.next_power_of_2(group.store.slots - 1), 16)
+        unpacked = decoded(group) if group.plan.kv_bits < 16 else None
+        slots = group.store.slots - (unpacked is not None)
+        places = max(triton.next_power_of_2(slots - 1), 16)
         split = 0 < heads * groups * lanes <= self._processors
         share = split and places >= _SHARING_WINDOW
         programs, step = heads * groups if split else heads, min(group.plan.chunk, MAX_CHUNK)
@@ -233,17 +247,22 @@ class GpuKernels:
         twice = self._shared >= _LARGEST_SHARED and head * group.dtype.itemsize <= _USUAL_HEAD
         piece = min(places, 128 if share else 256, tile // (triton.next_power_of_2(head) * group.dtype.itemsize))
         prompt_kernel[heads, groups if split else 1](
-            new.query, new.key, new.value, new.out, new.heads, counts, limits, **_slots_of(group), **rules.tensors,
-            sink_logits=transform.sinks,
+            new.query, new.key, new.value, new.out, new.heads, counts, limits,
+            **{name: x for name, x in (slots_of(group) | (unpacked or {})).items() if name not in ENCODED},
+            **rules.tensors, sink_logits=transform.sinks,
+            ranges=space("ranges", heads * 2 * new.key.shape[-1]) if unpacked else None,
             turned=space("turned", (heads if share else programs) * (places + chunk) * head, group.dtype),
             asked=space("asked", programs * chunk * head, group.dtype),
             shared=space("shared", heads * 2 * groups * (2 * places + chunk)),
             floats=space("floats", programs * (3 * places + 2 * chunk)),
             whole=space("whole", programs * (4 * places + chunk), torch.int32), arrived=arrived,
-            **_strides(new, 0, 2, 1), tokens=tokens, offset=offset, step=step, **rules.numbers, factor=factor,
-            **rules.constants, C=chunk, WP=places, WC=triton.next_power_of_2(places + chunk), P=piece, SPLIT=split,
+            **_strides(new, 0, 2, 1), tokens=tokens, offset=offset, step=step,
+            **rules.numbers | {"slots": slots}, factor=factor, **rules.constants, C=chunk,
+            WP=places, WC=triton.next_power_of_2(places + chunk), P=piece, SPLIT=split,
             SHARE=share, num_warps=8, num_stages=2 if share and twice else 1,
         )  # fmt: skip
+        if unpacked:
+            encode(group, unpacked, group.seen + offset + (tokens if counts is None else counts.view(-1, 1, 1)))
 
     def _space(self, name: str, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory that all layers use one after another, zero at first. What was too small stays: captured steps of
@@ -289,20 +308,12 @@ class GpuKernels:
             "HP": _padded(rotated // 2), "TP": _padded(size - rotated), "VP": _padded(value_size),
             "POLICY": int(POLICIES[group.rule]), "POSITIONS": int(positions), "LONG": bool(group.policy.long_term),
             "SOFTCAP": bool(transform.softcap), "SLIDING": (2 if group.chunked else 1) if group.sliding else 0,
-            "PRECISION": "ieee" if group.dtype == torch.float32 else "tf32",
+            "BITS": plan.kv_bits, "SINKS": plan.exact_sinks, "RING": max(plan.residual, 1),
+            "KP": triton.next_power_of_2(size), "PRECISION": "ieee" if group.dtype == torch.float32 else "tf32",
         }  # fmt: skip
         rules = _Rules(tensors, numbers, constants)
         self._rules[group] = key, rules
         return rules
-
-
-def _slots_of(group: HeadGroup) -> dict[str, Tensor | None]:
-    """What is written. `_Rules` would keep the slots of an ended stream while those of the next are allocated."""
-    return {
-        "keys": group.store.keys, "values": group.store.values, "scores": group.scores,
-        "longs": group.long_term_scores if group.policy.long_term else None, "index": group.index, "rank": group.rank,
-        "free": group.free, "seen": group.seen,
-    }  # fmt: skip
 
 
 def _new_tokens(chunk: QueryChunk) -> NewTokens:

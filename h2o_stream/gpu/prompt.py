@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from h2o_stream.gpu.few_bits import quantize_chunk
+from h2o_stream.gpu.rotated import products, rotate
 from h2o_stream.gpu.rules import BOOKKEEPING, LOG2E, NONE, TOVA, capped, distance_of, oldest_seen, worth_of
 
 EMPTY = tl.constexpr(-3.4028234e38)
@@ -20,46 +22,10 @@ def meet(arrived, count, SPLIT: tl.constexpr):
         tl.debug_barrier()
 
 
-@triton.jit
-def _rotate(source, target, ok, distance, table, factor, R, D, HP: tl.constexpr, TP: tl.constexpr,
-            ROTATE: tl.constexpr, TAIL: tl.constexpr, kind: tl.constexpr):  # fmt: skip
-    """Copy heads [n] that are `ok` from pointers [n] to pointers [n], rotated by `distance` [n]; others are zero."""
-    low, rest = tl.arange(0, HP), tl.arange(0, TP)
-    if ROTATE:
-        mask = ok[:, None] & (low < R // 2)[None, :]
-        turn = table + distance[:, None].to(tl.int64) * R + low[None, :]
-        cos = tl.load(turn, mask=mask, other=0.0).to(tl.float32) * factor
-        sin = tl.load(turn + R // 2, mask=mask, other=0.0).to(tl.float32) * factor
-        x = tl.load(source[:, None] + low[None, :], mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(source[:, None] + R // 2 + low[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(target[:, None] + low[None, :], (x * cos + y * sin).to(kind))
-        tl.store(target[:, None] + HP + low[None, :], (y * cos - x * sin).to(kind))
-    if TAIL:
-        mask = ok[:, None] & (rest < D - R)[None, :]
-        z = tl.load(source[:, None] + R + rest[None, :], mask=mask, other=0.0)
-        tl.store(target[:, None] + 2 * HP * ROTATE + rest[None, :], z.to(kind))
-
-
-@triton.jit
-def _products(keys, q1, q2, q3, count: tl.constexpr, DT: tl.constexpr, HP: tl.constexpr, TP: tl.constexpr,
-              ROTATE: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """[count, C] products of the keys at a pointer, DT numbers apart, with the parts of queries [*, C]."""
-    at = keys + tl.arange(0, count)[:, None] * DT
-    low, rest = tl.arange(0, HP)[None, :], tl.arange(0, TP)[None, :]
-    if ROTATE:
-        found = tl.dot(tl.load(at + low), q1, input_precision=PRECISION)
-        found = tl.dot(tl.load(at + HP + low), q2, found, input_precision=PRECISION)
-        if TAIL:
-            found = tl.dot(tl.load(at + 2 * HP + rest), q3, found, input_precision=PRECISION)
-    else:
-        found = tl.dot(tl.load(at + rest), q3, input_precision=PRECISION)
-    return found
-
-
 @triton.jit(do_not_specialize=["tokens", "offset", "step", *BOOKKEEPING])
 def prompt_kernel(
     query, key, value, out, heads, counts, limits, keys, values, scores, longs, index, rank, free, seen, table, pins,
-    transient, sink_logits, turned, asked, shared, floats, whole, arrived,
+    transient, sink_logits, key_range, turned, asked, shared, floats, whole, ranges, arrived,
     query_row, query_token, query_head, key_row, key_token, key_head, value_row, value_token, value_head, out_row,
     out_token, out_head,
     tokens, offset, step, slots, table_rows, pin_count, transient_count, recent, sinks, span, scale, softcap, decay,
@@ -67,7 +33,8 @@ def prompt_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, HP: tl.constexpr,
     TP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, WP: tl.constexpr, WC: tl.constexpr, P: tl.constexpr,
     POLICY: tl.constexpr, POSITIONS: tl.constexpr, LONG: tl.constexpr, SOFTCAP: tl.constexpr, SLIDING: tl.constexpr,
-    SPLIT: tl.constexpr, SHARE: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, SHARE: tl.constexpr, PRECISION: tl.constexpr, BITS: tl.constexpr, SINKS: tl.constexpr,
+    RING: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """`tokens` of each row, or `counts` [B] of them, `step` after `step`: each chunk attends to the slots and itself,
     then of both the S - 1 most worthy stay, or as many as `limits` [B, chunks] int32 says. Row b's tokens begin
@@ -77,12 +44,14 @@ def prompt_kernel(
     what their queries paid, wait for each other, and then evict the same; all of them have to fit on the GPU. With
     SHARE they rotate keys for each other as well.
 
+    With few BITS, slots are those of `groups.decoded`; what codes stand for replaces keys and values after a chunk.
+
     Slots and dimensions are as in `decode_kernel`; places are slots beside the free one, which stays free. WP is at
     least their number, WC at least WP + C, C at least `step`; P places are multiplied at once, and fewer rotated, for
     which registers suffice. A chunk and what it holds are DT numbers a head in memory. Memory of a KV head: shared [2,
-    G, 2 WP + C] float32, arrived int32, zero before the launch. Of a program: turned [WP + C, DT], asked [C, DT],
-    floats [3 WP + 2 C] (scores, long-term scores, worths, the chunk's scores), whole [4 WP + C] int32 (token indices,
-    ranks, lists).
+    G, 2 WP + C], ranges [2, D] float32, arrived int32, zero before the launch. Of a program: turned [WP + C, DT],
+    asked [C, DT], floats [3 WP + 2 C] (scores, long-term scores, worths, the chunk's scores), whole [4 WP + C] int32
+    (token indices, ranks, lists).
     """
     ROTATE: tl.constexpr = R > 0
     TAIL: tl.constexpr = D > R
@@ -93,7 +62,7 @@ def prompt_kernel(
     source = head.to(tl.int64)
     if heads is not None:
         source = tl.load(heads + head)
-    kind: tl.constexpr = keys.dtype.element_ty
+    kind: tl.constexpr = turned.dtype.element_ty
     last = tokens
     if counts is not None:
         last = tl.load(counts + row).to(tl.int32)
@@ -107,6 +76,7 @@ def prompt_kernel(
     dims = tl.arange(0, VP)
     dims_ok = dims < DV
     inside = place < slots - 1
+    base = pid.to(tl.int64) * slots
     at = pid * slots + place + (place >= hole).to(tl.int32)
     # What slots hold beside keys and values is in memory between the parts of a chunk: carried along in registers, it
     # would be spread like the products, many numbers a thread instead of one. Each program has a copy.
@@ -151,14 +121,14 @@ def prompt_kernel(
             rank_of = tl.load(whole + WP + part) + n
             distance = distance_of(index_of, rank_of, before + n - 1, pins, pin_count, span, table_rows, POSITIONS)
             slot = pid * slots + part + (part >= hole).to(tl.int32)
-            _rotate(keys + slot.to(tl.int64) * D, turned + part * DT, index_of >= 0, distance, table, 1.0, R, D, HP,
+            rotate(keys + slot.to(tl.int64) * D, turned + part * DT, index_of >= 0, distance, table, 1.0, R, D, HP,
                     TP, ROTATE, TAIL, kind)  # fmt: skip
         newest = turned + WP * DT
         rotates = member
         if SHARE:
             rotates = members - 1
         if member == rotates:
-            _rotate(key + (begin + col).to(tl.int64) * key_token, newest + col * DT, valid, later, table, factor, R, D,
+            rotate(key + (begin + col).to(tl.int64) * key_token, newest + col * DT, valid, later, table, factor, R, D,
                     HP, TP, ROTATE, TAIL, kind)  # fmt: skip
         if SHARE:
             meetings += 1
@@ -176,7 +146,7 @@ def prompt_kernel(
         long_weights = tl.where(valid, tl.exp2(later * tl.log2(long_decay)), 0.0)
         for g in range(member, G, members):
             of_query = query + (begin + col).to(tl.int64) * query_token + (source * G + g) * query_head
-            _rotate(of_query, asked + col * DT, valid, later, table, factor, R, D, HP, TP, ROTATE, TAIL, kind)
+            rotate(of_query, asked + col * DT, valid, later, table, factor, R, D, HP, TP, ROTATE, TAIL, kind)
             tl.debug_barrier()
             low, rest = tl.arange(0, HP)[:, None], tl.arange(0, TP)[:, None]
             if ROTATE:
@@ -188,7 +158,7 @@ def prompt_kernel(
                 q1, q2 = q3, q3
             if not TAIL:
                 q3 = q1
-            b = _products(newest, q1, q2, q3, C, DT, HP, TP, ROTATE, TAIL, PRECISION)
+            b = products(newest, q1, q2, q3, C, DT, HP, TP, ROTATE, TAIL, PRECISION)
             b = capped(b * scale, softcap, SOFTCAP) * LOG2E
             sees = col[:, None] <= col[None, :]
             if SLIDING:
@@ -203,7 +173,7 @@ def prompt_kernel(
                 total += tl.exp2(sink - top)
             a = tl.zeros([P, C], tl.float32)
             for piece in range(0, WP, P):
-                a = _products(turned + piece * DT, q1, q2, q3, P, DT, HP, TP, ROTATE, TAIL, PRECISION)
+                a = products(turned + piece * DT, q1, q2, q3, P, DT, HP, TP, ROTATE, TAIL, PRECISION)
                 a = capped(a * scale, softcap, SOFTCAP) * LOG2E
                 index_of = tl.load(whole + piece + tl.arange(0, P))
                 seen_by = (index_of >= 0)[:, None] & valid[None, :]
@@ -223,7 +193,7 @@ def prompt_kernel(
             for piece in range(0, WP, P):
                 part = piece + tl.arange(0, P)
                 if WP > P:  # else there is one piece, and its products are what is needed
-                    a = _products(turned + piece * DT, q1, q2, q3, P, DT, HP, TP, ROTATE, TAIL, PRECISION)
+                    a = products(turned + piece * DT, q1, q2, q3, P, DT, HP, TP, ROTATE, TAIL, PRECISION)
                     a = capped(a * scale, softcap, SOFTCAP) * LOG2E
                     index_of = tl.load(whole + part)
                     seen_by = (index_of >= 0)[:, None] & valid[None, :]
@@ -237,7 +207,7 @@ def prompt_kernel(
                 slot = (pid * slots + part + (part >= hole).to(tl.int32)).to(tl.int64)
                 held_value = tl.load(values + slot[:, None] * DV + dims[None, :],
                                      mask=(part < slots - 1)[:, None] & dims_ok[None, :], other=0.0)  # fmt: skip
-                o = tl.dot(tl.trans(p.to(kind)), held_value, o, input_precision=PRECISION)
+                o = tl.dot(tl.trans(p.to(kind)), held_value.to(kind), o, input_precision=PRECISION)
             into = out + (begin + col)[:, None].to(tl.int64) * out_token + (source * G + g) * out_head + dims[None, :]
             tl.store(into, o.to(out.dtype.element_ty), mask=valid[:, None] & dims_ok[None, :])
             tl.debug_barrier()
@@ -325,6 +295,8 @@ def prompt_kernel(
         tl.store(whole + target, before.to(tl.int32) + entry, mask=comes)
         tl.store(whole + WP + target, entering - 1 - col, mask=comes)
         slot = (pid * slots + target + (target >= hole).to(tl.int32)).to(tl.int64)
+        if BITS < 16:  # one of the programs stores for all
+            comes &= member == 0
         low_dims, rest_dims = tl.arange(0, HP), tl.arange(0, TP)
         entry_key = key + (begin + entry).to(tl.int64)[:, None] * key_token
         if ROTATE:
@@ -341,6 +313,13 @@ def prompt_kernel(
         x = tl.load(value + (begin + entry).to(tl.int64)[:, None] * value_token + dims[None, :], mask=mask, other=0.0)
         tl.store(values + slot[:, None] * DV + dims[None, :], x.to(kind), mask=mask)
         tl.debug_barrier()
+        if BITS < 16:
+            if member == 0:
+                at_range = pid * 2 * D
+                quantize_chunk(keys + base * D, values + base * DV, key_range + at_range, ranges + at_range, whole,
+                               lists, entering, hole, n, before, WP, C, D, DV, BITS, SINKS, RING, KP, VP)  # fmt: skip
+            meetings += 1
+            meet(arrived, meetings * members, SPLIT)
         chunk += 1
         begin += step
     tl.store(scores + at, tl.load(floats + place), mask=inside)

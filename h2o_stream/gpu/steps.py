@@ -15,7 +15,6 @@ from torch import Tensor
 
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.config import PREFILL_STEP_MAX
 from h2o_stream.gpu import available
@@ -283,9 +282,8 @@ def why_not(cache: H2OCache, description: Description) -> str:
         return "positions are absolute"
     if description.placeholders:
         return "some tokens stand for something else than text"
-    groups: list[HeadGroup] = list(cache.head_groups)
     rotations = [(x.attention.rope is not None) for x in description.layers if x.attention]
     tables = [all(group.table is not None for group in layer.head_groups) for layer in cache.layers]
-    if rotations != tables or any(group.plan.kv_bits < 16 for group in groups):
+    if rotations != tables:
         return "the cache stores keys in another way"
     return ""
