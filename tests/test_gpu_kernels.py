@@ -142,7 +142,7 @@ def test_memory_of_a_stream_that_has_ended() -> None:
     keys = weakref.ref(group.store.keys)
     group.reset()
     assert keys() is None
-    assert not any(space.is_inference() for space in gpu._spaces.values())
+    assert not any(space.is_inference() for spaces in gpu._spaces.values() for space in spaces)
 
 
 def compare(case: Case, processors: int = 0) -> None:
