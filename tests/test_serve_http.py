@@ -138,6 +138,7 @@ def test_other_methods_are_refused_and_named(server: Running) -> None:
 
 
 POST = request("POST", CHAT, JSON + SIZE, BODY)
+PAGE = request("GET", "/", "")
 STREAM = BODY[:-1] + b', "stream": true}'
 
 
@@ -148,11 +149,11 @@ def test_requests_one_after_another_over_a_connection(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "count"), [(POST, 1), (GET, 1), (POST + GET + POST, 3), (request("GET", "/", ""), 1)]
+    ("sent", "count"), [(POST, 1), (GET, 1), (POST + GET + POST, 3), (PAGE, 1), (PAGE.replace(b"P/1.1", b"P/1.0"), 1)]
 )  # fmt: skip
 def test_a_client_that_ends_its_side_gets_its_answers(server: Running, sent: bytes, count: int) -> None:
     answer = exchange(server, sent, half_close=True)
-    assert [status for status in statuses(answer) if status != 100] == [200] * count
+    assert [status for status in statuses(answer) if b"POST" not in sent or status != 100] == [200] * count
     if sent == POST:
         sent = request("POST", CHAT, JSON + f"Content-Length: {len(STREAM)}\r\n", STREAM)
         assert exchange(server, sent, half_close=True).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")

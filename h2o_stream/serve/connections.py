@@ -218,10 +218,11 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
             cycle = self.cycle
             if self._refused or not cycle or cycle.more_body or cycle.response_complete:
                 return False
-            if cycle.scope["http_version"] == "1.0":
-                return False  # it does not know what asks it
+            if cycle.scope["method"] == "POST":  # other answers take no time
+                if cycle.scope["http_version"] == "1.0":
+                    return False  # it does not know what asks it
+                self._probe(cycle, _PROBE_S)
             self._half_closed = True
-            self._probe(cycle, _PROBE_S)
             return True
 
         def on_response_complete(self) -> None:
