@@ -1,6 +1,6 @@
 """A disturbance at any point leaves a conversation and its session in the state before or after the operation."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +98,20 @@ class TestInterrupted:
             assert whole(history)[1:] == before[1:]
         assert line > 100
         history.close()
+
+    def test_a_session_that_is_left_at_any_line_is_released(self, make_small: Histories) -> None:
+        line, done = 0, False
+        while not done:
+            line += 5
+            history = make_small()
+            history.open(f"from{line}")
+            list(history.say("w3"))
+            with suppress(KeyboardInterrupt), interrupted(line, ("session",)):
+                history.fork(f"to{line}")
+                done = True
+            history.close()
+            Session(f"from{line}", create=False).close()
+        assert line > 100
 
     def test_a_pin_pins_nothing_of_the_next_turn(self, make_small: Histories) -> None:
         history = make_small()

@@ -44,7 +44,9 @@ class Transactions:
 
     def __init__(self, conversation: Conversation, header: Header) -> None:
         self.conversation = conversation
-        self.checkpoint = Checkpoint(conversation.metadata, self.rng_state)
+        self._left: list[Checkpoint] = []  # whose sessions have to be released
+        self._checkpoint = Checkpoint(conversation.metadata, self.rng_state)
+        self._plan = conversation.engine.cache.plan
         self._header = header
         self.start_session: Callable[[str], Session] | None = None
         self._refused = False
@@ -75,6 +77,8 @@ class Transactions:
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: Checkpoint) -> None:
+        if self._checkpoint.session is not checkpoint.session:
+            self._left.append(self._checkpoint)
         self._checkpoint, self._plan = checkpoint, self.conversation.engine.cache.plan
 
     @property
@@ -96,7 +100,7 @@ class Transactions:
             checkpoint, self._opened = self.checkpoint, None
             self.checkpoint = replace(checkpoint, session=None, unsaved=checkpoint.entries)
             self.conversation.recall.use(None)
-            checkpoint.release()
+            self._release_left()
 
     # starting a change
 
@@ -105,6 +109,7 @@ class Transactions:
         self.conversation.active.close()
         self.discard_opened()
         self.roll_back()
+        self._release_left()
         checkpoint = replace(self.checkpoint, rng_state=self.rng_state)
         turn = checkpoint.last_turn
         if turn and checkpoint.session is None and turn not in checkpoint.states and self.committed:
@@ -128,14 +133,19 @@ class Transactions:
     @contextmanager
     def atomic(self) -> Iterator[None]:
         """A block that changes the conversation and commits. Whatever is uncommitted at its end is rolled back."""
-        before = self.checkpoint
         try:
             yield
         finally:
             self.discard_opened()
             self.roll_back()
-            if before.session is not self.checkpoint.session:
-                before.release()
+            self._release_left()
+
+    def _release_left(self) -> None:
+        """Release sessions that the conversation has left, also those whose release was cut off before."""
+        while self._left:
+            if self._left[-1].session is not self.checkpoint.session:
+                self._left[-1].release()
+            self._left.pop()
 
     def discard_opened(self) -> None:
         """Close the last opened session, and delete it if it is new, unless it was committed or kept."""
