@@ -10,6 +10,7 @@ from h2o_stream import ConfigError, H2OStreamError
 from h2o_stream.cache.state import State
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import DataError
+from h2o_stream.session.automatic import automatic_session
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transactions import ResumeError
@@ -104,13 +105,15 @@ class TestInterrupted:
         while not done:
             line += 5
             history = make_small()
-            history.open(f"from{line}")
+            history.keep(automatic_session)
             list(history.say("w3"))
+            left = history.session  # which is not only closed because nobody refers to it
+            assert left
             with suppress(KeyboardInterrupt), interrupted(line, ("session",)):
                 history.fork(f"to{line}")
                 done = True
             history.close()
-            Session(f"from{line}", create=False).close()
+            Session(left.name, create=False).close()
         assert line > 100
 
     def test_a_pin_pins_nothing_of_the_next_turn(self, make_small: Histories) -> None:
