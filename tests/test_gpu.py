@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from h2o_stream.gpu import available
+from h2o_stream.native.abi import NormKind
 
 pytest.importorskip("triton")
 
@@ -32,3 +33,8 @@ def test_interpreted(chosen: str) -> None:
 @pytest.mark.parametrize("case", ["Q8_0", pytest.param("", id="all", marks=pytest.mark.exhaustive)])
 def test_compiled(case: str) -> None:
     run("-m", "tests.gpu_compiled", *filter(None, [case]))
+
+
+def test_kinds_of_norms() -> None:
+    """`gpu/layers.py` and `products.normed` know these."""
+    assert {*NormKind} == {NormKind.NONE, NormKind.RMS, NormKind.LAYER}

@@ -61,8 +61,8 @@ class Recording:
 
     def __init__(self, cache: Any, step: Callable[[], Tensor]) -> None:
         recurrent = getattr(cache, "recurrent_layers", ())
-        held = [group.tensors() for group in cache.head_groups] + [*map(states_of, recurrent)]
-        before = [(x, x.clone()) for tensors in held for x in tensors.values()]
+        written = [group.tensors() for group in cache.head_groups] + [*map(states_of, recurrent)]
+        before = [(x, x.clone()) for tensors in written for x in tensors.values()]
         try:
             with HostFree() as mode:
                 self.logits = step()

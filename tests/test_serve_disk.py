@@ -127,8 +127,8 @@ def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> 
     name, folder = first["h2o"]["conversation"], tmp_path / first["h2o"]["conversation"]
     shutil.copytree(server.service.store._folder / name, folder)
     about, *turns = map(json.loads, (folder / "serve.jsonl").read_text().splitlines())
-    hashes, numbers = zip((about.pop("first"), 0), *(turn[:2] for turn in turns), strict=True)
-    (folder / "serve.json").write_text(json.dumps({**about, "hashes": hashes, "turns": numbers}))
+    hashes, counts = zip((about.pop("first"), 0), *(turn[:2] for turn in turns), strict=True)
+    (folder / "serve.json").write_text(json.dumps({**about, "hashes": hashes, "turns": counts}))
     (folder / "serve.jsonl").unlink()
     store = Store(tmp_path, server.service.model.model.digest, 3, 2**30, 1e6)
     assert [(kept.id, turn) for kept, turn in store.with_hash(hashes[1], "")] == [(name, 1)]
