@@ -264,5 +264,5 @@ def test_a_file_whose_blocks_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     matrices = [module for module in kept.modules() if hasattr(module, "blocks")]
     assert len(matrices) == 7 + 2
     assert not layers.why_not(describe(kept))
-    for count in (3, 1):  # products of several tokens, and of one
-        assert relative_error(kept(ids(count)).logits, dense(ids(count)).logits) < 1e-4
+    for count, error in ((9, 0), (3, 3e-4), (1, 3e-4)):  # of few tokens each of nine products loses up to 3e-5
+        assert relative_error(kept(ids(count)).logits, dense(ids(count)).logits) <= error
