@@ -128,6 +128,25 @@ class TestInterrupted:
         assert (engine.cache.pins, history.conversation.pins) == (pins, [])
         assert history.entries[-1].kind == "told"
 
+    def test_a_window_that_grew_for_nothing_is_taken_back(
+        self, make_small: Histories, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Regression: after a Ctrl-C before the first of the tokens that were to be pinned."""
+        history = make_small()
+        list(history.say("w3"))
+        before, engine = whole(history), history.conversation.engine
+        window = engine.cache.plan.window
+
+        def interrupt(*_: object) -> None:
+            assert engine.cache.plan.window > window
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine, "prefill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(history.pin(" ".join(WORDS[:6] * 3)))
+        assert whole(history) == before
+        assert engine.cache.plan.window == window
+
     def test_an_opening_leaves_no_passage(self, make_small: Histories) -> None:
         history = make_small()
         conversation = history.conversation
