@@ -27,6 +27,20 @@ from tests.waiting import wait_for
 CACHE, MODEL = CacheConfig(window=64), ModelConfig(dtype="float32")
 
 
+@pytest.fixture(scope="module")
+def impatient_server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> "Iterator[Running]":
+    """A server that soon gives up clients that do not read. A module calls it `server`."""
+    with Running(tmp_path_factory.mktemp("served"), tiny_folder, unread_s=0.5) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def goes_on(server: "Running") -> Iterator[None]:
+    """After each test of a module that has it, its server is as before."""
+    yield
+    server.check_idle()
+
+
 class Listening:
     """An application that is served in a thread."""
 

@@ -14,6 +14,7 @@ import pytest
 from h2o_stream.errors import DataError
 from h2o_stream.serve.store import Store
 from h2o_stream.session import state_files
+from tests import served
 from tests.disturbances import fail_once, full_disk
 from tests.native_builds import needs_library
 from tests.serve_kill import Server, kill_under_load
@@ -28,10 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Itera
         yield running
 
 
-@pytest.fixture(autouse=True)
-def _goes_on(server: Running) -> Iterator[None]:
-    yield
-    server.check_idle()
+_goes_on = served.goes_on
 
 
 def test_a_full_disk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from h2o_stream.serve.requests import Options, parse_json
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.stream import Pace
 from h2o_stream.serve.worker import Worker
+from tests import served
 from tests.disturbances import fail_once
 from tests.native_builds import needs_library
 from tests.serve_load import post
@@ -44,16 +45,7 @@ from tests.waiting import wait_for
 pytestmark = needs_library
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Running]:
-    with Running(tmp_path_factory.mktemp("served"), tiny_folder, unread_s=0.5) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _goes_on(server: Running) -> Iterator[None]:
-    yield
-    server.check_idle()
+server, _goes_on = served.impatient_server, served.goes_on
 
 
 FAULTS = [

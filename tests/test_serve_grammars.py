@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 from h2o_stream.serve import grammar_client, grammar_process, grammars
 from h2o_stream.serve.places import Places
 from h2o_stream.serve.schemas import is_larger
+from tests import served
 from tests.native_builds import needs_library
 from tests.served import Running, connected, reply
 from tests.test_serve_connections import BOMB
@@ -30,16 +30,7 @@ from tests.waiting import wait_for
 pytestmark = needs_library
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Running]:
-    with Running(tmp_path_factory.mktemp("served"), tiny_folder, unread_s=0.5) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _goes_on(server: Running) -> Iterator[None]:
-    yield
-    server.check_idle()
+server, _goes_on = served.impatient_server, served.goes_on
 
 
 SIZES = st.sampled_from([1, 3, 40, 1000, 10**6, 10**9])

@@ -44,6 +44,11 @@ class Tearable:
 
     torn = False
 
+    def check_whole(self) -> None:
+        """Raise H2OStreamError if it is torn."""
+        if self.torn:
+            raise H2OStreamError("the last forward was cut off halfway; reset() to start a new stream")
+
     @contextmanager
     def writing(self, anew: bool = False) -> Iterator[None]:
         """Write to the cache inside the block. Afterwards it is whole if the stream begins `anew`; else as before."""

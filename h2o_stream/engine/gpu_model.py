@@ -127,8 +127,7 @@ class ServedOnGpu(AttachedModel):
         """See `AttachedModel`, without the model's forward."""
         cache = self.cache
         with cache.one_thread, available.on(self._device):
-            if cache.torn:
-                raise H2OStreamError("the last forward was cut off halfway; reset() to start a new stream")
+            cache.check_whole()
             ids = torch.tensor([tokens], dtype=torch.int64, device=self._device)
             cache.take_back()
             cache.prepare(len(tokens))

@@ -199,8 +199,7 @@ class ServedRuntime:
         """Feed tokens. Returns the logits after the last `keep` of them, [keep, V]; of one token perhaps in `out`."""
         cache = self.cache
         with cache.one_thread:
-            if cache.torn:
-                raise H2OStreamError("the last forward was cut off halfway; reset() to start a new stream")
+            cache.check_whole()
             begun = bool(cache.seen_tokens)
             try:
                 return self._run(numpy.array([tokens], numpy.int64), keep, out)

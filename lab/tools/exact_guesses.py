@@ -10,12 +10,11 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
 
-from h2o_lab.speculation.comparison import ORDER
+from h2o_lab.speculation.comparison import MODES, ORDER, digest_of
 from h2o_stream.base.progress import ignore
 from h2o_stream.config import (
     CHAT_RECALL,
@@ -26,7 +25,6 @@ from h2o_stream.config import (
     SamplingConfig,
     Settings,
 )
-from h2o_stream.config.speculation import SpeculateMode
 from h2o_stream.loading.loading import load_model
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.session.questions import load_questions
@@ -46,8 +44,6 @@ CLASSES = (
     "Graph",
     "Cache",
 )
-MODES: tuple[SpeculateMode, ...] = "off", "auto"
-
 ORDERS = (
     "Ann Example, 12 Mill Lane, orders 3 copper kettles and 12 pewter spoons.",
     "For Bo Sato at 7 Harbour Street: 2 oak tables, 6 linen napkins.",
@@ -97,13 +93,11 @@ def outcome(model: LoadedModel, settings: Settings, messages: Sequence[Any], unt
     conversation = converse(model, settings, Interrupts(), ignore).conversation
     with conversation.engine:
         turns = [event for message in messages for event in conversation.say(message) if isinstance(event, Turn)]
-        state = sha256()
-        for key, array in sorted(conversation.engine.served.state_dict().items()):
-            state.update(key.encode() + array.tobytes())
+        state = digest_of(conversation.engine)
         timings = Timings()
         for turn in turns[untimed:]:
             timings.add(turn.timings)
-        return Outcome([turn.text for turn in turns], state.hexdigest(), timings)
+        return Outcome([turn.text for turn in turns], state, timings)
 
 
 def compared(model: LoadedModel, settings: Settings, kind: Kind, seeds: int) -> Iterator[tuple[Outcome, Outcome]]:

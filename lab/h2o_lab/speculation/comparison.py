@@ -15,6 +15,7 @@ from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, 
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.speed.engines import LLAMA_CPP, OURS
 from h2o_stream.config import RecallConfig, SamplingConfig, SpeculateMode
+from h2o_stream.engine.engine import Engine
 from h2o_stream.models.find import gguf_file
 from h2o_stream.native.threads import bandwidth
 from h2o_stream.runtime.model import RuntimeModel
@@ -22,7 +23,9 @@ from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.turn import Turn
 
 _ROUNDS, _TOKENS = 3, 192
-_MODES: tuple[SpeculateMode, ...] = "off", "auto"
+MODES: tuple[SpeculateMode, ...] = "off", "auto"
+"""Without guesses, and with them."""
+
 _MANUAL = 12000  # characters between a passage and the question about it
 
 _KEEPER = (
@@ -107,7 +110,7 @@ class Speculation(Comparison[SpeculationOptions]):
         """One for each task."""
         peer = LLAMA_CPP in self.options.peers
         key = {"machine": machine(), "version": version_of("h2o-stream"), "peer": peer}
-        rounds = _ROUNDS * (len(_MODES) + 2 * peer)
+        rounds = _ROUNDS * (len(MODES) + 2 * peer)
         return [
             Job(task, self.key(self._config, task=task, **key), rounds, lambda task=task: self._race(task), task)
             for task in self.options.tasks
@@ -117,13 +120,13 @@ class Speculation(Comparison[SpeculationOptions]):
         task, found = _tasks()[name], dict[tuple[str, SpeculateMode], list[_Round]]()
         done, talk = 0, list[dict[str, str]]()
         for _ in range(_ROUNDS):
-            for mode in _MODES:
+            for mode in MODES:
                 yield JobProgress(done, f"{name}, guesses {mode}")
                 turn, talk, state = self._reply(task, mode)
                 figures = turn.timings.decode_tok_s, turn.timings.tokens_per_pass
                 found.setdefault((OURS, mode), []).append(_Round(*figures, turn.text, state))
                 done += 1
-        for mode in _MODES if LLAMA_CPP in self.options.peers else ():
+        for mode in MODES if LLAMA_CPP in self.options.peers else ():
             llama = _llama(str(gguf_file(self.options.model.model)), self.options.threads, mode)
             for _ in range(_ROUNDS):
                 yield JobProgress(done, f"{name}, {LLAMA_CPP} {mode}")
@@ -148,10 +151,8 @@ class Speculation(Comparison[SpeculationOptions]):
                     list(conversation.feed_turn(text, reply))
                 talk += [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
             conversation.follow(task.schema)
-            turn, state = say(task.question), sha256()
-            for key, array in sorted(engine.served.state_dict().items()):
-                state.update(key.encode() + array.tobytes())
-            return turn, [*talk, {"role": "user", "content": task.question}], state.hexdigest()
+            turn = say(task.question)
+            return turn, [*talk, {"role": "user", "content": task.question}], digest_of(engine)
 
     def _record(self, task: str, engine: str, mode: SpeculateMode, rounds: list[_Round]) -> dict[str, Any]:
         speed = median(reply.tok_s for reply in rounds)
@@ -175,6 +176,14 @@ class Speculation(Comparison[SpeculationOptions]):
         """One for each task, engine and mode."""
         for result in results:
             yield from result.figures["records"]
+
+
+def digest_of(engine: Engine) -> str:
+    """A digest of what the cache holds."""
+    state = sha256()
+    for key, array in sorted(engine.served.state_dict().items()):
+        state.update(key.encode() + array.tobytes())
+    return state.hexdigest()
 
 
 def _llama(path: str, threads: int | None, mode: SpeculateMode) -> Any:
