@@ -435,11 +435,9 @@ class TestLimits:
                     read.set()
                     wait_for(lambda: bool(worker._woken))
                     leaving.close()
-                    wait_for(lambda: not worker._asked)
-                    assert not other.done()
-                    assert not worker._woken
                     kept = running.service.store.conversations[first["h2o"]["conversation"]]
-                    assert kept.session is None
+                    wait_for(lambda: not worker._asked and not worker._woken and kept.session is None)
+                    assert not other.done()
 
     def test_refused_choices_leave_nothing(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
         unknown = {"previous_response_id": "chatcmpl-" + "0" * 32, "stream": True, "n": 3}
