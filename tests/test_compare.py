@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy
 import pytest
 from numpy.typing import NDArray
 
+from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.folder import Folder, JobResult, identity
 from h2o_stream.compare.models import endless
 from h2o_stream.compare.nll import paired_difference, stream_nll
@@ -107,6 +108,14 @@ def test_auto_is_the_window_that_chats_choose() -> None:
     assert auto == CacheConfig(auto_window=1)
     assert number == CacheConfig(window=256)
     assert configs_of(("h2o",), ("auto",), (0,), {"heavy": 64}) == [CacheConfig(heavy=64)]
+
+
+@pytest.mark.parametrize("name", sorted({*COMPARISONS.registered, *COMPARISONS.entry_points()} - {"gpu"}))
+def test_windows_of_any_comparison_may_be_auto(name: str) -> None:
+    """But for that of GPUs, which are to be compared at equal windows."""
+    windows = get_type_hints(COMPARISONS[name], include_extras=True)["windows"]
+    for option in getattr(windows, "__metadata__", ()):
+        assert option.parse("64,auto", "--windows") == (64, "auto")
 
 
 @pytest.mark.parametrize("config", [CacheConfig(window=16, chunk=8, budgets="equal"), CacheConfig("full")])

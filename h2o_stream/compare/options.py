@@ -22,6 +22,11 @@ def _windows(text: str, flag: str) -> tuple[int | str, ...]:
     return tuple(x.lower() if x.lower() == AUTO else numbers(x, flag)[0] for x in listed(text, flag))
 
 
+def windows_if_any(text: str, flag: str) -> tuple[int | str, ...]:
+    """The windows between commas; () for an option that is empty."""
+    return _windows(text, flag) if text else ()
+
+
 Windows = Annotated[
     Sequence[int | str],
     Option("Windows, separated by commas; auto as in h2o-chat.", "--windows", "--num-window-length", parse=_windows),

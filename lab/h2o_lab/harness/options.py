@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from h2o_lab.harness.command import require_harness
 from h2o_lab.ruler.items import TASKS
 from h2o_lab.ruler.options import RulerOptions
-from h2o_stream.base.options import Option, listed_if_any, numbers_if_any
+from h2o_stream.base.options import Option, listed_if_any
 from h2o_stream.base.registry import resolve
-from h2o_stream.compare.options import Policies, Ray, configs_of
+from h2o_stream.compare.options import Policies, Ray, configs_of, windows_if_any
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
 
@@ -60,7 +60,8 @@ class TasksOptions(RulerOptions):
     policies: Policies = ("full", "recent", "h2o")
     ratio: Annotated[float | None, Option("harness: window, as a fraction of each context.", min=0, max=1)] = 0.2
     windows: Annotated[
-        Sequence[int], Option("Windows in tokens, separated by commas; replaces --ratio.", parse=numbers_if_any)
+        Sequence[int | str],
+        Option("Windows, separated by commas; auto as in h2o-chat; replaces --ratio.", parse=windows_if_any),
     ] = ()
     task_folder: Annotated[Path | None, Option("harness: folder with more tasks, in its format.")] = None
     shots: Annotated[int | None, Option("harness: examples before each question. (default: the task's)", min=0)] = None
