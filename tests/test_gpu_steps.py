@@ -10,7 +10,7 @@ import gguf
 import numpy
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment.describe import describe
@@ -18,12 +18,14 @@ from h2o_stream.config import ModelConfig
 from h2o_stream.gpu import available, graphs
 from h2o_stream.gpu.graphs import WARM_UP, GraphSteps
 from h2o_stream.loading import transformers_model
+from h2o_stream.loading.hf_weights import HfWeights
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind
 from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.matrix import Norm
 from h2o_stream.native.torch_modules import DTYPES
 from tests.families import FAMILIES
+from tests.family_models import smaller
 from tests.fixtures import ids, make_llama
 from tests.fixtures import ids as tokens
 from tests.gguf_files import write_model
@@ -249,20 +251,59 @@ def test_products_with_all_around_them(name: str, columns: int) -> None:
     assert relative_error(summed.double(), product + added) < 5e-5
 
 
-@pytest.mark.parametrize("permuted", [False, True])
-def test_a_file_whose_blocks_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, permuted: bool) -> None:
-    """As on a GPU: unpacked first, then every matrix is replaced that the file has as it is needed."""
+GEMMA = smaller(
+    "gemma3", "Gemma3", "Gemma3Text", num_hidden_layers=1, sliding_window=24, layer_types=["sliding_attention"]
+)
+
+
+class Materialized(TorchDispatchMode):
+    """The largest number of elements of a tensor of floating-point numbers that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point() and not out.is_meta:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def load_to_gpu(monkeypatch: pytest.MonkeyPatch, config: ModelConfig) -> Any:
+    """The model of a file as it is loaded to a GPU."""
+    monkeypatch.setattr(transformers_model._Loader, "_model", transformers_model._Loader._load_to_devices)
+    return load(config).model
+
+
+@pytest.mark.parametrize(("name", "permuted"), [("llama", False), ("llama", True), ("gemma3", False)])
+def test_a_file_whose_blocks_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, permuted: bool) -> None:
+    """Also a scaled embedding with a tied head. No matrix is ever unpacked."""
     from h2o_stream.gpu import layers
 
-    monkeypatch.setattr("h2o_stream.gpu.packed._COMPARED", 5)
-    path = tmp_path / "model.gguf"
+    monkeypatch.setattr("h2o_stream.gpu.packed._REPACKED", 5)
+    monkeypatch.setattr("h2o_stream.loading.gpu_blocks._COMPARED", 3)
+    model = make_llama(heads=2, groups=2, layers=1) if name == "llama" else GEMMA.make()
+    path, read, values = tmp_path / "model.gguf", list[str](), HfWeights.values
     kind = gguf.GGMLQuantizationType.Q4_0
-    write_model(path, make_llama(heads=2, groups=2, layers=1), "llama", quantize=kind, permuted=permuted)
-    monkeypatch.setattr(transformers_model._Loader, "_model", transformers_model._Loader._load_to_devices)
+    write_model(path, model, name, quantize=kind, permuted=permuted)
     config = ModelConfig(str(path), device="cpu", dtype="float32")
-    kept, dense = load(config).model, load(replace(config, quantize="none")).model
-    matrices = [module for module in kept.modules() if hasattr(module, "blocks")]
-    assert len(matrices) == 7 + 2
+    with Materialized() as made, monkeypatch.context() as patch:
+        patch.setattr(HfWeights, "values", lambda self, name: read.append(name) or values(self, name))
+        kept = load_to_gpu(monkeypatch, config)
+    assert made.largest < min(weight.numel() for weight in model.parameters() if weight.ndim == 2)
+    assert read
+    assert all(name.endswith("norm.weight") for name in read)
+    dense = load_to_gpu(monkeypatch, replace(config, quantize="none"))
+    linear = [module for module in dense.modules() if type(module) is torch.nn.Linear]
+    assert len([module for module in kept.modules() if hasattr(module, "blocks")]) == len(linear) + 1
     assert not layers.why_not(describe(kept))
-    for count, error in ((9, 0), (3, 3e-4), (1, 3e-4)):  # of few tokens each of nine products loses up to 3e-5
+    for count, error in ((9, 0), (1, 3e-4)):  # of few tokens each of nine products loses up to 3e-5
         assert relative_error(kept(ids(count)).logits, dense(ids(count)).logits) <= error
+
+
+def test_blocks_that_a_device_reads_in_another_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are unpacked, as without kernels."""
+    path, model = tmp_path / "model.gguf", make_llama(heads=2, groups=2, layers=1)
+    write_model(path, model, "llama", quantize=gguf.GGMLQuantizationType.Q8_0)
+    monkeypatch.setattr("h2o_stream.gpu.packed.repack", lambda blocks, kind, columns, into: into.codes.zero_())
+    kept = load_to_gpu(monkeypatch, ModelConfig(str(path), device="cpu", dtype="float32"))
+    assert not any(hasattr(module, "blocks") for module in kept.modules())

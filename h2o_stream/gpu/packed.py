@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from h2o_stream.gpu import available
 from h2o_stream.gpu.blocks import blocks_gemv_kernel, blocks_rows_kernel, offset_bits, unpack_kernel
-from h2o_stream.gpu.repacking import TYPES, Planes, planes, repack
+from h2o_stream.gpu.repacking import Planes, planes, repack
 from h2o_stream.native.description import Matrix, Norm
 from h2o_stream.native.gguf_types import BLOCKS, TensorType
 from h2o_stream.native.matrix import NO_NORM
@@ -36,8 +36,11 @@ _SOME, _MANY_LINES, _MANY_GROUPS = 64, 32, 8
 
 _UNPACKED_LINES, _UNPACKED_GROUPS = 4, 64
 
-_ROUNDING, _COMPARED = 2.0**-7, 1 << 12
-"""Part of a number that is lost where a model has it in bfloat16, and rows that are repacked and compared at once."""
+_REPACKED = 1 << 12
+"""Rows that are repacked at once."""
+
+_TOLERANCE = 1e-5
+"""Relative difference between numbers that are unpacked on a device and on the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,14 +160,17 @@ class BlockLinear(nn.Module):
 
 
 class BlockEmbedding(nn.Module):
-    """An embedding with weights as blocks of a type, in packed bytes, which gives this dtype."""
+    """An embedding with weights as blocks of a type, in packed bytes; its rows have this dtype and are scaled."""
 
     blocks: Tensor
 
-    def __init__(self, blocks: Tensor, kind: TensorType, rows: int, columns: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, blocks: Tensor, kind: TensorType, rows: int, columns: int, dtype: torch.dtype, embed_scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.register_buffer("blocks", blocks)
-        self.kind, self.num_embeddings, self.columns, self.dtype = kind, rows, columns, dtype
+        self.kind, self.num_embeddings, self.columns = kind, rows, columns
+        self.dtype, self.embed_scale = dtype, embed_scale
 
     def matrix(self) -> BlockMatrix:
         """As part of a description."""
@@ -172,55 +178,27 @@ class BlockEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] to [..., columns]."""
-        return self.matrix().rows_of(ids.flatten(), self.dtype).view(*ids.shape, -1)
+        rows = self.matrix().rows_of(ids.flatten(), self.dtype).view(*ids.shape, -1)
+        return rows if self.embed_scale == 1 else rows * torch.tensor(self.embed_scale, dtype=self.dtype, device="cpu")
 
 
-def keep_blocks(model: Any, blocks_of: Callable[[str], tuple[NDArray[numpy.uint8], TensorType] | None]) -> None:
-    """Replace linear layers and the embedding of a model on a GPU by those of a file's blocks, where they are the same.
-
-    Args:
-        model: with unpacked weights.
-        blocks_of: the blocks [rows, bytes] of a weight by its name, and their type; None if they are not kept.
-    """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    names = {id(module): name for name, module in model.named_modules()}
-    for module_id, name in names.items():
-        module = model.get_submodule(name)
-        if type(module) not in (nn.Linear, nn.Embedding) or id(module) != module_id:
-            continue
-        tied = module is head and module.weight is getattr(embedding, "weight", None)
-        stored = blocks_of(f"{names[id(embedding)] if tied else name}.weight")
-        if stored is None or stored[1] not in TYPES:
-            continue
-        weight, kind = module.weight.detach(), stored[1]
-        rows, columns = weight.shape
-        packed = repacked(stored[0], kind, weight.device, weight)
-        if packed is None:
-            continue
-        if module is embedding:
-            new: nn.Module = BlockEmbedding(packed, kind, rows, columns, weight.dtype)
-        else:
-            new = BlockLinear(packed, kind, rows, columns, module.bias)
-        model.set_submodule(name, new)
-
-
-def repacked(
-    blocks: NDArray[numpy.uint8], kind: TensorType, device: torch.device, weight: Tensor | None = None
-) -> Tensor | None:
-    """Packed bytes of blocks [rows, bytes] on a device; None if they are not this weight, up to its rounding.
-
-    Of a large vocabulary all rows in float32, or twice in blocks, may not fit.
-    """
+def repacked(blocks: NDArray[numpy.uint8], kind: TensorType, device: torch.device) -> Tensor:
+    """Packed bytes of blocks [rows, bytes] on a device. Twice in blocks, a large vocabulary may not fit."""
     (rows, size), (count, block) = blocks.shape, BLOCKS[kind]
     columns = size // block * count
     packed = torch.empty(blocks.size, dtype=torch.uint8, device=device)
-    matrix = block_matrix(packed, None, kind, rows, columns)
-    for first in range(0, rows, _COMPARED):
-        part = slice(first, min(first + _COMPARED, rows))
-        repack(torch.from_numpy(blocks[part].copy()).to(device), kind, columns, matrix.planes.rows(part))
-        if weight is not None:
-            wanted = weight[part].float()
-            difference = matrix.rows_of(torch.arange(part.start, part.stop, device=device), torch.float32) - wanted
-            if bool((difference.abs() > _ROUNDING * wanted.abs().clamp_min(1e-6)).any()):
-                return None  # in another order, for one
+    into = planes(packed, kind, rows, columns)
+    for first in range(0, rows, _REPACKED):
+        part = slice(first, min(first + _REPACKED, rows))
+        repack(torch.from_numpy(blocks[part].copy()).to(device), kind, columns, into.rows(part))
     return packed
+
+
+def reads(blocks: NDArray[numpy.uint8], kind: TensorType, device: torch.device) -> bool:
+    """Whether a device makes of blocks [rows, bytes] what the package gguf does."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    wanted = torch.from_numpy(dequantize(blocks, GGMLQuantizationType(kind)))
+    matrix = block_matrix(repacked(blocks, kind, device), None, kind, *wanted.shape)
+    return torch.allclose(matrix.unpacked(torch.float32).cpu(), wanted, rtol=_TOLERANCE, atol=1e-7, equal_nan=True)

@@ -128,9 +128,13 @@ class HfWeights:
             raise UnsupportedModelError(f"{self._file.path.name} cannot be served: {error}") from error
         if numbers.size != prod(shape):
             raise self._file.damaged(f"{tensors[0].name} is {tensors[0].shape}, {name} of the model is {tuple(shape)}")
-        for tensor in tensors:
-            self._file.release(tensor)
+        self.release(name)
         return borrowed(numpy.ascontiguousarray(numbers, numpy.float32)).view(shape)
+
+    def release(self, name: str) -> None:
+        """Release the memory pages of a weight."""
+        for tensor in self._tensors[name]:
+            self._file.release(tensor)
 
     def _numbers(self, name: str, tensors: list[GgufTensor]) -> Floats:
         inner = tensor_name(tensors[0].name)[1]
@@ -177,7 +181,7 @@ class HfWeights:
     def blocks(self, name: str) -> tuple[NDArray[numpy.uint8], TensorType] | None:
         """The blocks [rows, bytes] of a weight and their type, as in the file; None if it has to be made anew."""
         tensors, shape = self._tensors.get(name, []), self._shapes.get(name, ())
-        if len(tensors) != 1 or len(shape) != 2 or tensors[0].type.name not in GGUF_KINDS:
+        if [tensor.shape for tensor in tensors] != [shape] or tensors[0].type.name not in GGUF_KINDS:
             return None
         inner = tensor_name(tensors[0].name)[1]
         if inner in WHOLES or self._is_reordered(inner):

@@ -29,7 +29,7 @@ def report_progress(what: str, skeleton: Any, progress: ProgressCallback) -> Ite
         for item in items:
             progress(Progress(what, min(done, total), total))
             yield item
-            done += sizes.get(item[0], 0)
+            done += sizes.get(item[0].replace(".blocks", ".weight"), 0)
         progress(Progress(what, total, total))
 
     previous = set_tqdm_hook(hook)

@@ -202,24 +202,24 @@ class _Loader:
             device_kwargs = tensor_parallel_kwargs(self._hf_config)
         else:
             device_kwargs = device_map_kwargs(config, dtype.itemsize * skeleton.num_parameters())
-        model = self._load_dense(dtype, skeleton, **device_kwargs)
         if device_kwargs:
-            return model
-        model = model.to(self._device)
-        if self._described is not None and config.quantize == "auto" and not available.why_not(self._device):
-            from h2o_stream.gpu.packed import keep_blocks
-
-            keep_blocks(model, HfWeights(self._described, skeleton, "none").blocks)
-        return model
+            return self._load_dense(dtype, skeleton, **device_kwargs)
+        in_blocks = config.quantize == "auto" and not available.why_not(self._device)
+        return self._load_dense(dtype, skeleton, in_blocks, device_map={"": self._device})
 
     def _skeleton(self) -> Any:
         with torch.device("meta"), no_init_weights():
             return self._class(self._hf_config)
 
-    def _load_dense(self, dtype: Any, skeleton: Any, **device_kwargs: Any) -> Any:
+    def _load_dense(self, dtype: Any, skeleton: Any, in_blocks: bool = False, **device_kwargs: Any) -> Any:
         with report_progress("reading", skeleton, self._progress):
             if self._described is not None:
-                weights = HfWeights(self._described, skeleton, "none").lazy(dtype)
+                reader = HfWeights(self._described, skeleton, "none")
+                weights = reader.lazy(dtype)
+                if in_blocks:
+                    from h2o_stream.loading.gpu_blocks import keep_blocks
+
+                    device_kwargs["quantization_config"] = keep_blocks(weights, reader, skeleton, self._device)
                 return self._with_weights(weights, dtype=dtype, **device_kwargs)
             if self._file is not None:
                 name = self._file.path.name

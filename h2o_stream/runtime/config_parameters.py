@@ -91,7 +91,8 @@ def _entries(config: Config) -> tuple[ModelType, Entries]:
     if kind is None or not (isinstance(names, list) and all(str(name).endswith(ends) for name in names)):
         raise DescriptionError(f"{text_config.get('model_type')} is not in the table of checkpoints")
     for key in _NEUTRAL:
-        if config.get(key) and not (key == "quantization_config" and config[key].get("quant_method") == "h2o"):
+        is_ours = key == "quantization_config" and (config.get(key) or {}).get("quant_method") in ("h2o", "h2o-blocks")
+        if config.get(key) and not is_ours:
             raise DescriptionError(f"its {key} is {config[key]}")
     if text_config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise DescriptionError("its tokens attend to later ones")
