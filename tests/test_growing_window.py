@@ -192,7 +192,7 @@ def test_without_torch_it_is_the_same(tmp_path: Path) -> None:
 
 class TestLimits:
     def test_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(window_growth, "free_bytes", lambda: 1000)
+        monkeypatch.setattr(window_growth, "free_bytes", lambda device: 1000)
         with attach(make_llama(), CacheConfig(window=WINDOW)) as cache:
             with pytest.raises(OutOfMemoryError, match="100 pinned tokens .* need a window of 112, .* are free"):
                 cache.pin(0, 100)

@@ -1,5 +1,6 @@
 """A cache that is given by its size in bytes, and the precision of weights that fits."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from h2o_stream import CacheConfig, ConfigError, attach
+from h2o_stream.attachment.attach import new_cache
+from h2o_stream.attachment.support import layer_specs
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.sizing import sized
 from h2o_stream.cache.windows import HeadWindow
@@ -127,7 +130,7 @@ class TestByTheModel:
     def test_window(
         self, monkeypatch: pytest.MonkeyPatch, step_bytes: float, free: float, context: int, queries: int, window: int
     ) -> None:
-        monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda: free)
+        monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda device: free)
         config = sized(
             CacheConfig(auto_window=1), context, slot_bytes, lambda: int(step_bytes),
             [None, HeadShape(2 * queries, 2, 64, 64)],
@@ -142,12 +145,25 @@ class TestByTheModel:
         assert sized(config, None, slot_bytes, lambda: 10**11, []) == config, "it was chosen before"
 
     def test_many_streams_share_the_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda: 16e9)
+        monkeypatch.setattr("h2o_stream.cache.sizing.free_bytes", lambda device: 16e9)
         windows = [
             sized(CacheConfig(auto_window=streams), None, slot_bytes, lambda: 10**11, []).window
             for streams in (1, 64, 1000)
         ]
         assert windows == [AUTO_WINDOWS[-1], 768, AUTO_WINDOWS[0]]
+
+    @pytest.mark.parametrize(("device", "window"), [("auto", AUTO_WINDOWS[0]), ("cpu", AUTO_WINDOWS[-1])])
+    def test_of_a_model_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch, device: Any, window: int) -> None:
+        """What is free there limits it, unless the cache is on the host; pins, too."""
+        gpu, model = torch.device("cuda:1"), make_llama(context=65536)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ({gpu: 1000}[device], 10**12))
+        monkeypatch.setattr("h2o_stream.attachment.attach.input_device", lambda model: gpu)
+        monkeypatch.setattr("h2o_stream.attachment.attach.weight_bytes", lambda model: 10**11)
+        specs = [replace(spec, device=gpu) for spec in layer_specs(model, CacheConfig().plan())]
+        cache = new_cache(model, CacheConfig(auto_window=1, device=device), specs, str)
+        assert cache.plan.window == window
+        with pytest.raises(OutOfMemoryError, match="1000 B of memory are free") if device == "auto" else nullcontext():
+            cache.pin(0, window)
 
     def test_of_an_attached_model(self) -> None:
         with attach(make_llama(context=8192), CacheConfig(auto_window=1)) as cache:

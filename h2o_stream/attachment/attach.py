@@ -134,7 +134,8 @@ def new_cache(
     weights = functools.partial(weight_bytes, model)
     if config.auto_window:  # few bits are slow in torch, and not timed on GPUs
         config = replace(config, kv_bits=config.kv_bits or 16)
-    config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs])
+    device = input_device(model) if config.device == "auto" else None
+    config = sized(config, max_distance, bytes_of, weights, [spec.shape for spec in specs], device)
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
     cache.is_called = lambda saved: saved == getattr(model, FILE_DIGEST, "")
     return as_class_for(model, cache)

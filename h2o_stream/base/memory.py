@@ -8,6 +8,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from h2o_stream.errors import OutOfMemoryError
 
@@ -63,8 +64,14 @@ def disk_bytes() -> int:
     return 0
 
 
-def free_bytes() -> int:
-    """Memory that this process can still allocate, considering the machine and its control group (containers)."""
+def free_bytes(device: Any = None) -> int:
+    """Memory that this process can still allocate, considering the machine and its control group (containers); or that
+    is free on a CUDA device of torch.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
     import psutil
 
     free = int(psutil.virtual_memory().available)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.cache.group_rules import HeadShape
@@ -42,6 +43,7 @@ def sized(
     allocated_bytes: Callable[[CacheConfig], int],
     step_bytes: Callable[[], int],
     shapes: Iterable[HeadShape | None],
+    device: Any = None,
 ) -> CacheConfig:
     """The config with the window that its `cache_size`, or `auto_window`, asks for; else unchanged.
 
@@ -51,6 +53,7 @@ def sized(
         allocated_bytes: what one stream takes at most with a config that has a window.
         step_bytes: bytes of weights that a step reads.
         shapes: heads of the layers; None for a layer without attention, or unknown ones.
+        device: torch's device whose memory the cache takes; None for the host's.
     """
     if config.cache_size is not None:
         return config_for_size(config, max_distance, allocated_bytes)
@@ -58,7 +61,7 @@ def sized(
         return config
     queries = max((x.query_heads / x.kv_heads for x in shapes if x), default=1)
     step_share = AUTO_STEP_SHARE * min(1, AUTO_QUERIES / queries)
-    max_bytes = min(step_bytes() * step_share, free_bytes() * AUTO_MEMORY_SHARE / config.auto_window)
+    max_bytes = min(step_bytes() * step_share, free_bytes(device) * AUTO_MEMORY_SHARE / config.auto_window)
     largest = _largest_window(config, max_distance)
     for window in AUTO_WINDOWS[1:]:  # from the smallest, so that small models start without counting the large ones
         larger = replace(config, window=window)

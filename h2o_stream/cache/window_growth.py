@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.cache.protection import merged
@@ -23,11 +24,13 @@ class WindowGrowth:
         config: configuration with a window, not with ratios.
         context: largest distance the model was trained for, or None.
         numbers: keys and values of a token, in all heads that evict; 0 if that is unknown.
+        device: see `sized`.
     """
 
     config: CacheConfig
     context: int | None
     numbers: int
+    device: Any
 
     def plan(self, window: int = 0) -> CachePlan:
         """The plan with so many slots, at least those of the config."""
@@ -50,7 +53,7 @@ class WindowGrowth:
         window = min(max(initial, pinned + max(initial - initial // 2, self.min_movable)), max(self.largest, initial))
         self.check(pinned, window)
         more = (window - initial) * self.numbers * (config.kv_bits or _FULL_BITS) // 8
-        if window > initial and more > (free := free_bytes()):
+        if window > initial and more > (free := free_bytes(self.device)):
             raise OutOfMemoryError(
                 f"{pinned} pinned tokens (system prompt, tools, sinks, pins) need a window of {window}, which takes "
                 f"{format_bytes(more)} more, and {format_bytes(free)} of memory are free; pin less, or lower --kv-bits"

@@ -29,12 +29,14 @@ class WindowRules(Tearable):
         tokens: counts the tokens of the stream.
         windows: the windows of the heads, and the pins.
         by_layer: the head groups of each layer.
+        device: torch's device that holds the slots of the first layer; None for the host.
         model_digest, is_called: see `SlotCache`.
     """
 
     model_digest: Callable[[], str]
     is_called: Callable[[str], bool] = staticmethod(lambda digest: False)
     by_layer: list[tuple[Any, ...]]
+    device: Any = None
     plan: CachePlan
     tokens: TokenCount
     windows: WindowAssignment
@@ -221,7 +223,7 @@ class WindowRules(Tearable):
         shapes = [spec.shape for spec in self.specs if spec.evicts and spec.shape]
         width = sum(shape.kv_heads * (shape.key_size + shape.value_size) for shape in shapes)
         config = self.config.for_prompt(prompt or self.first_prompt or DEFAULT_WINDOW)
-        return WindowGrowth(config, self.max_distance, width)
+        return WindowGrowth(config, self.max_distance, width, self.device)
 
     @property
     def grown(self) -> int:

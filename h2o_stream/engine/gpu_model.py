@@ -95,7 +95,7 @@ class GpuModel:
     @property
     def free_bytes(self) -> int:
         """Memory that caches can still take."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else memory.free_bytes()
+        return memory.free_bytes(self.device)
 
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
         """Embeddings of tokens [n], [n, hidden] float32."""
