@@ -30,7 +30,8 @@ from typing import Any
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.folders import sessions_folder
 from tests.hostile_files import Gguf
-from tests.hostile_kinds import KINDS, Kind, Seed
+from tests.hostile_kinds import KINDS, Kind
+from tests.hostile_models import Seed
 
 LIMIT_S, LIMIT_BYTES = 2.0, 2**30
 """Of the processor's time; a process that gives nothing for much longer hangs."""

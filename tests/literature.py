@@ -172,6 +172,18 @@ def snapkv(head: Head) -> list[float]:
     return [max(sums[max(i - 3, 0) : i + 4]) for i in range(head.count)]
 
 
+def drawn(index: int, layer: int, head: int, seen: int) -> float:
+    """Priority under the random policy: MurmurHash3's finalizer applied three times."""
+
+    def mix(x: int) -> int:
+        x &= 0xFFFFFFFF
+        x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+        x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+        return x ^ x >> 16
+
+    return (mix(mix(mix(seen) + 0x10001 * layer + head) + index) & 0xFFFFFF) / 2**24
+
+
 PRIORITIES: dict[str, Callable[[Head], list[float]]] = {
     "keydiff": keydiff, "lagkv": lagkv, "r-kv": r_kv, "value-redundancy": value_redundancy,
     "triattention": triattention, "expected-attention": expected_attention, "morphkv": morphkv, "snapkv": snapkv,

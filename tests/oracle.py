@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
-from tests.literature import PRIORITIES, Head
+from tests.literature import PRIORITIES, Head, drawn
 
 STATES = {"linear_attention", "conv", "moe", "mlp"}
 """Layers without attention. Those named hybrid have both."""
-
 
 ALONE = ("gemma4_text", "gemma3n_text")
 """Families that rotate queries and keys by a call for each."""
@@ -31,8 +30,7 @@ def learned_nothing(text: Any) -> bool:
 
 
 def cache_of(model: Any) -> Any:
-    own = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
-    return own() if own else DynamicCache(config=model.config)
+    return getattr(sys.modules[type(model).__module__], "MiniMaxCache", lambda: DynamicCache(config=model.config))()
 
 
 @dataclass(eq=False)
@@ -329,18 +327,6 @@ def place(positions: str, age: Tensor, span: Tensor) -> Tensor:
     """The distances of keys from a query, by their ages and spans, oldest key first."""
     rank = torch.arange(len(age) - 1, -1, -1)
     return {"absolute": age, "rolling": rank, "gap": torch.minimum(age, span + rank)}[positions]
-
-
-def drawn(index: int, layer: int, head: int, seen: int) -> float:
-    """Priority under the random policy: MurmurHash3's finalizer applied three times."""
-
-    def mix(x: int) -> int:
-        x &= 0xFFFFFFFF
-        x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-        x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-        return x ^ x >> 16
-
-    return (mix(mix(mix(seen) + 0x10001 * layer + head) + index) & 0xFFFFFF) / 2**24
 
 
 def oracle_attention(

@@ -26,7 +26,8 @@ from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.state_format import write_state
 from tests.hostile import attempt, cases_of, search_all
 from tests.hostile_files import Folder, Gguf
-from tests.hostile_kinds import KINDS, checkpoint_seed, gguf_seed
+from tests.hostile_kinds import KINDS
+from tests.hostile_models import checkpoint_seed, gguf_seed
 from tests.in_turn import in_turn
 
 KINDS_TESTED = ("gguf", "checkpoint", "packed", "tokenizer", "store", "session", "texts", "structs")
