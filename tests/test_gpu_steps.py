@@ -142,7 +142,7 @@ def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name:
     """
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from h2o_stream.gpu import blocks, decode, products
+    from h2o_stream.gpu import block_gemv, decode, products
 
     stored, early, waits = set[int](), [False], list[int]()
 
@@ -175,7 +175,7 @@ def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name:
 
     for method in ("create_masked_load", "create_masked_store", "create_atomic_rmw"):
         watched(method, method != "create_masked_load")
-    for module in (blocks, decode, products):
+    for module in (block_gemv, decode, products):
         monkeypatch.setattr(module, "gdc_launch_dependents", begin)
         monkeypatch.setattr(module, "gdc_wait", wait)
     monkeypatch.setattr(available, "overlaps", lambda device: True)
@@ -232,10 +232,12 @@ def test_as_the_package_gguf(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "columns"), [("Q4_0", 2048), ("Q8_0", 1056), ("Q4_K", 3072), ("Q5_K", 768), ("Q6_K", 3072)]
 )
-def test_products_with_all_around_them(name: str, columns: int) -> None:
-    """Gates under a norm, and a residual, in one to three groups for a thread, against float64."""
+def test_products_with_all_around_them(monkeypatch: pytest.MonkeyPatch, name: str, columns: int) -> None:
+    """Gates under a norm, and a residual, in one to three groups for a thread, against float64. Three matrices below
+    each other are one launch.
+    """
     from h2o_stream.gpu.matrices import gemv
-    from h2o_stream.gpu.packed import block_matrix, repacked
+    from h2o_stream.gpu.packed import block_matrix, multiply_blocks, repacked
 
     kind, rows = TensorType[name], 6
     packed = repacked(random_blocks(name, rows, columns), kind, torch.device("cpu"))
@@ -247,8 +249,27 @@ def test_products_with_all_around_them(name: str, columns: int) -> None:
     product = normed @ matrix.unpacked(torch.float32).double().T + bias
     gated = gemv([matrix, matrix], x, norm, gated=True, activation=int(Activation.RELU))
     assert relative_error(gated.double(), product.relu() * product) < 1e-4
+    other = repacked(random_blocks(name, rows, columns)[3::-1], kind, torch.device("cpu"))
+    below = [matrix, block_matrix(other, bias[:4] + 1, kind, 4, columns), matrix]
+    alone, launches = torch.cat([gemv([each], x, norm) for each in below], 1), list[None]()
+    with monkeypatch.context() as patch:
+        patch.setattr("h2o_stream.gpu.matrices.multiply_blocks", lambda *args: launches.append(multiply_blocks(*args)))
+        assert torch.equal(gemv(below, x, norm), alone)
+    assert len(launches) == 1
     summed = gemv([replace(matrix, scale=0.5)], x, norm, added=added, add_scale=2.0)
     assert relative_error(summed.double(), product + added) < 5e-5
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q5_K"])
+def test_five_rows_and_matrices_below_each_other(name: str) -> None:
+    from h2o_stream.gpu.packed import block_matrix, products_of_rows, repacked
+
+    kind, columns, x, sizes = TensorType[name], 768, torch.randn(5, 768).half(), (32, 64, 6)
+    blocks = random_blocks(name, 64, columns)
+    packed = [repacked(blocks[64 - size :], kind, torch.device("cpu")) for size in sizes]
+    below = [block_matrix(x, torch.randn(size), kind, size, columns) for x, size in zip(packed, sizes, strict=True)]
+    [joined] = products_of_rows(below, x)
+    assert torch.equal(joined, torch.cat([products_of_rows([each], x)[0] for each in below], 1))
 
 
 GEMMA = smaller(

@@ -4,15 +4,13 @@ A group is 32 weights of a row in LANES lanes and PARTS parts: weight 4 * part +
 the lanes of a group: of codes in 4 to 6 bits a word of each lane with 4 bits of all parts, of codes in 8 bits two words
 with the bytes of four parts; `high` has the bits above the fourth of all parts of a lane, in a byte or two.
 
-A code becomes a number without a conversion: its bits are those of the mantissa of a float32 from `_offset` on, whose
-bits are an argument, because a constant would cost an instruction more.
+A code becomes a number without a conversion: its bits are those of the mantissa of a float32 from `code_offset` on,
+whose bits are an argument, because a constant would cost an instruction more.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from h2o_stream.gpu.products import activated, finish
 from h2o_stream.native.gguf_types import TensorType
 
 Q4_0 = tl.constexpr(int(TensorType.Q4_0))
@@ -26,12 +24,14 @@ Q6_K = tl.constexpr(int(TensorType.Q6_K))
 
 
 @triton.constexpr_function
-def _offset(kind):
+def code_offset(kind):
+    """What `raised` codes are above."""
     return 64.0 if kind == Q5_0 or kind == Q5_1 or kind == Q5_K or kind == Q6_K else 256.0
 
 
 @triton.constexpr_function
-def _step(part, kind):
+def code_step(part, kind):
+    """How far apart raised codes of a part are."""
     if kind == Q8_0:
         return 1.0
     if kind == Q4_0 or kind == Q4_1 or kind == Q4_K:
@@ -40,14 +40,24 @@ def _step(part, kind):
 
 
 @triton.constexpr_function
-def _zero(kind):
+def zero_code(kind):
     """The code of 0."""
     return 32.0 if kind == Q6_K else 128.0 if kind == Q8_0 else 16.0 if kind == Q5_0 else 8.0 if kind == Q4_0 else 0.0
 
 
 def offset_bits(kind: int) -> int:
-    """The bits of `_offset` in float32."""
-    return 0x42800000 if _offset(kind) == 64.0 else 0x43800000
+    """The bits of `code_offset` in float32."""
+    return 0x42800000 if code_offset(kind) == 64.0 else 0x43800000
+
+
+@triton.jit
+def one_of(line, second_line, third_line, first, second, third):
+    """What there is for the matrix with a line, of up to three below each other, the others of which begin at these."""
+    if second is not None:
+        first = tl.where(line >= second_line, second, first)
+    if third is not None:
+        first = tl.where(line >= third_line, third, first)
+    return first
 
 
 @triton.jit
@@ -118,7 +128,7 @@ def _shifted(bits, LEFT: tl.constexpr):
 
 @triton.jit
 def raised(first, second, offset_bits, PART: tl.constexpr, TYPE: tl.constexpr):
-    """`_offset` + `_step` * code, in float32. Two parts share a shift."""
+    """`code_offset` + `code_step` * code, in float32. Two parts share a shift."""
     pair: tl.constexpr = PART // 2
     if TYPE == Q8_0:
         bits = _shifted(first if PART < 4 else second, 15 - 8 * (PART % 4)) & 0x7F8000
@@ -140,175 +150,36 @@ def unpacked(words, group, offset_bits, PART: tl.constexpr, TYPE: tl.constexpr, 
     scale, second, minimum = scales_of(words[2], words[3], words[4], group, TYPE)
     if PART >= 4:
         scale = second
-    step: tl.constexpr = _step(PART, TYPE)
+    step: tl.constexpr = code_step(PART, TYPE)
     weights = raised(words[0], words[1], offset_bits, PART, TYPE)
     if EXACT:
-        weights = ((weights - _offset(TYPE)) * (1.0 / step) - _zero(TYPE)) * scale[:, :, None] + minimum[:, :, None]
+        weights = ((weights - code_offset(TYPE)) * (1.0 / step) - zero_code(TYPE)) * scale[:, :, None] + minimum[
+            :, :, None
+        ]
     else:
-        minimum -= scale * (_offset(TYPE) / step + _zero(TYPE))
+        minimum -= scale * (code_offset(TYPE) / step + zero_code(TYPE))
         weights = weights * (scale * (1.0 / step))[:, :, None] + minimum[:, :, None]
     return weights
 
 
-@triton.jit
-def _vector(x, norm, K: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr, TYPE: tl.constexpr):
-    """x [K] under the weights of a norm, for TILES tiles of J groups, and squares [1, J, 4].
-
-    11 tensors of a tile: parts [1, J, 4] over their `_step`, and sums [1, J] of groups: what `raised` codes add, in the
-    first 16 and the last 16 weights, and all.
-    """
-    lane = tl.arange(0, 4)[None, None, :]
-    parts = ()
-    squares = tl.zeros([1, J, 4], tl.float32)
-    for tile in tl.static_range(TILES):
-        group = tile * J + tl.arange(0, J)[None, :, None]
-        ok = group < K // 32
-        first_sum = tl.zeros([1, J, 4], tl.float32)
-        last_sum = tl.zeros([1, J, 4], tl.float32)
-        total = tl.zeros([1, J, 4], tl.float32)
-        for part in tl.static_range(8):
-            at = group * 32 + 4 * part + lane
-            v = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
-            if norm is not None:
-                squares += v * v
-                v *= tl.load(norm + at, mask=ok, other=0.0)
-            total += v
-            step = _step(part, TYPE)
-            extra = v * (_offset(TYPE) / step + _zero(TYPE))
-            if part < 4:
-                first_sum += extra
-            else:
-                last_sum += extra
-            parts += (v * (1.0 / step),)
-        parts += (tl.sum(first_sum, 2), tl.sum(last_sum, 2), tl.sum(total, 2))
-    return parts, squares
-
-
-@triton.jit
-def _tiles(codes, high, scales, batch, batches, K: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr,
-           TYPE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """What is `loaded` of BN lines, five tensors of each tile."""
-    line = (batch * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
-    words = ()
-    for tile in tl.static_range(TILES):
-        group = tile * J + tl.arange(0, J)[None, :]
-        words += loaded(codes, high, scales, line, group, (group < K // 32) & (batch < batches), K // 32, TYPE)
-    return words
-
-
-@triton.jit
-def _vectors(x, norm, eps, M: tl.constexpr, K: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr, TYPE: tl.constexpr):
-    """The tensors of each of M vectors [M, K], and its factor of the norm."""
-    parts, factors = (), ()
-    for row in tl.static_range(M):
-        more, squares = _vector(x + row * K, norm, K, J, TILES, TYPE)
-        parts += more
-        if norm is not None:
-            factors += (1.0 / tl.sqrt(tl.sum(tl.sum(tl.sum(squares, 2), 1), 0) / K + eps),)
-        else:
-            factors += (1.0,)
-    return parts, factors
-
-
-@triton.jit
-def _sums(parts, TILE: tl.constexpr):
-    """The sums of a tile of a vector, see `_vector`."""
-    return parts[11 * TILE + 8], parts[11 * TILE + 9], parts[11 * TILE + 10]
-
-
-@triton.jit
-def _dot(words, parts, factors, offset_bits, M: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr,
-         TYPE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Products [BN] of lines with each of M vectors, as if it were alone."""
-    totals = ()
-    for _ in tl.static_range(M):
-        totals += (tl.zeros([BN, J], tl.float32),)
-    for tile in tl.static_range(TILES):
-        group = tile * J + tl.arange(0, J)[None, :]
-        scale, last_scale, minimum = scales_of(
-            words[5 * tile + 2], words[5 * tile + 3], words[5 * tile + 4], group, TYPE
-        )
-        accs = ()
-        for _ in tl.static_range(M):
-            accs += (tl.zeros([BN, J, 4], tl.float32),)
-        for part in tl.static_range(8):
-            code = raised(words[5 * tile], words[5 * tile + 1], offset_bits, part, TYPE)
-            before, accs = accs, ()
-            for row in tl.static_range(M):
-                accs += (before[row] + code * parts[11 * (row * TILES + tile) + part],)
-            if part == 7 or (part == 3 and TYPE == Q6_K):
-                before, totals = totals, ()
-                for row in tl.static_range(M):
-                    sums = _sums(parts, row * TILES + tile)
-                    if TYPE != Q6_K:
-                        total = before[row] + scale * (tl.sum(accs[row], 2) - (sums[0] + sums[1]))
-                    elif part == 3:
-                        total = before[row] + scale * (tl.sum(accs[row], 2) - sums[0])
-                    else:
-                        total = before[row] + last_scale * (tl.sum(accs[row], 2) - sums[1])
-                    if TYPE == Q4_1 or TYPE == Q5_1 or TYPE == Q4_K or TYPE == Q5_K:
-                        total += minimum * sums[2]
-                    totals += (total,)
-                accs = ()
-                for _ in tl.static_range(M):
-                    accs += (tl.zeros([BN, J, 4], tl.float32),)
-    products = ()
-    for row in tl.static_range(M):
-        products += (tl.sum(totals[row], 1) * factors[row],)
-    return products
-
-
-@triton.jit(do_not_specialize=["batches", "offset_bits"])
-def blocks_gemv_kernel(
-    x, codes, high, scales, second_codes, second_high, second_scales, bias, second_bias, norm, added, out, batches,
-    stride, offset_bits, eps, scale, add_scale, M: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, TYPE: tl.constexpr, J: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """As `gemv_kernel`, of one matrix in blocks or of gates and a second one.
-
-    Program: the vectors in registers, with a group or more for a thread, and some of the batches of BN lines.
-    """
-    if PDL:
-        gdc_launch_dependents()
-    begin = tl.program_id(0)
-    ahead = _tiles(codes, high, scales, begin, batches, K, J, TILES, TYPE, BN)
-    if GATED:
-        second_ahead = _tiles(second_codes, second_high, second_scales, begin, batches, K, J, TILES, TYPE, BN)
-    if PDL:
-        gdc_wait()
-    parts, factors = _vectors(x, norm, eps, M, K, J, TILES, TYPE)
-    for batch in range(begin, batches, tl.num_programs(0)):
-        lines = batch * BN + tl.arange(0, BN)
-        words = ahead
-        after = batch + tl.num_programs(0)
-        ahead = _tiles(codes, high, scales, after, batches, K, J, TILES, TYPE, BN)
-        products = _dot(words, parts, factors, offset_bits, M, J, TILES, TYPE, BN)
-        if GATED:
-            words = second_ahead
-            second_ahead = _tiles(second_codes, second_high, second_scales, after, batches, K, J, TILES, TYPE, BN)
-            ups = _dot(words, parts, factors, offset_bits, M, J, TILES, TYPE, BN)
-        for row in tl.static_range(M):
-            y = products[row]
-            if bias is not None:
-                y += tl.load(bias + lines)
-            if GATED:
-                up = ups[row]
-                if second_bias is not None:
-                    up += tl.load(second_bias + lines)
-                y = activated(y, ACTIVATION) * up
-            finish(y, row * stride + lines, added, out, scale, add_scale, -1 if GATED else ACTIVATION)
-
-
-@triton.jit(do_not_specialize=["offset_bits"])
+@triton.jit(do_not_specialize=["second_line", "third_line", "offset_bits"])
 def blocks_rows_kernel(
-    x, codes, high, scales, bias, out, rows, lines_count, offset_bits, scale, K: tl.constexpr, TYPE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, J: tl.constexpr,
+    x, codes, high, scales, second_codes, second_high, second_scales, third_codes, third_high, third_scales, bias,
+    second_bias, third_bias, out, rows, lines_count, second_line, third_line, offset_bits, scale, K: tl.constexpr,
+    TYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, lines_count] = scale * (x [rows, K] @ W' + bias), for at most BM rows; program: BN lines of blocks."""
-    lines = tl.program_id(0) * BN + tl.arange(0, BN)
+    """out [rows, lines_count] = scale * (x [rows, K] @ W' + bias), for at most BM rows; program: BN lines of blocks.
+
+    W are up to three matrices below each other; the second and the third begin at these lines, multiples of BN.
+    """
+    begin = tl.program_id(0) * BN
+    lines = begin + tl.arange(0, BN)
+    first = one_of(begin, second_line, third_line, 0, second_line, third_line)
+    codes = one_of(begin, second_line, third_line, codes, second_codes, third_codes)
+    high = one_of(begin, second_line, third_line, high, second_high, third_high)
+    scales = one_of(begin, second_line, third_line, scales, second_scales, third_scales)
     number, within = tl.arange(0, BM), tl.arange(0, J * 4)
-    line, real = lines.to(tl.int64)[:, None], (lines < lines_count)[:, None]
+    line, real = (lines - first).to(tl.int64)[:, None], (lines < lines_count)[:, None]
     acc = tl.zeros([BM, BN], tl.float32)
     for start in range(0, K // 32, J):
         group = start + tl.arange(0, J)[None, :]
@@ -321,7 +192,8 @@ def blocks_rows_kernel(
             acc = tl.dot(v, tl.trans(weights), acc)
     there = (number < rows)[:, None] & (lines < lines_count)[None, :]
     if bias is not None:
-        acc += tl.load(bias + lines, mask=lines < lines_count, other=0.0)[None, :]
+        biases = one_of(begin, second_line, third_line, bias, second_bias, third_bias)
+        acc += tl.load(biases + lines - first, mask=lines < lines_count, other=0.0)[None, :]
     tl.store(out + number[:, None] * lines_count + lines[None, :], (acc * scale).to(out.dtype.element_ty), mask=there)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_stream.gpu import available
-from h2o_stream.gpu.packed import FEW, BlockMatrix, dense_product, multiply_blocks, product_of_rows
+from h2o_stream.gpu.packed import FEW, BlockMatrix, dense_product, multiply_blocks, products_of_rows
 from h2o_stream.gpu.products import gate_kernel, gemv_kernel
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.description import Matrix, Norm
@@ -34,11 +35,11 @@ def multiply(matrices: Sequence[Matrix], x: Tensor, norm: Norm = NO_NORM, dtype:
         return gemv(matrices, x, norm, dtype=dtype)
     assert not norm.kind
     products = []
-    for matrix in matrices:
-        if isinstance(matrix, BlockMatrix):
-            products.append(product_of_rows(matrix, x))
+    for alike in _joined(matrices):
+        if isinstance(alike[0], BlockMatrix):
+            products += products_of_rows(alike, x)
         else:
-            products.append(dense_product(matrix, matrix.weights.to(x.dtype), x))
+            products += [dense_product(matrix, matrix.weights.to(x.dtype), x) for matrix in alike]
     return (products[0] if len(products) == 1 else torch.cat(products, 1)).to(dtype or x.dtype)
 
 
@@ -56,24 +57,30 @@ def gemv(
     rows = [matrix.rows for matrix in matrices]
     out = torch.empty(len(x), rows[0] if gated else sum(rows), dtype=dtype or x.dtype, device=x.device)
     rest = norm, added, add_scale, activation
-    if gated and _is_alike(matrices):
+    if gated and len(_joined(matrices)) == 1:
         _product(matrices, x, out, True, *rest)
     elif gated:  # of two kinds
         gate, up = (gemv([matrix], x, norm) for matrix in matrices)
         gate_kernel[len(x), triton.cdiv(rows[0], GATE_COLUMNS)](
             gate, up, out, rows[0], ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)
         )
-    elif len(matrices) <= 3 and _is_alike(matrices) and not isinstance(matrices[0], BlockMatrix):
-        _product(matrices, x, out, False, *rest)
     else:
-        for matrix, part in zip(matrices, out.split(rows, 1), strict=True):
-            _product([matrix], x, part, False, *rest)
+        groups = _joined(matrices)
+        parts = out.split([sum(matrix.rows for matrix in alike) for alike in groups], 1)
+        for alike, part in zip(groups, parts, strict=True):
+            _product(alike, x, part, False, *rest)
     return out
 
 
-def _is_alike(matrices: Sequence[Matrix]) -> bool:
-    """Whether one kernel can read all of these."""
-    return len({(m.weights.dtype, m.scale, m.bias is None, getattr(m, "type", None)) for m in matrices}) == 1
+def _joined(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
+    """Matrices that one kernel can read: up to three that follow one another and are alike."""
+    alike = [[*group] for _, group in groupby(matrices, _kind)]
+    return [group[first : first + 3] for group in alike for first in range(0, len(group), 3)]
+
+
+def _kind(matrix: Matrix) -> Any:
+    """What has to be the same in matrices that one kernel reads."""
+    return matrix.weights.dtype, matrix.scale, matrix.bias is None, getattr(matrix, "type", None)
 
 
 def _product(
@@ -82,7 +89,7 @@ def _product(
 ) -> None:  # fmt: skip
     """Launch the kernel for matrices that are alike."""
     if isinstance(matrices[0], BlockMatrix):
-        multiply_blocks(matrices, x, out, norm, added, add_scale, activation, overlapping(x))
+        multiply_blocks(matrices, x, out, norm, added, add_scale, activation, gated, overlapping(x))
         return
     rows, columns = [matrix.rows for matrix in matrices], matrices[0].columns
     lines, most, warps = (4, 2048, 8) if added is None and not gated else (2, 4096 if columns <= 4096 else 2048, 4)

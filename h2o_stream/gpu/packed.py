@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import numpy
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from h2o_stream.gpu import available
-from h2o_stream.gpu.blocks import blocks_gemv_kernel, blocks_rows_kernel, offset_bits, unpack_kernel
+from h2o_stream.gpu.block_gemv import blocks_gemv_kernel
+from h2o_stream.gpu.blocks import blocks_rows_kernel, offset_bits, unpack_kernel
 from h2o_stream.gpu.repacking import Planes, planes, repack
 from h2o_stream.native.description import Matrix, Norm
 from h2o_stream.native.gguf_types import BLOCKS, TensorType
@@ -35,6 +37,9 @@ _SOME, _MANY_LINES, _MANY_GROUPS = 64, 32, 8
 """Vectors that a matrix is multiplied by as it is in blocks, and lines and groups of a program then."""
 
 _UNPACKED_LINES, _UNPACKED_GROUPS = 4, 64
+
+_NO_LINE = 2**31 - 1
+"""Where a matrix begins that there is not."""
 
 _REPACKED = 1 << 12
 """Rows that are repacked at once."""
@@ -85,24 +90,42 @@ def multiply_blocks(
     added: Tensor | None = None,
     add_scale: float = 1.0,
     activation: int = -1,
+    gated: bool = False,
     options: dict[str, Any] | None = None,
 ) -> None:
-    """Write products with few vectors [M, K] to out [M, N]: of a `BlockMatrix`, or of gates and another one."""
-    matrix, second = matrices[0], matrices[1] if len(matrices) > 1 else None
+    """Write products with few vectors [M, K] to out [M, N]: of up to three matrices that are alike below each other; or
+    of gates and another one, if they are `gated`.
+    """
+    matrix = matrices[0]
     warps, tiles = _shape(matrix.columns // _GROUP)
     # As registers allow, also for how many of these programs a processor runs at once.
-    lines, resident = (4, 12 // warps) if tiles == 1 else (2 // len(matrices), 8 // warps)
-    while matrix.rows % lines:
+    lines, resident = (4, 12 // warps) if tiles == 1 else (1 if gated else 2, 8 // warps)
+    while any(each.rows % lines for each in matrices):
         lines //= 2
-    batches = matrix.rows // lines
+    batches = out.shape[1] // lines
     programs = min(batches, max(available.processors(x.device) * max(resident, 1), 1))
     with available.on(x.device):
         blocks_gemv_kernel[(programs,)](
-            x, *matrix.planes, *(second.planes if second else [None] * 3), matrix.bias, second and second.bias,
-            norm.weight, added, out, batches, out.stride(0), offset_bits(matrix.type), norm.epsilon, matrix.scale,
-            add_scale, M=len(x), K=matrix.columns, GATED=second is not None, ACTIVATION=activation,
-            TYPE=int(matrix.type), J=32 * warps, TILES=tiles, BN=lines, num_warps=warps, **(options or {"PDL": False}),
+            x, **_arguments(matrices), norm=norm.weight, added=added, out=out, batches=batches, stride=out.stride(0),
+            eps=norm.epsilon, add_scale=add_scale, M=len(x), GATED=gated, ACTIVATION=activation, J=32 * warps,
+            TILES=tiles, BN=lines, num_warps=warps, **(options or {"PDL": False}),
         )  # fmt: skip
+
+
+def _arguments(matrices: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of a kernel, by name, for up to three matrices that are alike."""
+    matrix, line = matrices[0], 0
+    arguments = {
+        "offset_bits": offset_bits(matrix.type), "scale": matrix.scale, "K": matrix.columns, "TYPE": int(matrix.type),
+    }  # fmt: skip
+    for name, each in zip_longest(("", "second_", "third_"), matrices):
+        arrays = each.planes if each else (None, None, None)
+        arguments |= {f"{name}{plane}": x for plane, x in zip(Planes._fields, arrays, strict=True)}
+        arguments[f"{name}bias"] = each and each.bias
+        if name:
+            arguments[f"{name}line"] = line if each else _NO_LINE
+        line += each.rows if each else 0
+    return arguments
 
 
 @cache
@@ -120,18 +143,22 @@ def dense_product(matrix: Matrix, weights: Tensor, x: Tensor) -> Tensor:
     return product if matrix.scale == 1 else product * matrix.scale
 
 
-def product_of_rows(matrix: BlockMatrix, x: Tensor) -> Tensor:
-    """[n, rows] products with vectors [n, columns]; of many, or in float32, which fills registers, after unpacking."""
+def products_of_rows(matrices: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """[n, *] products of vectors [n, columns] with up to three matrices that are alike: in one tensor; or of each alone
+    after unpacking, of many vectors, or in float32, which fills registers.
+    """
     if len(x) > _SOME or x.dtype == torch.float32:
-        return dense_product(matrix, matrix.unpacked(x.dtype), x)
-    out = x.new_empty(len(x), matrix.rows)
+        return [dense_product(matrix, matrix.unpacked(x.dtype), x) for matrix in matrices]
+    if any(matrix.rows % _MANY_LINES for matrix in matrices[:-1]):
+        return [product for matrix in matrices for product in products_of_rows([matrix], x)]
+    lines = sum(matrix.rows for matrix in matrices)
+    out = x.new_empty(len(x), lines)
     with available.on(x.device):
-        blocks_rows_kernel[(triton.cdiv(matrix.rows, _MANY_LINES),)](
-            x.contiguous(), *matrix.planes, matrix.bias, out, len(x), matrix.rows, scale=matrix.scale,
-            K=matrix.columns, TYPE=int(matrix.type), BM=max(triton.next_power_of_2(len(x)), 16), BN=_MANY_LINES,
-            J=_MANY_GROUPS, num_warps=4, num_stages=2, offset_bits=offset_bits(matrix.type),
+        blocks_rows_kernel[(triton.cdiv(lines, _MANY_LINES),)](
+            x.contiguous(), **_arguments(matrices), out=out, rows=len(x), lines_count=lines,
+            BM=max(triton.next_power_of_2(len(x)), 16), BN=_MANY_LINES, J=_MANY_GROUPS, num_warps=4, num_stages=2,
         )  # fmt: skip
-    return out
+    return [out]
 
 
 class BlockLinear(nn.Module):
@@ -152,7 +179,7 @@ class BlockLinear(nn.Module):
         """[..., in] to [..., out]."""
         rows = x.flatten(0, -2)
         if len(rows) > FEW:
-            return product_of_rows(self.matrix(), rows).view(*x.shape[:-1], -1)
+            return products_of_rows([self.matrix()], rows)[0].view(*x.shape[:-1], -1)
         out = x.new_empty(len(rows), self.out_features)
         if len(rows):
             multiply_blocks([self.matrix()], rows.contiguous(), out)
