@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from h2o_stream.attachment.describe import describe
 from h2o_stream.cache.attention import LogitTransform
@@ -19,7 +19,6 @@ from h2o_stream.gpu.packed import block_matrix
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp
 from h2o_stream.native.gguf_types import BLOCKS, TensorType
-from tests.families import FAMILIES
 from tests.test_native_prefill import Table
 
 KERNELS = GpuKernels(torch.device("cpu"))
@@ -78,13 +77,18 @@ def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
     gpu_layers.logits_of(description, stream)
 
 
-def experts() -> None:
-    """A tiny mixture of experts."""
-    model = next(family for family in FAMILIES if family.name == "Qwen 2 MoE").make().to(torch.bfloat16)
-    description = describe(model)
-    x = torch.zeros(1, description.embedding.columns, dtype=torch.bfloat16)
+def experts(rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A mixture of experts of one layer."""
+    config = Qwen2MoeConfig(
+        vocab_size=64, hidden_size=2048, moe_intermediate_size=768, shared_expert_intermediate_size=512, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2MoeForCausalLM(config).to(dtype)
+    description = describe(model.to_empty(device="cpu").eval())
+    x = torch.zeros(rows, 2048, dtype=dtype)
     columns = [layer.attention.out.columns for layer in description.layers if layer.attention]
-    gpu_layers.run(description, x, lambda number, *_: x.new_zeros(1, columns[number]))
+    gpu_layers.run(description, x, lambda number, *_: x.new_zeros(rows, columns[number]))
 
 
 def in_blocks(part: Any, kind: TensorType) -> Any:
@@ -102,6 +106,11 @@ def in_blocks(part: Any, kind: TensorType) -> Any:
 
 CASES = {
     "experts": experts,
+    "experts of 4 rows, float32": lambda: experts(4, torch.float32),
+    "experts of 5 rows": lambda: experts(5),
+    "experts of 5 rows, float32": lambda: experts(5, torch.float32),
+    "experts of a prompt": lambda: experts(200),
+    "experts of a prompt, float32": lambda: experts(200, torch.float32),
     "layers": layers,
     "layers of 4 rows": lambda: layers(4, attention_bias=True, mlp_bias=True),
     "layers of 5 rows": lambda: layers(5, attention_bias=True, mlp_bias=True),

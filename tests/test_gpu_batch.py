@@ -21,12 +21,11 @@ from h2o_stream.gpu.graphs import GraphSteps
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.serve.service import load_served
-from tests.families import FAMILIES
 from tests.fixtures import make_llama, saved, shortened
 from tests.served import Running, reply
 from tests.test_gpu_graphs import Recording
 from tests.test_gpu_kernels import products_of_bfloat16  # noqa: F401
-from tests.test_gpu_steps import FUSED, recorded  # noqa: F401
+from tests.test_gpu_steps import FUSED, family, recorded  # noqa: F401
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
@@ -35,8 +34,7 @@ CONFIG = CacheConfig(window=24, chunk=16)
 
 
 def made(name: str = "") -> GpuModel:
-    families = {family.name: family.make for family in FAMILIES}
-    model = families[name]() if name else make_llama(heads=1, groups=2, layers=1)
+    model = family(name) if name else make_llama(heads=1, groups=2, layers=1)
     return GpuModel(model, CONFIG, lambda _: None)
 
 
@@ -85,7 +83,8 @@ def check(ours: Sequence[ServedOnGpu], theirs: Sequence[ServedOnGpu]) -> None:
 
 
 @pytest.mark.parametrize(("name", "counts"), [
-    ("", (1, 1, 21, 7)), *(pytest.param(name, (1, 1, 30), marks=pytest.mark.exhaustive) for name in FUSED),
+    ("", (1, 1, 21, 7)), ("Qwen 2 MoE", (1, 1, 4)),
+    *(pytest.param(name, (1, 1, 30), marks=pytest.mark.exhaustive) for name in FUSED),
 ])  # fmt: skip
 def test_together_as_alone(name: str, counts: tuple[int, ...]) -> None:
     """Tokens beside prompts of any lengths, of streams that have begun and one that has not."""
@@ -154,7 +153,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     served.cache.prepare(2)
     assert served.stepper.begin_prompt(numpy.array([[5, 64]])) is None
     monkeypatch.setattr("h2o_stream.attachment.gpu_steps._trial", lambda *_: "")
-    for name, reason in (("Qwen 3 MoE", "experts"), ("Qwen 3.5", "recurrent")):
+    for name, reason in (("gpt-oss", "experts"), ("Qwen 3.5", "recurrent")):
         with pytest.raises(H2OStreamError, match=reason):
             made(name)
     other = LoadedModel("x", make_llama(layers=1), None, why_transformers="it computes on a GPU")

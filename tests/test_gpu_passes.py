@@ -20,13 +20,12 @@ from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native.abi import Activation, NormKind
 from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.matrix import Matrix, MatrixKind, Norm
-from tests.families import FAMILIES
 from tests.fixtures import ids as tokens
 from tests.fixtures import make_llama
 from tests.states import equal_states
 from tests.test_gpu_graphs import Recording
 from tests.test_gpu_kernels import products_of_bfloat16  # noqa: F401
-from tests.test_gpu_steps import random_blocks, recorded  # noqa: F401
+from tests.test_gpu_steps import family, random_blocks, recorded  # noqa: F401
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
 
@@ -71,12 +70,12 @@ def stream(model: Any, config: CacheConfig) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize(("name", "policy", "bits"), [
     ("", "h2o", 16), ("", "tova", 16), ("", "random", 16), ("", "h2o", 8), ("", "h2o", 4), ("", "tova", 6),
+    ("Qwen 3 MoE", "h2o", 16),
     pytest.param("Gemma 3", "h2o-paper", 16, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_as_steps_and_taken_back(name: str, policy: str, bits: int) -> None:
     """Logits and states are those of single steps, bit for bit, wherever the first wrong guess is."""
-    family = next((family for family in FAMILIES if family.name == name), None)
-    model = family.make() if family else make_llama(groups=2, layers=1)
+    model = family(name) if name else make_llama(groups=2, layers=1)
     config, ids = CacheConfig(policy, window=24, chunk=16, kv_bits=bits), tokens(10, seed=3)[0].tolist()
     with stream(model, config) as (cache, _):
         steps = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in ids]

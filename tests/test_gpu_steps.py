@@ -46,7 +46,14 @@ FUSED = [
     "SmolLM3",
     "GLM",
     "Cohere 2",
+    "Qwen 3 MoE",
+    "Qwen 2 MoE",
+    "GLM-4 MoE",
 ]
+
+
+def family(name: str) -> Any:
+    return next(family for family in FAMILIES if family.name == name).make()
 
 
 def streams(model: Any, config: CacheConfig, engine: Any, rows: int, note: str = "") -> tuple[Any, ...]:
@@ -67,20 +74,13 @@ def check(model: Any, config: CacheConfig, rows: int, note: str = "fused") -> No
 
 @pytest.mark.parametrize("name", FUSED)
 def test_families(name: str) -> None:
-    model = next(family for family in FAMILIES if family.name == name).make()
+    model = family(name)
     check(model, CacheConfig(window=24, chunk=16), 1)
 
 
 @pytest.mark.parametrize(("bits", "rows"), [(8, 1), (6, 1), (4, 2), (2, 1)])
 def test_few_bits(bits: int, rows: int) -> None:
     check(make_llama(groups=2, layers=1, size=16), CacheConfig(window=24, chunk=16, kv_bits=bits), rows)
-
-
-@pytest.mark.parametrize("name", ["Qwen 3 MoE", "Qwen 2 MoE", "GLM-4 MoE"])
-def test_experts(name: str) -> None:
-    """Steps are fused, prompts the model's own."""
-    model = next(family for family in FAMILIES if family.name == name).make()
-    check(model, CacheConfig(window=24, chunk=16), 1)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 16), (torch.float16, 16), (torch.bfloat16, 8)])
@@ -119,21 +119,22 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
     return Recording
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_fused_steps_are_captured(recorded: type[Recording], bits: int) -> None:
-    model = make_llama(groups=2, layers=1)
+@pytest.mark.parametrize(("name", "rows", "bits"), [("", 1, 16), ("", 1, 4), ("Qwen 2 MoE", 5, 16)])
+def test_fused_steps_are_captured(recorded: type[Recording], name: str, rows: int, bits: int) -> None:
+    model = family(name) if name else make_llama(groups=2, layers=1)
     results = []
     for engine in ("auto", "eager"):
         config = CacheConfig(window=24, chunk=16, budgets="equal", kv_bits=bits)
         with attach(model, config, engine=engine) as cache:
-            parts = (tokens(30), *tokens(7, seed=1).split(1, 1))
+            parts = (tokens(30, rows), *tokens(7, rows, 1).split(1, 1))
             results.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
     assert relative_error(*results) < 1e-4
     assert (recorded.made, recorded.replays) == (1, 7 - WARM_UP)
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "bits"), [("Llama 3", 1, 16), ("Llama 3", 1, 4), ("Qwen 3", 2, 16), ("Qwen 2 MoE", 1, 16)]
+    ("name", "rows", "bits"),
+    [("Llama 3", 1, 16), ("Llama 3", 1, 4), ("Qwen 3", 2, 16), ("Qwen 2 MoE", 1, 16)],
 )
 def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, bits: int) -> None:
     """With PDL, the kernels before may still run then: nothing is stored, or loaded that they store in this step.
@@ -142,7 +143,7 @@ def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name:
     """
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from h2o_stream.gpu import block_gemv, decode, products
+    from h2o_stream.gpu import block_gemv, decode, experts, products
 
     stored, early, waits = set[int](), [False], list[int]()
 
@@ -175,13 +176,13 @@ def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name:
 
     for method in ("create_masked_load", "create_masked_store", "create_atomic_rmw"):
         watched(method, method != "create_masked_load")
-    for module in (block_gemv, decode, products):
+    for module in (block_gemv, decode, experts, products):
         monkeypatch.setattr(module, "gdc_launch_dependents", begin)
         monkeypatch.setattr(module, "gdc_wait", wait)
     monkeypatch.setattr(available, "overlaps", lambda device: True)
     for place, function in ((torch.nn.functional, "embedding"), (torch, "zeros")):
         monkeypatch.setattr(place, function, waiting(getattr(place, function)))
-    model = next(family for family in FAMILIES if family.name == name).make()
+    model = family(name)
     check(model, CacheConfig(window=24, chunk=16, kv_bits=bits), rows)
     assert max(waits) > 0
 

@@ -46,10 +46,8 @@ def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Ste
             cache.engine_note = f"fused by {_triton()}, {how}"
             return fused
         cache.engine_note = f"{how}; attention by {_triton()} alone: {fused}"
-    return None if uncaptured else _captured(model, cache)
-
-
-def _captured(model: Any, cache: H2OCache) -> graphs.GraphSteps:
+    if uncaptured:
+        return None
     return graphs.GraphSteps(model.forward, cache, otherwise=graphs.with_batched_experts(model))
 
 
@@ -99,8 +97,7 @@ def _fused(model: Any, cache: H2OCache, verification: Verification, captured: bo
 
     def make(cache: H2OCache) -> FusedSteps:
         assert cache.kernels is not None
-        others = _captured(model, cache) if captured else None
-        return steps.FusedSteps(description, cache, cache.kernels, guard, captured, others)
+        return steps.FusedSteps(description, cache, cache.kernels, guard, captured)
 
     why_not_right = functools.partial(verification.why_not, cache.kernels, make)
     return _trial(verification, f"steps of {_triton()}", why_not_right) or make(cache)

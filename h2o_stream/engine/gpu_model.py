@@ -50,7 +50,7 @@ class GpuModel:
         progress: see `attach`.
 
     Raises:
-        ConfigError: its steps are not fused, or not for several rows.
+        ConfigError: its steps are not fused.
         UnsupportedModelError: see `attach`.
     """
 
@@ -61,8 +61,6 @@ class GpuModel:
             steps, self.engine_note = module.forward.stepper, cache.engine_note
         if not (isinstance(cache, H2OCache) and hasattr(steps, "begin_prompt")):
             raise ConfigError(f"its steps are not fused there ({self.engine_note})")
-        if not steps.takes_prompts:
-            raise ConfigError("experts take the tokens of one stream there")
         self.description, self._kernels = steps.description, cache.kernels
         self._specs = [replace(spec, windows=(HeadWindow(),)) for spec in cache.specs]
         self._is_captured = not graphs.why_not(cache, self.device)

@@ -8,25 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import triton
 from torch import Tensor
 
-from h2o_stream.gpu.matrices import (
-    GATE_COLUMNS,
-    column_block,
-    gemv,
-    in_products,
-    lines_of,
-    multiply,
-    overlapping,
-    rows_of,
-)
+from h2o_stream.gpu import mlps
+from h2o_stream.gpu.matrices import gemv, in_products, multiply, overlapping, rows_of
 from h2o_stream.gpu.packed import FEW, BlockMatrix
-from h2o_stream.gpu.products import experts_kernel, experts_out_kernel, gate_kernel, norm_kernel, route_kernel
-from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, NormKind, Scoring
+from h2o_stream.gpu.products import norm_kernel
+from h2o_stream.native.abi import NormKind
 from h2o_stream.native.attention import Attention, HeadOffsets
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
 from h2o_stream.native.experts import Experts
@@ -35,8 +27,6 @@ from h2o_stream.native.matrix import NO_NORM
 Attend: TypeAlias = Callable[[int, Attention, Tensor], Tensor]
 """Takes the number of a layer, its attention, and [rows, n] of queries, keys and values; returns [rows, Hq Dv]."""
 
-_DENSE = {MatrixKind.FLOAT32, MatrixKind.BFLOAT16}
-
 
 def why_not(description: Description) -> str:
     """Why the kernels do not compute this model, or nothing."""
@@ -44,7 +34,7 @@ def why_not(description: Description) -> str:
     if any(part is not None for part in whole) or description.embedding_norm.kind:
         return "its embeddings are special"
     matrices = [description.embedding, *description.matrices]
-    if any(matrix.kind not in _DENSE and not isinstance(matrix, BlockMatrix) for matrix in matrices):
+    if any(matrix.kind not in mlps.DENSE and not isinstance(matrix, BlockMatrix) for matrix in matrices):
         return "its weights are packed for a CPU, or in columns"
     return next(filter(None, map(_why_not_layer, description.layers)), "")
 
@@ -55,7 +45,7 @@ def _why_not_layer(layer: Layer) -> str:
         return "some layers are recurrent"
     if layer.own_embedding or layer.altup or layer.laurel or layer.output_scale != 1 or mlp is None:
         return "its layers are special"
-    if reason := _why_not_experts(mlp) if isinstance(mlp, Experts) else _why_not_mlp(mlp):
+    if reason := mlps.why_not(mlp):
         return reason
     norms = attention.query_norm, attention.key_norm
     if attention.norms_all_heads or attention.norms_after_rope or any(x.bias is not None for x in norms):
@@ -68,28 +58,6 @@ def _why_not_layer(layer: Layer) -> str:
     if after or attention.value_norm.kind or attention.output_norm.kind:
         return "its attention is special"
     return ""
-
-
-def _why_not_mlp(mlp: Any) -> str:
-    if mlp.inner_norm.kind or mlp.gate_deviations is not None or mlp.activation > Activation.RELU_SQUARED:
-        return "its MLP is special"
-    return "its MLP is scaled inside" if mlp.gate and (mlp.gate.scale != 1 or mlp.up.scale != 1) else ""
-
-
-def _why_not_experts(experts: Experts) -> str:
-    router = experts.router
-    special = router.groups or router.scoring == Scoring.SPARSE_MIXER or router.weighs_inputs or experts.beside
-    if special or experts.up is None or experts.gate_layout != GateLayout.APART:
-        return "its experts are special"
-    plain = [matrix for matrix in (experts.gate, experts.up, experts.down) if matrix]
-    if any(matrix.bias is not None or matrix.scale != 1 or matrix.kind not in _DENSE for matrix in plain):
-        return "its experts have biases, or are scaled or packed"
-    return _why_not_mlp(experts.shared) if experts.shared else ""
-
-
-def takes_rows(description: Description) -> bool:
-    """Whether several rows can be taken at once: not by experts, each of which has its own."""
-    return not any(isinstance(layer.mlp, Experts) for layer in description.layers)
 
 
 def in_order(attention: Attention) -> tuple[Attention, Tensor | None]:
@@ -197,41 +165,10 @@ def run(description: Description, x: Tensor, attend: Attend) -> Residual:
         stream.add(attention.out, attend(number, attention, projected), layer.after_attention)
         inputs, norm = before or stream.normed(layer.before_mlp)
         if isinstance(mlp, Experts):
-            stream.add_products(_experts(mlp, inputs, norm), layer.after_mlp)
+            stream.add_products(mlps.mixed(mlp, inputs, norm), layer.after_mlp)
         else:
-            stream.add(mlp.down, _inner(mlp, inputs, norm), layer.after_mlp)
+            stream.add(mlp.down, mlps.inner(mlp, inputs, norm), layer.after_mlp)
     return stream
-
-
-def _experts(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
-    """[1, hidden], what the experts of a token give."""
-    router, count = experts.router, experts.router.chosen
-    logits = gemv([router.matrix], x, norm, dtype=torch.float32)
-    chosen = torch.empty(count, dtype=torch.int32, device=x.device)
-    weights = torch.empty(count, dtype=torch.float32, device=x.device)
-    route_kernel[(1,)](
-        logits, router.choice_bias, router.factors, chosen, weights, router.scale, E=experts.count, CHOSEN=count,
-        EP=triton.next_power_of_2(experts.count), SIGMOID=router.scoring == Scoring.SIGMOID,
-        NORMALIZED=router.normalized, **overlapping(x),
-    )  # fmt: skip
-    assert experts.up is not None
-    gate, inner, hidden = experts.gate and experts.gate.weights, experts.inner_size, experts.hidden
-    within, out = x.new_empty(count, inner), torch.empty_like(x)
-    experts_kernel[inner // lines_of(inner), count](
-        x, gate, experts.up.weights, chosen, norm.weight, within, experts.stride, norm.epsilon, N=inner, K=hidden,
-        ACTIVATION=int(experts.activation), BN=lines_of(inner), BK=column_block(hidden, 2048), num_warps=4,
-        **overlapping(x),
-    )  # fmt: skip
-    added = None
-    if experts.shared:
-        added = gemv([experts.shared.down], _inner(experts.shared, x, norm))
-        if experts.shared_gate:
-            added *= gemv([experts.shared_gate], x, norm, dtype=torch.float32).sigmoid()
-    experts_out_kernel[(hidden // lines_of(hidden),)](
-        within, experts.down.weights, chosen, weights, added, out, 1.0, N=hidden, K=inner, CHOSEN=count,
-        BN=lines_of(hidden), BK=column_block(inner, 1024), num_warps=4, **overlapping(x),
-    )  # fmt: skip
-    return out
 
 
 def logits_of(description: Description, stream: Residual, rows: Tensor | None = None) -> Tensor:
@@ -244,20 +181,3 @@ def logits_of(description: Description, stream: Residual, rows: Tensor | None = 
     if cap := description.logit_softcap:
         logits = (logits / cap).tanh_() * cap
     return logits
-
-
-def _inner(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
-    """[rows, inner], what the last matrix of an MLP is multiplied with."""
-    activation = int(mlp.activation)
-    if len(x) <= FEW:
-        matrices = [mlp.gate, mlp.up] if mlp.gate else [mlp.up]
-        return gemv(matrices, x, norm, gated=mlp.gate is not None, activation=activation)
-    gate, up = (multiply([matrix], x) if matrix else None for matrix in (mlp.gate, mlp.up))
-    if gate is None:
-        gate, up = up, None
-    assert gate is not None
-    rows, size = gate.shape
-    gate_kernel[rows, triton.cdiv(size, GATE_COLUMNS)](
-        gate, up, gate, size, ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)
-    )
-    return gate

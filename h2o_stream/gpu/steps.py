@@ -16,13 +16,12 @@ from torch import Tensor
 from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.kernels import Kernels
-from h2o_stream.config import PREFILL_STEP_MAX
 from h2o_stream.gpu import available
 from h2o_stream.gpu.graphs import GraphSteps
 from h2o_stream.gpu.groups import walks
 from h2o_stream.gpu.journal import Journal
 from h2o_stream.gpu.kernels import GpuKernels
-from h2o_stream.gpu.layers import embedded, logits_of, run, takes_rows
+from h2o_stream.gpu.layers import embedded, logits_of, run
 from h2o_stream.gpu.lookahead import PASSES, GpuPasses
 from h2o_stream.gpu.stream_attention import StreamAttention
 from h2o_stream.native.attention import Attention
@@ -43,32 +42,22 @@ class FusedSteps:
         cache: its slots are written; positions are not absolute.
         unchanged: whether the description still holds.
         captured: whether single tokens are captured as a CUDA graph.
-        others: the steps of several rows of a model that is only fused for one; None: its own forward.
 
     Attributes:
         dtype: of activations, keys and values.
         why_not: nothing, see `Stepper`.
-        takes_prompts: several tokens or rows, too.
-        prefill_step: tokens of a prompt that are worth a forward.
+        takes_prompts, prefill_step: several tokens, too, and so many are worth a forward.
         ids: [1, Q] tokens that `begin_step` or `begin_prompt` has prepared for a `FusedBatch`.
     """
 
-    why_not = ""
+    why_not, takes_prompts, prefill_step = "", True, BLOCK * LANES
 
     def __init__(
-        self,
-        description: Description,
-        cache: H2OCache,
-        kernels: Kernels,
-        unchanged: Guard,
-        captured: bool,
-        others: GraphSteps | None = None,
+        self, description: Description, cache: H2OCache, kernels: Kernels, unchanged: Guard, captured: bool
     ) -> None:
         assert isinstance(kernels, GpuKernels)
         self.description, self.cache, self._kernels, self._unchanged = description, cache, kernels, unchanged
-        self.dtype, self._others = getattr(torch, description.dtype), others
-        self.takes_prompts = takes_rows(description)
-        self.prefill_step = BLOCK * LANES if self.takes_prompts else PREFILL_STEP_MAX
+        self.dtype = getattr(torch, description.dtype)
         self.attention = StreamAttention(description, cache, kernels)
         self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in self.attention.layers]
         self._captured = captured
@@ -91,8 +80,6 @@ class FusedSteps:
         """See `attachment.forward.Steps`."""
         tokens: Tensor = kwargs["input_ids"]
         logits: Tensor | None = None
-        if len(tokens) > 1 and not self.takes_prompts:
-            return self._others.logits(kwargs) if self._others else None
         if tokens.shape[1] == 1 and self.cache.tokens.lengths:
             logits = self._graphs.logits(kwargs) if self._graphs and self._unchanged else None
             logits = self.run(tokens) if logits is None else logits
@@ -155,7 +142,7 @@ class FusedSteps:
         self._unchanged.invalidate()
         cache, groups = self.cache, self.cache.head_groups
         lengths = cache.tokens.lengths or (0,) * rows
-        if not self.takes_prompts or len(lengths) != rows or not self._unchanged:
+        if len(lengths) != rows or not self._unchanged:
             return False
         if not all(map(walks, groups)) or any(group.watch for group in groups):
             return False
@@ -168,7 +155,7 @@ class FusedSteps:
 
     def _can_step(self, rows: int) -> bool:
         lengths = self.cache.tokens.lengths
-        whole = len(lengths) == rows and (rows == 1 or self.takes_prompts) and self._have_dtype() and self._unchanged
+        whole = len(lengths) == rows and self._have_dtype() and self._unchanged
         return bool(whole) and all(self._kernels.can_step(x, lengths) and not x.watch for x in self.cache.head_groups)
 
     def _have_dtype(self) -> bool:
@@ -189,9 +176,9 @@ class FusedSteps:
 
     # passes
 
-    def passes(self) -> Passes[Tensor] | None:
-        """Those of this stream, of models that take several rows."""
-        return GpuPasses(self) if self.takes_prompts else None
+    def passes(self) -> Passes[Tensor]:
+        """Those of this stream."""
+        return GpuPasses(self)
 
     def pass_size(self, tokens: int) -> int:
         """See `PassSteps`."""

@@ -1,0 +1,176 @@
+"""Mixtures of experts: which ones a token goes through, and their products.
+
+What depends on the choice stays on the device: a grid has a program for every block of pairs, of a token and one of its
+experts, that there can be, and no shape depends on data. Few rows read the matrices of an expert once for each pair, as
+if each row were alone; more rows are sorted by expert and read them once for up to BM of its pairs.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from h2o_stream.gpu.products import activated, finish
+
+
+@triton.jit
+def route_kernel(logits, bias, factors, chosen, weights, scale, E: tl.constexpr, CHOSEN: tl.constexpr,
+                 EP: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The CHOSEN experts of each row, int32, and their weights, of E logits; see `native.experts.Router`."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    expert = tl.arange(0, EP)
+    ok = expert < E
+    logit = tl.load(logits + row * E + expert, mask=ok, other=float("-inf"))
+    if SIGMOID:
+        score = tl.sigmoid(logit)
+    else:
+        score = tl.exp(logit - tl.max(logit, 0))
+        score = score / tl.sum(score, 0)
+    worth = score
+    if bias is not None:
+        worth += tl.load(bias + expert, mask=ok, other=0.0)
+    worth = tl.where(ok, worth, float("-inf"))
+    total = 1.0
+    if NORMALIZED:
+        left = worth
+        total = tl.sum(score * 0.0, 0)
+        for _ in tl.static_range(CHOSEN):
+            best = tl.argmax(left, 0)
+            total += tl.sum(tl.where(expert == best, score, 0.0), 0)
+            left = tl.where(expert == best, float("-inf"), left)
+    for number in tl.static_range(CHOSEN):
+        best = tl.argmax(worth, 0)
+        weight = tl.sum(tl.where(expert == best, score, 0.0), 0) * scale / total
+        if factors is not None:
+            weight *= tl.load(factors + best)
+        tl.store(chosen + row * CHOSEN + number, best)
+        tl.store(weights + row * CHOSEN + number, weight)
+        worth = tl.where(expert == best, float("-inf"), worth)
+
+
+@triton.jit
+def experts_kernel(x, gate, up, chosen, norm, out, stride, eps, N: tl.constexpr, K: tl.constexpr,
+                   CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    """out [pairs, N] = activation(gate @ v) * (up @ v) for the row v of each pair, of experts `stride` rows apart.
+
+    Rows of x [*, K] are under an RMS norm if there are weights for one; without gates out = activation(up @ v).
+    Program: BN lines of a pair.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    pair = tl.program_id(1)
+    x += pair // CHOSEN * K
+    lines = tl.program_id(0) * BN + tl.arange(0, BN)
+    cols = tl.arange(0, BK)
+    row = (tl.load(chosen + pair).to(tl.int64) * stride + lines) * K
+    acc, gates = tl.zeros([BN, BK], tl.float32), tl.zeros([BN, BK], tl.float32)
+    squares = tl.zeros([BK], tl.float32)
+    for k in tl.static_range(0, K, BK):
+        ok = k + cols < K
+        v = tl.load(x + k + cols, mask=ok, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += v * v
+            v *= tl.load(norm + k + cols, mask=ok, other=0.0)
+        at = row[:, None] + (k + cols)[None, :]
+        acc += tl.load(up + at, mask=ok[None, :], other=0.0).to(tl.float32) * v[None, :]
+        if gate is not None:
+            gates += tl.load(gate + at, mask=ok[None, :], other=0.0).to(tl.float32) * v[None, :]
+    factor = 1.0
+    if norm is not None:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    y = tl.sum(acc, 1) * factor
+    if gate is not None:
+        y *= activated(tl.sum(gates, 1) * factor, ACTIVATION)
+    else:
+        y = activated(y, ACTIVATION)
+    tl.store(out + pair * N + lines, y.to(out.dtype.element_ty))
+
+
+@triton.jit
+def experts_out_kernel(inner, down, chosen, weights, added, out, add_scale, N: tl.constexpr, K: tl.constexpr,
+                       CHOSEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """out [rows, N] = the sum of down @ inner [pairs, K] of a row's experts, times their weights; and `added` to it."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(1)
+    lines = tl.program_id(0) * BN + tl.arange(0, BN)
+    cols = tl.arange(0, BK)
+    acc = tl.zeros([BN, BK], tl.float32)
+    for pair in range(row * CHOSEN, row * CHOSEN + CHOSEN):
+        line = (tl.load(chosen + pair).to(tl.int64) * N + lines) * K
+        weight = tl.load(weights + pair)
+        for k in tl.static_range(0, K, BK):
+            ok = k + cols < K
+            v = tl.load(inner + pair * K + k + cols, mask=ok, other=0.0).to(tl.float32) * weight
+            acc += tl.load(down + line[:, None] + (k + cols)[None, :], mask=ok[None, :], other=0.0).to(tl.float32) * v
+    finish(tl.sum(acc, 1), row * N + lines, added, out, 1.0, add_scale, -1)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def sort_kernel(chosen, order, starts, pairs, BP: tl.constexpr, PDL: tl.constexpr):
+    """The pairs of each expert one after another, in order, and where they start, [E + 1]; program: an expert, or E."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert, place = tl.program_id(0), tl.arange(0, BP)
+    before = 0
+    for at in range(0, pairs, BP):
+        other = tl.load(chosen + at + place, mask=at + place < pairs, other=expert)
+        before += tl.sum((other < expert).to(tl.int32), 0)
+    tl.store(starts + expert, before)
+    for at in range(0, pairs, BP):
+        mine = (tl.load(chosen + at + place, mask=at + place < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(order + before + tl.cumsum(mine, 0) - 1, at + place, mask=mine > 0)
+        before += tl.sum(mine, 0)
+
+
+@triton.jit
+def grouped_kernel(
+    x, gate, weight, order, starts, weights, out, stride, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `experts_kernel`, of pairs in an `order` whose `starts` are those of experts; row: pair // CHOSEN.
+
+    ACTIVATION -1 is none; products are times `weights` [pairs], if there are any. Program: BM pairs of an expert, if
+    there are as many blocks of them, and BN lines.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    block, number = tl.program_id(0), tl.arange(0, EP)
+    start = tl.load(starts + number, mask=number < E, other=0)
+    end = tl.load(starts + 1 + number, mask=number < E, other=0)
+    blocks = (end - start + BM - 1) // BM
+    within = block - (tl.cumsum(blocks, 0) - blocks)
+    mine = (within >= 0) & (within < blocks)
+    place = tl.sum(tl.where(mine, start + within * BM, 0), 0) + tl.arange(0, BM)
+    real = place < tl.sum(tl.where(mine, end, 0), 0)
+    if tl.sum(mine.to(tl.int32), 0) > 0:
+        pair = tl.load(order + place, mask=real, other=0).to(tl.int64)
+        lines, cols = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+        source = (pair // CHOSEN * K)[:, None] + cols[None, :]
+        line = (tl.sum(tl.where(mine, number, 0), 0).to(tl.int64) * stride + lines) * K
+        line = line[None, :] + cols[:, None]
+        acc, gates = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+        for k in range(0, K, BK):
+            ok = (k + cols < K)[:, None] & (lines < N)[None, :]
+            v = tl.load(x + source + k, mask=real[:, None] & (k + cols < K)[None, :], other=0.0)
+            w = tl.load(weight + line + k, mask=ok, other=0.0).to(v.dtype)
+            acc = tl.dot(v, w, acc, input_precision=PRECISION)
+            if gate is not None:
+                w = tl.load(gate + line + k, mask=ok, other=0.0).to(v.dtype)
+                gates = tl.dot(v, w, gates, input_precision=PRECISION)
+        if gate is not None:
+            acc *= activated(gates, ACTIVATION)
+        elif ACTIVATION >= 0:
+            acc = activated(acc, ACTIVATION)
+        if weights is not None:
+            acc *= tl.load(weights + pair, mask=real, other=0.0)[:, None]
+        there = real[:, None] & (lines < N)[None, :]
+        tl.store(out + (pair * N)[:, None] + lines[None, :], acc.to(out.dtype.element_ty), mask=there)
