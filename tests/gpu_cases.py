@@ -15,10 +15,14 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.gpu import layers as gpu_layers
 from h2o_stream.gpu.journal import Journal
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
+from h2o_stream.gpu.mixers import apply_gate, mix
 from h2o_stream.gpu.packed import block_matrix
-from h2o_stream.native.attention import Attention
-from h2o_stream.native.description import Description, Layer, Matrix, Mlp
+from h2o_stream.native.abi import GateKind, MatrixKind, NormKind
+from h2o_stream.native.attention import Attention, Gate
+from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
 from h2o_stream.native.gguf_types import BLOCKS, TensorType
+from h2o_stream.native.mixers import Convolution, GatedDelta, Mamba2, ShortConvolution
+from h2o_stream.runtime.mixers import columns_by_key_head
 from tests.test_native_prefill import Table
 
 KERNELS = GpuKernels(torch.device("cpu"))
@@ -91,6 +95,38 @@ def experts(rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
     gpu_layers.run(description, x, lambda number, *_: x.new_zeros(rows, columns[number]))
 
 
+def mixers(rows: int = 1, tokens: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Of LFM2, Qwen3-Next, Granite 4 and Falcon-H1, in their sizes; and gates of attention."""
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape)
+
+    def matrix(rows: int, columns: int = 64) -> Matrix:
+        return Matrix(torch.zeros(rows, columns), None, rows, columns, MatrixKind.FLOAT32)
+
+    def mamba2(heads: int, keys: int, key: int, groups: int, norm: Norm) -> Mamba2:
+        inner, channels = heads * 64, heads * 64 + 2 * keys * key
+        return Mamba2([matrix(inner + channels + heads)], Convolution(floats(channels, 4), floats(channels)), keys,
+                      heads, key, 64, floats(heads), floats(heads), (0.0, float("inf")), floats(heads), norm, groups,
+                      False, matrix(64, inner))  # fmt: skip
+
+    columns = columns_by_key_head(16, 32, 128, 128)
+    made = [
+        ShortConvolution(matrix(3 * 2048), Convolution(floats(2048, 3), None), matrix(64, 2048)),
+        GatedDelta([matrix(12352)], columns, Convolution(floats(8192, 4), None), 16, 32, 128, 128, floats(32),
+                   floats(32), 1.0, Norm(NormKind.RMS, floats(128), None, 1e-6), matrix(64, 4096)),
+        mamba2(48, 1, 128, 1, Norm(NormKind.RMS, floats(48 * 64), None, 1e-5)), mamba2(24, 2, 256, 1, Norm()),
+    ]  # fmt: skip
+    for mixer in made:
+        states = {name: torch.zeros(rows, *shape, dtype=dtype if "conv" in name else torch.float32)
+                  for name, shape in mixer.states.items()}  # fmt: skip
+        x = torch.zeros(rows * tokens, sum(part.rows for part in mixer.projections), dtype=dtype)
+        mix(mixer, x, states, x.new_zeros(rows * tokens, mixer.out.columns), rows, tokens > 1)
+    for size in (1, 256):
+        x = torch.zeros(rows, 16 * 513, dtype=dtype)
+        apply_gate(Gate(GateKind.SIGMOID_GATE, 256, 513, size), x, x.new_zeros(rows, 16 * 256), 16)
+
+
 def in_blocks(part: Any, kind: TensorType) -> Any:
     """A description with its matrices in blocks."""
     if isinstance(part, Matrix):
@@ -112,6 +148,8 @@ CASES = {
     "experts of a prompt": lambda: experts(200),
     "experts of a prompt, float32": lambda: experts(200, torch.float32),
     "layers": layers,
+    "mixers": mixers,
+    "mixers, float32": lambda: mixers(2, 100, torch.float32),
     "layers of 4 rows": lambda: layers(4, attention_bias=True, mlp_bias=True),
     "layers of 5 rows": lambda: layers(5, attention_bias=True, mlp_bias=True),
     "layers with biases": lambda: layers(attention_bias=True, mlp_bias=True, hidden_act="gelu"),

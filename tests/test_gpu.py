@@ -21,11 +21,11 @@ def run(*arguments: str, **variables: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", [
-    pytest.param("[recent] or [Q8_0] or pairs or replies or [shared-5]", id="some"),
+    pytest.param("[recent] or [Q8_0] or pairs or replies or [shared-5] or [convolution] or [mamba2]", id="some"),
     pytest.param("", id="all", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_interpreted(chosen: str) -> None:
-    files = [f"tests/test_gpu_{name}.py" for name in ("kernels", "steps", "passes", "batch", "experts")]
+    files = [f"tests/test_gpu_{name}.py" for name in ("kernels", "mixers", "steps", "passes", "batch", "experts")]
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *(("-k", chosen) if chosen else ()),
         **{available.INTERPRET: "1"})  # fmt: skip
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment.describe import describe
+from h2o_stream.cache.recurrent import states_of
 from h2o_stream.config import ModelConfig
 from h2o_stream.gpu import available, graphs
 from h2o_stream.gpu.graphs import WARM_UP, GraphSteps
@@ -35,6 +36,8 @@ from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
 
+HYBRIDS = ["LFM2", "LFM3", "LFM2 MoE", "Qwen 3.5", "Qwen3-Next", "Falcon-H1", "Bamba", "Granite 4", "Nemotron-H"]
+
 FUSED = [
     "Llama 3",
     "Qwen 2, YaRN",
@@ -49,6 +52,7 @@ FUSED = [
     "Qwen 3 MoE",
     "Qwen 2 MoE",
     "GLM-4 MoE",
+    *HYBRIDS,
 ]
 
 
@@ -62,7 +66,8 @@ def streams(model: Any, config: CacheConfig, engine: Any, rows: int, note: str =
         ids = tokens(46, rows)
         parts = (ids[:, :37], *ids[:, 37:].split(1, 1), tokens(9, rows))
         logits = [model(part, past_key_values=cache).logits for part in parts]
-        return logits, [cache.kept(layer).tolist() for layer in range(len(cache.layers))]
+        kept = [cache.kept(layer).tolist() for layer in range(len(cache.layers))]
+        return logits, kept, [x.clone() for layer in cache.layers for x in states_of(layer).values()]
 
 
 def check(model: Any, config: CacheConfig, rows: int, note: str = "fused") -> None:
@@ -70,6 +75,9 @@ def check(model: Any, config: CacheConfig, rows: int, note: str = "fused") -> No
     for a, b in zip(ours[0], theirs[0], strict=True):
         assert relative_error(a, b) < 1e-4
     assert ours[1] == theirs[1]
+    for state, exact in zip(ours[2], theirs[2], strict=True):
+        assert state.dtype == exact.dtype
+        assert relative_error(state, exact) < 1e-4
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -119,7 +127,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
     return Recording
 
 
-@pytest.mark.parametrize(("name", "rows", "bits"), [("", 1, 16), ("", 1, 4), ("Qwen 2 MoE", 5, 16)])
+@pytest.mark.parametrize(
+    ("name", "rows", "bits"),
+    [("", 1, 16), ("", 1, 4), ("Qwen 2 MoE", 5, 16), ("LFM2", 1, 16), ("Qwen 3.5", 1, 16), ("Bamba", 2, 16)],
+)
 def test_fused_steps_are_captured(recorded: type[Recording], name: str, rows: int, bits: int) -> None:
     model = family(name) if name else make_llama(groups=2, layers=1)
     results = []
@@ -134,7 +145,14 @@ def test_fused_steps_are_captured(recorded: type[Recording], name: str, rows: in
 
 @pytest.mark.parametrize(
     ("name", "rows", "bits"),
-    [("Llama 3", 1, 16), ("Llama 3", 1, 4), ("Qwen 3", 2, 16), ("Qwen 2 MoE", 1, 16)],
+    [
+        ("Llama 3", 1, 16),
+        ("Llama 3", 1, 4),
+        ("Qwen 3", 2, 16),
+        ("Qwen 2 MoE", 1, 16),
+        ("Qwen 3.5", 1, 16),
+        ("Bamba", 2, 16),
+    ],
 )
 def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, bits: int) -> None:
     """With PDL, the kernels before may still run then: nothing is stored, or loaded that they store in this step.

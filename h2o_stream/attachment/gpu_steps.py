@@ -14,6 +14,7 @@ import torch
 from h2o_stream.attachment.describe import describe
 from h2o_stream.attachment.forward import Steps
 from h2o_stream.attachment.model_facts import input_device
+from h2o_stream.attachment.native_steps import check_states
 from h2o_stream.attachment.verification import Verification
 from h2o_stream.base.resources import version_of
 from h2o_stream.cache.group_rules import HeadShape
@@ -89,6 +90,7 @@ def _fused(model: Any, cache: H2OCache, verification: Verification, captured: bo
 
     try:
         description = describe(model)
+        check_states(description, cache.specs)
         guard = ModelGuard(None, model, description)
     except DescriptionError as error:
         return str(error)

@@ -58,7 +58,7 @@ def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, 
         return "the cache is in host memory or on disk, or the model is shared by several processes"
     try:
         description = describe(model)
-        _check_states(description, cache.specs)
+        check_states(description, cache.specs)
         guard = ModelGuard(native, model, description)
     except DescriptionError as reason:
         return str(reason)
@@ -67,7 +67,7 @@ def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, 
     return next(filter(None, map(why_not, cache.head_groups)), "") or (NativeModel(description), guard)
 
 
-def _check_states(description: Description, specs: Sequence[LayerSpec]) -> None:
+def check_states(description: Description, specs: Sequence[LayerSpec]) -> None:
     """Check that layers attend, and keep states of the sizes, that the cache knows."""
     for number, (layer, spec) in enumerate(zip(description.layers, specs, strict=True)):
         described = dict(layer.mixer.states) if layer.mixer else {}

@@ -50,6 +50,12 @@ class RecurrentLayer(LinearAttentionLayer):
         release_states(self)
 
     @torch.inference_mode(False)
+    def begin(self, shapes: Mapping[str, tuple[int, ...]], rows: int, device: torch.device) -> None:
+        """Hold states of B rows, zero where there are none yet, which kernels update in place."""
+        for name in shapes.keys() - states_of(self).keys():
+            _set_state(self, name, torch.zeros(rows, *shapes[name], dtype=self.own_dtypes[name], device=device))
+
+    @torch.inference_mode(False)
     def in_float32(self, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Tensor]:
         """The states of B rows as native code updates them in place, zero where there are none yet.
 

@@ -19,6 +19,7 @@ from h2o_stream.gpu.layers import embedded, logits_of, run
 from h2o_stream.gpu.steps import FusedSteps
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
+from h2o_stream.native.mixers import Mixer
 from h2o_stream.native.stepper import PromptPlan
 
 Row = TypeVar("Row")
@@ -103,14 +104,14 @@ class FusedBatch(Generic[Row]):
         """Logits [B, V] after the last token of each stream; stream i has the tokens `ends[i]` to `ends[i + 1]`."""
         steppers, parts = self._caches.steppers, [slice(*pair) for pair in pairwise(ends)]
 
-        def attend(number: int, attention: Attention, projected: Tensor) -> Tensor:
-            out = projected.new_empty(len(projected), attention.out.columns)
+        def mix(number: int, layer: Attention | Mixer, projected: Tensor) -> Tensor:
+            out = projected.new_empty(len(projected), layer.out.columns)
             for at, (stepper, part) in enumerate(zip(steppers, parts, strict=True)):
                 of_stream = stepper.attention.steps if at < num_steps else stepper.attention.prompt
-                of_stream(number, projected[part], out[part])
+                of_stream(number, layer, projected[part], out[part])
             return out
 
-        stream = run(self._description, embedded(self._description, ids, steppers[0].dtype), attend)
+        stream = run(self._description, embedded(self._description, ids, steppers[0].dtype), mix)
         last = None if num_steps == len(parts) else torch.tensor(ends[1:], device=ids.device) - 1
         return SimpleNamespace(logits=logits_of(self._description, stream, last))
 

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from h2o_stream.gpu import mlps
+from h2o_stream.gpu import mixers, mlps
 from h2o_stream.gpu.matrices import gemv, in_products, multiply, overlapping, rows_of
 from h2o_stream.gpu.packed import FEW, BlockMatrix
 from h2o_stream.gpu.products import norm_kernel
@@ -23,9 +23,11 @@ from h2o_stream.native.attention import Attention, HeadOffsets
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.matrix import NO_NORM
+from h2o_stream.native.mixers import Mixer
 
-Attend: TypeAlias = Callable[[int, Attention, Tensor], Tensor]
-"""Takes the number of a layer, its attention, and [rows, n] of queries, keys and values; returns [rows, Hq Dv]."""
+MixTokens: TypeAlias = Callable[[int, Attention | Mixer, Tensor], Tensor]
+"""Takes the number of a layer, its attention or recurrent mixer, and [rows, n] that it has projected; returns what its
+last matrix is multiplied with."""
 
 
 def why_not(description: Description) -> str:
@@ -41,12 +43,18 @@ def why_not(description: Description) -> str:
 
 def _why_not_layer(layer: Layer) -> str:
     attention, mlp = layer.attention, layer.mlp
-    if layer.mixer or attention is None:
-        return "some layers are recurrent"
-    if layer.own_embedding or layer.altup or layer.laurel or layer.output_scale != 1 or mlp is None:
+    if layer.own_embedding or layer.altup or layer.laurel or layer.output_scale != 1:
         return "its layers are special"
-    if reason := mlps.why_not(mlp):
+    if attention and layer.mixer and layer.after_attention.kind:
+        return "the sum of its attention and recurrent layers is normed"
+    if mlp and (reason := mlps.why_not(mlp)):
         return reason
+    if layer.mixer and (reason := mixers.why_not(layer.mixer)):
+        return reason
+    return _why_not_attention(attention) if attention else ""
+
+
+def _why_not_attention(attention: Attention) -> str:
     norms = attention.query_norm, attention.key_norm
     if attention.norms_all_heads or attention.norms_after_rope or any(x.bias is not None for x in norms):
         return "its queries and keys are normed in another way"
@@ -54,8 +62,8 @@ def _why_not_layer(layer: Layer) -> str:
         return "its queries and keys are normed in another way"
     if attention.columns or attention.key_tail or attention.latent or attention.source is not None:
         return "queries and keys are made in another way"
-    after = attention.gate or attention.temperature or attention.clip or attention.value_scale != 1
-    if after or attention.value_norm.kind or attention.output_norm.kind:
+    normed = attention.value_norm.kind or attention.output_norm.kind
+    if normed or attention.temperature or attention.clip or attention.value_scale != 1:
         return "its attention is special"
     return ""
 
@@ -153,20 +161,27 @@ def embedded(description: Description, tokens: Tensor, dtype: torch.dtype) -> Te
     return rows if description.embedding_scale == 1 else rows * description.embedding_scale
 
 
-def run(description: Description, x: Tensor, attend: Attend) -> Residual:
+def run(description: Description, x: Tensor, mix: MixTokens) -> Residual:
     """Take embeddings [rows, hidden] through all layers."""
     stream = Residual(x, description.residual_scale)
     for number, layer in enumerate(description.layers):
-        attention, mlp = layer.attention, layer.mlp
-        assert attention is not None
-        assert isinstance(mlp, Mlp | Experts)
-        projected = multiply(attention.qkv, *stream.normed(layer.before_attention))
+        attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
+        normed = stream.normed(layer.before_attention) if attention or mixer else (stream.x, NO_NORM)
+        projected: list[tuple[Attention | Mixer, Tensor]] = []
+        if attention:
+            projected.append((attention, multiply(attention.qkv, *normed)))
+        if mixer:
+            projected.append((mixer, multiply(mixer.projections, *normed)))
         before = stream.normed(layer.before_mlp) if layer.parallel else None
-        stream.add(attention.out, attend(number, attention, projected), layer.after_attention)
+        for part, products in projected:
+            stream.add(part.out, mix(number, part, products), layer.after_attention)
+        if mlp is None:
+            continue
         inputs, norm = before or stream.normed(layer.before_mlp)
         if isinstance(mlp, Experts):
             stream.add_products(mlps.mixed(mlp, inputs, norm), layer.after_mlp)
         else:
+            assert isinstance(mlp, Mlp)
             stream.add(mlp.down, mlps.inner(mlp, inputs, norm), layer.after_mlp)
     return stream
 

@@ -57,9 +57,9 @@ def gemv(
     rows = [matrix.rows for matrix in matrices]
     out = torch.empty(len(x), rows[0] if gated else sum(rows), dtype=dtype or x.dtype, device=x.device)
     rest = norm, added, add_scale, activation
-    if gated and len(_joined(matrices)) == 1:
+    if gated and len(_joined(matrices)) == 1 and matrices[0].scale == 1:
         _product(matrices, x, out, True, *rest)
-    elif gated:  # of two kinds
+    elif gated:  # of two kinds, or scaled
         gate, up = (gemv([matrix], x, norm) for matrix in matrices)
         gate_kernel[len(x), triton.cdiv(rows[0], GATE_COLUMNS)](
             gate, up, out, rows[0], ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)

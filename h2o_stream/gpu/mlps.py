@@ -34,7 +34,7 @@ def why_not(mlp: Any) -> str:
 def _why_not_mlp(mlp: Any) -> str:
     if mlp.inner_norm.kind or mlp.gate_deviations is not None or mlp.activation > Activation.RELU_SQUARED:
         return "its MLP is special"
-    return "its MLP is scaled inside" if mlp.gate and (mlp.gate.scale != 1 or mlp.up.scale != 1) else ""
+    return ""
 
 
 def _why_not_experts(experts: Experts) -> str:

@@ -27,6 +27,7 @@ from h2o_stream.gpu.stream_attention import StreamAttention
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
 from h2o_stream.native.lookahead import Passes
+from h2o_stream.native.mixers import Mixer
 from h2o_stream.native.stepper import Guard, PromptPlan
 
 BLOCK, LANES = 2048, 4
@@ -59,7 +60,7 @@ class FusedSteps:
         self.description, self.cache, self._kernels, self._unchanged = description, cache, kernels, unchanged
         self.dtype = getattr(torch, description.dtype)
         self.attention = StreamAttention(description, cache, kernels)
-        self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in self.attention.layers]
+        self._shapes = [spec.shape or HeadShape(0, 0, 0, 0) for spec in cache.specs]
         self._captured = captured
         self._streams: list[torch.cuda.Stream] = []
         self.release()
@@ -92,6 +93,7 @@ class FusedSteps:
         """A token of each row, [B, 1] to [B, 1, V] float32; None, with nothing touched, where it has to be eager."""
         cache = self.cache
         cache.make_room()
+        cache.use_own_dtypes()
         if not (self._are_tokens(tokens) and self._can_step(len(tokens))):
             return None
         with cache.writing():
@@ -151,6 +153,8 @@ class FusedSteps:
                 group.device = self.description.embedding.weights.device
         after = [length + new for length in lengths]
         cache.make_room_for_prompt(self._shapes, str(self.dtype).removeprefix("torch."), (*lengths, *after), rows)
+        cache.use_own_dtypes()
+        self.attention.begin(rows)
         return self._have_dtype()
 
     def _can_step(self, rows: int) -> bool:
@@ -168,17 +172,17 @@ class FusedSteps:
         """
         rows, new = input_ids.shape
 
-        def attend(number: int, _: Attention, projected: Tensor) -> Tensor:
-            return self.attention.steps(number, projected, rows=rows, journal=self._journal)
+        def mix(number: int, part: Attention | Mixer, projected: Tensor) -> Tensor:
+            return self.attention.steps(number, part, projected, rows=rows, journal=self._journal)
 
-        stream = run(self.description, embedded(self.description, input_ids, self.dtype), attend)
+        stream = run(self.description, embedded(self.description, input_ids, self.dtype), mix)
         return SimpleNamespace(logits=logits_of(self.description, stream).view(rows, new, -1))
 
     # passes
 
-    def passes(self) -> Passes[Tensor]:
-        """Those of this stream."""
-        return GpuPasses(self)
+    def passes(self) -> Passes[Tensor] | None:
+        """Those of this stream; recurrent layers take no tokens back."""
+        return None if any(layer.mixer for layer in self.description.layers) else GpuPasses(self)
 
     def pass_size(self, tokens: int) -> int:
         """See `PassSteps`."""
@@ -249,14 +253,14 @@ class FusedSteps:
         """
         rows, new = tokens.shape
 
-        def attend(number: int, _: Attention, projected: Tensor) -> Tensor:
+        def mix(number: int, part: Attention | Mixer, projected: Tensor) -> Tensor:
             event = before[number] if before else None
-            out = self.attention.prompt(number, projected, None, rows, offset, LANES, lane, event)
+            out = self.attention.prompt(number, part, projected, None, rows, offset, LANES, lane, event)
             if done:
                 done[number].record()
             return out
 
-        stream = run(self.description, embedded(self.description, tokens, self.dtype), attend)
+        stream = run(self.description, embedded(self.description, tokens, self.dtype), mix)
         if not keep:
             return None
         places = torch.arange(rows * new, device=tokens.device).view(rows, new)[:, -keep:]
@@ -270,7 +274,8 @@ def why_not(cache: H2OCache, description: Description) -> str:
     if description.placeholders:
         return "some tokens stand for something else than text"
     rotations = [(x.attention.rope is not None) for x in description.layers if x.attention]
-    tables = [all(group.table is not None for group in layer.head_groups) for layer in cache.layers]
+    attending = [layer.head_groups for layer in cache.layers if layer.head_groups]
+    tables = [all(group.table is not None for group in groups) for groups in attending]
     if rotations != tables:
         return "the cache stores keys in another way"
     return ""

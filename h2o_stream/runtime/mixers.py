@@ -95,9 +95,9 @@ class _MixerReader:
         paired = self._weights.has("ssm_ba", self._layer)
         pairs = {"ssm_ba": 2 * sizes.heads} if paired else dict.fromkeys(("ssm_beta", "ssm_alpha"), sizes.heads)
         rows: Mapping[str, int] = {"attn_qkv": 2 * keys + inner, "attn_gate": inner, **pairs}
-        columns = _paired_columns if paired else _separate_columns
+        columns = paired_columns if paired else separate_columns
         if self._weights.has("ssm_qkvz", self._layer):
-            rows, columns = {"ssm_qkvz": 2 * (keys + inner), **pairs}, _columns_by_key_head
+            rows, columns = {"ssm_qkvz": 2 * (keys + inner), **pairs}, columns_by_key_head
         elif self._weights.has("ssm_q", self._layer):
             rows = {"ssm_q": keys, "ssm_k": keys, "ssm_v": inner, "attn_gate": inner, **pairs}
         return GatedDelta(
@@ -132,7 +132,7 @@ class _MixerReader:
         return Convolution(weight.reshape(channels, -1), self._weights.vector(name, self._layer, "bias"))
 
 
-def _separate_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+def separate_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
     """Columns of a projection by kind, for all heads: queries, keys, values, gates, betas, decays."""
     shared, offset, parts = heads // key_heads, 0, []
     for size in (key_size, key_size, shared * value_size, shared * value_size, shared, shared):
@@ -141,14 +141,14 @@ def _separate_columns(key_heads: int, heads: int, key_size: int, value_size: int
     return DeltaColumns(*parts)
 
 
-def _paired_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+def paired_columns(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
     """Columns of a projection by kind, but for betas and decays, which stand together for each key head."""
-    shared, separate = heads // key_heads, _separate_columns(key_heads, heads, key_size, value_size)
+    shared, separate = heads // key_heads, separate_columns(key_heads, heads, key_size, value_size)
     first = separate.beta.offset
     return replace(separate, beta=HeadColumns(first, 2 * shared), decay=HeadColumns(first + shared, 2 * shared))
 
 
-def _columns_by_key_head(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
+def columns_by_key_head(key_heads: int, heads: int, key_size: int, value_size: int) -> DeltaColumns:
     """Query, key, values and gates of each key head together; then its betas and decays."""
     shared = heads // key_heads
     stride = 2 * (key_size + shared * value_size)
