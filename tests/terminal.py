@@ -32,6 +32,9 @@ _WHERE = "\x1b[6n"
 _FRAME = re.compile(r"(?=\x1b\[H|\r\x1b\[2K|\x1b\[\?(?:1049|25)l)")
 """Where frames begin: of full screens, of lines that are drawn again, and of the prompt."""
 
+_CUT_OFF = re.compile(r"\x1b(?:\[[?\d;]*)?$")
+"""The beginning of a control sequence whose end is still to be read."""
+
 
 class Pty:
     """Runs a command in a terminal of the given size and keeps what a user would see.
@@ -59,7 +62,7 @@ class Pty:
         self.screen = pyte.Screen(columns, lines)
         self.stream = pyte.Stream(self.screen)
         self.output = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder, self._cut_off = codecs.getincrementaldecoder("utf-8")("replace"), ""
         self._frames: list[str] = []
         self.side, program = pty.openpty()
         self.resize(columns, lines)
@@ -95,6 +98,12 @@ class Pty:
         while time.monotonic() < deadline and self._shows(_QUIET_S) and self._read():
             pass
         os.write(self.side, keys.encode() if isinstance(keys, str) else keys)
+
+    def leave(self) -> int:
+        """Press Ctrl-D at the prompt and return the exit code. Between prompts, the terminal would swallow it."""
+        self.until(lambda pty: not termios.tcgetattr(pty.side)[3] & termios.ICANON)
+        self.send("\x04")
+        return self.exit_code()
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self.side, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -140,7 +149,9 @@ class Pty:
                 received = b""
             if not received:
                 return False
-            self._frames = _FRAME.split(self._decoder.decode(received))
+            text = self._cut_off + self._decoder.decode(received)
+            self._cut_off = match[0] if (match := _CUT_OFF.search(text)) else ""
+            self._frames = _FRAME.split(text.removesuffix(self._cut_off))
         frame = self._frames.pop(0)
         self.output += frame
         self.stream.feed(frame)

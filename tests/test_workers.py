@@ -1,4 +1,4 @@
-"""Forked test workers report crashes, failures and warnings."""
+"""Forked test workers report crashes, failures and warnings; terminals answer what comes in parts."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.terminal import Pty
 
 TESTS = """
 import os, pathlib, signal, warnings, pytest
@@ -34,3 +36,10 @@ def test_what_is_reported(tmp_path: Path) -> None:
     assert re.search("4 failed, 8 passed, 2 warnings in", done.stdout), done.stdout
     for words in ("the process of this test ended with -9 (a signal)", "a failure", "a word of warning"):
         assert done.stdout.count(words) >= 2
+
+
+def test_a_terminal_says_where_the_cursor_is_also_if_it_is_asked_in_parts() -> None:
+    """Else a prompt would have no line below it."""
+    code = "import os, time, tty; tty.setraw(0); os.write(1, b'\\x1b['); time.sleep(0.3); os.write(1, b'6n')"
+    with Pty("-c", f"{code}; print(os.read(0, 9))") as pty:
+        pty.until(lambda p: r"b'\x1b[1;1R'" in p.text)
