@@ -32,9 +32,10 @@ class Server:
 
     def __init__(self, folder: Path, *options: str, files: int = 0) -> None:
         self.folder, self._files = folder, files
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            self.port = listening.getsockname()[1]
+        self._bound = socket.socket()  # so that nobody else gets the port
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._bound.bind(("127.0.0.1", 0))
+        self.port = self._bound.getsockname()[1]
         self._options = ["--port", str(self.port), "--folder", str(folder), "--quiet", *options]
         self.url = f"http://127.0.0.1:{self.port}"
         self.up = threading.Event()
@@ -54,6 +55,7 @@ class Server:
         self.up.clear()
         self.process.terminate()
         assert self.process.wait(30) in _ENDS
+        self._bound.close()
 
     def is_healthy(self) -> bool:
         """Whether it answers."""

@@ -61,9 +61,8 @@ def test_a_listener_can_stop_it(hub: None) -> None:
         fetch("org/name", "m.gguf", False, leave)
 
 
-def _closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+CLOSED_PORT = 1
+"""Of a service that no machine has any more."""
 
 
 def _point_hub_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +71,7 @@ def _point_hub_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unreachable_hub_is_one_quick_error(hub: None, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    _point_hub_at(_closed_port(), monkeypatch)
+    _point_hub_at(CLOSED_PORT, monkeypatch)
     started = time.monotonic()
     with pytest.raises(ModelNotFoundError, match="cannot be reached; check the network .HF_HUB_ETAG_TIMEOUT"):
         fetch("org/name", "m.gguf", False)
@@ -104,7 +103,7 @@ def test_a_hub_that_says_nothing_is_asked_once(hub: None, tmp_path: Path, monkey
 
 
 def test_an_unreachable_hub_is_noticed_before_imports(hub: None, tmp_path: Path, monkeypatch: Any) -> None:
-    _point_hub_at(_closed_port(), monkeypatch)
+    _point_hub_at(CLOSED_PORT, monkeypatch)
     for name in ("smollm2-135m", str(tmp_path), "./nothing", "org/name:file.gguf", "a/b/c"):
         find_before_imports(name, False)
     with pytest.raises(ModelNotFoundError, match="neither a file, nor a folder, nor a Hub id"):
@@ -113,7 +112,7 @@ def test_an_unreachable_hub_is_noticed_before_imports(hub: None, tmp_path: Path,
 
 def test_an_unreachable_hub_leaves_the_files_on_this_machine(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fetch("org/name", "m.gguf", False)
-    _point_hub_at(_closed_port(), monkeypatch)
+    _point_hub_at(CLOSED_PORT, monkeypatch)
     assert fetch("org/name", "m.gguf", False) == path
 
 
@@ -155,12 +154,12 @@ def test_a_slow_hub_is_given_the_time_the_user_allows(hub: None, monkeypatch: py
 def test_a_proxy_is_what_must_be_reached(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{_closed_port()}")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{CLOSED_PORT}")
     close_session()  # it has read the variables
     assert not reachable("org/name")
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True).start()
-    _point_hub_at(_closed_port(), monkeypatch)
+    _point_hub_at(CLOSED_PORT, monkeypatch)
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_port}")
     close_session()
     assert reachable("org/name")
