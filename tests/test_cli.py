@@ -278,7 +278,7 @@ class TestTerminal:
         assert {len(line) for line in captured.get().splitlines()} == {width}
 
     def test_ctrl_c_ends_a_replay_with_its_table(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
-        base = ["-m", str(tiny_folder), "--questions", str(questions), "--loop", "-n", "500", "--window", "64"]
+        base = ["-m", str(tiny_folder), "--questions", str(questions), "--loop", "-n", "100000", "--window", "64"]
         with Pty("h2o-stream", *base, "--jsonl", str(tmp_path / "run.jsonl")) as terminal:
             terminal.until(lambda t: "evicted" in t.text)
             terminal.send("\x03")

@@ -258,8 +258,7 @@ class TestInATerminal:
             pty.until(lambda p: "your message waits" in p.screen.display[-1])
             go.touch()
             pty.until(lambda p: "+ 4 tokens" in p.text)
-            pty.send("\x04")
-            assert pty.exit_code() == 0
+            assert pty.leave() == 0
         assert pty.output.count("Ctrl-D leaves") == 1
 
     def test_leaving_does_not_wait_for_imports(self, tiny_folder: Path, go: Path) -> None:

@@ -32,9 +32,9 @@ def said(own_home: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def talking(model: Path, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
+def talking(model: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A chat with pipes for its streams, in the middle of a long reply."""
-    command = ["h2o-chat", "-m", model, "-n", str(tokens), "--temp", "0", "--session", "talk"]
+    command = ["h2o-chat", "-m", model, "-n", "10000", "--temp", "0", "--session", "talk"]
     with Preloaded(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         child.stdin.write(b"one\n")
         child.stdin.flush()
@@ -47,7 +47,7 @@ class TestSignals:
     @pytest.mark.every(2)
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
     def test_what_was_said_is_kept(self, tiny_folder: Path, own_home: Path, number: signal.Signals) -> None:
-        with talking(tiny_folder, 3000) as child:
+        with talking(tiny_folder) as child:
             child.send_signal(number)
             assert child.wait(30) == 130
         last = said(own_home)[-1]
@@ -67,14 +67,14 @@ class TestSignals:
 
 class TestOutput:
     def test_a_pipe_that_is_closed_in_a_reply(self, tiny_folder: Path, own_home: Path) -> None:
-        with talking(tiny_folder, 3000) as child:
+        with talking(tiny_folder) as child:
             child.stdout.close()
             assert child.wait(30) == 1
             assert b"Traceback" not in child.stderr.read()
         assert said(own_home)[-1]["finish"] == "interrupted"
 
     def test_a_terminal_that_is_closed_in_a_reply(self, tiny_folder: Path, own_home: Path) -> None:
-        base = ["-m", str(tiny_folder), "-n", "3000", "--temp", "0", "--session", "talk", "--plain"]
+        base = ["-m", str(tiny_folder), "-n", "100000", "--temp", "0", "--session", "talk", "--plain"]
         with Pty("h2o-chat", *base) as terminal:
             terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
             terminal.send("tell me\r")
@@ -92,8 +92,7 @@ class TestOutput:
                 time.sleep(0.1)
                 terminal.resize(columns, 24)
             terminal.until(lambda t: "200 tokens" in t.text.replace("\n", ""))
-            terminal.send("\x04")
-            assert terminal.exit_code() == 0
+            assert terminal.leave() == 0
             assert "Traceback" not in terminal.output
 
 

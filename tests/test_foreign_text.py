@@ -305,6 +305,5 @@ class TestTerminals:
             pty.until(lambda p: p.text.count("tokens, ") == 2)
             pty.send("/sessions\r")
             pty.until(lambda p: "first words" in p.text)
-            pty.send("\x04")
-            assert pty.exit_code() == 0
+            assert pty.leave() == 0
         assert not spoken(pty.output, live=True)
