@@ -219,9 +219,9 @@ class Service:
                 self.worker.submit(ask)
             yield queues
         finally:
-            self.active -= len(queues)
             for ask in asks:
                 self.worker.cancel(ask)
+            self.active -= len(queues)
             if grammar is not None:
                 self.grammars.kept.leave()
 
