@@ -171,4 +171,4 @@ def test_clients_that_leave(server: Running, version: bytes, more: dict[str, obj
         connection.sendall(sent)
         if tokens:
             wait_for(lambda: len(worker._jobs) == more.get("n", 1) and worker._jobs[-1].tokens >= tokens)
-    wait_for(lambda: not server.service.active, timeout_s=2)
+    wait_for(lambda: not server.service.active)
