@@ -422,22 +422,22 @@ class TestLimits:
         self, tmp_path: Path, long_folder: Path, read: threading.Event
     ) -> None:
         """Else its files would stay open."""
-        with Running(tmp_path, long_folder, awake=1, running=1) as running:
+        with Running(tmp_path, long_folder, awake=1, running=1, max_reply=10**6) as running:
             worker, first = running.service.worker, running.say("Number 0.")
             running.say("Number 1.")
-            with running.connect() as leaving:
+            with running.connect() as leaving, running.connect() as staying:
                 body = {"messages": [{"role": "user", "content": "And?"}], "previous_response_id": first["id"]}
                 leaving.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
                 wait_for(lambda: bool(worker._waking))
-                with ThreadPoolExecutor(1) as executor:
-                    other = executor.submit(running.ask, "A story.", max_tokens=800, ignore_eos=True)
-                    wait_for(lambda: bool(worker._jobs))
-                    read.set()
-                    wait_for(lambda: bool(worker._woken))
-                    leaving.close()
-                    kept = running.service.store.conversations[first["h2o"]["conversation"]]
-                    wait_for(lambda: not worker._asked and not worker._woken and kept.session is None)
-                    assert not other.done()
+                body = {"messages": [{"role": "user", "content": "A story."}], "max_tokens": 10**6, "ignore_eos": True}
+                staying.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+                wait_for(lambda: bool(worker._jobs))
+                read.set()
+                wait_for(lambda: bool(worker._woken))
+                leaving.close()
+                kept = running.service.store.conversations[first["h2o"]["conversation"]]
+                wait_for(lambda: not worker._asked and not worker._woken and kept.session is None)
+                assert worker._jobs
 
     def test_refused_choices_leave_nothing(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:
         unknown = {"previous_response_id": "chatcmpl-" + "0" * 32, "stream": True, "n": 3}
