@@ -43,12 +43,12 @@ def client(server: Running) -> Any:
     return server.client()
 
 
-@pytest.fixture(params=["_MANY", "_LARGE"])
+@pytest.fixture(params=["_MANY", "LARGE"])
 def read(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> threading.Event:
     """Long conversations, which all are that have turns, or texts, wake up once this is set."""
-    event, wake = threading.Event(), Conversations.wake
+    event, load = threading.Event(), Conversations.load
     monkeypatch.setattr(f"h2o_stream.serve.conversations.{request.param}", 1)
-    monkeypatch.setattr(Conversations, "wake", lambda *values: event.wait(30) and wake(*values))
+    monkeypatch.setattr(Conversations, "load", lambda *values: event.wait(30) and load(*values))
     return event
 
 
@@ -424,19 +424,20 @@ class TestLimits:
         """Else its files would stay open."""
         with Running(tmp_path, long_folder, awake=1, running=1, max_reply=10**6) as running:
             worker, first = running.service.worker, running.say("Number 0.")
+            openings = worker._openings
             running.say("Number 1.")
             with running.connect() as leaving, running.connect() as staying:
                 body = {"messages": [{"role": "user", "content": "And?"}], "previous_response_id": first["id"]}
                 leaving.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
-                wait_for(lambda: bool(worker._waking))
+                wait_for(lambda: bool(openings.loading))
                 body = {"messages": [{"role": "user", "content": "A story."}], "max_tokens": 10**6, "ignore_eos": True}
                 staying.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
                 wait_for(lambda: bool(worker._jobs))
                 read.set()
-                wait_for(lambda: bool(worker._woken))
+                wait_for(lambda: bool(openings.loaded))
                 leaving.close()
                 kept = running.service.store.conversations[first["h2o"]["conversation"]]
-                wait_for(lambda: not worker._asked and not worker._woken and kept.session is None)
+                wait_for(lambda: not worker._asked and not openings.loaded and kept.session is None)
                 assert worker._jobs
 
     def test_refused_choices_leave_nothing(self, server: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,14 +21,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from h2o_stream.cache import state
+from h2o_stream.cache.slots import Slots
 from h2o_stream.config import ModelConfig, SamplingConfig, ServeConfig
 from h2o_stream.models import tokenizer
 from h2o_stream.recall import recall
-from h2o_stream.serve import app, aside, chat, service, worker
+from h2o_stream.serve import app, aside, chat, conversations, endings, service, worker
 from h2o_stream.serve.app import make_app
-from h2o_stream.serve.conversations import Conversations, Live
+from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.endings import Endings
 from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.live import Live
 from h2o_stream.serve.messages import Dialogue
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Failed, Message, Piece
@@ -35,6 +39,7 @@ from h2o_stream.serve.requests import Options, parse_json
 from h2o_stream.serve.store import Store
 from h2o_stream.serve.stream import Pace
 from h2o_stream.serve.worker import Worker
+from h2o_stream.session import state_files
 from tests import served
 from tests.disturbances import fail_once
 from tests.native_builds import needs_library
@@ -328,7 +333,42 @@ def test_a_long_opening_is_read_once_where_nobody_waits(
         running.service.conversations.templates._kept.clear()  # as after a restart
         more = [{"role": "assistant", "content": reply(answer)}, {"role": "user", "content": "And now?"}]
         assert running.say(messages=messages + more)["h2o"]["turns_known"] == 1
-        assert threads == ["h2o-read"]
+        assert threads == ["h2o-load"]
+
+
+def test_states_are_loaded_and_copied_where_nobody_waits(
+    tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 80 MB, which is read, checked and copied, held all replies for 75 ms, and a busy machine for a second."""
+    handled = Counter[str]()
+
+    def noting(function: Callable[..., Any], size: Callable[[Any], int], place: int) -> Callable[..., Any]:
+        def call(*values: Any) -> Any:
+            handled[threading.current_thread().name.rstrip("-_0123456789")] += size(values[place])
+            return function(*values)
+
+        return call
+
+    def all_bytes(arrays: Any) -> int:
+        return sum(array.nbytes for array in arrays.values())
+
+    for module in (conversations, endings):
+        monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(state_files, "decode_state", noting(state_files.decode_state, len, 0))
+    monkeypatch.setattr(state, "_crc", noting(state._crc, lambda array: array.nbytes, 0))
+    monkeypatch.setattr(Slots, "load", noting(Slots.load, all_bytes, 1))
+    monkeypatch.setattr(Slots, "arrays", noting(Slots.arrays, lambda slots: slots.nbytes, 0))
+    with Running(tmp_path, long_folder, awake=2, running=2) as running:
+        first = running.say("Number 0.")
+        asked = ["Number 0.", reply(first), "And?"]
+        opened = [running.say(*asked, **more)["h2o"]["origin"] for more in ({"store": False}, {}, {"n": 2}, {})]
+        for number in range(2):
+            running.say(f"Go to sleep, {number}.")
+        opened.append(running.say("And?", previous_response_id=first["id"])["h2o"]["origin"])
+        running.say(*asked[:1], reply(first), "Then?", stop=["e"])
+        running.say(*asked[:1], reply(first), "Then?", "It is.", "No?", stop=["e"])
+    assert opened == ["branched", "continued", *3 * ["branched"]]
+    assert {*handled} == {"h2o-load", "h2o-read", "h2o-save"}
 
 
 def test_long_lists_of_tokens_are_written_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

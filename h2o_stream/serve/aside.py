@@ -21,6 +21,9 @@ T = TypeVar("T")
 LONG = 10_000
 """Characters from which a request is long: so many are tokenized in 15 ms."""
 
+LARGE = 2**18
+"""Bytes from which a state is large: they are read, checked and copied in a millisecond."""
+
 _THREADS = 2
 
 

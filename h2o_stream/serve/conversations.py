@@ -6,100 +6,32 @@ Everything here runs in the thread that owns the model, except `Conversations.co
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 from weakref import proxy
 
 from h2o_stream.base.logs import Log
-from h2o_stream.cache.state import State
 from h2o_stream.config import ServeConfig
-from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.recall.terms import TermWeights
+from h2o_stream.serve.aside import LARGE
 from h2o_stream.serve.cache_memory import CacheMemory
 from h2o_stream.serve.errors import ApiError, no_response
-from h2o_stream.serve.messages import Dialogue, Exchange, chain
+from h2o_stream.serve.live import Live, Loading, Opened, Place
+from h2o_stream.serve.messages import Exchange, chain
+from h2o_stream.serve.replies import Ask
 from h2o_stream.serve.requests import Options
 from h2o_stream.serve.store import Kept, Store
 from h2o_stream.serve.stream import Pace, WaitingEngine
 from h2o_stream.serve.templates import Templates
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.transcript import Entry, Header, SaidTurns
+from h2o_stream.session.transcript import Header
 
 _log = logging.getLogger(__name__)
 
-_MANY, _LARGE = 500, 2**18
-"""Conversations with more turns, or bytes of text, are woken in another thread: to parse them takes milliseconds."""
-
-Origin = Literal["new", "continued", "branched", "read"]
-
-
-@dataclass
-class Live:
-    """A conversation that is awake.
-
-    Attributes:
-        conversation: conversation of a `WaitingEngine`.
-        kept: what is known of it; None for one that is never saved.
-        options: options of the conversation.
-        past: hash after the last turn on disk.
-        entries: entries of the turns that are in the cache and not on disk.
-        exchanges: what each of these that is no pin consists of.
-        before: entries of the turns of a branch that is not on disk yet.
-        merged: past turns that are fed with the one to answer, see `as_fed`.
-        undone: the state before that turn, if a stop string may cut its reply off; None for an empty one.
-        response: the id by which a client goes on after the last of the entries.
-    """
-
-    conversation: Conversation
-    kept: Kept | None
-    options: Options
-    past: str
-    entries: list[Entry] = field(default_factory=list)
-    exchanges: list[tuple[Exchange, ...]] = field(default_factory=list)
-    before: Log[Entry] = field(default_factory=Log)
-    merged: tuple[Exchange, ...] = ()
-    undone: State | None = None
-    response: str = ""
-
-    @property
-    def engine(self) -> WaitingEngine:
-        """Its engine."""
-        engine = self.conversation.engine
-        assert isinstance(engine, WaitingEngine)
-        return engine
-
-    def said(self) -> SaidTurns:
-        """The turns, for recall."""
-        session = self.kept.session if self.kept and self.kept.nbytes else None
-        return SaidTurns(session.transcript.entries if session else self.before, self.entries)
-
-    def add(self, entry: Entry, *exchanges: Exchange) -> None:
-        """Note a turn that is in the cache, and what it consists of; nothing for a pin."""
-        self.entries.append(entry)
-        if exchanges:
-            self.exchanges.append(exchanges)
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A conversation for a request.
-
-    Attributes:
-        live: the conversation.
-        unread: past turns that have to be read first.
-        origin: origin of the conversation.
-        known: past turns that were recognised.
-    """
-
-    live: Live
-    unread: tuple[Exchange, ...]
-    origin: Origin
-    known: int
+_MANY = 500
+"""Conversations with more turns take milliseconds to load."""
 
 
 class Conversations:
@@ -129,57 +61,110 @@ class Conversations:
         """Make what recall needs of the model, before somebody waits for it."""
         self._terms.prepare()
 
-    def open(self, dialogue: Dialogue, past: Sequence[str], options: Options, keep: bool) -> Opened:
-        """The conversation that continues a dialogue, with these hashes; with `keep` it is saved after each turn.
+    def find(self, ask: Ask) -> Place | None:
+        """Where a request goes on; None if nothing of it is known.
+
+        Raises:
+            ApiError: the response after which it goes on is not kept any more, or has other options.
+        """
+        owner, past = ask.options.owner, ask.hashes
+        if ask.after is None:
+            places = (
+                Place(kept, turn, known)
+                for known in self._store.last_known(past)
+                for kept, turn in self._store.with_hash(past[known], owner)
+            )
+            return next((place for place in places if place.turn not in place.kept.stateless), None)
+        kept, turn = self._store.with_id(ask.after, owner) or (None, 0)
+        if kept is not None and kept.key != ask.options.key:
+            what = "tools, window, policy, recall, think and pins must be those of the previous response"
+            raise ApiError(400, what, "previous_response_id")
+        if kept is None or turn in kept.stateless:
+            raise no_response()
+        return Place(kept, turn, turn)
+
+    def open(self, ask: Ask) -> Opened:
+        """A new conversation for a request.
 
         Raises:
             ApiError: there is no room in the window.
         """
-        for known in self._store.last_known(past):
-            for kept, turn in self._store.with_hash(past[known], options.owner):
-                if opened := self._known(kept, turn, options, keep):
-                    return Opened(opened[0], dialogue.past[known:], opened[1], known)
-        live = self._start(options, dialogue.system, past[0], keep)
-        return Opened(live, dialogue.past, "read" if dialogue.past else "new", 0)
+        live, past = self._start(ask.options, ask.dialogue.system, ask.hashes[0], ask.keep), ask.dialogue.past
+        return Opened(live, past, "read" if past else "new", 0)
 
-    def open_after(self, response: str, options: Options, keep: bool) -> Opened:
-        """The conversation after the response of this id; with `keep` it is saved after each turn.
+    def open_awake(self, ask: Ask, place: Place) -> Opened | None:
+        """The conversation that goes on at a place, if it is awake."""
+        live = self.awake.pop(place.kept.id, None) if self._continues(ask, place) else None
+        if live is None:
+            return None
+        self.awake[place.kept.id] = live
+        return Opened(live, _unread(ask, place), "continued", place.known)
+
+    def begin_loading(self, ask: Ask, place: Place) -> Loading:
+        """What `load` loads. The conversation is busy until `open_loaded` or `end_loading`.
 
         Raises:
-            ApiError: it is not kept any more, or has other options.
+            ApiError: there is no memory for it.
         """
-        kept, turn = self._store.with_id(response, options.owner) or (None, 0)
-        if kept is not None and kept.key != options.key:
-            what = "tools, window, policy, recall, think and pins must be those of the previous response"
-            raise ApiError(400, what, "previous_response_id")
-        if kept is not None and (opened := self._known(kept, turn, options, keep)):
-            return Opened(opened[0], (), opened[1], turn)
-        raise no_response()
+        continues, was_busy = self._continues(ask, place), place.kept.id in self.busy
+        loading = Loading(place, ask.options, self._make_engine(ask.options), continues, was_busy)
+        self.busy.add(place.kept.id)
+        return loading
 
-    def sleeping(self, past: Sequence[str], after: str | None, options: Options) -> Kept | None:
-        """The conversation that continues these hashes, or a response, if waking it up takes long."""
-        owner = options.owner
-        if after is None:
-            known = (past[number] for number in self._store.last_known(past))
-            found = next((pair for one in known for pair in self._store.with_hash(one, owner)), None)
-        else:
-            found = self._store.with_id(after, owner)
-        kept = found[0] if found else None
-        if kept is None or kept.session is not None:
-            return None
-        is_long = len(kept.turns) > _MANY or self._store.text_bytes(kept) > _LARGE or self._opens_long(kept, options)
-        return kept if is_long else None
+    def takes_long(self, loading: Loading) -> bool:
+        """Whether others should not wait until it is loaded."""
+        kept = loading.place.kept
+        long_opening = self.templates.takes_long(kept.hashes[0], loading.options, kept.system)
+        return len(kept.turns) > _MANY or kept.nbytes > LARGE or long_opening
 
-    def _opens_long(self, kept: Kept, options: Options) -> bool:
-        """Whether its system prompt and tools have to be read first."""
-        return kept.key == options.key and self.templates.takes_long(kept.hashes[0], options, kept.system)
-
-    def wake(self, kept: Kept, options: Options) -> None:
-        """Read the transcript, and make the template, of a conversation that is busy; any thread may do it."""
-        with suppress(H2OStreamError):
+    def load(self, loading: Loading) -> None:
+        """Read the transcript and the state of a conversation into memory; any thread may do it."""
+        kept, turn, _ = loading.place
+        try:
             self._store.wake(kept)
-            if self._opens_long(kept, options):
-                self.templates.get(kept.hashes[0], options, kept.system)
+            if saved := self._store.saved(kept, turn):
+                conversation = self._converse(loading.engine, loading.options, kept.system, kept.hashes[0])
+                conversation.load_state_dict(saved[0])
+                loading.live = Live(conversation, None, loading.options, kept.hashes[turn], before=saved[1])
+        except H2OStreamError as error:
+            _log.warning("the state of conversation %s is not used: %s", kept.id, error)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the request is answered
+            loading.error = error
+
+    def open_loaded(self, ask: Ask, loading: Loading) -> Opened | None:
+        """The conversation that was loaded, or a branch of it; None if its state is not available.
+
+        Raises:
+            ApiError: there is no memory for it.
+        """
+        place, live = loading.place, loading.live
+        try:
+            if loading.error is not None:
+                raise loading.error
+            if live is None:
+                place.kept.stateless.add(place.turn)
+                return None
+            self._reserve(live.engine)  # its window is that of the state
+            loading.opened = True
+            live.kept = place.kept if loading.continues else self._branch(place) if ask.keep else None
+            if live.kept is not None:
+                self._make_room()
+                self.awake[live.kept.id] = live
+            self._prepare_recall(live)
+            return Opened(live, _unread(ask, place), "continued" if loading.continues else "branched", place.known)
+        finally:
+            self.end_loading(loading)
+
+    def end_loading(self, loading: Loading) -> None:
+        """Forget what was loaded and is not in use, and close its conversation if nobody else uses it."""
+        kept = loading.place.kept
+        if not loading.was_busy:
+            self.busy.discard(kept.id)
+        if not loading.opened:
+            self.memory.release(loading.engine)
+            loading.engine.close()
+        if kept.id not in self.awake and kept.id not in self.busy:
+            kept.close()
 
     def open_raw(self, options: Options) -> Opened:
         """An empty stream for a text that is continued as it is, which is not kept."""
@@ -198,63 +183,26 @@ class Conversations:
             raise no_response()
         return stored[0].system
 
-    def _known(self, kept: Kept, turn: int, options: Options, keep: bool) -> tuple[Live, Origin] | None:
-        """Continue a conversation after a turn, or branch there; None if the state is not available."""
-        newest = turn == len(kept.hashes) - 1
-        if keep and newest and kept.id not in self.busy:
-            if live := self.awake.pop(kept.id, None):
-                self.awake[kept.id] = live
-                return live, "continued"
-            if live := self._wake(kept, options, turn):
-                self._make_room()
-                self.awake[kept.id] = live
-                return live, "continued"
-            return None
-        saved = self._store.saved(kept, turn)
-        if kept.id not in self.awake:
-            kept.close()
-        if saved is None:
-            return None
-        live = self._load(kept, options, saved, turn)
-        if live is None:
-            return None
-        if keep:
-            live.kept = branch = self._store.create(kept.key, kept.system, kept.hashes[0], kept.owner)
-            branch.hashes, branch.turns = kept.hashes.first(turn + 1), kept.turns.first(turn + 1)
-            self._make_room()
-            self.awake[branch.id] = live
-        self._prepare_recall(live)
-        return live, "branched"
+    def _branch(self, place: Place) -> Kept:
+        """A conversation that begins with the turns of another; its states are those of the turns that follow."""
+        kept, turn, _ = place
+        branch = self._store.create(kept.key, kept.system, kept.hashes[0], kept.owner)
+        branch.hashes, branch.turns = kept.hashes.first(turn + 1), kept.turns.first(turn + 1)
+        branch.stateless.update(range(turn + 1))
+        return branch
 
-    def _wake(self, kept: Kept, options: Options, turn: int) -> Live | None:
-        """Load a conversation after its last turn; None if the state is not available."""
-        live = None
-        try:
-            with suppress(DataError):
-                self._store.wake(kept)
-                if (saved := self._store.saved(kept, turn)) and (live := self._load(kept, options, saved, turn)):
-                    live.kept = kept
-                    self._prepare_recall(live)
-            return live
-        finally:
-            if live is None:
-                kept.close()
-
-    def _load(self, source: Kept, options: Options, saved: tuple[State, Log[Entry]], turn: int) -> Live | None:
-        """What is known of a conversation after a turn, as one that is not kept yet."""
-        conversation, (state, entries) = self._converse(options, source.system, source.hashes[0]), saved
-        try:
-            conversation.load_state_dict(state)
-        except H2OStreamError as error:
-            _log.warning("the state of conversation %s is not used: %s", source.id, error)
-            return None
-        return Live(conversation, None, options, source.hashes[turn], before=entries)
+    def _continues(self, ask: Ask, place: Place) -> bool:
+        """Whether a request may change the conversation at a place, which is its end."""
+        kept, turn, _ = place
+        return ask.keep and turn == len(kept.hashes) - 1 and kept.id not in self.busy
 
     def _start(self, options: Options, system: str | None, first: str, keep: bool) -> Live:
+        engine = self._make_engine(options)
         try:
-            conversation = self._converse(options, system, first)
+            conversation = self._converse(engine, options, system, first)
         except ConfigError as error:
             raise as_api_error(error, "messages", "context_length_exceeded") from error
+        self._reserve(engine)  # its window has grown for its system prompt and tools
         kept = self._store.create(options.key, system, first, options.owner) if keep else None
         live = Live(conversation, kept, options, first)
         self._prepare_recall(live)
@@ -263,17 +211,18 @@ class Conversations:
             self.awake[kept.id] = live
         return live
 
-    def _converse(self, options: Options, system: str | None, first: str) -> Conversation:
+    def _make_engine(self, options: Options) -> WaitingEngine:
         engine = WaitingEngine(self._model, options.cache, self.pace, self._config.speculate)
         self._reserve(engine)
+        return engine
+
+    def _converse(self, engine: WaitingEngine, options: Options, system: str | None, first: str) -> Conversation:
         template = self.templates.get(first, options, system)
         system = self._model.system if system is None else system
-        conversation = Conversation(
+        return Conversation(
             engine, system, self._model.stops, options.recall_config, options.thinking, options.tools, options.effort,
             template,
         )  # fmt: skip
-        self._reserve(engine)  # its window has grown for its system prompt and tools
-        return conversation
 
     def _reserve(self, engine: WaitingEngine) -> None:
         """Put conversations to sleep until a cache fits beside the others; see `CacheMemory`."""
@@ -347,3 +296,8 @@ class Conversations:
         live.entries, live.exchanges, live.before, live.response = [], [], Log(), ""
         for kept in self._store.to_forget({*self.awake, *self.busy}):
             self._store.forget(kept)
+
+
+def _unread(ask: Ask, place: Place) -> tuple[Exchange, ...]:
+    """What a request says before its last message, and is not known."""
+    return ask.dialogue.past[place.known :] if ask.after is None else ()

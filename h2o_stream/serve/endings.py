@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.serve.aside import LONG
-from h2o_stream.serve.conversations import Conversations, Live, Opened
+from h2o_stream.serve.aside import LARGE, LONG
+from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.live import Live, Opened
 from h2o_stream.serve.messages import Exchange, as_fed
 from h2o_stream.serve.metrics import Metrics
 from h2o_stream.serve.replies import Ask, Done, Failed, Piece, Seen
@@ -97,8 +98,11 @@ class Job:
 
     @property
     def is_long(self) -> bool:
-        """Whether its next step may be long: not between tokens, if much is to be read."""
-        return (self.corrected or not self.tokens) and self.reads_much
+        """Whether its next step may be long: not between tokens, if much is to be read, or copied for stop strings."""
+        conversation = self.live.conversation
+        return (self.corrected or not self.tokens) and (
+            self.reads_much or bool(conversation.stops and conversation.engine.cache.nbytes > LARGE)
+        )
 
     @cached_property
     def reads_much(self) -> bool:

@@ -51,6 +51,7 @@ class Kept:
         used: when it was used last, seconds since 1970.
         nbytes: on disk.
         file_bytes: of the file, without lines of turns that were not saved.
+        stateless: after how many turns there is no state, as far as that is known.
         session: while it is awake and on disk.
     """
 
@@ -64,6 +65,7 @@ class Kept:
     used: float = field(default_factory=time.time)
     nbytes: int = 0
     file_bytes: int = 0
+    stateless: set[int] = field(default_factory=set)
     session: Session | None = None
 
     def close(self) -> None:
@@ -148,12 +150,6 @@ class Store:
         """
         if kept.session is None:
             kept.session = self._session(kept, create=kept.nbytes == 0)
-
-    def text_bytes(self, kept: Kept) -> int:
-        """Bytes of its transcript."""
-        with suppress(OSError):
-            return (self._folder / kept.id / TRANSCRIPT).stat().st_size
-        return 0
 
     def saved(self, kept: Kept, turn: int) -> tuple[State, Log[Entry]] | None:
         """The state after so many turns, and their entries; None if the state is not kept any more."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.models.turn_tokens import with_bos
 from h2o_stream.recall.passage import Recalled
-from h2o_stream.serve.conversations import Live, Opened
 from h2o_stream.serve.errors import ApiError
+from h2o_stream.serve.live import Live, Opened
 from h2o_stream.serve.messages import Dialogue, as_fed
 from h2o_stream.serve.stream import Waits
 from h2o_stream.session.messages import UserTurn, text_of

@@ -22,12 +22,13 @@ from h2o_stream.engine.served import BatchedSteps
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native.stepper import PromptPlan
 from h2o_stream.serve.aside import Threads
-from h2o_stream.serve.conversations import Conversations, Opened
+from h2o_stream.serve.conversations import Conversations
 from h2o_stream.serve.endings import Endings, Job
 from h2o_stream.serve.errors import stopping
+from h2o_stream.serve.live import Opened
 from h2o_stream.serve.metrics import Metrics
+from h2o_stream.serve.openings import Openings
 from h2o_stream.serve.replies import Ask, Failed, Piece, Started
-from h2o_stream.serve.store import Kept
 from h2o_stream.serve.turns import raw_events, turn_events
 from h2o_stream.serve.wording import as_api_error
 from h2o_stream.session.turn import Turn
@@ -76,11 +77,11 @@ class Worker:
         self._batch: BatchedSteps = model.model.make_batch()
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._asked: deque[Ask] = deque()
-        self._waking, self._woken = dict[str, list[Ask]](), dict[Ask, Kept]()
         self._jobs: list[Job] = []
         self._stopped = False
         self._endings = Endings(self._jobs, conversations, metrics, self.call)
         self._readers = Threads("h2o-read")
+        self._openings = Openings(self._asked, conversations, self.call)
         self._thread = threading.Thread(target=self._run, name="h2o-serve")
 
     def start(self) -> None:
@@ -104,7 +105,7 @@ class Worker:
     @property
     def lengths(self) -> tuple[int, int]:
         """How many replies are being made or saved, and how many wait."""
-        return len(self._jobs) + self._endings.saving, len(self._asked) + sum(map(len, [*self._waking.values()]))
+        return len(self._jobs) + self._endings.saving, len(self._asked) + self._openings.num_waiting
 
     def call(self, action: Callable[[], object]) -> None:
         """Do something in the thread."""
@@ -125,15 +126,20 @@ class Worker:
         """Take what was asked for, and begin new replies, not too many between two steps of others."""
         self._take_actions()
         for _ in range(_BEGUN):
-            if not self._asked or len(self._jobs) + self._endings.saving >= self._running:
+            if not self._may_begin:
                 return
             ask = self._asked.popleft()
             try:
-                if not self._wakes(ask):
-                    self._start(ask)
+                if opened := self._openings.open(ask):
+                    self._start(ask, opened)
             except BaseException as error:  # noqa: BLE001 - a request must not end the server
                 ask.try_send(Failed(as_api_error(error)))
-            self._close_woken(ask)
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether a request can be taken now: not too many at once are answered, nor loaded."""
+        free = len(self._jobs) + self._endings.saving < self._running and len(self._openings.loading) <= self._running
+        return free and bool(self._asked)
 
     def _step(self) -> None:
         """Take a token of every reply, and some of prompts, through the model."""
@@ -238,7 +244,7 @@ class Worker:
             self._endings.give_up(job, error)
 
     def _take_actions(self) -> None:
-        idle = all(job.is_reading for job in self._jobs) and not (self._asked and self._endings.saving < self._running)
+        idle = all(job.is_reading for job in self._jobs) and not self._may_begin
         wait_s: float | None = _IDLE_S
         while True:
             try:
@@ -255,43 +261,15 @@ class Worker:
 
     def _stop(self) -> None:
         self._stopped = True
-        for waiting in (self._asked, *self._waking.values()):
+        for waiting in (self._asked, *self._openings.loading.values()):
             for ask in waiting:
+                self._openings.cancel(ask)
                 ask.try_send(Failed(stopping()))
             waiting.clear()
         for job in list(self._jobs):
             self._endings.interrupt(job)
 
-    def _wakes(self, ask: Ask) -> bool:
-        """Whether the request waits for a long conversation to be woken in another thread."""
-        conversations = self._conversations
-        kept = None if ask.raw else conversations.sleeping(ask.hashes, ask.after, ask.options)
-        if kept is None or ask in self._woken:
-            return False
-        if kept.id in self._waking:
-            self._waking[kept.id].append(ask)
-            return True
-
-        def go_on() -> None:
-            conversations.busy.discard(kept.id)
-            if not (asks := self._waking.pop(kept.id)):  # their clients have left
-                kept.close()
-            self._woken.update(dict.fromkeys(asks, kept))
-            self._asked.extendleft(reversed(asks))
-
-        self._waking[kept.id] = [ask]
-        conversations.busy.add(kept.id)
-        self._readers.submit(partial(conversations.wake, kept, ask.options), partial(self.call, go_on))
-        return True
-
-    def _start(self, ask: Ask) -> None:
-        conversations = self._conversations
-        if ask.raw:
-            opened = conversations.open_raw(ask.options)
-        elif ask.after is not None:
-            opened = conversations.open_after(ask.after, ask.options, ask.keep)
-        else:
-            opened = conversations.open(ask.dialogue, ask.hashes, ask.options, ask.keep)
+    def _start(self, ask: Ask, opened: Opened) -> None:
         try:
             self._begin(ask, opened)
         except Exception:
@@ -329,18 +307,12 @@ class Worker:
             self._endings.interrupt(job)
 
     def _cancel(self, ask: Ask) -> None:
-        for waiting in (self._asked, *self._waking.values()):
+        for waiting in (self._asked, *self._openings.loading.values()):
             if ask in waiting:
                 waiting.remove(ask)
-        self._close_woken(ask)
+        self._openings.cancel(ask)
         for job in [job for job in self._jobs if job.ask is ask]:
             self._endings.interrupt(job)
-
-    def _close_woken(self, ask: Ask) -> None:
-        """Close what was woken up for a request, unless it is in use or others wait for it."""
-        kept = self._woken.pop(ask, None)
-        if kept and kept.id not in self._conversations.awake and all(kept is not x for x in self._woken.values()):
-            kept.close()
 
 
 def _nothing() -> None:
