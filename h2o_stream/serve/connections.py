@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _SILENT_S = 10
 """How long the system keeps connections that send nothing, before the server sees them."""
 
-_SHUTDOWN_S, _EXIT_S = 1, 3.0
+_SHUTDOWN_S, _EXIT_S = 0.7, 1.9
 """Seconds that open connections have when the server stops, and after which the process ends whatever it does: what
 was finished is on disk.
 """
@@ -159,7 +159,7 @@ def uvicorn_config(app: Starlette, config: ServeConfig) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         backlog=_BACKLOG,
-        timeout_graceful_shutdown=_SHUTDOWN_S,
+        timeout_graceful_shutdown=_SHUTDOWN_S,  # type: ignore[arg-type]  # asyncio takes parts of seconds
     )
 
 
