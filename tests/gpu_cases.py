@@ -20,6 +20,7 @@ from h2o_stream.gpu.packed import block_matrix
 from h2o_stream.native.abi import GateKind, MatrixKind, NormKind
 from h2o_stream.native.attention import Attention, Gate
 from h2o_stream.native.description import Description, Layer, Matrix, Mlp, Norm
+from h2o_stream.native.experts import Experts
 from h2o_stream.native.gguf_types import BLOCKS, TensorType
 from h2o_stream.native.mixers import Convolution, GatedDelta, Mamba2, ShortConvolution
 from h2o_stream.runtime.mixers import columns_by_key_head
@@ -81,7 +82,7 @@ def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
     gpu_layers.logits_of(description, stream)
 
 
-def experts(rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
+def experts(rows: int = 1, dtype: torch.dtype = torch.bfloat16, quantized: str = "") -> None:
     """A mixture of experts of one layer."""
     config = Qwen2MoeConfig(
         vocab_size=64, hidden_size=2048, moe_intermediate_size=768, shared_expert_intermediate_size=512, num_experts=4,
@@ -90,6 +91,8 @@ def experts(rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
     with torch.device("meta"):
         model = Qwen2MoeForCausalLM(config).to(dtype)
     description = describe(model.to_empty(device="cpu").eval())
+    if quantized:
+        description = in_blocks(description, TensorType[quantized])
     x = torch.zeros(rows, 2048, dtype=dtype)
     columns = [layer.attention.out.columns for layer in description.layers if layer.attention]
     gpu_layers.run(description, x, lambda number, *_: x.new_zeros(rows, columns[number]))
@@ -133,6 +136,10 @@ def in_blocks(part: Any, kind: TensorType) -> Any:
         count, size = BLOCKS[kind]
         blocks = torch.zeros(part.rows * (part.columns // count) * size, dtype=torch.uint8)
         return block_matrix(blocks, part.bias, kind, part.rows, part.columns)
+    if isinstance(part, Experts):
+        size = part.count * part.inner_size
+        first = in_blocks(Matrix(part.down.weights, None, size, part.hidden, part.down.kind), kind)
+        part = replace(part, gate=first, up=first, down=in_blocks(part.down, kind), stride=part.inner_size)
     if isinstance(part, list | tuple):
         return type(part)(in_blocks(each, kind) for each in part)
     if isinstance(part, Description | Layer | Attention | Mlp):
@@ -147,6 +154,10 @@ CASES = {
     "experts of 5 rows, float32": lambda: experts(5, torch.float32),
     "experts of a prompt": lambda: experts(200),
     "experts of a prompt, float32": lambda: experts(200, torch.float32),
+    "experts in blocks": lambda: experts(quantized="Q6_K"),
+    "experts of 5 rows, in blocks": lambda: experts(5, quantized="Q4_K"),
+    "experts of a prompt, in blocks": lambda: experts(200, quantized="Q8_0"),
+    "experts of a prompt, in blocks, float32": lambda: experts(200, torch.float32, "Q4_K"),
     "layers": layers,
     "mixers": mixers,
     "mixers, float32": lambda: mixers(2, 100, torch.float32),

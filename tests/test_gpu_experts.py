@@ -1,40 +1,49 @@
 """Mixtures of experts on a GPU, under Triton's interpreter. `tests/test_gpu.py` runs them."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from h2o_stream.attachment.describe import describe
+from h2o_stream.config import ModelConfig
 from h2o_stream.gpu import available
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind, Scoring
 from h2o_stream.native.description import Mlp
 from h2o_stream.native.experts import Experts, Router
+from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.matrix import NO_NORM, Matrix, Norm
+from tests.family_models import TEXT, written
 from tests.test_gpu_graphs import HostFree
+from tests.test_gpu_steps import load_to_gpu, random_blocks
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
-
-HIDDEN, INNER, COUNT = 36, 8, 5
 
 
 def matrix(rows: int, columns: int) -> Matrix:
     return Matrix(torch.randn(rows, columns) / 6, None, rows, columns, MatrixKind.FLOAT32)
 
 
-def made(scoring: Scoring, normalized: bool, chosen: int, gated: bool, shared: bool, count: int = COUNT) -> Experts:
+def made(
+    scoring: Scoring, normalized: bool, chosen: int, gated: bool, shared: bool, count: int = 5, hidden: int = 36,
+    inner: int = 8,
+) -> Experts:  # fmt: skip
     torch.manual_seed(0)
     bias, factors = (torch.rand(count), torch.rand(count)) if scoring == Scoring.SIGMOID else (None, None)
-    router = Router(matrix(count, HIDDEN), chosen, scoring, normalized, 1.5, bias, factors=factors)
-    both = matrix(count * 2 * INNER, HIDDEN)
-    rows = (count * 2 - 1) * INNER
-    gate, up = both.row_range(0, rows), both.row_range(INNER, rows)
-    other = Mlp(matrix(INNER, HIDDEN), matrix(INNER, HIDDEN), matrix(HIDDEN, INNER), Activation.SILU)
+    router = Router(matrix(count, hidden), chosen, scoring, normalized, 1.5, bias, factors=factors)
+    both = matrix(count * 2 * inner, hidden)
+    rows = (count * 2 - 1) * inner
+    gate, up = both.row_range(0, rows), both.row_range(inner, rows)
+    other = Mlp(matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner), Activation.SILU)
     return Experts(
-        router, gate if gated else None, up, matrix(count * HIDDEN, INNER), INNER, 2 * INNER, Activation.SILU,
-        shared=other if shared else None, shared_gate=matrix(1, HIDDEN) if shared else None,
+        router, gate if gated else None, up, matrix(count * hidden, inner), inner, 2 * inner, Activation.SILU,
+        shared=other if shared else None, shared_gate=matrix(1, hidden) if shared else None,
     )  # fmt: skip
 
 
@@ -67,20 +76,64 @@ def expected(experts: Experts, x: Tensor) -> Tensor:
     (Scoring.SIGMOID, True, 1, True, False), (Scoring.SIGMOID, False, 3, True, True, 1 << 5),
 ], ids=["shared", "all", "one", "many"])  # fmt: skip
 def test_rows_and_their_experts(rows: int, settings: Any) -> None:
+    experts = made(*settings)
+    check(experts, experts, rows, 1e-5)
+
+
+@pytest.mark.parametrize(("rows", "types"), [
+    (1, ("Q8_0", "Q8_0", "Q4_0")), (4, ("Q4_1", "Q4_1", "Q5_0")), (5, (None, "Q4_K", "Q6_K")), (60, ("Q8_0",) * 3),
+])  # fmt: skip
+def test_experts_in_blocks(rows: int, types: Sequence[str | None]) -> None:
+    """As of a GGUF file; of gates, what they are for, and the last matrices."""
+    from h2o_stream.gpu.packed import block_matrix, repacked
+
+    size = 256 if "Q6_K" in types else 64
+    experts = made(Scoring.SOFTMAX, True, 2, True, False, count=3, hidden=size, inner=size)
+
+    def packed(name: str | None) -> Any:
+        if name is None:
+            return None
+        blocks = repacked(random_blocks(name, 3 * size, size), TensorType[name], torch.device("cpu"))
+        return block_matrix(blocks, None, TensorType[name], 3 * size, size)
+
+    def dense(matrix: Any) -> Matrix | None:
+        kind = MatrixKind.FLOAT32
+        return matrix and Matrix(matrix.unpacked(torch.float32), None, matrix.rows, matrix.columns, kind)
+
+    matrices = dict(zip(("gate", "up", "down"), map(packed, types), strict=True))
+    experts = replace(experts, stride=size, **matrices)
+    check(experts, replace(experts, **{name: dense(x) for name, x in matrices.items()}), rows, 1e-4)
+
+
+@torch.no_grad()
+def test_a_file_whose_experts_stay_in_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from h2o_stream.gpu import layers, mlps
+
+    config = ModelConfig(str(written(tmp_path, "Qwen 3 MoE")), device="cpu", dtype="float32")
+    kept, dense = (load_to_gpu(monkeypatch, replace(config, quantize=quantize)) for quantize in ("auto", "none"))
+    assert not [weight for weight in kept.parameters() if weight.ndim > 2]
+    ids = torch.tensor([TEXT[:9]])
+    assert relative_error(kept(ids).logits, dense(ids).logits) < 1e-4
+    description, x = describe(kept), torch.randn(5, kept.config.hidden_size)
+    assert not layers.why_not(description)
+    ours = mlps.mixed(description.layers[1].mlp, x, NO_NORM)
+    assert relative_error(ours, dense.model.layers[1].mlp(x[None])[0]) < 1e-4
+    monkeypatch.setattr("h2o_stream.gpu.packed.repack", lambda blocks, kind, columns, into: into.codes.zero_())
+    assert load_to_gpu(monkeypatch, config)(ids).logits.equal(dense(ids).logits)
+
+
+def check(experts: Experts, dense: Experts, rows: int, rounding: float) -> None:
     """With nothing that depends on data on the host; few rows are those of each alone, bit for bit."""
-    from h2o_stream.gpu.mlps import mixed
+    from h2o_stream.gpu import mlps
     from h2o_stream.gpu.packed import FEW
 
-    experts, x = made(*settings), torch.randn(rows, HIDDEN)
-    weight = torch.rand(HIDDEN) + 0.5
-    inputs = torch.nn.functional.rms_norm(x.double(), (HIDDEN,), weight.double(), 1e-6)
+    assert not mlps.why_not(experts)
+    x, weight = torch.randn(rows, experts.hidden), torch.rand(experts.hidden) + 0.5
+    inputs = torch.nn.functional.rms_norm(x.double(), (experts.hidden,), weight.double(), 1e-6)
+    norm = Norm(NormKind.RMS, weight, None, 1e-6) if rows <= FEW else NO_NORM
     with HostFree() as mode:
-        if rows <= FEW:
-            norm = Norm(NormKind.RMS, weight, None, 1e-6)
-            ours = mixed(experts, x, norm)
-        else:
-            ours = mixed(experts, inputs.float(), NO_NORM)
+        ours = mlps.mixed(experts, x if norm.kind else inputs.float(), norm)
     assert mode.calls
-    assert relative_error(ours.double(), expected(experts, inputs)) < 1e-5
+    assert relative_error(ours.double(), expected(dense, inputs)) < rounding
     if rows == FEW:
-        assert ours.equal(torch.cat([mixed(experts, row, norm) for row in x.split(1)]))
+        assert ours.equal(torch.cat([mlps.mixed(experts, row, norm) for row in x.split(1)]))

@@ -30,7 +30,7 @@ class FusedBatch(Generic[Row]):
     """See `native.batch.BatchStepper`. Every stream attends to its own cache, and evicts from it, by its own rules.
 
     Args:
-        description: of a model that `layers` takes in several rows.
+        description: of a model that `layers.why_not` has no objection to.
         captured: whether steps are captured as CUDA graphs, of the same streams as long as they stay together.
         as_logits: makes of [V] float32 what a sampler takes.
     """

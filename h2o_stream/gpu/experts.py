@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from h2o_stream.gpu.blocks import loaded, unpacked
 from h2o_stream.gpu.products import activated, finish
 
 
@@ -130,33 +131,47 @@ def sort_kernel(chosen, order, starts, pairs, BP: tl.constexpr, PDL: tl.constexp
 
 
 @triton.jit
+def _block(order, starts, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+    """The expert of a program, or E, and [BM] pairs of it, of which some are there.
+
+    Without `starts` a program has one pair, and `order` is the experts of pairs.
+    """
+    block, number = tl.program_id(0), tl.arange(0, EP)
+    if starts is None:
+        expert, place = tl.load(order + block), block + tl.arange(0, BM)
+        real = place == block
+        pair = place
+    else:
+        start = tl.load(starts + number, mask=number < E, other=0)
+        end = tl.load(starts + 1 + number, mask=number < E, other=0)
+        blocks = (end - start + BM - 1) // BM
+        within = block - (tl.cumsum(blocks, 0) - blocks)
+        mine = (within >= 0) & (within < blocks)
+        expert = tl.min(tl.where(mine, number, E), 0)
+        place = tl.sum(tl.where(mine, start + within * BM, 0), 0) + tl.arange(0, BM)
+        real = place < tl.sum(tl.where(mine, end, 0), 0)
+        pair = tl.load(order + place, mask=real, other=0)
+    return expert.to(tl.int64), pair.to(tl.int64), real
+
+
+@triton.jit
 def grouped_kernel(
-    x, gate, weight, order, starts, weights, out, stride, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    x, gate, weight, order, starts, out, stride, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `experts_kernel`, of pairs in an `order` whose `starts` are those of experts; row: pair // CHOSEN.
 
-    ACTIVATION -1 is none; products are times `weights` [pairs], if there are any. Program: BM pairs of an expert, if
-    there are as many blocks of them, and BN lines.
+    ACTIVATION -1 is none. Program: BM pairs of an expert, if there are as many blocks of them, and BN lines.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    block, number = tl.program_id(0), tl.arange(0, EP)
-    start = tl.load(starts + number, mask=number < E, other=0)
-    end = tl.load(starts + 1 + number, mask=number < E, other=0)
-    blocks = (end - start + BM - 1) // BM
-    within = block - (tl.cumsum(blocks, 0) - blocks)
-    mine = (within >= 0) & (within < blocks)
-    place = tl.sum(tl.where(mine, start + within * BM, 0), 0) + tl.arange(0, BM)
-    real = place < tl.sum(tl.where(mine, end, 0), 0)
-    if tl.sum(mine.to(tl.int32), 0) > 0:
-        pair = tl.load(order + place, mask=real, other=0).to(tl.int64)
+    expert, pair, real = _block(order, starts, E, EP, BM)
+    if expert < E:
         lines, cols = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
         source = (pair // CHOSEN * K)[:, None] + cols[None, :]
-        line = (tl.sum(tl.where(mine, number, 0), 0).to(tl.int64) * stride + lines) * K
-        line = line[None, :] + cols[:, None]
+        line = ((expert * stride + lines) * K)[None, :] + cols[:, None]
         acc, gates = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
         for k in range(0, K, BK):
             ok = (k + cols < K)[:, None] & (lines < N)[None, :]
@@ -166,11 +181,75 @@ def grouped_kernel(
             if gate is not None:
                 w = tl.load(gate + line + k, mask=ok, other=0.0).to(v.dtype)
                 gates = tl.dot(v, w, gates, input_precision=PRECISION)
-        if gate is not None:
-            acc *= activated(gates, ACTIVATION)
-        elif ACTIVATION >= 0:
-            acc = activated(acc, ACTIVATION)
-        if weights is not None:
-            acc *= tl.load(weights + pair, mask=real, other=0.0)[:, None]
-        there = real[:, None] & (lines < N)[None, :]
-        tl.store(out + (pair * N)[:, None] + lines[None, :], acc.to(out.dtype.element_ty), mask=there)
+        _store(acc, gates, gate, pair, real, lines, out, N, ACTIVATION)
+
+
+@triton.jit
+def _store(acc, gates, gate, pair, real, lines, out, N: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Store products [BM, BN], under an activation or times gates under it."""
+    if gate is not None:
+        acc *= activated(gates, ACTIVATION)
+    elif ACTIVATION >= 0:
+        acc = activated(acc, ACTIVATION)
+    there = real[:, None] & (lines < N)[None, :]
+    tl.store(out + (pair * N)[:, None] + lines[None, :], acc.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["offset_bits", "gate_offset_bits"])
+def grouped_blocks_kernel(
+    x, gate_codes, gate_high, gate_scales, codes, high, scales, norm, order, starts, out, eps, gate_offset_bits,
+    offset_bits, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, J: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `grouped_kernel`, of matrices in blocks, whose experts follow one another; and of rows under an RMS norm."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert, pair, real = _block(order, starts, E, EP, BM)
+    if expert < E:
+        lines, place = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, J * 4)
+        line, there = (expert * N + lines)[:, None], (lines < N)[:, None]
+        acc, gates = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+        squares = tl.zeros([BM], tl.float32)
+        for start in range(0, K // 32, J):
+            group = start + tl.arange(0, J)[None, :]
+            ok = there & (group < K // 32)
+            words = loaded(codes, high, scales, line, group, ok, K // 32, TYPE)
+            if gate_codes is not None:
+                gate_words = loaded(gate_codes, gate_high, gate_scales, line, group, ok, K // 32, GATE_TYPE)
+            for part in tl.static_range(8):
+                column = (start + place // 4) * 32 + 4 * part + place % 4
+                v = tl.load(x + (pair // CHOSEN * K)[:, None] + column[None, :],
+                            mask=real[:, None] & (column < K)[None, :], other=0.0)  # fmt: skip
+                if norm is not None:
+                    wide = v.to(tl.float32)
+                    squares += tl.sum(wide * wide, 1)
+                    v = (wide * tl.load(norm + column, mask=column < K, other=0.0)[None, :]).to(v.dtype)
+                w = unpacked(words, group, offset_bits, part, TYPE, False).to(v.dtype)
+                acc = tl.dot(v, tl.trans(tl.reshape(w, [BN, J * 4])), acc, input_precision=PRECISION)
+                if gate_codes is not None:
+                    w = unpacked(gate_words, group, gate_offset_bits, part, GATE_TYPE, False).to(v.dtype)
+                    gates = tl.dot(v, tl.trans(tl.reshape(w, [BN, J * 4])), gates, input_precision=PRECISION)
+        if norm is not None:
+            factor = (1.0 / tl.sqrt(squares / K + eps))[:, None]
+            acc, gates = acc * factor, gates * factor
+        _store(acc, gates, gate_codes, pair, real, lines, out, N, ACTIVATION)
+
+
+@triton.jit
+def sum_kernel(products, weights, added, out, N: tl.constexpr, CHOSEN: tl.constexpr, BN: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
+    """out [rows, N] = the sum of the products [pairs, N] of a row's experts, times their weights; and `added` to it."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros([BN], tl.float32)
+    if added is not None:
+        total += tl.load(added + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+    for number in tl.static_range(CHOSEN):
+        y = tl.load(products + (row * CHOSEN + number) * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+        total += y * tl.load(weights + row * CHOSEN + number)
+    tl.store(out + row * N + cols, total.to(out.dtype.element_ty), mask=cols < N)

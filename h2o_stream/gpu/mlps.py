@@ -6,24 +6,36 @@ each chosen expert once for every 16 or 64 pairs: of 128 experts, 8 for a token,
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from h2o_stream.gpu.experts import experts_kernel, experts_out_kernel, grouped_kernel, route_kernel, sort_kernel
+from h2o_stream.gpu.blocks import offset_bits
+from h2o_stream.gpu.experts import (
+    experts_kernel,
+    experts_out_kernel,
+    grouped_blocks_kernel,
+    grouped_kernel,
+    route_kernel,
+    sort_kernel,
+    sum_kernel,
+)
 from h2o_stream.gpu.matrices import GATE_COLUMNS, column_block, gemv, lines_of, multiply, overlapping
-from h2o_stream.gpu.packed import FEW
+from h2o_stream.gpu.packed import FEW, BlockMatrix
 from h2o_stream.gpu.products import gate_kernel
 from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, Scoring
 from h2o_stream.native.description import Mlp, Norm
 from h2o_stream.native.experts import Experts
+from h2o_stream.native.matrix import NO_NORM
 
 DENSE = {MatrixKind.FLOAT32, MatrixKind.BFLOAT16}
 
-_LINES, _SORTED = 64, 1024
-"""Lines of a program of `grouped_kernel`, and pairs that one of `sort_kernel` looks at in a turn."""
+_LINES, _BLOCK_LINES, _BLOCK_GROUPS, _SORTED = 64, 32, 8, 1024
+"""Lines of a program of `grouped_kernel`, lines and groups of one of `grouped_blocks_kernel`, and pairs that one of
+`sort_kernel` looks at in a turn."""
 
 
 def why_not(mlp: Any) -> str:
@@ -43,8 +55,11 @@ def _why_not_experts(experts: Experts) -> str:
     if special or experts.up is None or experts.gate_layout != GateLayout.APART:
         return "its experts are special"
     plain = [matrix for matrix in (experts.gate, experts.up, experts.down) if matrix]
-    if any(matrix.bias is not None or matrix.scale != 1 or matrix.kind not in DENSE for matrix in plain):
-        return "its experts have biases, or are scaled or packed"
+    if any(matrix.bias is not None or matrix.scale != 1 for matrix in plain):
+        return "its experts have biases, or are scaled"
+    packed = {isinstance(matrix, BlockMatrix) for matrix in plain}
+    if len(packed) > 1 or (True in packed and experts.stride != experts.inner_size):
+        return "its experts are packed in part"
     return _why_not_mlp(experts.shared) if experts.shared else ""
 
 
@@ -81,10 +96,11 @@ def mixed(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
         added = multiply([experts.shared.down], inner(experts.shared, x, norm))
         if experts.shared_gate:
             added *= multiply([experts.shared_gate], x, norm, dtype=torch.float32).sigmoid()
-    if len(x) <= FEW:
+    if len(x) <= FEW and not isinstance(experts.down, BlockMatrix):
         return _of_few_rows(experts, x, norm, chosen, weights, added)
-    products = _grouped(experts, x, chosen, weights).sum(1)
-    return products if added is None else products.add_(added)
+    pairs = grouped(chosen, experts.count, alone=len(x) <= FEW)
+    products = _of_blocks if isinstance(experts.down, BlockMatrix) else _of_many_rows
+    return weighted_sum(products(experts, x, norm, pairs), weights, added)
 
 
 def _of_few_rows(
@@ -105,25 +121,87 @@ def _of_few_rows(
     return out
 
 
-def _grouped(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """[rows, chosen, hidden], times the weights."""
+class Pairs(NamedTuple):
+    """Blocks of `together` pairs [n], of a row and one of its experts; see `grouped_kernel`."""
+
+    order: Tensor
+    starts: Tensor | None
+    together: int
+    blocks: int
+    experts: int
+    chosen: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of the kernels that take a block."""
+        count = self.experts
+        return {"E": count, "EP": triton.next_power_of_2(count), "BM": self.together, **overlapping(self.order)}
+
+
+def grouped(chosen: Tensor, experts: int, alone: bool) -> Pairs:
+    """The pairs of rows and their experts [rows, n] int32, sorted by expert or each alone."""
+    pairs, each = chosen.numel(), chosen.shape[1]
+    if alone:
+        return Pairs(chosen, None, 16, pairs, experts, each)
+    order, starts = torch.empty_like(chosen), chosen.new_empty(experts + 1)
+    sort_kernel[(experts + 1,)](chosen, order, starts, pairs, BP=_SORTED, **overlapping(chosen))
+    together = 16 if pairs <= 16 * experts else 64
+    return Pairs(order, starts, together, min(pairs, pairs // together + experts), experts, each)
+
+
+def _of_many_rows(experts: Experts, x: Tensor, _: Norm, pairs: Pairs) -> Tensor:
+    """[pairs, hidden], from dense matrices."""
     assert experts.up is not None
-    pairs, count, size, hidden = chosen.numel(), experts.count, experts.inner_size, experts.hidden
-    order, starts = torch.empty_like(chosen), chosen.new_empty(count + 1)
-    sort_kernel[(count + 1,)](chosen, order, starts, pairs, BP=_SORTED, **overlapping(x))
-    together = 16 if pairs <= 16 * count else 64
-    programs = min(pairs, pairs // together + count)
-    within, out = x.new_empty(pairs, size), x.new_empty(*chosen.shape, hidden)
-    shape = {
-        "E": count, "EP": triton.next_power_of_2(count), "BM": together, "BN": _LINES, "BK": 128 // x.element_size(),
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32", "num_warps": 4, "num_stages": 3, **overlapping(x),
-    }  # fmt: skip
-    grouped_kernel[programs, triton.cdiv(size, _LINES)](
-        x, experts.gate and experts.gate.weights, experts.up.weights, order, starts, None, within, experts.stride,
-        N=size, K=hidden, CHOSEN=chosen.shape[1], ACTIVATION=int(experts.activation), **shape,
+    size, hidden, count = experts.inner_size, experts.hidden, pairs.order.numel()
+    within, out = x.new_empty(count, size), x.new_empty(count, hidden)
+    settings = {**pairs.settings, "BN": _LINES, "BK": 128 // x.element_size(), "PRECISION": _precision(x)}
+    settings |= {"num_warps": 4, "num_stages": 3}
+    grouped_kernel[pairs.blocks, triton.cdiv(size, _LINES)](
+        x, experts.gate and experts.gate.weights, experts.up.weights, pairs.order, pairs.starts, within, experts.stride,
+        N=size, K=hidden, CHOSEN=pairs.chosen, ACTIVATION=int(experts.activation), **settings,
     )  # fmt: skip
-    grouped_kernel[programs, triton.cdiv(hidden, _LINES)](
-        within, None, experts.down.weights, order, starts, weights, out, hidden, N=hidden, K=size, CHOSEN=1,
-        ACTIVATION=-1, **shape,
+    grouped_kernel[pairs.blocks, triton.cdiv(hidden, _LINES)](
+        within, None, experts.down.weights, pairs.order, pairs.starts, out, hidden, N=hidden, K=size, CHOSEN=1,
+        ACTIVATION=-1, **settings,
     )  # fmt: skip
+    return out
+
+
+def _of_blocks(experts: Experts, x: Tensor, norm: Norm, pairs: Pairs) -> Tensor:
+    """[pairs, hidden], from matrices in blocks."""
+    first = [experts.gate, experts.up] if experts.gate else [experts.up]
+    within = multiply_experts(first, x, pairs, pairs.chosen, norm, int(experts.activation))
+    return multiply_experts([experts.down], within, pairs)
+
+
+def multiply_experts(
+    matrices: Sequence[Any], x: Tensor, pairs: Pairs, chosen: int = 1, norm: Norm = NO_NORM, activation: int = -1
+) -> Tensor:
+    """[pairs, lines] products of rows [*, K] with a `BlockMatrix` of all experts, or with gates and another one.
+
+    `chosen` pairs have the same row.
+    """
+    gate, matrix = matrices[0] if len(matrices) > 1 else None, matrices[-1]
+    lines, columns, kind = matrix.rows // pairs.experts, matrix.columns, (gate or matrix).type
+    out = x.new_empty(pairs.order.numel(), lines)
+    grouped_blocks_kernel[pairs.blocks, triton.cdiv(lines, _BLOCK_LINES)](
+        x, *(gate.planes if gate else [None] * 3), *matrix.planes, norm.weight, pairs.order, pairs.starts, out,
+        norm.epsilon, offset_bits(kind), offset_bits(matrix.type), N=lines, K=columns, CHOSEN=chosen,
+        ACTIVATION=activation, GATE_TYPE=int(kind), TYPE=int(matrix.type), BN=_BLOCK_LINES, J=_BLOCK_GROUPS,
+        PRECISION=_precision(x), num_warps=4, num_stages=2, **pairs.settings,
+    )  # fmt: skip
+    return out
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def weighted_sum(products: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
+    """[rows, hidden] of products [pairs, hidden], times weights [rows, n]; and `added` to it."""
+    (rows, count), hidden = weights.shape, products.shape[1]
+    out = products.new_empty(rows, hidden)
+    sum_kernel[rows, triton.cdiv(hidden, GATE_COLUMNS)](
+        products, weights, added, out, N=hidden, CHOSEN=count, BN=GATE_COLUMNS, **overlapping(products)
+    )
     return out

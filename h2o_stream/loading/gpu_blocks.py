@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from h2o_stream.gpu.packed import BlockEmbedding, BlockLinear, reads, repacked
+from h2o_stream.gpu import available
+from h2o_stream.gpu.mlps import grouped, multiply_experts, weighted_sum
+from h2o_stream.gpu.packed import FEW, BlockEmbedding, BlockLinear, reads, repacked
 from h2o_stream.gpu.repacking import TYPES
 from h2o_stream.loading.hf_weights import HfWeights
+from h2o_stream.models.packed_experts import SplitExperts, split_experts
 from h2o_stream.models.quantize import METHOD, packable, untie_head
 from h2o_stream.native.gguf_types import BLOCKS, TensorType
 
@@ -40,6 +43,7 @@ class _BlocksLoader(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         types = self.quantization_config.types
         self._tied = untie_head(model, types)
+        split_experts(model, {*types}, split=BlockExperts)
         for name, kind in types.items():
             model.set_submodule(name, _in_blocks(model.get_submodule(name), TensorType[kind]))
 
@@ -54,8 +58,26 @@ class _BlocksLoader(HfQuantizer):
         return False
 
 
-def keep_blocks(weights: dict[str, Any], reader: HfWeights, skeleton: Any, device: torch.device) -> BlocksConfig:
-    """Replace weights that a device reads in blocks by those. Returns the config with which they are loaded.
+class BlockExperts(SplitExperts):
+    """Experts whose matrices stay in blocks; which ones are chosen is not read on the host."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See `SplitExperts`."""
+        x, chosen = hidden_states.contiguous(), top_k_index.int().contiguous()
+        layers: list[Any] = [layer for layer in self.children() if hasattr(layer, "blocks")]
+        *first, down = (layer.matrix() for layer in layers)
+        with available.on(x.device):
+            pairs = grouped(chosen, self.num_experts, alone=len(x) <= FEW)
+            both = torch.cat([multiply_experts([each], x, pairs, chosen.shape[1]) for each in first], -1)
+            products = multiply_experts([down], self._apply_gate(both), pairs)
+            return weighted_sum(products, top_k_weights.float().contiguous())
+
+
+def keep_blocks(weights: dict[str, Any], reader: HfWeights, skeleton: Any, device: torch.device) -> BlocksConfig | None:
+    """Replace weights that a device reads in blocks by those.
+
+    Returns:
+        The config with which they are loaded; None if the device does not read experts that are split.
 
     Args:
         weights: all weights by name, read one by one.
@@ -76,7 +98,8 @@ def keep_blocks(weights: dict[str, Any], reader: HfWeights, skeleton: Any, devic
             types[name] = kind.name
             del weights[weight]
             weights[f"{name}.blocks"] = _LazyBlocks(reader, weight, device)
-    return BlocksConfig(types)
+    split = [name for name, module in skeleton.named_modules() if isinstance(module, SplitExperts)]
+    return BlocksConfig(types) if all(f"{name}.down_proj" in types for name in split) else None
 
 
 class _LazyBlocks:

@@ -17,6 +17,7 @@ from torch import Tensor
 from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.base.progress import Progress, ProgressCallback, ignore
 from h2o_stream.errors import OutOfMemoryError, UnsupportedModelError
+from h2o_stream.gpu.repacking import TYPES
 from h2o_stream.models.fitting import MAX_SHARE
 from h2o_stream.models.gguf_header import GgufTensor
 from h2o_stream.models.huge_pages import HugePageBuffer
@@ -41,7 +42,8 @@ class HfWeights:
     Args:
         source: describes the file.
         skeleton: the model on the meta device, made from its config; experts that stay packed are split.
-        quantize: ``auto`` if weights in block formats stay packed; ``int8`` or ``int4`` packs all that can be.
+        quantize: ``auto`` if weights in block formats stay packed, ``blocks`` if experts that a GPU reads in them do;
+            ``int8`` or ``int4`` packs all that can be.
 
     Raises:
         UnsupportedModelError: the file has a weight that the model lacks.
@@ -51,8 +53,8 @@ class HfWeights:
         self._file, self._architecture, self._parameters = source.file, source.architecture, source.parameters
         self._reader = GgufWeights(self._file, self._architecture, self._parameters, "float32", ignore)
         self._skeleton = skeleton
-        if quantize == "auto":
-            self._split_experts()
+        if quantize in ("auto", "blocks"):
+            self._split_experts(on_gpu=quantize == "blocks")
         self._shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
         order = [*self._architecture.checkpoint_names]
         self._tensors: dict[str, list[GgufTensor]] = {}
@@ -65,15 +67,18 @@ class HfWeights:
         if quantize == "auto":
             kinds = ((name.removesuffix(".weight"), self._packed_kind(name)) for name in self._tensors)
             self.kinds = {name: kind for name, kind in kinds if kind}
-        elif quantize != "none":
+        elif quantize not in ("none", "blocks"):
             self.kinds = packed_kinds(skeleton, quantize)
 
-    def _split_experts(self) -> None:
-        """Replace experts by split ones if all of their matrices can be packed."""
+    def _split_experts(self, on_gpu: bool) -> None:
+        """Replace experts by split ones if all of their matrices can be packed; on a GPU, without gates in turns."""
         experts = [x for name, x in self._file.tensors.items() if "_exps." in name and len(x.shape) == 3]
         kinds = [(GGUF_KINDS.get(tensor.type.name), tensor.shape[-1]) for tensor in experts]
+        fused = any("ffn_gate_up_exps." in tensor.name for tensor in experts)
+        if on_gpu and (fused or self._architecture.interleaved_experts or any(x.type not in TYPES for x in experts)):
+            return
         if kinds and all(kind is not None and columns_fit(kind, columns) for kind, columns in kinds):
-            split_experts(self._skeleton, fused=any("ffn_gate_up_exps." in tensor.name for tensor in experts))
+            split_experts(self._skeleton, fused=fused)
 
     def _name(self, tensor: GgufTensor) -> str:
         """The weight that a tensor is, or is part of."""
@@ -181,7 +186,8 @@ class HfWeights:
     def blocks(self, name: str) -> tuple[NDArray[numpy.uint8], TensorType] | None:
         """The blocks [rows, bytes] of a weight and their type, as in the file; None if it has to be made anew."""
         tensors, shape = self._tensors.get(name, []), self._shapes.get(name, ())
-        if [tensor.shape for tensor in tensors] != [shape] or tensors[0].type.name not in GGUF_KINDS:
+        sizes = [(prod(tensor.shape[:-1]), tensor.shape[-1]) for tensor in tensors]  # experts follow one another
+        if sizes != [shape] or tensors[0].type.name not in GGUF_KINDS:
             return None
         inner = tensor_name(tensors[0].name)[1]
         if inner in WHOLES or self._is_reordered(inner):

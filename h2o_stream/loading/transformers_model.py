@@ -214,12 +214,15 @@ class _Loader:
     def _load_dense(self, dtype: Any, skeleton: Any, in_blocks: bool = False, **device_kwargs: Any) -> Any:
         with report_progress("reading", skeleton, self._progress):
             if self._described is not None:
-                reader = HfWeights(self._described, skeleton, "none")
+                reader = HfWeights(self._described, skeleton, "blocks" if in_blocks else "none")
                 weights = reader.lazy(dtype)
                 if in_blocks:
                     from h2o_stream.loading.gpu_blocks import keep_blocks
 
-                    device_kwargs["quantization_config"] = keep_blocks(weights, reader, skeleton, self._device)
+                    kept = keep_blocks(weights, reader, skeleton, self._device)
+                    if kept is None:
+                        return self._load_dense(dtype, self._skeleton(), **device_kwargs)
+                    device_kwargs["quantization_config"] = kept
                 return self._with_weights(weights, dtype=dtype, **device_kwargs)
             if self._file is not None:
                 name = self._file.path.name

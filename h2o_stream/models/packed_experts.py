@@ -137,14 +137,16 @@ def _multiplies_gates(experts: Any) -> bool:
     return gated.equal(experts.act_fn(gate) * up)
 
 
-def split_experts(model: Any, names: set[str] | None = None, fused: bool = False) -> None:
+def split_experts(
+    model: Any, names: set[str] | None = None, fused: bool = False, split: type[SplitExperts] = SplitExperts
+) -> None:
     """Replace experts of known kinds in a model by split ones, without weights.
 
     The names of the needed matrices tell which, and whether gates are fused; None is all, and `fused` says it.
     """
     for name, module in list(model.named_modules()):
         if (names is None or f"{name}.{_MATRICES[-1]}" in names) and can_split(module):
-            model.set_submodule(name, SplitExperts(module, fused if names is None else f"{name}.{FUSED}" in names))
+            model.set_submodule(name, split(module, fused if names is None else f"{name}.{FUSED}" in names))
 
 
 def split_stacked_experts(model: Any) -> None:
