@@ -70,7 +70,7 @@ def stream(model: Any, config: CacheConfig) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize(("name", "policy", "bits"), [
     ("", "h2o", 16), ("", "tova", 16), ("", "random", 16), ("", "h2o", 8), ("", "h2o", 4), ("", "tova", 6),
-    ("Qwen 3 MoE", "h2o", 16),
+    ("Qwen 3 MoE", "h2o", 16), ("LFM2", "h2o", 16), ("Qwen 3.5", "h2o", 16), ("Bamba", "h2o", 16),
     pytest.param("Gemma 3", "h2o-paper", 16, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_as_steps_and_taken_back(name: str, policy: str, bits: int) -> None:

@@ -86,6 +86,17 @@ def test_families(name: str) -> None:
     check(model, CacheConfig(window=24, chunk=16), 1)
 
 
+def test_a_new_stream_after_a_loaded_one() -> None:
+    """Loading replaces the layers of the cache."""
+    model = family("LFM2")
+    with attach(model, CacheConfig(window=24)) as cache:
+        first = model(tokens(20), past_key_values=cache).logits
+        cache.load_state_dict(cache.state_dict())
+        cache.reset()
+        assert cache.engine_note.startswith("fused")
+        assert model(tokens(20), past_key_values=cache).logits.equal(first)
+
+
 @pytest.mark.parametrize(("bits", "rows"), [(8, 1), (6, 1), (4, 2), (2, 1)])
 def test_few_bits(bits: int, rows: int) -> None:
     check(make_llama(groups=2, layers=1, size=16), CacheConfig(window=24, chunk=16, kv_bits=bits), rows)
@@ -161,7 +172,7 @@ def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name:
     """
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from h2o_stream.gpu import block_gemv, decode, experts, products
+    from h2o_stream.gpu import block_gemv, decode, experts, mixer_kernels, products
 
     stored, early, waits = set[int](), [False], list[int]()
 
@@ -194,7 +205,7 @@ def test_what_kernels_do_before_they_wait(monkeypatch: pytest.MonkeyPatch, name:
 
     for method in ("create_masked_load", "create_masked_store", "create_atomic_rmw"):
         watched(method, method != "create_masked_load")
-    for module in (block_gemv, decode, experts, products):
+    for module in (block_gemv, decode, experts, mixer_kernels, products):
         monkeypatch.setattr(module, "gdc_launch_dependents", begin)
         monkeypatch.setattr(module, "gdc_wait", wait)
     monkeypatch.setattr(available, "overlaps", lambda device: True)

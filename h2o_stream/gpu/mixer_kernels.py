@@ -26,12 +26,12 @@ def _softplus(x):
 
 
 @triton.jit
-def _inputs(projected, at, ok, second: tl.constexpr):
-    """What a convolution reads of a token: numbers, times those `second` numbers before if there are any."""
+def _inputs(projected, at, ok, state, second: tl.constexpr):
+    """What a convolution reads of a token, as its state will have it: numbers, times those `second` numbers before."""
     x = tl.load(projected + at, mask=ok, other=0.0).to(tl.float32)
     if second:
         x *= tl.load(projected + at - second, mask=ok, other=0.0).to(tl.float32)
-    return x
+    return x.to(state.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -74,7 +74,7 @@ def convolution_kernel(
             y += tl.load(bias + channel, mask=ok, other=0.0)[None, :]
         for tap in tl.static_range(KERNEL):
             at = token + (tap + 1 - KERNEL)
-            x = _inputs(projected[None, :], at.to(tl.int64) * width, there & (at >= 0), second)
+            x = _inputs(projected[None, :], at.to(tl.int64) * width, there & (at >= 0), state, second)
             x += tl.load(state[None, :] + (KERNEL + at), mask=there & (at < 0), other=0.0).to(tl.float32)
             y += x * tl.load(weight + channel * KERNEL + tap, mask=ok, other=0.0)[None, :]
         if GATED:
@@ -87,7 +87,7 @@ def convolution_kernel(
     last = ()
     for tap in tl.static_range(KERNEL):
         at = tokens - KERNEL + tap
-        x = _inputs(projected, at.to(tl.int64) * width, ok & (at >= 0), second)
+        x = _inputs(projected, at.to(tl.int64) * width, ok & (at >= 0), state, second)
         last += (x + tl.load(state + tokens + tap, mask=ok & (at < 0), other=0.0).to(tl.float32),)
     tl.debug_barrier()
     for tap in tl.static_range(KERNEL):

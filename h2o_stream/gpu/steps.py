@@ -71,7 +71,7 @@ class FusedSteps:
         self._graphs = graphs() if self._captured else None
         self._passes = {size: graphs(count=lambda: None) for size in sizes}
         self._journal: Journal | None = None
-        self._journal_of = -1
+        self._journal_of = self._states_of = -1
 
     def use_float32(self) -> None:
         """Compute in float32, whatever the weights are in."""
@@ -93,7 +93,6 @@ class FusedSteps:
         """A token of each row, [B, 1] to [B, 1, V] float32; None, with nothing touched, where it has to be eager."""
         cache = self.cache
         cache.make_room()
-        cache.use_own_dtypes()
         if not (self._are_tokens(tokens) and self._can_step(len(tokens))):
             return None
         with cache.writing():
@@ -153,7 +152,6 @@ class FusedSteps:
                 group.device = self.description.embedding.weights.device
         after = [length + new for length in lengths]
         cache.make_room_for_prompt(self._shapes, str(self.dtype).removeprefix("torch."), (*lengths, *after), rows)
-        cache.use_own_dtypes()
         self.attention.begin(rows)
         return self._have_dtype()
 
@@ -163,6 +161,10 @@ class FusedSteps:
         return bool(whole) and all(self._kernels.can_step(x, lengths) and not x.watch for x in self.cache.head_groups)
 
     def _have_dtype(self) -> bool:
+        """Whether slots have the dtype of steps; states, which may have been loaded, get theirs."""
+        if self._states_of != self.cache.revision:
+            self.cache.use_own_dtypes()
+            self._states_of = self.cache.revision
         return all(group.is_initialized and group.dtype == self.dtype for group in self.cache.head_groups)
 
     def _step(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
@@ -180,9 +182,9 @@ class FusedSteps:
 
     # passes
 
-    def passes(self) -> Passes[Tensor] | None:
-        """Those of this stream; recurrent layers take no tokens back."""
-        return None if any(layer.mixer for layer in self.description.layers) else GpuPasses(self)
+    def passes(self) -> Passes[Tensor]:
+        """Those of this stream."""
+        return GpuPasses(self)
 
     def pass_size(self, tokens: int) -> int:
         """See `PassSteps`."""
@@ -197,7 +199,7 @@ class FusedSteps:
         """See `PassSteps`."""
         cache = self.cache
         if self._journal_of != cache.revision:
-            self._journal, self._journal_of = Journal(list(cache.head_groups), max(PASSES) - 1), cache.revision
+            self._journal, self._journal_of = self.attention.new_journal(max(PASSES), self.dtype), cache.revision
         tokens = torch.tensor([[*ids]], dtype=torch.int64, device=self.description.embedding.weights.device)
         with available.on(tokens.device):
             captured = self._passes.get(len(ids))

@@ -15,7 +15,7 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.recurrent import RecurrentLayer, states_of
 from h2o_stream.gpu import mixers
 from h2o_stream.gpu.groups import limits_of
-from h2o_stream.gpu.journal import Journal
+from h2o_stream.gpu.journal import Journal, MixerJournal
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
 from h2o_stream.gpu.layers import in_order
 from h2o_stream.native.attention import Attention
@@ -35,8 +35,8 @@ class StreamAttention:
         self._cache, self._kernels = cache, kernels
         self._device = description.embedding.weights.device
         self._ordered: dict[Attention, tuple[Attention, Tensor | None, Tensor | None]] = {}
-        self._states: list[tuple[RecurrentLayer, Mixer]] = []
-        for layer, held in zip(description.layers, cache.layers, strict=True):
+        self._mixers = {number: layer.mixer for number, layer in enumerate(description.layers) if layer.mixer}
+        for layer in description.layers:
             if attention := layer.attention:
                 ordered, order = in_order(attention)
                 sinks = attention.sink_logits
@@ -45,14 +45,21 @@ class StreamAttention:
                     None if order is None else order.to(self._device),
                     None if sinks is None else sinks.to(self._device),
                 )
-            if layer.mixer:
-                assert isinstance(held, RecurrentLayer)
-                self._states.append((held, layer.mixer))
 
     def begin(self, rows: int) -> None:
         """Hold states of B rows, zero where there are none yet."""
-        for layer, mixer in self._states:
+        for number, mixer in self._mixers.items():
+            layer = self._cache.layers[number]
+            assert isinstance(layer, RecurrentLayer)
             layer.begin(mixer.states, rows, self._device)
+
+    def new_journal(self, count: int, dtype: torch.dtype) -> Journal:
+        """Of passes of up to so many tokens, which are computed in this dtype."""
+        recurrent = [
+            MixerJournal(number, mixer, states_of(self._cache.layers[number]), count, dtype)
+            for number, mixer in self._mixers.items()
+        ]
+        return Journal(self._cache.head_groups, count - 1, recurrent)
 
     def steps(
         self, number: int, part: Attention | Mixer, projected: Tensor, out: Tensor | None = None, rows: int = 1,
@@ -72,6 +79,8 @@ class StreamAttention:
             `out`.
         """
         if not isinstance(part, Attention):
+            if journal and len(projected) > rows:
+                journal.note_states(number, projected)
             return self._mix(number, part, projected, out, rows)
         (attention, _, sinks), (heads, out) = self._ordered[part], self._heads(part, projected, out, rows)
         query, key = attention.query_norm, attention.key_norm
