@@ -76,14 +76,14 @@ class BlockExperts(SplitExperts):
 def keep_blocks(weights: dict[str, Any], reader: HfWeights, skeleton: Any, device: torch.device) -> BlocksConfig | None:
     """Replace weights that a device reads in blocks by those.
 
-    Returns:
-        The config with which they are loaded; None if the device does not read experts that are split.
-
     Args:
         weights: all weights by name, read one by one.
         reader: reads them.
         skeleton: the model on the meta device.
         device: where it will be.
+
+    Returns:
+        The config with which they are loaded; None if the device does not read all matrices of split experts.
     """
     types, readable = dict[str, str](), dict[tuple[TensorType, int], bool]()
     for name, module in skeleton.named_modules():
@@ -98,8 +98,9 @@ def keep_blocks(weights: dict[str, Any], reader: HfWeights, skeleton: Any, devic
             types[name] = kind.name
             del weights[weight]
             weights[f"{name}.blocks"] = _LazyBlocks(reader, weight, device)
-    split = [name for name, module in skeleton.named_modules() if isinstance(module, SplitExperts)]
-    return BlocksConfig(types) if all(f"{name}.down_proj" in types for name in split) else None
+    experts = tuple(f"{name}." for name, module in skeleton.named_modules() if isinstance(module, SplitExperts))
+    dense = {name for name, module in skeleton.named_modules() if packable(module)} - types.keys()
+    return None if any(name.startswith(experts) for name in dense) else BlocksConfig(types)
 
 
 class _LazyBlocks:
