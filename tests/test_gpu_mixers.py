@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_stream import CacheConfig, attach
 from h2o_stream.gpu import available
 from h2o_stream.native.abi import GateKind, MatrixKind, NormKind
 from h2o_stream.native.attention import Gate
 from h2o_stream.native.matrix import Matrix, Norm
 from h2o_stream.native.mixers import Convolution, GatedDelta, HeadColumns, Mamba2, ShortConvolution
 from h2o_stream.runtime.mixers import columns_by_key_head, paired_columns, separate_columns
+from tests.fixtures import ids
+from tests.test_gpu_steps import family
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
 
@@ -166,3 +169,14 @@ def test_what_is_refused() -> None:
     object.__setattr__(large, "key_size", 1024)
     object.__setattr__(large, "value_size", 64)
     assert why_not(large) == "its recurrent heads have more than 32768 numbers"
+
+
+def test_a_new_stream_after_a_loaded_one() -> None:
+    """Loading replaces the layers of the cache."""
+    model = family("LFM2")
+    with attach(model, CacheConfig(window=24)) as cache:
+        first = model(ids(20), past_key_values=cache).logits
+        cache.load_state_dict(cache.state_dict())
+        cache.reset()
+        assert cache.engine_note.startswith("fused")
+        assert model(ids(20), past_key_values=cache).logits.equal(first)
