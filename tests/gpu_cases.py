@@ -48,7 +48,7 @@ def attention(policy: str = "h2o", dtype: torch.dtype = torch.bfloat16, size: in
         out = torch.zeros(1, count, heads * groups, size, dtype=dtype).transpose(1, 2)
         new = NewTokens(q, k, k, out, settings.get("heads"))
         if count == 1:
-            KERNELS.step(group, new, transform, (5000,), settings.get("norms", Norms()))
+            KERNELS.step(group, new, transform, (5000,), settings.get("norms", Norms()), settings.get("streams"))
         else:
             KERNELS.prompt(group, new, transform, limits=settings.get("limits"))
 
@@ -191,6 +191,8 @@ CASES = {
     ),
     "256 numbers, float32": lambda: attention(dtype=torch.float32, size=256, rotary=256, window=1024, counts=(1,)),
     "256 numbers, window 4096, split": lambda: attention(size=256, rotary=256, window=4096, split=True),
+    "streams": lambda: attention(counts=(1,), streams=torch.zeros(3, 17, dtype=torch.int64)),
+    "streams, 4 bits": lambda: attention(kv_bits=4, counts=(1,), streams=torch.zeros(3, 17, dtype=torch.int64)),
     "8 bits, float32": lambda: attention(dtype=torch.float32, kv_bits=8),
     "6 bits, 80 numbers": lambda: attention("tova", size=80, rotary=80, window=1000, kv_bits=6),
     "4 bits": lambda: attention(kv_bits=4),

@@ -99,14 +99,20 @@ def test_together_as_alone(name: str, counts: tuple[int, ...]) -> None:
     check(ours, alone)
 
 
-def test_few_rows_are_those_of_each_alone() -> None:
-    """Bit for bit: logits, and what states continue with."""
-    model = made()
-    batch, (alone, ours) = model.make_batch(), opened(model, 2)
-    tokens = [[5], [6]]
+@pytest.mark.parametrize("bits", [16, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_few_rows_are_those_of_each_alone(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Bit for bit: logits, and what states continue with. Streams with the same window are one launch of a layer."""
+    from h2o_stream.gpu.kernels import GpuKernels
+
+    model, launches, step = made(), list[int](), GpuKernels.step
+    batch, (alone, ours) = model.make_batch(), opened(model, 3, kv_bits=bits)
+    tokens = [[5], [6], [7]]
     wanted = [served.forward(part) for served, part in zip(alone, tokens, strict=True)]
-    assert numpy.array_equal(taken(batch, ours, tokens, 2), wanted)
-    moved = model.serve(replace(CONFIG, window=28))
+    with monkeypatch.context() as patch:
+        patch.setattr(GpuKernels, "step", lambda *args: launches.append(len(args[-1])) or step(*args))
+        assert numpy.array_equal(taken(batch, ours, tokens, 3), wanted)
+    assert launches == [2, 1]
+    moved = model.serve(replace(CONFIG, window=28, kv_bits=bits))
     moved.load_state_dict(ours[1].state_dict())
     assert numpy.array_equal(moved.forward([7]), alone[1].forward([7]))
 

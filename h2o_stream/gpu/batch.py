@@ -15,6 +15,7 @@ from torch import Tensor
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.gpu import available
 from h2o_stream.gpu.graphs import GraphSteps
+from h2o_stream.gpu.joint_steps import Tables
 from h2o_stream.gpu.layers import embedded, logits_of, run
 from h2o_stream.gpu.steps import FusedSteps
 from h2o_stream.native.attention import Attention
@@ -40,6 +41,7 @@ class FusedBatch(Generic[Row]):
         self._captured, self._caches, self._as_logits = captured, _Caches(), as_logits
         self._known: Sequence[tuple[ReferenceType[FusedSteps], int]] = ()
         self._graphs: GraphSteps | None = None
+        self._tables: Tables = {}
 
     def step(self, steppers: Sequence[FusedSteps]) -> list[Row]:
         """Take a token of each stream through the model, and count it.
@@ -85,16 +87,16 @@ class FusedBatch(Generic[Row]):
 
     def release(self) -> None:
         """Free the recorded step."""
-        self._known, self._graphs = (), None
+        self._known, self._graphs, self._tables = (), None, {}
 
     def _replayed(self, steppers: Sequence[FusedSteps], ids: Tensor) -> Tensor | None:
         """The logits of a captured step of these streams; None if there is none."""
-        if not self._captured:
-            return None
         known = [(ref(stepper), stepper.cache.revision) for stepper in steppers]
         if known != self._known:
-            self._known, self._graphs = known, GraphSteps(self._step, self._caches)
-        assert self._graphs
+            self._known, self._tables = known, {}
+            self._graphs = GraphSteps(self._step, self._caches) if self._captured else None
+        if self._graphs is None:
+            return None
         return self._graphs.logits({"input_ids": ids, "position_ids": ids})
 
     def _step(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
@@ -104,9 +106,18 @@ class FusedBatch(Generic[Row]):
         """Logits [B, V] after the last token of each stream; stream i has the tokens `ends[i]` to `ends[i + 1]`."""
         steppers, parts = self._caches.steppers, [slice(*pair) for pair in pairwise(ends)]
 
+        caches = [stepper.cache for stepper in steppers[:num_steps]]
+        alike = len({tuple(spec.windows for spec in cache.specs) for cache in caches}) == 1 < num_steps
+
         def mix(number: int, layer: Attention | Mixer, projected: Tensor) -> Tensor:
-            out = projected.new_empty(len(projected), layer.out.columns)
+            out, first = projected.new_empty(len(projected), layer.out.columns), 0
+            if alike and isinstance(layer, Attention):
+                rows, first = slice(num_steps), num_steps
+                joint = steppers[0].attention.steps
+                joint(number, layer, projected[rows], out[rows], num_steps, beside=caches, tables=self._tables)
             for at, (stepper, part) in enumerate(zip(steppers, parts, strict=True)):
+                if at < first:
+                    continue
                 of_stream = stepper.attention.steps if at < num_steps else stepper.attention.prompt
                 of_stream(number, layer, projected[part], out[part])
             return out

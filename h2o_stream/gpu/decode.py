@@ -9,54 +9,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from h2o_stream.gpu.few_bits import displace, exact_slot, grid_of_keys, load_slots
+from h2o_stream.gpu.heads import dims_of, heads_of
 from h2o_stream.gpu.rules import BOOKKEEPING, NONE, TOVA, capped, distance_of, oldest_seen, worth_of
-
-
-@triton.jit
-def _dims(start, count, size: tl.constexpr):
-    """`size` dimensions of a head from `start` on, and which of them are among `count`."""
-    dims = tl.arange(0, size)
-    return start + dims, dims < count
-
-
-@triton.jit
-def _scaled(x, dims, ok, weight, rms):
-    """Vectors [n, dims] over their root mean square [n], times weights."""
-    return x * rms[:, None] * tl.load(weight + dims, mask=ok, other=0.0)[None, :]
-
-
-@triton.jit
-def _heads(at, stride, numbers, real, norm, eps, factor, D, R, HP: tl.constexpr, TP: tl.constexpr,
-           ROTATE: tl.constexpr, TAIL: tl.constexpr, kind: tl.constexpr):  # fmt: skip
-    """Heads [n] of a token: both rotary halves and the rest, after their norm; what is not there is the rest again."""
-    low, low_ok = _dims(0, R // 2, HP)
-    high, _ = _dims(R // 2, R // 2, HP)
-    rest, rest_ok = _dims(R, D - R, TP)
-    base = at + numbers[:, None] * stride
-    squares = tl.zeros([numbers.shape[0]], tl.float32)
-    if ROTATE:
-        first = tl.load(base + low[None, :], mask=real[:, None] & low_ok[None, :], other=0.0).to(tl.float32)
-        second = tl.load(base + high[None, :], mask=real[:, None] & low_ok[None, :], other=0.0).to(tl.float32)
-        squares += tl.sum(first * first, 1) + tl.sum(second * second, 1)
-    if TAIL:
-        third = tl.load(base + rest[None, :], mask=real[:, None] & rest_ok[None, :], other=0.0).to(tl.float32)
-        squares += tl.sum(third * third, 1)
-    if norm is not None:
-        rms = 1.0 / tl.sqrt(squares / D + eps)
-        if ROTATE:
-            first = _scaled(first, low, low_ok, norm, rms)
-            second = _scaled(second, high, low_ok, norm, rms)
-        if TAIL:
-            third = _scaled(third, rest, rest_ok, norm, rms)
-    if ROTATE:
-        first, second = (first * factor).to(kind), (second * factor).to(kind)
-    if TAIL:
-        third = third.to(kind)
-    if not ROTATE:
-        first, second = third, third
-    if not TAIL:
-        third = first
-    return first, second, third
+from h2o_stream.gpu.streams import array_of, number_of
 
 
 @triton.jit
@@ -89,7 +44,8 @@ def _clear(scores, index, rank, at, slots):
 @triton.jit(do_not_specialize=BOOKKEEPING)
 def decode_kernel(
     query, key, value, out, heads, keys, values, key_codes, value_codes, key_range, value_grid, scores, longs, index,
-    rank, free, seen, table, pins, transient, sink_logits, query_norm, key_norm, logits, parts, peaks, arrived, ranges,
+    rank, free, seen, streams, table, pins, transient, sink_logits, query_norm, key_norm, logits, parts, peaks, arrived,
+    ranges,
     query_row, query_head, key_row, key_head, value_row, value_head, out_row, out_head,
     slots, table_rows, pin_count, transient_count, recent, sinks, span, scale, softcap, decay, long_decay, long_weight,
     far, seed, layer, sliding, query_eps, key_eps, factor,
@@ -107,6 +63,7 @@ def decode_kernel(
     Slots are as in `cache.slots`: keys [B, H, S, D], values [B, H, S, DV], the rest [B, H, S], free [B, H], seen [B].
     With few BITS, keys and values are those of SINKS and a RING, see `cache.quantized_store`: the token enters there,
     and the one whose slot the next token needs goes to the free one.
+    With `streams`, a table as in `gpu.streams`, each row has slots and pins of its own, like those of the arguments.
     The group's heads are `heads` [H] of the token's, or all. The table [N, R] has cosines and sines by distance;
     without rotations R is 0. HP, TP and VP are at least half of R, the rest of a head, and DV; GP and G2 at least G.
     P is at least the number of threads: two that had the same place would read its score again after it was stored.
@@ -119,29 +76,39 @@ def decode_kernel(
     TAIL: tl.constexpr = D > R
     pid, split = tl.program_id(0), tl.program_id(1)
     row, head = pid // H, pid % H
-    source = head
+    token, home, source = row, pid, head
+    if streams is not None:
+        keys, values = array_of(streams, row, keys, 0), array_of(streams, row, values, 1)
+        key_codes, value_codes = array_of(streams, row, key_codes, 2), array_of(streams, row, value_codes, 3)
+        key_range, value_grid = array_of(streams, row, key_range, 4), array_of(streams, row, value_grid, 5)
+        scores, longs = array_of(streams, row, scores, 6), array_of(streams, row, longs, 7)
+        index, rank = array_of(streams, row, index, 8), array_of(streams, row, rank, 9)
+        free, seen = array_of(streams, row, free, 10), array_of(streams, row, seen, 11)
+        pins, transient = array_of(streams, row, pins, 12), array_of(streams, row, transient, 13)
+        pin_count, transient_count = number_of(streams, row, 14), number_of(streams, row, 15)
+        token, home = number_of(streams, row, 16), head
     if heads is not None:
         source = tl.load(heads + head).to(tl.int32)
     kind: tl.constexpr = keys.dtype.element_ty
-    before = tl.load(seen + row)
-    hole = tl.load(free + pid).to(tl.int32)
+    before = tl.load(seen + home // H)
+    hole = tl.load(free + home).to(tl.int32)
     entering, stored = hole, slots
     if BITS < 16:
         stored, entering = 0 * slots + SINKS + RING, exact_slot(before, SINKS, RING)
-        key_codes += pid.to(tl.int64) * (slots - stored) * (D * BITS // 8)
-        value_codes += pid.to(tl.int64) * (slots - stored) * (DV * BITS // 8)
-        value_grid += pid.to(tl.int64) * (slots - stored) * 2
-        key_range += pid * 2 * D
-    keys += pid.to(tl.int64) * stored * D
-    values += pid.to(tl.int64) * stored * DV
-    low, low_ok = _dims(0, R // 2, HP)
-    rest, rest_ok = _dims(R, D - R, TP)
-    dims, dims_ok = _dims(0, DV, VP)
+        key_codes += home.to(tl.int64) * (slots - stored) * (D * BITS // 8)
+        value_codes += home.to(tl.int64) * (slots - stored) * (DV * BITS // 8)
+        value_grid += home.to(tl.int64) * (slots - stored) * 2
+        key_range += home * 2 * D
+    keys += home.to(tl.int64) * stored * D
+    values += home.to(tl.int64) * stored * DV
+    low, low_ok = dims_of(0, R // 2, HP)
+    rest, rest_ok = dims_of(R, D - R, TP)
+    dims, dims_ok = dims_of(0, DV, VP)
 
     # Slots do not depend on the kernel before this one: load and rotate them while it ends.
     place = split * BS + tl.arange(0, BS)
     slot = place + (place >= hole).to(tl.int32)
-    at = pid * slots + slot
+    at = home * slots + slot
     index_of = tl.load(index + at, mask=slot < slots, other=-1)
     rank_of = tl.load(rank + at, mask=slot < slots, other=0).to(tl.int32) + 1
     filled = index_of >= 0
@@ -169,8 +136,8 @@ def decode_kernel(
 
     group = tl.arange(0, GP)
     real = group < G
-    q1, q2, q3 = _heads(query + row.to(tl.int64) * query_row, query_head, source * G + group, real, query_norm,
-                        query_eps, factor, D, R, HP, TP, ROTATE, TAIL, kind)  # fmt: skip
+    q1, q2, q3 = heads_of(query + token.to(tl.int64) * query_row, query_head, source * G + group, real, query_norm,
+                          query_eps, factor, D, R, HP, TP, ROTATE, TAIL, kind)  # fmt: skip
     logit = tl.zeros([GP, BS], tl.float32)
     if ROTATE:
         logit = tl.dot(q1, tl.trans(key1), logit, input_precision=PRECISION)
@@ -197,11 +164,13 @@ def decode_kernel(
         # The new token's own logit, and the sum of what the splits found.
         member, one = tl.arange(0, G2), tl.arange(0, 1)
         exists = member < G
-        m1, m2, m3 = _heads(query + row.to(tl.int64) * query_row, query_head, source * G + member, exists, query_norm,
-                            query_eps, factor, D, R, HP, TP, ROTATE, TAIL, kind)  # fmt: skip
-        n1, n2, n3 = _heads(key + row.to(tl.int64) * key_row, key_head, source + one, one == 0, key_norm, key_eps,
-                            factor, D, R, HP, TP, ROTATE, TAIL, kind)  # fmt: skip
-        new_value = tl.load(value + row.to(tl.int64) * value_row + source * value_head + dims, mask=dims_ok, other=0.0)
+        m1, m2, m3 = heads_of(query + token.to(tl.int64) * query_row, query_head, source * G + member, exists,
+                              query_norm, query_eps, factor, D, R, HP, TP, ROTATE, TAIL, kind)  # fmt: skip
+        n1, n2, n3 = heads_of(key + token.to(tl.int64) * key_row, key_head, source + one, one == 0, key_norm, key_eps,
+                              factor, D, R, HP, TP, ROTATE, TAIL, kind)  # fmt: skip
+        new_value = tl.load(
+            value + token.to(tl.int64) * value_row + source * value_head + dims, mask=dims_ok, other=0.0
+        )
         new_value = new_value.to(kind)
         new_logit = tl.zeros([G2], tl.float32)
         if ROTATE:
@@ -233,7 +202,7 @@ def decode_kernel(
             output = output * before_weight[:, None] + tl.sum(found_of * weight[:, :, None], 1)
             top = higher
         new_p = tl.exp(new_logit - top)
-        into = out + row.to(tl.int64) * out_row + (source * G + member)[:, None] * out_head + dims[None, :]
+        into = out + token.to(tl.int64) * out_row + (source * G + member)[:, None] * out_head + dims[None, :]
         tl.store(into, (output / total[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & dims_ok[None, :])
         itself = tl.sum(tl.where(exists, new_p / total, 0.0), 0)
         if POLICY >= 2:
@@ -250,7 +219,7 @@ def decode_kernel(
             places = start + tl.arange(0, P)
             slot_of = places + (places >= hole).to(tl.int32)
             inside = slot_of < slots
-            spot = pid * slots + slot_of
+            spot = home * slots + slot_of
             index_at = tl.load(index + spot, mask=inside, other=-1)
             rank_at = tl.load(rank + spot, mask=inside, other=0).to(tl.int32) + 1
             score = tl.load(scores + spot, mask=inside, other=0.0)
@@ -293,7 +262,7 @@ def decode_kernel(
         if BITS < 16:  # of the token that goes to the free slot, if there is one
             tl.debug_barrier()
             moved = exact_slot(before + 1, SINKS, RING)
-            from_slot = pid * slots + moved + zero
+            from_slot = home * slots + moved + zero
             if moved != entering:
                 new_score, new_index = tl.load(scores + from_slot), tl.load(index + from_slot)
                 new_rank = tl.load(rank + from_slot).to(tl.int32) + 1
@@ -305,7 +274,7 @@ def decode_kernel(
             new_worth = tl.where(new_index < 0, float("-inf") if EMPTY_FIRST else float("inf"), new_worth)
         stays = tl.min(new_worth, 0) >= least
         if stays:
-            left = tl.load(rank + pid * slots + victim).to(tl.int32) + 1
+            left = tl.load(rank + home * slots + victim).to(tl.int32) + 1
         else:
             victim, left = hole, tl.min(new_rank, 0)
         tl.debug_barrier()
@@ -313,7 +282,7 @@ def decode_kernel(
         while start < slots - 1:
             places = start + tl.arange(0, P)
             slot_of = places + (places >= hole).to(tl.int32)
-            spot = pid * slots + slot_of
+            spot = home * slots + slot_of
             rank_at = tl.load(rank + spot, mask=slot_of < slots, other=0).to(tl.int32) + 1
             rank_at = tl.where(slot_of == victim, slots, rank_at - (rank_at > left).to(tl.int32))
             tl.store(rank + spot, rank_at.to(rank.dtype.element_ty), mask=slot_of < slots)
@@ -327,20 +296,20 @@ def decode_kernel(
         if TAIL:
             tl.store(keys + entering * D + rest[None, :], n3, mask=rest_ok[None, :])
         tl.store(values + entering * DV + dims, new_value, mask=dims_ok)
-        _enter(scores, longs, index, rank, pid * slots + entering + zero, itself, itself * 0.0, before, zero, LONG)
+        _enter(scores, longs, index, rank, home * slots + entering + zero, itself, itself * 0.0, before, zero, LONG)
         tl.debug_barrier()
         if BITS < 16:
             new_rank -= (new_rank > left).to(tl.int32)
             _enter(
-                scores, longs, index, rank, pid * slots + hole + zero, new_score, new_long, new_index, new_rank, LONG
+                scores, longs, index, rank, home * slots + hole + zero, new_score, new_long, new_index, new_rank, LONG
             )
-            _clear(scores, index, rank, pid * slots + moved, slots)
+            _clear(scores, index, rank, home * slots + moved, slots)
             displace(keys, values, key_codes, value_codes, key_range, value_grid, ranges + pid * 2 * D, entering, moved,
                      hole - stored, slots - stored, before >= SINKS, D, DV, BITS, KP, VP)  # fmt: skip
-        _clear(scores, index, rank, pid * slots + victim, slots)
-        tl.store(free + pid, victim.to(tl.int64))
+        _clear(scores, index, rank, home * slots + victim, slots)
+        tl.store(free + home, victim.to(tl.int64))
         tl.store(arrived + pid, 0)
         counts = arrived + tl.num_programs(0) + row
         if tl.atomic_add(counts, 1, sem="acq_rel") == H - 1:
-            tl.store(seen + row, before + 1)
+            tl.store(seen + home // H, before + 1)
             tl.store(counts, 0)

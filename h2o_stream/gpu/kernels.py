@@ -165,6 +165,11 @@ class GpuKernels:
         """Whether the next token of every row evicts the same number of tokens, at most one."""
         return len(evictions := num_evictions(group, lengths)) == 1 and max(evictions) <= 1
 
+    @staticmethod
+    def is_empty_first(group: HeadGroup, lengths: tuple[int, ...]) -> bool:
+        """Whether a token takes an empty slot before any is evicted."""
+        return group.schedule.fixed or num_evictions(group, lengths) == {0}
+
     def step(
         self,
         group: HeadGroup,
@@ -172,23 +177,24 @@ class GpuKernels:
         transform: LogitTransform,
         lengths: tuple[int, ...],
         norms: Norms = _PLAIN,
+        streams: Tensor | None = None,
     ) -> None:
-        """Take one token of each row, [B, H, 1, D], see `decode_kernel`; it is counted in the group's `seen`."""
-        rules, empty_first = self._rules_of(group, new, transform), True
-        if not group.schedule.fixed:
-            empty_first = num_evictions(group, lengths) == {0}
+        """Take one token of each row, [B, H, 1, D], see `decode_kernel`; it is counted in the group's `seen`. With
+        `streams` that of each row that is in this table.
+        """
+        rules, empty_first = self.rules_of(group, new, transform), self.is_empty_first(group, lengths)
         heads, places = rules.constants["H"], group.store.slots - 1
         size, exact = 64 if places <= _SMALL_WINDOW else 128, group.dtype == torch.float32
         if exact:
             size = min(size, _FLOAT32 // triton.next_power_of_2(_numbers_of_head(rules.constants)))
         warps = 8 if exact or size == 128 else 4
-        splits, rows = triton.cdiv(places, size), len(new.out)
+        splits, rows = triton.cdiv(places, size), len(new.out if streams is None else streams)
         groups, members = rules.constants["G"], triton.next_power_of_2(rules.constants["G"])
         space, bits = self._space, group.plan.kv_bits
         decode_kernel[rows * heads, splits](
             new.query, new.key, new.value, new.out, new.heads,
-            **slots_of(group), **rules.tensors,
-            sink_logits=transform.sinks, query_norm=norms.query, key_norm=norms.key,
+            **slots_of(group), **rules.tensors | ({} if streams is None else {"pins": streams, "transient": streams}),
+            streams=streams, sink_logits=transform.sinks, query_norm=norms.query, key_norm=norms.key,
             logits=space("logits", rows * heads * groups * group.store.slots, group.device),
             ranges=None if bits == 16 else space("ranges", rows * heads * 2 * new.key.shape[-1], group.device),
             parts=space("parts", rows * heads * groups * splits * new.value.shape[-1], group.device),
@@ -226,7 +232,7 @@ class GpuKernels:
             lanes: how many prompts may run at the same time,
             lane: and which of them this is.
         """
-        rules = self._rules_of(group, new, transform)
+        rules = self.rules_of(group, new, transform)
         rows, tokens, device = len(new.out), new.query.shape[2], group.device
         heads, groups = rows * rules.constants["H"], rules.constants["G"]
         unpacked = decoded(group) if group.plan.kv_bits < 16 else None
@@ -274,7 +280,7 @@ class GpuKernels:
                 spaces.append(torch.zeros(triton.next_power_of_2(size), dtype=dtype, device=device))
         return spaces[-1]
 
-    def _rules_of(self, group: HeadGroup, new: NewTokens, transform: LogitTransform) -> _Rules:
+    def rules_of(self, group: HeadGroup, new: NewTokens, transform: LogitTransform) -> _Rules:
         """The arguments of the group, made anew when something has changed."""
         kv_heads = group.index.shape[1]
         key = group.revision.number, transform[:2], new.query.shape[1]

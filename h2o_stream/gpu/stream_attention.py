@@ -4,6 +4,7 @@ layer by layer, from and to rows of its products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.recurrent import RecurrentLayer, states_of
 from h2o_stream.gpu import mixers
 from h2o_stream.gpu.groups import limits_of
+from h2o_stream.gpu.joint_steps import Tables, step_streams
 from h2o_stream.gpu.journal import Journal, MixerJournal
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
 from h2o_stream.gpu.layers import in_order
@@ -63,7 +65,7 @@ class StreamAttention:
 
     def steps(
         self, number: int, part: Attention | Mixer, projected: Tensor, out: Tensor | None = None, rows: int = 1,
-        journal: Journal | None = None,
+        journal: Journal | None = None, beside: Sequence[H2OCache] = (), tables: Tables | None = None,
     ) -> Tensor:  # fmt: skip
         """One token after another of each row.
 
@@ -74,6 +76,8 @@ class StreamAttention:
             out: [B Q, columns of its last matrix], is written; None: a new one.
             rows: B.
             journal: notes the slots before all but the first token.
+            beside: the caches of all rows, if they are streams of their own, with head groups like those of this one,
+            tables: and what `step_streams` keeps of them.
 
         Returns:
             `out`.
@@ -87,7 +91,11 @@ class StreamAttention:
         factor = attention.rope.scale if attention.rope else 1.0
         norms = Norms(query.weight, key.weight, query.epsilon, key.epsilon, factor)
         transform, lengths = _transform(attention, sinks), self._cache.tokens.lengths
-        for group in self._cache.layers[number].head_groups:
+        for place, group in enumerate(self._cache.layers[number].head_groups):
+            if tables is not None:
+                groups = [(cache.layers[number].head_groups[place], cache.tokens.lengths) for cache in beside]
+                step_streams(self._kernels, groups, heads.one(0, group.heads), transform, norms, tables)
+                continue
             for token in range(heads.out.shape[2]):
                 if token and journal:
                     journal.note(group, token)
