@@ -105,7 +105,6 @@ class FusedBatch(Generic[Row]):
     def _run(self, ids: Tensor, num_steps: int, ends: Sequence[int]) -> SimpleNamespace:
         """Logits [B, V] after the last token of each stream; stream i has the tokens `ends[i]` to `ends[i + 1]`."""
         steppers, parts = self._caches.steppers, [slice(*pair) for pair in pairwise(ends)]
-
         caches = [stepper.cache for stepper in steppers[:num_steps]]
         alike = len({tuple(spec.windows for spec in cache.specs) for cache in caches}) == 1 < num_steps
 
@@ -115,10 +114,8 @@ class FusedBatch(Generic[Row]):
                 rows, first = slice(num_steps), num_steps
                 joint = steppers[0].attention.steps
                 joint(number, layer, projected[rows], out[rows], num_steps, beside=caches, tables=self._tables)
-            for at, (stepper, part) in enumerate(zip(steppers, parts, strict=True)):
-                if at < first:
-                    continue
-                of_stream = stepper.attention.steps if at < num_steps else stepper.attention.prompt
+            for at, part in enumerate(parts[first:], first):
+                of_stream = steppers[at].attention.steps if at < num_steps else steppers[at].attention.prompt
                 of_stream(number, layer, projected[part], out[part])
             return out
 

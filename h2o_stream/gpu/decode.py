@@ -63,7 +63,7 @@ def decode_kernel(
     Slots are as in `cache.slots`: keys [B, H, S, D], values [B, H, S, DV], the rest [B, H, S], free [B, H], seen [B].
     With few BITS, keys and values are those of SINKS and a RING, see `cache.quantized_store`: the token enters there,
     and the one whose slot the next token needs goes to the free one.
-    With `streams`, a table as in `gpu.streams`, each row has slots and pins of its own, like those of the arguments.
+    With `streams`, a table as in `gpu.streams`, each row has other slots and pins, like those of the arguments.
     The group's heads are `heads` [H] of the token's, or all. The table [N, R] has cosines and sines by distance;
     without rotations R is 0. HP, TP and VP are at least half of R, the rest of a head, and DV; GP and G2 at least G.
     P is at least the number of threads: two that had the same place would read its score again after it was stored.

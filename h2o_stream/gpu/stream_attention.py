@@ -76,7 +76,7 @@ class StreamAttention:
             out: [B Q, columns of its last matrix], is written; None: a new one.
             rows: B.
             journal: notes the slots before all but the first token.
-            beside: the caches of all rows, if they are streams of their own, with head groups like those of this one,
+            beside: the caches of all rows, if they are separate streams, with head groups like those of this one,
             tables: and what `step_streams` keeps of them.
 
         Returns:

@@ -15,6 +15,7 @@ NUMBERS = ("pin_count", "transient_count", "token")
 ALIGNED = 16
 """Bytes of which all addresses are multiples, as torch allocates them."""
 
+_ALIGNED = tl.constexpr(ALIGNED)
 _SIZE = tl.constexpr(len(ARRAYS) + len(NUMBERS))
 
 
@@ -22,8 +23,8 @@ _SIZE = tl.constexpr(len(ARRAYS) + len(NUMBERS))
 def array_of(streams, stream, array, PLACE: tl.constexpr):
     """An array of a stream, which is like another; None if that is."""
     if array is not None:
-        address = tl.multiple_of(tl.load(streams + stream * _SIZE + PLACE), 16)
-        array = address.to(tl.pointer_type(array.dtype.element_ty))
+        address = tl.load(streams + stream * _SIZE + PLACE)
+        array = tl.multiple_of(address.to(tl.pointer_type(array.dtype.element_ty)), _ALIGNED)
     return array
 
 
