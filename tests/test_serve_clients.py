@@ -12,8 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.models.loaded import short_name
 from h2o_stream.models.templates import FALLBACK_TEMPLATE
+from h2o_stream.serve import templates
+from h2o_stream.serve.aside import LONG
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.messages import as_fed, parse_dialogue
+from h2o_stream.serve.templates import Templates
 from h2o_stream.session.template import ChatTemplate
 from tests.native_builds import needs_library
 from tests.serve_load import post
@@ -183,6 +186,22 @@ class TestServer:
 
 
 @needs_library
+def test_long_openings_are_kept_within_a_limit(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may send one after another, also such as are refused. The newest one is about to be used."""
+    made, options = Templates(server.service.model), server.service.options
+    texts = [f"{number} " * LONG for number in range(4)]
+    size = made.make(options, texts[0]).opening_size
+    monkeypatch.setattr(templates, "_KEPT_TOKENS", 2 * size + 100)
+    for text in texts:
+        made.get(text, options, text)
+    assert [*made._kept] == texts[2:]
+    monkeypatch.setattr(templates, "_KEPT_TOKENS", size // 2)
+    made.get(texts[0], options, texts[0])
+    assert [*made._kept] == texts[:1]
+
+
 def test_strict(tiny_folder: Path, tmp_path: Path) -> None:
     with Running(tmp_path, tiny_folder, strict=True) as running:
         assert running.ask("Hello.", model="gpt-4")[1]["error"]["code"] == "model_not_found"

@@ -167,6 +167,29 @@ def test_no_more_grammars_than_replies(tmp_path: Path, tiny_folder: Path) -> Non
     assert 1 <= max_children <= 3  # one may be on its way out
 
 
+def test_texts_of_one_request_follow_one_grammar(tmp_path: Path, tiny_folder: Path) -> None:
+    """Each would have waited for a place, while those before it kept all that there are."""
+    body = {"prompt": ["One?", "Two?", "Three?"], "max_tokens": 4, **constrained({"const": 1})}
+    with Running(tmp_path, tiny_folder, running=1, awake=1) as server, server.connect(timeout_s=10) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+    assert [choice["text"] for choice in answer["choices"]] == ["1", "1", "1"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_grammar_waits(
+    server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Nothing waits for it any more: those after it, in the time that it would have taken, are not refused."""
+    kept = server.service.grammars.kept
+    body = {"messages": [{"role": "user", "content": "A number?"}], "stream": stream, **constrained({"const": 1})}
+    with monkeypatch.context() as patched:
+        patched.setattr(kept, "free", 0)
+        with connected(server, json.dumps(body).encode()):
+            wait_for(lambda: kept.crowded)
+        wait_for(lambda: (server.service.active, kept.crowded, kept._queues) == (0, False, {}), timeout_s=5)
+
+
 def test_grammars_have_a_limit_of_memory_together(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,7 +205,8 @@ async def _chat(service: Service, request: Request, body: dict[str, Any]) -> Res
         answer = await while_connected(request, answer_chat(service, asked, after, keep))
         return await _whole(answer, asked[2].listed)
     name = secrets.token_hex(16)
-    opened = service.replies(*asked, after, keep, response=name)
+    dialogue, options, sampled = asked
+    opened = service.replies([dialogue], options, sampled, after, keep, response=name)
     return await streamed(request, opened, partial(stream_chat, service, asked, name))
 
 

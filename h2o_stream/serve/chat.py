@@ -83,7 +83,7 @@ async def answer_chat(
     """The whole answer."""
     dialogue, options, sampled = asked
     name = secrets.token_hex(16)
-    async with service.replies(dialogue, options, sampled, after, keep, response=name) as queues:
+    async with service.replies([dialogue], options, sampled, after, keep, response=name) as queues:
         replies = await asyncio.gather(*map(finished, queues))
     choices = []
     for number, (end, pieces) in enumerate(replies):

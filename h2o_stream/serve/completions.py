@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,17 +31,10 @@ class AskedCompletions:
     options: Options
     sampled: Sampled
 
-    @asynccontextmanager
-    async def replies(self, service: Service) -> AsyncIterator[Queues]:
+    def replies(self, service: Service) -> AbstractAsyncContextManager[Queues]:
         """See `Service.replies`; those of the first text come first."""
-        async with AsyncExitStack() as stack:
-            queues = list[asyncio.Queue[Message]]()
-            for prompt in self.prompts:
-                dialogue = Dialogue(None, (), prompt)
-                queues += await stack.enter_async_context(
-                    service.replies(dialogue, self.options, self.sampled, raw=True)
-                )
-            yield queues
+        dialogues = [Dialogue(None, (), prompt) for prompt in self.prompts]
+        return service.replies(dialogues, self.options, self.sampled, raw=True)
 
     def usage(self, ends: Mapping[int, Done]) -> dict[str, Any]:
         """The usage of all replies, by their numbers."""

@@ -29,6 +29,10 @@ class Places:
         except asyncio.CancelledError:
             if not place.cancelled():
                 self.leave()
+            elif place in (queue := self._queues.get(asker, deque())):
+                queue.remove(place)
+                if not queue:
+                    del self._queues[asker]
             raise
 
     def leave(self) -> None:
@@ -39,7 +43,7 @@ class Places:
             place = queue.popleft()
             if queue:
                 self._queues[asker] = queue
-            if not place.done():  # else its client has left
+            if not place.done():  # else its client is leaving
                 place.set_result(None)
                 return
         self.free += 1
@@ -47,4 +51,4 @@ class Places:
     @property
     def crowded(self) -> bool:
         """Whether anybody waits."""
-        return any(not place.done() for queue in [*self._queues.values()] for place in [*queue])
+        return bool(self._queues)

@@ -50,7 +50,7 @@ class AskedResponse:
 
     def replies(self, service: Service) -> Any:
         """Ask for replies; a queue for each choice, of which only the first is kept."""
-        return service.replies(self.dialogue, self.options, self.sampled, self.after, self.keep, response=self.id)
+        return service.replies([self.dialogue], self.options, self.sampled, self.after, self.keep, response=self.id)
 
 
 def parse_response(body: Mapping[str, Any], service: Service, owner: str = "") -> AskedResponse:

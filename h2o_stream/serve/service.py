@@ -187,35 +187,38 @@ class Service:
 
     @asynccontextmanager
     async def replies(
-        self, dialogue: Dialogue, options: Options, sampled: Sampled, after: str | None = None,
+        self, dialogues: Sequence[Dialogue], options: Options, sampled: Sampled, after: str | None = None,
         keep: bool = True, raw: bool = False, response: str = "",
     ) -> AsyncIterator[Sequence[asyncio.Queue[Message]]]:  # fmt: skip
-        """Ask for replies; a queue for each choice, of which only the first is kept. Leaving the block ends them.
+        """Ask for replies; a queue for each choice, of which only the first is kept, for one dialogue after another.
+        Leaving the block ends them.
 
         Raises:
             ApiError: too many are asked for already.
         """
-        if self.active + sampled.choices > self.config.running + self.config.waiting:
+        count = len(dialogues) * sampled.choices
+        if self.active + count > self.config.running + self.config.waiting:
             raise ApiError(429, "too many requests wait already", code="queue_full", retry_after_s=_RETRY_S)
-        queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(sampled.choices)]
+        queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(count)]
         asks, asked, grammar = list[Ask](), time.monotonic(), None
         self.active += len(queues)
         try:
             grammar = await self._grammar(sampled, options, raw)
-            size = dialogue.size + size_of(options.tools)
-            first = first_hash(options.key, dialogue.system)
-            hashes = await aside(size, partial(chain, first, dialogue.past))
-            begins = not raw and after is None and next(self.store.last_known(hashes), None) is None
-            await aside(size, partial(self._check_room, dialogue, options, after, hashes[0] if begins else ""))
-            make = partial(
-                Ask, dialogue, hashes, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar,
-                after=after, calls=sampled.calls, raw=raw, response=response, asked=asked,
-                pieces=sampled.stream or sampled.logprobs is not None,
-            )  # fmt: skip
-            for number, waiting in enumerate(queues):
-                config = sampled.config.of_choice(number)
-                asks.append(make(config=config, send=_sender(waiting), keep=keep and not (raw or number)))
-            for ask in reversed(asks):  # branches are opened before the conversation goes on
+            for dialogue in dialogues:
+                size = dialogue.size + size_of(options.tools)
+                first = first_hash(options.key, dialogue.system)
+                hashes = await aside(size, partial(chain, first, dialogue.past))
+                begins = not raw and after is None and next(self.store.last_known(hashes), None) is None
+                await aside(size, partial(self._check_room, dialogue, options, after, hashes[0] if begins else ""))
+                make = partial(
+                    Ask, dialogue, hashes, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar,
+                    after=after, calls=sampled.calls, raw=raw, response=response, asked=asked,
+                    pieces=sampled.stream or sampled.logprobs is not None,
+                )  # fmt: skip
+                for number in range(sampled.choices):
+                    config, send = sampled.config.of_choice(number), _sender(queues[len(asks)])
+                    asks.append(make(config=config, send=send, keep=keep and not (raw or number)))
+            for ask in sorted(asks, key=lambda ask: ask.keep):  # branches are opened before the conversation goes on
                 self.worker.submit(ask)
             yield queues
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -58,13 +58,6 @@ async def streamed(
     Raises:
         ApiError: there will be no reply; a status says so, as without a stream.
     """
-    queues = await opened.__aenter__()
-    try:
-        messages = merged(queues)
-        first = await while_connected(request, _first(messages))
-    except BaseException:
-        await opened.__aexit__(None, None, None)
-        raise
 
     async def all_messages() -> Messages:
         for message in first:
@@ -79,7 +72,14 @@ async def streamed(
         if not named:
             yield _DONE
 
-    return _Events(opened, events())
+    async with AsyncExitStack() as stack:
+
+        async def begun() -> tuple[Messages, list[tuple[int, Message]]]:
+            messages = merged(await stack.enter_async_context(opened))
+            return messages, await _first(messages)
+
+        messages, first = await while_connected(request, begun())
+        return _Events(stack.pop_all(), events())
 
 
 async def _first(messages: Messages) -> list[tuple[int, Message]]:
@@ -120,7 +120,7 @@ async def merged(queues: Queues) -> Messages:
 class _Events(StreamingResponse):
     """Sends events, and closes what they come from at the end, also if the client has left before the first one."""
 
-    def __init__(self, opened: AbstractAsyncContextManager[Any], events: AsyncIterator[bytes]) -> None:
+    def __init__(self, opened: AsyncExitStack, events: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._opened = opened
@@ -129,4 +129,4 @@ class _Events(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._opened.__aexit__(None, None, None)
+            await self._opened.aclose()

@@ -9,8 +9,8 @@ from h2o_stream.serve.requests import Options
 from h2o_stream.serve.schemas import size_of
 from h2o_stream.session.template import ChatTemplate
 
-_KEPT = 64
-"""How many templates of long openings are kept."""
+_KEPT, _KEPT_TOKENS = 64, 2**20
+"""How many templates of long openings are kept, and their tokens together, unless it is one alone."""
 
 
 class Templates:
@@ -42,7 +42,10 @@ class Templates:
         template = self.make(options, system)
         if self.takes_long(first, options, system) and template.opening_size:
             self._kept[first] = template
-            for oldest in [*self._kept][:-_KEPT]:
+            kept = [*self._kept.items()]
+            for number, (oldest, _) in enumerate(kept[:-1]):
+                if len(kept) - number <= _KEPT and sum(x.opening_size for _, x in kept[number:]) <= _KEPT_TOKENS:
+                    break
                 self._kept.pop(oldest, None)
         return template
 
