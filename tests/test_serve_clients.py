@@ -186,9 +186,7 @@ class TestServer:
 
 
 @needs_library
-def test_long_openings_are_kept_within_a_limit(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_openings_are_kept_within_a_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client may send one after another, also such as are refused. The newest one is about to be used."""
     made, options = Templates(server.service.model), server.service.options
     texts = [f"{number} " * LONG for number in range(4)]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from h2o_stream.errors import DataError
-from h2o_stream.serve.store import Store
+from h2o_stream.serve.store import Kept, Store
 from h2o_stream.session import state_files
+from h2o_stream.session.sessions import Session
 from tests import served
 from tests.disturbances import fail_once, full_disk
 from tests.native_builds import needs_library
@@ -118,6 +119,35 @@ def test_a_folder_has_one_server(server: Running, tmp_path: Path) -> None:
     closing.start()
     closing.join()
     Store(tmp_path, model, 3, 2**30, 1e6).close()
+
+
+def test_turns_without_a_state_are_not_looked_for(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole transcript was read for each turn before one to which a client returned, while others waited."""
+    opened, original = list[str](), Store._session
+
+    def session(self: Store, kept: Kept, create: bool) -> Session:
+        opened.append(kept.id)
+        return original(self, kept, create)
+
+    monkeypatch.setattr(Store, "_session", session)
+    with Running(tmp_path, tiny_folder, running=1, awake=1) as server:
+        said = [text for number in range(9) for text in (f"{number}?", "Yes.")]
+        for _ in range(3):
+            said += ["More?", reply(server.say(*said, "More?"))]
+        long = opened[0]
+        server.say("Others?")  # the first one sleeps
+        opened.clear()
+        assert server.say(*said[:16], "Else?")["h2o"]["origin"] == "read"
+        assert long not in opened
+        assert server.say(*said[:20], "Else?")["h2o"]["origin"] == "branched"
+        store = server.service.store
+        for kept in store.conversations.values():
+            assert sum(kept.id in names for names in store._by_hash.values()) <= 3
+        for kept in [*store.conversations.values()]:
+            store.forget(kept)
+        assert not store._by_hash
 
 
 def test_files_of_earlier_versions_are_read(server: Running, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class Store:
         self._by_hash: dict[str, dict[str, int]] = {}
         self._by_id: dict[str, Kept] = {}
         for kept in self.conversations.values():
-            self._index(kept, 1, kept.ids)
+            self._index(kept, 0, kept.ids)
 
     def close(self) -> None:
         """Let other servers use the folder."""
@@ -122,11 +122,11 @@ class Store:
         return shutil.disk_usage(self._folder).free
 
     def last_known(self, hashes: Sequence[str]) -> Iterator[int]:
-        """Which of these hashes any conversation has, the last one first, without the first."""
+        """After which of these hashes any conversation may go on, the last one first, without the first."""
         return (number for number in range(len(hashes) - 1, 0, -1) if hashes[number] in self._by_hash)
 
     def with_hash(self, known: str, owner: str) -> Iterator[tuple[Kept, int]]:
-        """Conversations of an owner that were in this state, and after how many turns; the newest first."""
+        """Conversations of an owner that may go on after it, and after how many turns; the newest first."""
         for name, turn in reversed(self._by_hash.get(known, {}).items()):
             if self.conversations[name].owner == owner:
                 yield self.conversations[name], turn
@@ -155,8 +155,7 @@ class Store:
         """The state after so many turns, and their entries; None if the state is not kept any more."""
         with suppress(DataError), self._opened(kept) as session:
             number = kept.turns[turn]
-            state = session.state(number)
-            if state is not None:
+            if (state := session.state(number)) is not None:
                 return state, session.transcript.entries.upto(number, lambda entry: entry.turn)
         return None
 
@@ -222,19 +221,25 @@ class Store:
         return kept.file_bytes + len(data)
 
     def committed(self, kept: Kept, new: int, ids: Iterable[str] = ()) -> None:
-        """Recognise a conversation by its last turns, so many of them, which were saved, and by these ids of responses;
-        it is the one used last.
-        """
-        self._index(kept, len(kept.hashes) - new if kept.nbytes else 1, ids)
+        """Recognise a conversation by so many new turns, which were saved, and ids of responses; it was used last."""
+        self._index(kept, new, ids)
         before, kept.nbytes = kept.nbytes, _size(self._folder / kept.id)
         self.nbytes += kept.nbytes - before
         self.conversations[kept.id] = self.conversations.pop(kept.id)
 
-    def _index(self, kept: Kept, first: int, ids: Iterable[str] = ()) -> None:
-        """Recognise a conversation by its hashes, from this one on, and by these ids."""
+    def _index(self, kept: Kept, new: int, ids: Iterable[str] = ()) -> None:
+        """Recognise a conversation, with so many new turns, by the last hashes, which may have states, and these ids."""
         self._by_id.update(dict.fromkeys(ids, kept))
+        first = max(len(kept.hashes) - self._max_states, 1)
+        self._remove(kept, kept.hashes[max(first - new, 0) : first])
         for turn, known in enumerate(kept.hashes[first:], first):
             self._by_hash.setdefault(known, {})[kept.id] = turn
+
+    def _remove(self, kept: Kept, hashes: Iterable[str]) -> None:
+        """Do not recognise a conversation by these hashes any more."""
+        for known in hashes:
+            if (names := self._by_hash.get(known)) and names.pop(kept.id, None) and not names:
+                del self._by_hash[known]
 
     def to_forget(self, used: Collection[str]) -> list[Kept]:
         """Conversations that have expired or that there is no room for, without those with these ids."""
@@ -250,11 +255,7 @@ class Store:
 
     def forget(self, kept: Kept) -> None:
         """Delete a conversation."""
-        for known in kept.hashes:
-            names = self._by_hash.get(known, {})
-            names.pop(kept.id, None)
-            if not names:
-                self._by_hash.pop(known, None)
+        self._remove(kept, kept.hashes[-self._max_states :])
         for response in kept.ids:
             self._by_id.pop(response, None)
         self.conversations.pop(kept.id, None)
