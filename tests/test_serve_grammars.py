@@ -1,17 +1,20 @@
 """Grammars that take much time or memory: one reply is refused or ended, and others go on."""
 
 import asyncio
+import errno
 import json
 import multiprocessing
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -251,6 +254,14 @@ def test_the_process_of_grammars_is_started_again(server: Running) -> None:
     assert process is not None
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    assert reply(server.say("A number?", **constrained({"const": 1}))) == "1"
+
+
+def test_a_grammar_without_a_descriptor_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request alone is, and not with a traceback."""
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socketpair", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        assert server.ask("A number?", **constrained({"const": 1}))[0] == 400
     assert reply(server.say("A number?", **constrained({"const": 1}))) == "1"
 
 

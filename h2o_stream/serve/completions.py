@@ -16,7 +16,7 @@ from h2o_stream.serve.aside import aside
 from h2o_stream.serve.errors import wrong
 from h2o_stream.serve.logprobs import TextLogprobs
 from h2o_stream.serve.messages import Dialogue
-from h2o_stream.serve.replies import Done, Failed, Message, Piece
+from h2o_stream.serve.replies import Done, Failed, Piece
 from h2o_stream.serve.requests import Options, Sampled, field, parse_sampled
 from h2o_stream.serve.service import Service, finished
 from h2o_stream.serve.sse import Messages, Queues

@@ -92,20 +92,19 @@ class Grammars:
     def connect(self) -> Connection:
         """A connection to a new process."""
         for again in (True, False):
-            try:
-                with self._lock:
-                    if self._closed:
-                        raise stopping()
-                    ours, theirs = socket.socketpair()
-                    with theirs:
+            with self._lock:
+                if self._closed:
+                    raise stopping()
+                ours, theirs = socket.socketpair()
+                with ours, theirs:
+                    try:
                         server, process = self._started()
                         send_handle(server, theirs.fileno(), process.pid)
-                    return Connection(ours.detach())
-            except OSError:
-                ours.close()
-                if not again:
-                    raise
-                self._end()
+                        return Connection(ours.detach())
+                    except OSError:
+                        if not again:
+                            raise
+                        self._end()
         raise AssertionError
 
     def _started(self) -> tuple[Connection, subprocess.Popen[bytes]]:

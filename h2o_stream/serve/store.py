@@ -228,7 +228,7 @@ class Store:
         self.conversations[kept.id] = self.conversations.pop(kept.id)
 
     def _index(self, kept: Kept, new: int, ids: Iterable[str] = ()) -> None:
-        """Recognise a conversation, with so many new turns, by the last hashes, which may have states, and these ids."""
+        """Recognise a conversation, with so many new turns, by its last hashes, which may have states, and ids."""
         self._by_id.update(dict.fromkeys(ids, kept))
         first = max(len(kept.hashes) - self._max_states, 1)
         self._remove(kept, kept.hashes[max(first - new, 0) : first])
