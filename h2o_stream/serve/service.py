@@ -208,8 +208,8 @@ class Service:
                 size = dialogue.size + size_of(options.tools)
                 first = first_hash(options.key, dialogue.system)
                 hashes = await aside(size, partial(chain, first, dialogue.past))
-                begins = "" if raw or after is not None else first
-                await aside(size, partial(self._check_room, dialogue, options, after, begins))
+                begins = not raw and after is None and next(self.store.last_known(hashes), None) is None
+                await aside(size, partial(self._check_room, dialogue, options, after, hashes[0] if begins else ""))
                 make = partial(
                     Ask, dialogue, hashes, options, logprobs=sampled.logprobs, slots=sampled.slots, grammar=grammar,
                     after=after, calls=sampled.calls, raw=raw, response=response, asked=asked,
