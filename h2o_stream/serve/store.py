@@ -255,7 +255,7 @@ class Store:
 
     def forget(self, kept: Kept) -> None:
         """Delete a conversation."""
-        self._remove(kept, kept.hashes[-self._max_states :])
+        self._remove(kept, kept.hashes)
         for response in kept.ids:
             self._by_id.pop(response, None)
         self.conversations.pop(kept.id, None)
