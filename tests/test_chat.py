@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from h2o_stream.ui import chat
 from tests.commands import invoke, piped, records, texts
 from tests.fixtures import with_exhaustive
 from tests.preloaded import Preloaded
@@ -36,6 +37,14 @@ class TestCommands:
         assert "/pin needs TEXT" in done.stderr
         assert "/exit takes no argument" in done.stderr
         assert [record["type"] for record in records(out.read_text())] == ["run", "summary"]
+
+    def test_ctrl_c_that_comes_after_the_end_of_a_reply_ends_nothing(
+        self, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Regression: it ended the chat while the line about the turn was written."""
+        monkeypatch.setattr(chat, "turn_line", lambda turn: signal.raise_signal(signal.SIGINT) or f"turn {turn.number}")
+        done = piped(tiny_folder, ["one", "two"])
+        assert (done.exit_code, done.stderr.count("turn 2")) == (0, 1)
 
     def test_paths_and_double_slashes_are_messages(self, tiny_folder: Path, tmp_path: Path) -> None:
         out = tmp_path / "run.jsonl"

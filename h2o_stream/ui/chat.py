@@ -124,10 +124,10 @@ class Chat:
                         self._report.add_event(event)
                     raise
             self._jsonl.write(turn.record())
-        self._terminal.note(turn_line(turn), style="dim")
-        self._context.loaded.note_disk(turn, self._terminal)
-        if turn.detail:
-            self._terminal.error(turn.detail)
+            self._terminal.note(turn_line(turn), style="dim")
+            self._context.loaded.note_disk(turn, self._terminal)
+            if turn.detail:
+                self._terminal.error(turn.detail)
         return turn.finish
 
     def _show(self, events: ReplyEvents) -> Turn:
