@@ -257,6 +257,7 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
             if isinstance(exc, TimeoutError):
                 self._log()
             super().connection_lost(exc)
+            self._unset_keepalive_if_required()  # also after a reset
             # its reference to itself, which would keep it until garbage is collected
             getattr(self.transport, "__dict__", {}).pop("_read_ready_cb", None)
 
