@@ -133,15 +133,15 @@ def test_turns_without_a_state_are_not_looked_for(
 
     monkeypatch.setattr(Store, "_session", session)
     with Running(tmp_path, tiny_folder, running=1, awake=1) as server:
-        said = [text for number in range(9) for text in (f"{number}?", "Yes.")]
+        texts = [word for number in range(9) for word in (f"{number}?", "Yes.")]
         for _ in range(3):
-            said += ["More?", reply(server.say(*said, "More?"))]
+            texts += ["More?", reply(server.say(*texts, "More?"))]
         long = opened[0]
         server.say("Others?")  # the first one sleeps
         opened.clear()
-        assert server.say(*said[:16], "Else?")["h2o"]["origin"] == "read"
+        assert server.say(*texts[:16], "Else?")["h2o"]["origin"] == "read"
         assert long not in opened
-        assert server.say(*said[:20], "Else?")["h2o"]["origin"] == "branched"
+        assert server.say(*texts[:20], "Else?")["h2o"]["origin"] == "branched"
         store = server.service.store
         for kept in store.conversations.values():
             assert sum(kept.id in names for names in store._by_hash.values()) <= 3
