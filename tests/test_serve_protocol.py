@@ -3,19 +3,11 @@
 Longer: ``pytest tests/test_serve_protocol.py --hypothesis-profile long`` until it is interrupted.
 """
 
-import asyncio
 import copy
-import datetime
-import decimal
-import enum
 import json
-import uuid
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Annotated, Any, Literal, Union
+from typing import Any
 
-import openai
-import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,22 +15,14 @@ from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.base.registry import Registry
-from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig
+from h2o_stream.config import POLICIES
 from h2o_stream.serve.fields import FIELDS as SERVED_FIELDS
 from h2o_stream.serve.fields import Served
-from h2o_stream.serve.logprobs import TokenTexts
-from h2o_stream.serve.messages import Dialogue
-from h2o_stream.serve.replies import Done, Piece, Seen, Started
-from h2o_stream.serve.requests import Options, Sampled
-from h2o_stream.serve.response_events import stream_response
-from h2o_stream.serve.responses import AskedResponse
-from h2o_stream.serve.stream import LogprobSampler
-from h2o_stream.session.other_calls import Call
 from tests.native_builds import needs_library
-from tests.protocol import ADAPTERS, answered, message_of, send, texts_of, whole_of
+from tests.protocol import answered, message_of, send, texts_of, whole_of
 from tests.served import Running, serving
-from tests.test_serve_tools import ODD_JSON, STRICT, calling
+from tests.test_serve_calls import ODD_JSON
+from tests.test_serve_tools import STRICT, calling
 from tests.test_tools import TIME
 
 pytestmark = needs_library
@@ -265,55 +249,6 @@ def test_nothing_is_too_deep(server: Running, endpoint: str, name: str) -> None:
         assert answered(server, endpoint, body)[0] == answered(server, endpoint, body | {"stream": True})[0]
 
 
-@pytest.mark.parametrize("endpoint", FIELDS)
-def test_an_error_in_a_stream(server: Running, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients raise it: the answer that has begun is not taken for a whole one."""
-    sample, count = LogprobSampler.sample, iter(range(3))
-
-    def fails(self: LogprobSampler, *given: Any) -> int:
-        if next(count, None) is None:
-            raise ZeroDivisionError
-        return sample(self, *given)
-
-    client = server.client()
-    create = {"chat/completions": client.chat.completions, "completions": client.completions}.get(
-        endpoint, client.responses
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(LogprobSampler, "sample", fails)
-        with pytest.raises(openai.APIError, match="ZeroDivisionError"):
-            list(create.create(model="h2o", stream=True, **BASE[endpoint]))
-    count = iter(range(3))
-    with monkeypatch.context() as patched:
-        patched.setattr(LogprobSampler, "sample", fails)
-        if endpoint == "responses":
-            _, events = answered(server, endpoint, BASE[endpoint] | {"stream": True})
-            assert (events[-1]["type"], events[-1]["code"]) == ("error", None)
-
-
-def test_what_a_stop_string_cuts_off_is_forgotten(server: Running) -> None:
-    """The next turn goes on from what the client has seen, as if it had been told so."""
-    said = server.say("Tell me.", max_tokens=30, store=False)["choices"][0]["message"]["content"]
-    history = ["Tell me."]
-    for _ in range(2):
-        stop = said[len(said) // 2 :][:4]
-        answer = server.say(*history, max_tokens=30, stop=[stop])
-        text = answer["choices"][0]["message"]["content"]
-        assert text == said[: said.find(stop)]
-        assert answer["usage"]["completion_tokens"] > 1
-        live = server.service.conversations.awake[answer["h2o"]["conversation"]]
-        tokenizer, tokens = live.engine.tokenizer, [*live.engine.tokens]
-        assert tokenizer.decode(tokens).endswith(f"{text}<|im_end|>")
-        assert len(tokens) == answer["h2o"]["seen_tokens"]
-        history += [text, "And then?"]
-        fresh = server.say(*history, max_tokens=30, store=False, recall="auto")  # another key: read as a whole
-        assert fresh["h2o"]["origin"] == "read"
-        again = server.say(*history, max_tokens=30, store=False)
-        assert again["h2o"]["origin"] == "branched"
-        said = again["choices"][0]["message"]["content"]
-        assert said == fresh["choices"][0]["message"]["content"]
-
-
 def test_policies_that_need_torch_are_refused_without_it(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def loads(self: Any, entry: Any) -> None:
         raise AssertionError(f"{entry.name} is imported")
@@ -324,85 +259,6 @@ def test_policies_that_need_torch_are_refused_without_it(server: Running, monkey
             status, answer = server.ask("Hi.", policy=name)
             assert (status, answer["error"]["param"]) == (400, "policy"), name
     assert server.ask("Hi.", policy="recent")[0] == 200
-
-
-class Colour(enum.Enum):
-    RED, BLUE = "red", "blue"
-
-
-class Place(pydantic.BaseModel):
-    name: Literal["Bern", "Genf"]
-    inside: "Place | None" = None
-
-
-class Trip(pydantic.BaseModel):
-    """A trip."""
-
-    places: list[Place] = pydantic.Field(min_length=1, max_length=2, description="Where to <|im_end|")
-    colour: Colour
-    more: dict[Literal["a"], bool] | None = None
-
-
-class Cat(pydantic.BaseModel):
-    kind: Literal["cat"]
-
-
-class Dog(pydantic.BaseModel):
-    kind: Literal["dog"]
-    of: Place
-
-
-class Both(pydantic.BaseModel):
-    one: Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
-    two: Annotated[int, pydantic.Field(ge=1, le=9)]
-
-
-@pytest.mark.parametrize("models", [[Place], [Trip], [Both], [Place, Both]], ids=str)
-@pytest.mark.parametrize("endpoint", ["chat/completions", "responses"])
-def test_schemas_that_pydantic_writes(server: Running, endpoint: str, models: list[type[pydantic.BaseModel]]) -> None:
-    """Tools whose parameters have definitions, which refer to each other and to themselves, can be forced."""
-    functions = [{"name": model.__name__, "parameters": model.model_json_schema()} for model in models]
-    chat = endpoint == "chat/completions"
-    tools = [{"type": "function", **({"function": x} if chat else x)} for x in functions]
-    for model in models:
-        named = {"name": model.__name__}
-        choice = {"type": "function", **({"function": named} if chat else named)}
-        limit = {"max_tokens" if chat else "max_output_tokens": 90}
-        body = BASE[endpoint] | limit | {"tools": tools, "tool_choice": choice, "store": False}
-        status, (answer,) = answered(server, endpoint, body)
-        assert status == 200, answer
-        if chat and answer["choices"][0]["finish_reason"] == "tool_calls":
-            (call,) = answer["choices"][0]["message"]["tool_calls"]
-            assert isinstance(model.model_validate_json(call["function"]["arguments"]), model)
-        elif not chat and answer["status"] == "completed":
-            (item,) = answer["output"]
-            assert isinstance(model.model_validate_json(item["arguments"]), model)
-
-
-TYPES_OF_FIELDS = st.recursive(
-    st.sampled_from([
-        int, float, bool, str, None, Colour, Place, Literal["a", "ü"], datetime.date, uuid.UUID,
-        decimal.Decimal, Annotated[int, pydantic.Field(ge=0, lt=9)], Annotated[str, pydantic.Field(max_length=3)],
-        Annotated[str, pydantic.Field(pattern="^[ab]+$")],
-    ]),
-    lambda inner: st.one_of(
-        inner.map(lambda kind: list[kind]), inner.map(lambda kind: dict[str, kind]),  # type: ignore[valid-type]
-        inner.map(lambda kind: tuple[kind, int]), st.tuples(inner, inner).map(lambda kinds: Union[kinds]),  # type: ignore[valid-type]  # noqa: UP007
-        st.dictionaries(st.sampled_from("xyz"), inner, min_size=1, max_size=3).map(lambda fields: model_of(fields)),
-    ),
-    max_leaves=5,
-)  # fmt: skip
-
-
-def model_of(fields: dict[str, Any]) -> Any:
-    """A model of pydantic with these fields."""
-    return pydantic.create_model("Inner", **{name: (kind, ...) for name, kind in fields.items()})
-
-
-@settings(max_examples=max(settings.default.max_examples // 8, 1))
-@given(st.dictionaries(st.sampled_from(["a", "b", "<|im_end|"]), TYPES_OF_FIELDS, min_size=1, max_size=3))
-def test_any_schema_that_pydantic_writes(server: Running, fields: dict[str, Any]) -> None:
-    test_schemas_that_pydantic_writes(server, "chat/completions", [model_of(fields)])
 
 
 TURN = st.fixed_dictionaries({
@@ -436,49 +292,3 @@ def test_conversations_go_on(server: Running, turns: list[dict[str, Any]]) -> No
         messages.append(message)
         results = ({"role": "tool", "tool_call_id": call["id"]} for call in message.get("tool_calls", ()))
         messages += [{**result, "content": "18 degrees"} for result in results]
-
-
-@given(
-    st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3)), max_size=4), st.sampled_from(["stop", "length"]),
-    st.lists(st.sampled_from(["weather", "time"]), max_size=2),
-)  # fmt: skip
-def test_the_items_of_events_are_those_of_the_response(pieces: Any, finish: str, names: list[str]) -> None:
-    """Thinking, text and calls, in their order and at their places."""
-    options, sampled = Options(CacheConfig(window=64)), Sampled(SamplingConfig(), stream=True)
-    asked = AskedResponse(Dialogue(None, (), "Hi."), options, sampled, None, False, {})
-    thinking = "".join(thought for thought, _ in pieces)
-    text = "".join(said for _, said in pieces)
-    seen = Seen(0, 3, len(pieces), len(thinking), CacheCounts(3, 3, 0, 0, 0, 3, 64, 1))
-    calls = tuple(Call(name, {"a": 1}, name[:3]) for name in names)
-    ordered = [*((thought, "") for thought, _ in pieces), *(("", said) for _, said in pieces)]
-
-    async def messages() -> Any:
-        yield 0, Started()
-        for thought, said in ordered:
-            yield 0, Piece(said, thought, ())
-        yield 0, Done(finish, text, thinking, calls, seen, "", 0, "new", 0, 0)
-
-    async def collected() -> list[Any]:
-        return [event async for event in stream_response(SimpleNamespace(name="x"), asked, messages())]  # type: ignore[arg-type]
-
-    events = asyncio.run(collected())
-    for event in events:
-        ADAPTERS["responses"][1].validate_json(json.dumps(event), strict=True)
-    output = events[-1]["response"]["output"]
-    assert [x["item"] for x in events if x["type"] == "response.output_item.done"] == output
-    assert [x["output_index"] for x in events if x["type"] == "response.output_item.added"] == [*range(len(output))]
-    for index, item in enumerate(output):
-        deltas = "".join(x["delta"] for x in events if x.get("output_index") == index and x["type"].endswith(".delta"))
-        assert deltas == (item["arguments"] if "arguments" in item else "".join(x["text"] for x in item["content"]))
-
-
-def test_bytes_of_tokens_that_are_no_characters() -> None:
-    """Of vocabularies that have pieces with bytes beside them; those of bytes only are tried above."""
-    pieces = ["▁a", "<0xE2>", "é", "<s>"]
-    added = {3: SimpleNamespace(content="<s>", special=True)}
-    backend = SimpleNamespace(
-        decoder="Sequence", id_to_token=pieces.__getitem__, get_added_tokens_decoder=lambda: added
-    )
-    texts = TokenTexts(SimpleNamespace(backend_tokenizer=backend))
-    assert [texts.bytes_of(number) for number in range(4)] == [b" a", b"\xe2", "é".encode(), None]
-    assert [texts.text_of(number) for number in (1, 3)] == [r"\xe2", "<s>"]

@@ -202,10 +202,8 @@ class _Loader:
             device_kwargs = tensor_parallel_kwargs(self._hf_config)
         else:
             device_kwargs = device_map_kwargs(config, dtype.itemsize * skeleton.num_parameters())
-        if device_kwargs:
-            return self._load_dense(dtype, skeleton, **device_kwargs)
-        in_blocks = config.quantize == "auto" and not available.why_not(self._device)
-        return self._load_dense(dtype, skeleton, in_blocks, device_map={"": self._device})
+        in_blocks = not device_kwargs and config.quantize == "auto" and not available.why_not(self._device)
+        return self._load_dense(dtype, skeleton, in_blocks, **(device_kwargs or {"device_map": {"": self._device}}))
 
     def _skeleton(self) -> Any:
         with torch.device("meta"), no_init_weights():
@@ -219,8 +217,7 @@ class _Loader:
                 if in_blocks:
                     from h2o_stream.loading.gpu_blocks import keep_blocks
 
-                    kept = keep_blocks(weights, reader, skeleton, self._device)
-                    if kept is None:
+                    if (kept := keep_blocks(weights, reader, skeleton, self._device)) is None:
                         return self._load_dense(dtype, self._skeleton(), **device_kwargs)
                     device_kwargs["quantization_config"] = kept
                 return self._with_weights(weights, dtype=dtype, **device_kwargs)

@@ -1,0 +1,197 @@
+"""What takes long happens in other threads: texts, states, indexes and lists that others do not wait for."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_stream.cache import state
+from h2o_stream.cache.slots import Slots
+from h2o_stream.models import tokenizer
+from h2o_stream.recall import recall
+from h2o_stream.serve import app, aside, chat, conversations, endings, service
+from h2o_stream.serve.stream import Pace
+from h2o_stream.session import state_files
+from tests import served
+from tests.native_builds import needs_library
+from tests.serve_load import post
+from tests.served import Running, reply
+
+pytestmark = needs_library
+
+server, _goes_on = served.impatient_server, served.goes_on
+
+
+def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
+    pace, found = Pace(), list[int]()
+    for seconds, replies in ((9, False), (0.2, True), (0.2, True), (0.05, True), (9, True), (9, True), (0.01, True)):
+        pace.note(seconds, replies)
+        found.append(pace.tokens)
+    assert found == [256, 128, 64, 64, 32, 32, 64]
+
+
+def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the thread that steps all replies nor in that of the connections; and what cannot fit is not read."""
+    server.say("Ready?")
+    read: list[tuple[str, str, int]] = []
+
+    def noting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            text = next(value for value in args if isinstance(value, str | bytes | list))
+            read.append((what, threading.current_thread().name, len(str(text))))
+            return function(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(tokenizer, "encode", noting("tokens", tokenizer.encode))
+    monkeypatch.setattr(json.JSONDecoder, "decode", noting("JSON", json.JSONDecoder.decode))
+    monkeypatch.setattr(chat, "parse_dialogue", noting("messages", chat.parse_dialogue))
+    text, other = "A long text. " * 2000, [{"role": "user", "content": "Hello."}]
+    with ThreadPoolExecutor(2) as executor:
+        reply = executor.submit(server.ask, text, "It is.", "Why?", recall="auto")
+        assert server.ask("A short one.")[0] == reply.result()[0] == 200
+    threads = {what: {name for found, name, size in read if found == what and size >= len(text)} for what, *_ in read}
+    assert all(name.startswith("h2o-read") for name in threads["tokens"])
+    assert threads["tokens"]
+    assert threads["JSON"] | threads["messages"] <= {name for _, name, _ in read if name.startswith("h2o-aside")}
+    read.clear()
+    for module in (aside, service):
+        monkeypatch.setattr(module, "LONG", 1000)
+    for refused, param in (
+        ({"messages": [{"role": "system", "content": text}, *other]}, "messages"),
+        ({"messages": other, "pins": [text]}, "pins"),
+        ({"messages": [{"role": "system", "content": text[:6000]}, *other], "window": 300}, "messages"),
+    ):
+        status, answer = post(server.url, "/v1/chat/completions", refused)
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", param)
+    assert {name[:9] for what, name, size in read if what == "tokens" and size >= 6000} == {"h2o-aside"}
+    assert not [what for what, _, size in read if what == "tokens" and size >= len(text)]
+
+
+def test_a_long_opening_is_read_once_where_nobody_waits(
+    tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made tokens of to see whether it fits, and with the first message, but not by the thread of all replies."""
+    threads, encode, system = list[str](), tokenizer.encode, "Be kind to all. " * 700
+
+    def noting(backend: Any, text: str, *more: Any) -> Any:
+        if len(text) >= len(system) - 1:
+            threads.append(threading.current_thread().name.rpartition("-")[0])
+        return encode(backend, text, *more)
+
+    with Running(tmp_path, long_folder, awake=1, running=1) as running:
+        monkeypatch.setattr(tokenizer, "encode", noting)
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "Are you?"}]
+        answer = running.say(messages=messages)
+        assert threads == ["h2o-aside", "h2o-read"]
+        threads.clear()
+        running.say("Go to sleep.")
+        running.service.conversations.templates._kept.clear()  # as after a restart
+        more = [{"role": "assistant", "content": reply(answer)}, {"role": "user", "content": "And now?"}]
+        assert running.say(messages=messages + more)["h2o"]["turns_known"] == 1
+        assert threads == ["h2o-load"]
+
+
+def test_states_are_loaded_and_copied_where_nobody_waits(
+    tmp_path: Path, long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 80 MB, which is read, checked and copied, held all replies for 75 ms, and a busy machine for a second."""
+    handled = Counter[str]()
+
+    def noting(function: Callable[..., Any], size: Callable[[Any], int], place: int) -> Callable[..., Any]:
+        def call(*values: Any) -> Any:
+            handled[threading.current_thread().name.rstrip("-_0123456789")] += size(values[place])
+            return function(*values)
+
+        return call
+
+    def all_bytes(arrays: Any) -> int:
+        return sum(array.nbytes for array in arrays.values())
+
+    for module in (conversations, endings):
+        monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(state_files, "decode_state", noting(state_files.decode_state, len, 0))
+    monkeypatch.setattr(state, "_crc", noting(state._crc, lambda array: array.nbytes, 0))
+    monkeypatch.setattr(Slots, "load", noting(Slots.load, all_bytes, 1))
+    monkeypatch.setattr(Slots, "arrays", noting(Slots.arrays, lambda slots: slots.nbytes, 0))
+    with Running(tmp_path, long_folder, awake=2, running=2) as running:
+        first = running.say("Number 0.")
+        asked = ["Number 0.", reply(first), "And?"]
+        opened = [running.say(*asked, **more)["h2o"]["origin"] for more in ({"store": False}, {}, {"n": 2}, {})]
+        for number in range(2):
+            running.say(f"Go to sleep, {number}.")
+        opened.append(running.say("And?", previous_response_id=first["id"])["h2o"]["origin"])
+        running.say(*asked[:1], reply(first), "Then?", stop=["e"])
+        running.say(*asked[:1], reply(first), "Then?", "It is.", "No?", stop=["e"])
+    assert opened == ["branched", "continued", *3 * ["branched"]]
+    assert {*handled} == {"h2o-load", "h2o-read", "h2o-save"}
+
+
+def test_long_lists_of_tokens_are_written_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer with 20 likely tokens for each of 16,384 would stop all others for seconds."""
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 3, "temperature": 0, "store": False}
+    here, threads = server.say("A list.", **asked)["choices"], list[str]()
+
+    def noting(function: Callable[..., Any], *values: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return function(*values)
+
+    for module, name in ((chat, "chat_logprobs"), (app, "patient_json")):
+        monkeypatch.setattr(module, name, partial(noting, getattr(module, name)))
+    for module in (aside, app):
+        monkeypatch.setattr(module, "LONG", 30)
+    assert server.say("A list.", **asked)["choices"] == here
+    assert [name[:9] for name in threads] == 2 * ["h2o-aside"]
+
+
+def test_what_recall_searches_is_indexed_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a megabyte that a client pasted held all replies for seconds, when it asked about that."""
+    seen, text = list[str](), "My code is 4711. Your code is 1174. " * 80
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*values: Any) -> Any:
+            if any(len(value) >= len(text) - 1 for value in values if isinstance(value, str)):
+                seen.append(threading.current_thread().name.rstrip("-_0123456789"))
+            return function(*values)
+
+        return call
+
+    monkeypatch.setattr(recall, "locate", noting(recall.locate))
+    monkeypatch.setattr(recall, "cut_pieces", noting(recall.cut_pieces))
+    asked = {"recall": "auto", "previous_response_id": server.say(text, recall="auto")["id"]}
+    assert server.say("What is my code?", **asked)["h2o"]["origin"] == "continued"
+    assert seen == ["h2o-save"]
+    assert server.say("Summarize the text above.", **asked)["h2o"]["origin"] == "branched"
+    assert seen == ["h2o-save", "h2o-read", "h2o-read", "h2o-save-long"]
+    seen.clear()
+    monkeypatch.setattr(recall, "decide", lambda *_: seen.append(threading.current_thread().name[:8]) or [])
+    for mode in ("wide", "auto"):
+        said = server.say("My code is 4711.", recall=mode)["id"]
+        server.say("What is my code?", recall=mode, previous_response_id=said)
+    assert seen == ["h2o-read", "h2o-serv"]
+
+
+def test_long_texts_leave_the_processors_to_replies(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the same tokens; where somebody waits for them at a terminal, they do not."""
+    monkeypatch.setattr(tokenizer, "_LONG", 10)
+    backend, text = server.service.model.tokenizer.backend_tokenizer, "A long text é."
+    here, threads = tokenizer.encode(backend, text), list[str]()
+    monkeypatch.setattr(
+        tokenizer,
+        "partial",
+        lambda *_, **__: (
+            lambda: (
+                threads.append(threading.current_thread().name),
+                backend.encode_batch_fast([text], add_special_tokens=False),
+            )[1]
+        ),
+    )
+    assert aside.Threads("h2o-test").submit(lambda: tokenizer.encode(backend, text)).result() == here
+    assert tokenizer.encode(backend, text) == here
+    assert [name.partition("_")[0] for name in threads] == ["h2o-tokens", threading.current_thread().name]
