@@ -56,7 +56,7 @@ class H2OCache(SlotCache, LayeredCache):
         self.storage_device = None if config.device == "auto" else torch.device("cpu")
         on_disk = config.device == "disk"
         placed = [replace(spec, device=self.storage_device or spec.device, on_disk=on_disk) for spec in specs]
-        self.device = placed[0].device
+        self.device = next((spec.device for spec in placed), None)
         super().__init__(config, placed, max_distance, model_digest)
 
     def make_groups(self, revision: Revision) -> None:
