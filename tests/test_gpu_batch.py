@@ -159,7 +159,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     served.cache.prepare(2)
     assert served.stepper.begin_prompt(numpy.array([[5, 64]])) is None
     monkeypatch.setattr("h2o_stream.attachment.gpu_steps._trial", lambda *_: "")
-    with pytest.raises(H2OStreamError, match="experts"):
+    with pytest.raises(H2OStreamError, match="its weights are packed for a CPU, or in columns"):
         made("gpt-oss")
     other = LoadedModel("x", make_llama(layers=1), None, why_transformers="it computes on a GPU")
     monkeypatch.setattr("h2o_stream.serve.service.load_model", lambda *_: other)

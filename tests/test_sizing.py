@@ -117,7 +117,7 @@ class TestByTheModel:
     @pytest.mark.parametrize(
         ("step_bytes", "free", "context", "queries", "window"),
         [
-            (96e6, 16e9, 8192, 3, 512),  # the embedded model
+            (96e6, 16e9, 8192, 3, 448),  # the embedded model
             (70e6, 16e9, 8192, 3, 256),
             (500e6, 16e9, 32768, 4, 1536),
             (500e6, 16e9, 32768, 7, 768),

@@ -11,13 +11,13 @@ from h2o_stream.errors import ConfigError
 CacheDevice = Literal["auto", "cpu", "disk"]
 
 DEFAULT_WINDOW = 256
-AUTO_WINDOWS = (DEFAULT_WINDOW, 512, 768, 1024, 1536, 2048, 3072)
+AUTO_WINDOWS = (DEFAULT_WINDOW, 448, 768, 1024, 1536, 2048, 3072)
 AUTO_STEP_SHARE, AUTO_MEMORY_SHARE = 1 / 12, 1 / 10
 """The windows among which ``auto`` chooses: the largest of which the cache takes at most these shares of the bytes of
 weights that a step reads, and of free memory."""
 
-AUTO_KV_BITS = {512: 8, 768: 8}
-"""Bits of these windows where ``auto`` has chosen them: small models lose more without a slot than by rounding."""
+AUTO_8_BITS = range(DEFAULT_WINDOW + 1, 1024)
+"""Windows that are in 8 bits where ``auto`` has chosen them: small models lose more without a slot than by rounding."""
 
 AUTO_QUERIES = 4
 """Query heads per KV head up to which a step waits for memory. With more of them attention is bound by arithmetic, and
@@ -271,7 +271,7 @@ class CacheConfig:
     @property
     def _kv_bits(self) -> int:
         if self.kv_bits is None and self.auto_window:
-            return AUTO_KV_BITS.get(self.window, 16)
+            return 8 if self.window in AUTO_8_BITS else 16
         return self.kv_bits or (16 if self.cache_size is None else SIZED_KV_BITS)
 
     def grown_plan(self, window: int, context: int | None = None) -> CachePlan:
