@@ -167,7 +167,7 @@ def test_no_more_grammars_than_replies(tmp_path: Path, tiny_folder: Path) -> Non
             done.set()
             counting.result()
         wait_for(lambda: server.service.grammars.kept.free == 2)
-    assert 1 <= max_children <= 3  # one may be on its way out
+    assert 1 <= max_children <= 5  # some may be on their way out
 
 
 def test_texts_of_one_request_follow_one_grammar(tmp_path: Path, tiny_folder: Path) -> None:

@@ -118,7 +118,7 @@ class TestByTheModel:
         ("step_bytes", "free", "context", "queries", "window"),
         [
             (96e6, 16e9, 8192, 3, 448),  # the embedded model
-            (70e6, 16e9, 8192, 3, 256),
+            (60e6, 16e9, 8192, 3, 256),
             (500e6, 16e9, 32768, 4, 1536),
             (500e6, 16e9, 32768, 7, 768),
             (4.6e9, 16e9, 8192, 4, 3072),
