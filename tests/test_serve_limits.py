@@ -47,6 +47,14 @@ class TestLimits:
             connection.endheaders()
             assert connection.getresponse().status == 413
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_never_fits_is_not_asked_for_again(self, tmp_path: Path, long_folder: Path, stream: bool) -> None:
+        with Running(tmp_path, long_folder, running=1, waiting=1, awake=1) as running:
+            assert running.ask("Two?", n=2, max_tokens=2)[0] == 200
+            status, answer = running.ask("Three?", n=3, stream=stream)
+        assert (status, answer["error"]["param"]) == (400, "n")
+        assert "3 replies are asked for at once" in answer["error"]["message"]
+
     def test_long_requests_do_not_fill_the_memory(self, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
         """Clients that send 4 MB each, by hundreds, had gigabytes."""
         monkeypatch.setattr(server.service, "body_bytes", 16 * server.service.config.max_body)
@@ -63,7 +71,7 @@ class TestLimits:
             say = partial(running.say, key="secret", max_tokens=4)
             assert running.ask("Hello.", key="wrong")[0] == 401
             assert running.ask("Hello.", key="secret", user="x" * 3000)[0] == 413
-            assert running.ask("Hello.", key="secret", n=3)[0] == 429
+            assert running.ask("Hello.", key="secret", n=3)[0] == 400
             for number in range(5):
                 say(f"Number {number}.")
             assert len(running.service.conversations.awake) <= 2

@@ -194,10 +194,12 @@ class Service:
         Leaving the block ends them.
 
         Raises:
-            ApiError: too many are asked for already.
+            ApiError: too many are asked for, by this request or already.
         """
-        count = len(dialogues) * sampled.choices
-        if self.active + count > self.config.running + self.config.waiting:
+        count, places = len(dialogues) * sampled.choices, self.config.running + self.config.waiting
+        if count > places:
+            raise ApiError(400, f"{count} replies are asked for at once, --running and --waiting allow {places}", "n")
+        if self.active + count > places:
             raise ApiError(429, "too many requests wait already", code="queue_full", retry_after_s=_RETRY_S)
         queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in range(count)]
         asks, asked, grammar = list[Ask](), time.monotonic(), None
