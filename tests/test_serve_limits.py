@@ -52,6 +52,11 @@ class TestLimits:
         with Running(tmp_path, long_folder, running=1, waiting=1, awake=1) as running:
             assert running.ask("Two?", n=2, max_tokens=2)[0] == 200
             status, answer = running.ask("Three?", n=3, stream=stream)
+            with running.connect() as other:
+                body = {"messages": [{"role": "user", "content": "A story."}], "stream": True, "max_tokens": 2000}
+                other.request("POST", "/v1/chat/completions", json.dumps(body | {"ignore_eos": True}), JSON)
+                wait_for(lambda: running.service.active == 1)
+                assert running.ask("Two more?", n=2, stream=stream)[0] == 429
         assert (status, answer["error"]["param"]) == (400, "n")
         assert "3 replies are asked for at once" in answer["error"]["message"]
 
