@@ -188,7 +188,9 @@ class TestSessions:
         """SIGKILL at random moments of a scripted session until it is complete."""
         talk = [f"question {number} " + "word " * 30 for number in range(turns)]
         command = ["h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
-        whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)
+        uninterrupted = piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-")
+        whole = texts(uninterrupted.stdout)
+        assert len(whole) == turns, uninterrupted.output
         transcript = own_home / "talk" / "transcript.jsonl"
         chance, kills = random.Random(7), 0
 
