@@ -58,7 +58,7 @@ def test_an_error_in_a_stream(server: Running, endpoint: str, monkeypatch: pytes
 
 
 def test_what_a_stop_string_cuts_off_is_forgotten(server: Running) -> None:
-    """The next turn goes on from what the client has seen, as if it had been told so."""
+    """The next turn goes on from what the client has seen, and from nothing else."""
     said = server.say("Tell me.", max_tokens=30, store=False)["choices"][0]["message"]["content"]
     history = ["Tell me."]
     for _ in range(2):

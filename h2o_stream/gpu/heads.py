@@ -18,14 +18,14 @@ def _scaled(x, dims, ok, weight, rms):
 
 
 @triton.jit
-def heads_of(at, stride, numbers, real, norm, eps, factor, D, R, HP: tl.constexpr, TP: tl.constexpr,
+def heads_of(at, stride, heads, real, norm, eps, factor, D, R, HP: tl.constexpr, TP: tl.constexpr,
              ROTATE: tl.constexpr, TAIL: tl.constexpr, kind: tl.constexpr):  # fmt: skip
     """Heads [n] of a token: both rotary halves and the rest, after their norm; what is not there is the rest again."""
     low, low_ok = dims_of(0, R // 2, HP)
     high, _ = dims_of(R // 2, R // 2, HP)
     rest, rest_ok = dims_of(R, D - R, TP)
-    base = at + numbers[:, None] * stride
-    squares = tl.zeros([numbers.shape[0]], tl.float32)
+    base = at + heads[:, None] * stride
+    squares = tl.zeros([heads.shape[0]], tl.float32)
     if ROTATE:
         first = tl.load(base + low[None, :], mask=real[:, None] & low_ok[None, :], other=0.0).to(tl.float32)
         second = tl.load(base + high[None, :], mask=real[:, None] & low_ok[None, :], other=0.0).to(tl.float32)
