@@ -14,7 +14,7 @@ from h2o_stream.attachment.describe import describe
 from h2o_stream.config import ModelConfig
 from h2o_stream.gpu import available
 from h2o_stream.loading.hf_weights import HfWeights
-from h2o_stream.native.abi import Activation, MatrixKind, NormKind, Scoring
+from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, NormKind, Scoring
 from h2o_stream.native.description import Mlp
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.gguf_types import TensorType
@@ -48,10 +48,19 @@ def made(
     )  # fmt: skip
 
 
-def of_mlp(mlp: Mlp, x: Tensor) -> Tensor:
-    gate, up, down = (m.weights.double() if m else None for m in (mlp.gate, mlp.up, mlp.down))
+def product(matrix: Matrix, x: Tensor) -> Tensor:
+    y = x @ matrix.weights.double().T
+    return y if matrix.bias is None else y + matrix.bias
+
+
+def of_mlp(mlp: Mlp, x: Tensor, weight: float | Tensor = 1.0) -> Tensor:
+    gate, up = (product(m, x) * weight if m else None for m in (mlp.gate, mlp.up))
+    if mlp.activation == Activation.CLAMPED_SWIGLU:
+        slope, limit, offset = mlp.parameters
+        gate = gate.clamp(max=limit)
+        return product(mlp.down, gate * (slope * gate).sigmoid() * (up.clamp(-limit, limit) + offset))
     silu = torch.nn.functional.silu
-    return (silu(x @ up.T) if gate is None else silu(x @ gate.T) * (x @ up.T)) @ down.T
+    return product(mlp.down, silu(up) if gate is None else silu(gate) * up)
 
 
 def expected(experts: Experts, x: Tensor) -> Tensor:
@@ -65,7 +74,9 @@ def expected(experts: Experts, x: Tensor) -> Tensor:
         total = score[best].sum() if router.normalized else 1.0
         for expert in best:
             factor = 1.0 if router.factors is None else router.factors[expert]
-            out[row] += of_mlp(experts.expert(expert), v) * score[expert] * router.scale / total * factor
+            weight = score[expert] * router.scale / total * factor
+            of_inputs, of_outputs = (weight, 1.0) if router.weighs_inputs else (1.0, weight)
+            out[row] += of_mlp(experts.expert(expert), v, of_inputs) * of_outputs
     if experts.shared:
         out += of_mlp(experts.shared, x) * (x @ experts.shared_gate.weights.double().T).sigmoid()
     return out
@@ -79,6 +90,38 @@ def expected(experts: Experts, x: Tensor) -> Tensor:
 def test_rows_and_their_experts(rows: int, settings: Any) -> None:
     experts = made(*settings)
     check(experts, experts, rows, 1e-5)
+
+
+@pytest.mark.parametrize("layout", [*GateLayout])
+@pytest.mark.parametrize("rows", [1, 4, 5, 90])
+def test_matrices_as_they_are_stored(rows: int, layout: GateLayout) -> None:
+    """Columns after columns, gates in turns or before the others, with biases; weights of inputs, without them."""
+    torch.manual_seed(0)
+    count, hidden, inner, weighs = 5, 36, 8, layout == GateLayout.HALVES
+    plain = made(Scoring.SOFTMAX, True, 2, True, False, count, hidden, inner)
+    numbers = {"activation": Activation.CLAMPED_SWIGLU, "parameters": (1.7, 0.5, 1.0)}
+    biased = {
+        name: replace(part, bias=None if weighs else torch.randn(part.rows))
+        for name, part in (("gate", matrix(count * inner, hidden)), ("up", matrix(count * inner, hidden)),
+                           ("down", plain.down))
+    }  # fmt: skip
+    plain = replace(plain, router=replace(plain.router, weighs_inputs=weighs), stride=inner, **biased, **numbers)
+    if layout == GateLayout.APART:
+        check(plain, plain, rows, 1e-5)
+        return
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts, 2).flatten(1, 2) if layout == GateLayout.IN_TURNS else torch.cat(parts, 1)
+
+    def in_columns(parts: list[Matrix], size: int) -> Matrix:
+        weights = joined([part.weights.view(count, size, -1) for part in parts])
+        bias = None if weighs else joined([part.bias.view(count, size, 1) for part in parts]).flatten()
+        weights = weights.transpose(1, 2).contiguous()
+        lines, columns = count * weights.shape[2], weights.shape[1]
+        return Matrix(weights.view(lines, columns), bias, lines, columns, MatrixKind.FLOAT32_COLUMNS)
+
+    both, down = in_columns([plain.gate, plain.up], inner), in_columns([plain.down], hidden)
+    check(replace(plain, gate=both, up=None, down=down, stride=2 * inner, gate_layout=layout), plain, rows, 1e-5)
 
 
 @pytest.mark.parametrize(("rows", "types"), [

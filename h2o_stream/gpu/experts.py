@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from h2o_stream.gpu.blocks import loaded, unpacked
-from h2o_stream.gpu.products import activated, finish
+from h2o_stream.gpu.products import activated, finish, gated
 
 
 @triton.jit
@@ -52,23 +52,39 @@ def route_kernel(logits, bias, factors, chosen, weights, scale, E: tl.constexpr,
 
 
 @triton.jit
-def experts_kernel(x, gate, up, chosen, norm, out, stride, eps, N: tl.constexpr, K: tl.constexpr,
-                   CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def _products(acc, gates, gate, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr, TURNS: tl.constexpr):
+    """Products [..., BN] under an activation, or times gates under it; with TURNS [..., 2 BN] have both in turns."""
+    if TURNS:
+        gates, acc = tl.split(tl.reshape(acc, [*acc.shape[:-1], acc.shape[-1] // 2, 2]))
+    if TURNS or gate is not None:
+        acc = gated(gates, acc, ACTIVATION, NUMBERS)
+    elif ACTIVATION >= 0:
+        acc = activated(acc, ACTIVATION)
+    return acc
+
+
+@triton.jit
+def experts_kernel(x, gate, up, gate_bias, bias, chosen, weights, norm, out, stride, eps, N: tl.constexpr,
+                   K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr,
+                   LINE: tl.constexpr, COLUMN: tl.constexpr, TURNS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                    PDL: tl.constexpr):  # fmt: skip
     """out [pairs, N] = activation(gate @ v) * (up @ v) for the row v of each pair, of experts `stride` rows apart.
 
-    Rows of x [*, K] are under an RMS norm if there are weights for one; without gates out = activation(up @ v).
-    Program: BN lines of a pair.
+    Rows of x [*, K] are under an RMS norm if there are weights for one, and times `weights` [pairs] if there are some;
+    without gates out = activation(up @ v). Numbers of a matrix are LINE and COLUMN apart; with TURNS every other line
+    of `up` is a gate, the first one, too. Program: BN lines of a pair.
     """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     pair = tl.program_id(1)
     x += pair // CHOSEN * K
-    lines = tl.program_id(0) * BN + tl.arange(0, BN)
+    SIZE: tl.constexpr = BN * (1 + TURNS)
+    lines = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     cols = tl.arange(0, BK)
-    row = (tl.load(chosen + pair).to(tl.int64) * stride + lines) * K
-    acc, gates = tl.zeros([BN, BK], tl.float32), tl.zeros([BN, BK], tl.float32)
+    first = tl.load(chosen + pair).to(tl.int64) * stride
+    row = first * K + lines * LINE
+    acc, gates = tl.zeros([SIZE, BK], tl.float32), tl.zeros([SIZE, BK], tl.float32)
     squares = tl.zeros([BK], tl.float32)
     for k in tl.static_range(0, K, BK):
         ok = k + cols < K
@@ -76,40 +92,50 @@ def experts_kernel(x, gate, up, chosen, norm, out, stride, eps, N: tl.constexpr,
         if norm is not None:
             squares += v * v
             v *= tl.load(norm + k + cols, mask=ok, other=0.0)
-        at = row[:, None] + (k + cols)[None, :]
+        at = row[:, None] + (k + cols)[None, :] * COLUMN
         acc += tl.load(up + at, mask=ok[None, :], other=0.0).to(tl.float32) * v[None, :]
         if gate is not None:
             gates += tl.load(gate + at, mask=ok[None, :], other=0.0).to(tl.float32) * v[None, :]
     factor = 1.0
     if norm is not None:
         factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-    y = tl.sum(acc, 1) * factor
-    if gate is not None:
-        y *= activated(tl.sum(gates, 1) * factor, ACTIVATION)
-    else:
-        y = activated(y, ACTIVATION)
-    tl.store(out + pair * N + lines, y.to(out.dtype.element_ty))
+    if weights is not None:
+        factor *= tl.load(weights + pair)
+    y, of_gates = tl.sum(acc, 1) * factor, tl.sum(gates, 1) * factor
+    if bias is not None:
+        y += tl.load(bias + first + lines)
+    if gate_bias is not None:
+        of_gates += tl.load(gate_bias + first + lines)
+    y = _products(y, of_gates, gate, ACTIVATION, NUMBERS, TURNS)
+    tl.store(out + pair * N + tl.program_id(0) * BN + tl.arange(0, BN), y.to(out.dtype.element_ty))
 
 
 @triton.jit
-def experts_out_kernel(inner, down, chosen, weights, added, out, add_scale, N: tl.constexpr, K: tl.constexpr,
-                       CHOSEN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """out [rows, N] = the sum of down @ inner [pairs, K] of a row's experts, times their weights; and `added` to it."""
+def experts_out_kernel(inner, down, bias, chosen, weights, added, out, add_scale, N: tl.constexpr, K: tl.constexpr,
+                       CHOSEN: tl.constexpr, LINE: tl.constexpr, COLUMN: tl.constexpr, BN: tl.constexpr,
+                       BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """out [rows, N] = the sum of down @ inner [pairs, K] of a row's experts, times `weights` if any; and `added`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(1)
     lines = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
-    acc = tl.zeros([BN, BK], tl.float32)
+    acc, biases = tl.zeros([BN, BK], tl.float32), tl.zeros([BN], tl.float32)
     for pair in range(row * CHOSEN, row * CHOSEN + CHOSEN):
-        line = (tl.load(chosen + pair).to(tl.int64) * N + lines) * K
-        weight = tl.load(weights + pair)
+        first = tl.load(chosen + pair).to(tl.int64) * N
+        line = first * K + lines * LINE
+        weight = 1.0
+        if weights is not None:
+            weight = tl.load(weights + pair)
+        if bias is not None:
+            biases += tl.load(bias + first + lines) * weight
         for k in tl.static_range(0, K, BK):
             ok = k + cols < K
             v = tl.load(inner + pair * K + k + cols, mask=ok, other=0.0).to(tl.float32) * weight
-            acc += tl.load(down + line[:, None] + (k + cols)[None, :], mask=ok[None, :], other=0.0).to(tl.float32) * v
-    finish(tl.sum(acc, 1), row * N + lines, added, out, 1.0, add_scale, -1)
+            at = line[:, None] + (k + cols)[None, :] * COLUMN
+            acc += tl.load(down + at, mask=ok[None, :], other=0.0).to(tl.float32) * v
+    finish(tl.sum(acc, 1) + biases, row * N + lines, added, out, 1.0, add_scale, -1)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -156,9 +182,10 @@ def _block(order, starts, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def grouped_kernel(
-    x, gate, weight, order, starts, out, stride, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    x, gate, weight, gate_bias, bias, weights, order, starts, out, stride, E: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr, LINE: tl.constexpr,
+    COLUMN: tl.constexpr, TURNS: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `experts_kernel`, of pairs in an `order` whose `starts` are those of experts; row: pair // CHOSEN.
 
@@ -169,38 +196,44 @@ def grouped_kernel(
         gdc_wait()
     expert, pair, real = _block(order, starts, E, EP, BM)
     if expert < E:
-        lines, cols = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
+        SIZE: tl.constexpr = BN * (1 + TURNS)
+        lines, cols = tl.program_id(1) * SIZE + tl.arange(0, SIZE), tl.arange(0, BK)
+        there = lines < N * (1 + TURNS)
         source = (pair // CHOSEN * K)[:, None] + cols[None, :]
-        line = ((expert * stride + lines) * K)[None, :] + cols[:, None]
-        acc, gates = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+        line = (expert * stride * K + lines * LINE)[None, :] + (cols * COLUMN)[:, None]
+        acc, gates = tl.zeros([BM, SIZE], tl.float32), tl.zeros([BM, SIZE], tl.float32)
         for k in range(0, K, BK):
-            ok = (k + cols < K)[:, None] & (lines < N)[None, :]
+            ok = (k + cols < K)[:, None] & there[None, :]
             v = tl.load(x + source + k, mask=real[:, None] & (k + cols < K)[None, :], other=0.0)
-            w = tl.load(weight + line + k, mask=ok, other=0.0).to(v.dtype)
+            w = tl.load(weight + line + k * COLUMN, mask=ok, other=0.0).to(v.dtype)
             acc = tl.dot(v, w, acc, input_precision=PRECISION)
             if gate is not None:
-                w = tl.load(gate + line + k, mask=ok, other=0.0).to(v.dtype)
+                w = tl.load(gate + line + k * COLUMN, mask=ok, other=0.0).to(v.dtype)
                 gates = tl.dot(v, w, gates, input_precision=PRECISION)
-        _store(acc, gates, gate, pair, real, lines, out, N, ACTIVATION)
+        if weights is not None:
+            factor = tl.load(weights + pair, mask=real, other=0.0)[:, None]
+            acc, gates = acc * factor, gates * factor
+        if bias is not None:
+            acc += tl.load(bias + expert * stride + lines, mask=there, other=0.0)[None, :]
+        if gate_bias is not None:
+            gates += tl.load(gate_bias + expert * stride + lines, mask=there, other=0.0)[None, :]
+        _store(_products(acc, gates, gate, ACTIVATION, NUMBERS, TURNS), pair, real, out, N, BN)
 
 
 @triton.jit
-def _store(acc, gates, gate, pair, real, lines, out, N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Store products [BM, BN], under an activation or times gates under it."""
-    if gate is not None:
-        acc *= activated(gates, ACTIVATION)
-    elif ACTIVATION >= 0:
-        acc = activated(acc, ACTIVATION)
+def _store(y, pair, real, out, N: tl.constexpr, BN: tl.constexpr):
+    """Store products [BM, BN]."""
+    lines = tl.program_id(1) * BN + tl.arange(0, BN)
     there = real[:, None] & (lines < N)[None, :]
-    tl.store(out + (pair * N)[:, None] + lines[None, :], acc.to(out.dtype.element_ty), mask=there)
+    tl.store(out + (pair * N)[:, None] + lines[None, :], y.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["offset_bits", "gate_offset_bits"])
 def grouped_blocks_kernel(
     x, gate_codes, gate_high, gate_scales, codes, high, scales, norm, order, starts, out, eps, gate_offset_bits,
     offset_bits, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, J: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    NUMBERS: tl.constexpr, GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, J: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `grouped_kernel`, of matrices in blocks, whose experts follow one another; and of rows under an RMS norm."""
     if PDL:
@@ -234,13 +267,13 @@ def grouped_blocks_kernel(
         if norm is not None:
             factor = (1.0 / tl.sqrt(squares / K + eps))[:, None]
             acc, gates = acc * factor, gates * factor
-        _store(acc, gates, gate_codes, pair, real, lines, out, N, ACTIVATION)
+        _store(_products(acc, gates, gate_codes, ACTIVATION, NUMBERS, False), pair, real, out, N, BN)
 
 
 @triton.jit
 def sum_kernel(products, weights, added, out, N: tl.constexpr, CHOSEN: tl.constexpr, BN: tl.constexpr,
                PDL: tl.constexpr):  # fmt: skip
-    """out [rows, N] = the sum of the products [pairs, N] of a row's experts, times their weights; and `added` to it."""
+    """out [rows, N] = the sum of the products [pairs, N] of a row's experts, times `weights` if any; and `added`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -251,5 +284,7 @@ def sum_kernel(products, weights, added, out, N: tl.constexpr, CHOSEN: tl.conste
         total += tl.load(added + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
     for number in tl.static_range(CHOSEN):
         y = tl.load(products + (row * CHOSEN + number) * N + cols, mask=cols < N, other=0.0).to(tl.float32)
-        total += y * tl.load(weights + row * CHOSEN + number)
+        if weights is not None:
+            y *= tl.load(weights + row * CHOSEN + number)
+        total += y
     tl.store(out + row * N + cols, total.to(out.dtype.element_ty), mask=cols < N)

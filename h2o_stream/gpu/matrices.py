@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -125,6 +126,6 @@ def overlapping(x: Tensor) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}
 
 
-def lines_of(rows: int) -> int:
-    """Lines of a program that divide the rows."""
-    return next(lines for lines in (4, 2, 1) if rows % lines == 0)
+def lines_of(rows: int, limit: int = 4) -> int:
+    """Lines of a program, a power of two up to a limit, that divide the rows."""
+    return math.gcd(rows, limit)

@@ -31,7 +31,9 @@ from h2o_stream.native.description import Mlp, Norm
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.matrix import NO_NORM
 
-DENSE = {MatrixKind.FLOAT32, MatrixKind.BFLOAT16}
+_COLUMNS = {MatrixKind.FLOAT32_COLUMNS, MatrixKind.BFLOAT16_COLUMNS}
+
+DENSE = {MatrixKind.FLOAT32, MatrixKind.BFLOAT16, *_COLUMNS}
 
 _LINES, _BLOCK_LINES, _BLOCK_GROUPS, _SORTED = 64, 32, 8, 1024
 """Lines of a program of `grouped_kernel`, lines and groups of one of `grouped_blocks_kernel`, and pairs that one of
@@ -50,16 +52,15 @@ def _why_not_mlp(mlp: Any) -> str:
 
 
 def _why_not_experts(experts: Experts) -> str:
-    router = experts.router
-    special = router.groups or router.scoring == Scoring.SPARSE_MIXER or router.weighs_inputs or experts.beside
-    if special or experts.up is None or experts.gate_layout != GateLayout.APART:
+    router, matrices = experts.router, [matrix for matrix in (experts.gate, experts.up, experts.down) if matrix]
+    special = router.groups or router.scoring == Scoring.SPARSE_MIXER or experts.beside
+    if special or experts.activation == Activation.XIELU or any(matrix.scale != 1 for matrix in matrices):
         return "its experts are special"
-    plain = [matrix for matrix in (experts.gate, experts.up, experts.down) if matrix]
-    if any(matrix.bias is not None or matrix.scale != 1 for matrix in plain):
-        return "its experts have biases, or are scaled"
-    packed = {isinstance(matrix, BlockMatrix) for matrix in plain}
+    packed = {isinstance(matrix, BlockMatrix) for matrix in matrices}
     if len(packed) > 1 or (True in packed and experts.stride != experts.inner_size):
         return "its experts are packed in part"
+    if True in packed and (router.weighs_inputs or any(matrix.bias is not None for matrix in matrices)):
+        return "its packed experts have biases, or what goes into them is weighed"
     return _why_not_mlp(experts.shared) if experts.shared else ""
 
 
@@ -100,25 +101,66 @@ def mixed(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
         return _of_few_rows(experts, x, norm, chosen, weights, added)
     pairs = grouped(chosen, experts.count, alone=len(x) <= FEW)
     products = _of_blocks if isinstance(experts.down, BlockMatrix) else _of_many_rows
-    return weighted_sum(products(experts, x, norm, pairs), weights, added)
+    of_inputs, of_outputs = (weights, None) if router.weighs_inputs else (None, weights)
+    return weighted_sum(products(experts, x, norm, pairs, of_inputs), pairs.chosen, of_outputs, added)
+
+
+class _Sides(NamedTuple):
+    """The first matrices of experts as arguments of kernels: weights and biases of gates, and of what they are for."""
+
+    gate: Tensor | None
+    up: Tensor
+    gate_bias: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, experts: Experts) -> _Sides:
+        """Views of the weights."""
+        gate: Any = experts.gate
+        if experts.gate_layout == GateLayout.APART:
+            up: Any = experts.up
+            return cls(gate and gate.weights, up.weights, gate and gate.bias, up.bias)
+        if experts.gate_layout == GateLayout.IN_TURNS:
+            return cls(None, gate.weights, None, gate.bias)
+        weights, size = gate.weights.flatten(), experts.inner_size
+        return cls(weights, weights[size:], gate.bias, None if gate.bias is None else gate.bias[size:])
+
+
+def _steps(matrix: Any, stride: int) -> dict[str, Any]:
+    """How far apart the lines and columns of a matrix are, whose experts are `stride` lines apart."""
+    in_columns = matrix.kind in _COLUMNS
+    return {"LINE": 1, "COLUMN": stride} if in_columns else {"LINE": matrix.columns, "COLUMN": 1}
+
+
+def _activation(experts: Experts) -> dict[str, Any]:
+    return {"ACTIVATION": int(experts.activation), "NUMBERS": (*experts.parameters,)}
+
+
+_NO_ACTIVATION = {"ACTIVATION": -1, "NUMBERS": ()}
 
 
 def _of_few_rows(
     experts: Experts, x: Tensor, norm: Norm, chosen: Tensor, weights: Tensor, added: Tensor | None
 ) -> Tensor:
-    assert experts.up is not None
-    gate, size, hidden, count = experts.gate and experts.gate.weights, experts.inner_size, *x.shape[1:], chosen.shape[1]
-    within, out = x.new_empty(chosen.numel(), size), torch.empty_like(x)
-    experts_kernel[size // lines_of(size), chosen.numel()](
-        x, gate, experts.up.weights, chosen, norm.weight, within, experts.stride, norm.epsilon, N=size, K=hidden,
-        CHOSEN=count, ACTIVATION=int(experts.activation), BN=lines_of(size), BK=column_block(hidden, 2048), num_warps=4,
-        **overlapping(x),
+    size, hidden, count, down = experts.inner_size, *x.shape[1:], chosen.shape[1], experts.down
+    within, out, inputs = x.new_empty(chosen.numel(), size), torch.empty_like(x), experts.router.weighs_inputs
+    steps, down_steps = _steps(experts.gate or experts.up, experts.stride), _steps(down, hidden)
+    (lines, block), (down_lines, down_block) = _tile(size, hidden, 2048, steps), _tile(hidden, size, 1024, down_steps)
+    experts_kernel[size // lines, chosen.numel()](
+        x, *_Sides.of(experts), chosen, weights if inputs else None, norm.weight, within, experts.stride, norm.epsilon,
+        N=size, K=hidden, CHOSEN=count, TURNS=experts.gate_layout == GateLayout.IN_TURNS, BN=lines, BK=block,
+        num_warps=4, **_activation(experts), **steps, **overlapping(x),
     )  # fmt: skip
-    experts_out_kernel[hidden // lines_of(hidden), len(x)](
-        within, experts.down.weights, chosen, weights, added, out, 1.0, N=hidden, K=size, CHOSEN=count,
-        BN=lines_of(hidden), BK=column_block(size, 1024), num_warps=4, **overlapping(x),
+    experts_out_kernel[hidden // down_lines, len(x)](
+        within, down.weights, down.bias, chosen, None if inputs else weights, added, out, 1.0, N=hidden, K=size,
+        CHOSEN=count, BN=down_lines, BK=down_block, num_warps=4, **down_steps, **overlapping(x),
     )  # fmt: skip
     return out
+
+
+def _tile(lines: int, columns: int, limit: int, steps: dict[str, Any]) -> tuple[int, int]:
+    """Lines of a program, and columns in a turn: lines beside each other are whole sectors of memory."""
+    return (lines_of(lines, 16), 256) if steps["LINE"] == 1 else (lines_of(lines), column_block(columns, limit))
 
 
 class Pairs(NamedTuple):
@@ -149,34 +191,35 @@ def grouped(chosen: Tensor, experts: int, alone: bool) -> Pairs:
     return Pairs(order, starts, together, min(pairs, pairs // together + experts), experts, each)
 
 
-def _of_many_rows(experts: Experts, x: Tensor, _: Norm, pairs: Pairs) -> Tensor:
-    """[pairs, hidden], from dense matrices."""
-    assert experts.up is not None
-    size, hidden, count = experts.inner_size, experts.hidden, pairs.order.numel()
+def _of_many_rows(experts: Experts, x: Tensor, _: Norm, pairs: Pairs, weights: Tensor | None) -> Tensor:
+    """[pairs, hidden], from dense matrices; `weights` are those of what goes into them."""
+    size, hidden, count, down = experts.inner_size, experts.hidden, pairs.order.numel(), experts.down
     within, out = x.new_empty(count, size), x.new_empty(count, hidden)
     settings = {**pairs.settings, "BN": _LINES, "BK": 128 // x.element_size(), "PRECISION": _precision(x)}
     settings |= {"num_warps": 4, "num_stages": 3}
     grouped_kernel[pairs.blocks, triton.cdiv(size, _LINES)](
-        x, experts.gate and experts.gate.weights, experts.up.weights, pairs.order, pairs.starts, within, experts.stride,
-        N=size, K=hidden, CHOSEN=pairs.chosen, ACTIVATION=int(experts.activation), **settings,
+        x, *_Sides.of(experts), weights, pairs.order, pairs.starts, within, experts.stride, N=size, K=hidden,
+        CHOSEN=pairs.chosen, TURNS=experts.gate_layout == GateLayout.IN_TURNS, **_activation(experts),
+        **_steps(experts.gate or experts.up, experts.stride), **settings,
     )  # fmt: skip
     grouped_kernel[pairs.blocks, triton.cdiv(hidden, _LINES)](
-        within, None, experts.down.weights, pairs.order, pairs.starts, out, hidden, N=hidden, K=size, CHOSEN=1,
-        ACTIVATION=-1, **settings,
+        within, None, down.weights, None, down.bias, None, pairs.order, pairs.starts, out, hidden, N=hidden, K=size,
+        CHOSEN=1, TURNS=False, **_NO_ACTIVATION, **_steps(down, hidden), **settings,
     )  # fmt: skip
     return out
 
 
-def _of_blocks(experts: Experts, x: Tensor, norm: Norm, pairs: Pairs) -> Tensor:
+def _of_blocks(experts: Experts, x: Tensor, norm: Norm, pairs: Pairs, _: Tensor | None) -> Tensor:
     """[pairs, hidden], from matrices in blocks."""
     first = [experts.gate, experts.up] if experts.gate else [experts.up]
-    within = multiply_experts(first, x, pairs, pairs.chosen, norm, int(experts.activation))
+    within = multiply_experts(first, x, pairs, pairs.chosen, norm, _activation(experts))
     return multiply_experts([experts.down], within, pairs)
 
 
 def multiply_experts(
-    matrices: Sequence[Any], x: Tensor, pairs: Pairs, chosen: int = 1, norm: Norm = NO_NORM, activation: int = -1
-) -> Tensor:
+    matrices: Sequence[Any], x: Tensor, pairs: Pairs, chosen: int = 1, norm: Norm = NO_NORM,
+    activation: dict[str, Any] = _NO_ACTIVATION,
+) -> Tensor:  # fmt: skip
     """[pairs, lines] products of rows [*, K] with a `BlockMatrix` of all experts, or with gates and another one.
 
     `chosen` pairs have the same row.
@@ -187,8 +230,8 @@ def multiply_experts(
     grouped_blocks_kernel[pairs.blocks, triton.cdiv(lines, _BLOCK_LINES)](
         x, *(gate.planes if gate else [None] * 3), *matrix.planes, norm.weight, pairs.order, pairs.starts, out,
         norm.epsilon, offset_bits(kind), offset_bits(matrix.type), N=lines, K=columns, CHOSEN=chosen,
-        ACTIVATION=activation, GATE_TYPE=int(kind), TYPE=int(matrix.type), BN=_BLOCK_LINES, J=_BLOCK_GROUPS,
-        PRECISION=_precision(x), num_warps=4, num_stages=2, **pairs.settings,
+        GATE_TYPE=int(kind), TYPE=int(matrix.type), BN=_BLOCK_LINES, J=_BLOCK_GROUPS, PRECISION=_precision(x),
+        num_warps=4, num_stages=2, **activation, **pairs.settings,
     )  # fmt: skip
     return out
 
@@ -197,9 +240,9 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def weighted_sum(products: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
-    """[rows, hidden] of products [pairs, hidden], times weights [rows, n]; and `added` to it."""
-    (rows, count), hidden = weights.shape, products.shape[1]
+def weighted_sum(products: Tensor, count: int, weights: Tensor | None, added: Tensor | None = None) -> Tensor:
+    """[rows, hidden] of products [rows count, hidden], times weights [rows, count] if there are; and `added` to it."""
+    rows, hidden = len(products) // count, products.shape[1]
     out = products.new_empty(rows, hidden)
     sum_kernel[rows, triton.cdiv(hidden, GATE_COLUMNS)](
         products, weights, added, out, N=hidden, CHOSEN=count, BN=GATE_COLUMNS, **overlapping(products)

@@ -15,6 +15,7 @@ GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
 GELU_ERF = tl.constexpr(int(Activation.GELU_ERF))
 RELU = tl.constexpr(int(Activation.RELU))
 RELU_SQUARED = tl.constexpr(int(Activation.RELU_SQUARED))
+CLAMPED_SWIGLU = tl.constexpr(int(Activation.CLAMPED_SWIGLU))
 
 
 @triton.jit
@@ -30,6 +31,18 @@ def activated(x, KIND: tl.constexpr):
         y = tl.maximum(x, 0.0)
         if KIND == RELU_SQUARED:
             y = y * y
+    return y
+
+
+@triton.jit
+def gated(gate, up, KIND: tl.constexpr, NUMBERS: tl.constexpr):
+    """What gates of an MLP let through, under an activation with these parameters; see `abi.h`."""
+    if KIND == CLAMPED_SWIGLU:
+        gate = tl.minimum(gate, NUMBERS[1])
+        up = tl.minimum(tl.maximum(up, -NUMBERS[1]), NUMBERS[1])
+        y = gate * tl.sigmoid(NUMBERS[0] * gate) * (up + NUMBERS[2])
+    else:
+        y = up * activated(gate, KIND)
     return y
 
 

@@ -70,7 +70,7 @@ class BlockExperts(SplitExperts):
             pairs = grouped(chosen, self.num_experts, alone=len(x) <= FEW)
             both = torch.cat([multiply_experts([each], x, pairs, chosen.shape[1]) for each in first], -1)
             products = multiply_experts([down], self._apply_gate(both), pairs)
-            return weighted_sum(products, top_k_weights.float().contiguous())
+            return weighted_sum(products, chosen.shape[1], top_k_weights.float().contiguous())
 
 
 def keep_blocks(weights: dict[str, Any], reader: HfWeights, skeleton: Any, device: torch.device) -> BlocksConfig | None:
