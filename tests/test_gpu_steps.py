@@ -36,7 +36,8 @@ from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
 
-HYBRIDS = ["LFM2", "LFM3", "LFM2 MoE", "Qwen 3.5", "Qwen3-Next", "Falcon-H1", "Bamba", "Granite 4", "Nemotron-H"]
+HYBRIDS = ["LFM2", "LFM3", "LFM2 MoE", "Qwen 3.5", "Qwen3-Next", "Falcon-H1", "Bamba", "Granite 4", "Nemotron-H",
+           "OLMo hybrid"]
 
 FUSED = [
     "Llama 3",
@@ -52,6 +53,11 @@ FUSED = [
     "Qwen 3 MoE",
     "Qwen 2 MoE",
     "GLM-4 MoE",
+    "gpt-oss",
+    "Llama 4",
+    "MiMo V2",
+    "nanochat",
+    "DeepSeek V3",
     *HYBRIDS,
 ]
 

@@ -14,8 +14,27 @@ from h2o_stream.gpu.products import activated, finish, gated
 
 
 @triton.jit
+def _without_groups(worth, group, GROUPS: tl.constexpr, DROPPED: tl.constexpr, BEST_TWO: tl.constexpr):
+    """Worths of experts, less those of so many of the groups that are worth least, by their best expert or two."""
+    of_groups = worth
+    for number in tl.static_range(GROUPS):
+        of_group = tl.where(group == number, worth, float("-inf"))
+        best = tl.max(of_group, 0)
+        if BEST_TWO:
+            place = tl.arange(0, worth.shape[0])
+            best += tl.max(tl.where(place == tl.argmax(of_group, 0), float("-inf"), of_group), 0)
+        of_groups = tl.where(group == number, best, of_groups)
+    for _ in tl.static_range(DROPPED):
+        lowest = tl.min(tl.where(worth > float("-inf"), of_groups, float("inf")), 0)
+        last = tl.max(tl.where((worth > float("-inf")) & (of_groups == lowest), group, -1), 0)
+        worth = tl.where(group == last, float("-inf"), worth)
+    return worth
+
+
+@triton.jit
 def route_kernel(logits, bias, factors, chosen, weights, scale, E: tl.constexpr, CHOSEN: tl.constexpr,
-                 EP: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                 EP: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr,
+                 DROPPED: tl.constexpr, BEST_TWO: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The CHOSEN experts of each row, int32, and their weights, of E logits; see `native.experts.Router`."""
     if PDL:
         gdc_launch_dependents()
@@ -33,6 +52,8 @@ def route_kernel(logits, bias, factors, chosen, weights, scale, E: tl.constexpr,
     if bias is not None:
         worth += tl.load(bias + expert, mask=ok, other=0.0)
     worth = tl.where(ok, worth, float("-inf"))
+    if GROUPS:
+        worth = _without_groups(worth, expert // (E // GROUPS), GROUPS, DROPPED, BEST_TWO)
     total = 1.0
     if NORMALIZED:
         left = worth

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
 from torch import Tensor
 
 from h2o_stream.gpu import mixers, mlps
-from h2o_stream.gpu.matrices import gemv, in_products, multiply, overlapping, rows_of
+from h2o_stream.gpu.matrices import gemv, in_products, multiply, norm_in_place, overlapping, rows_of
 from h2o_stream.gpu.packed import FEW, BlockMatrix
 from h2o_stream.gpu.products import norm_kernel
 from h2o_stream.native.abi import NormKind
@@ -33,7 +33,8 @@ last matrix is multiplied with."""
 def why_not(description: Description) -> str:
     """Why the kernels do not compute this model, or nothing."""
     whole = (description.learned_positions, description.layer_embeddings, description.versions)
-    if any(part is not None for part in whole) or description.embedding_norm.kind:
+    norm = description.embedding_norm
+    if any(part is not None for part in whole) or (norm.kind and not in_products(norm)):
         return "its embeddings are special"
     matrices = [description.embedding, *description.matrices]
     if any(matrix.kind not in mlps.DENSE and not isinstance(matrix, BlockMatrix) for matrix in matrices):
@@ -56,43 +57,63 @@ def _why_not_layer(layer: Layer) -> str:
 
 def _why_not_attention(attention: Attention) -> str:
     norms = attention.query_norm, attention.key_norm
-    if attention.norms_all_heads or attention.norms_after_rope or any(x.bias is not None for x in norms):
+    if attention.norms_after_rope or any(norm.kind and not in_products(norm) for norm in norms):
         return "its queries and keys are normed in another way"
-    if any(norm.kind == NormKind.LAYER for norm in norms) or bool(norms[0].kind) != bool(norms[1].kind):
+    if bool(norms[0].kind) != bool(norms[1].kind) or (norms[0].kind and attention.temperature):
         return "its queries and keys are normed in another way"
-    if attention.columns or attention.key_tail or attention.latent or attention.source is not None:
-        return "queries and keys are made in another way"
-    normed = attention.value_norm.kind or attention.output_norm.kind
-    if normed or attention.temperature or attention.clip or attention.value_scale != 1:
-        return "its attention is special"
-    return ""
+    at, size = attention.heads, attention.head_size
+    if attention.norms_all_heads and (at.query_stride, at.key_stride) != (size, size):
+        return "its queries and keys are normed in another way"
+    if attention.columns or attention.source is not None:
+        return "some of its layers share keys and values"
+    others = [attention.value_norm, attention.output_norm, *(latent.norm for latent in attention.latent)]
+    return "its attention is special" if any(norm.kind and not in_products(norm) for norm in others) else ""
 
 
-def in_order(attention: Attention) -> tuple[Attention, Tensor | None]:
-    """An attention whose heads follow one another, as the cache stores them, and where its numbers are; None: there."""
-    order, size, width = attention.elements, attention.head_size, attention.value_size
+class OrderedHeads(NamedTuple):
+    """Heads of an attention that follow one another, as the cache stores them, under norms of their own.
+
+    Attributes:
+        order: [n] int64, where their numbers are; None: there.
+    """
+
+    heads: HeadOffsets
+    query_norm: Norm
+    key_norm: Norm
+    order: Tensor | None
+
+
+def in_order(attention: Attention) -> OrderedHeads:
+    """The heads of an attention whose norms of all heads, if there are some, were applied."""
+    order, size, width, tail = attention.elements, attention.head_size, attention.value_size, attention.key_tail
     rotated = attention.rope.order if attention.rope else None
     if rotated is not None:
         order = rotated if order is None else order[rotated.long()]
-    if order is None:
-        return attention, None
+
+    def of_heads(norm: Norm) -> Norm:
+        if attention.norms_all_heads or rotated is None or norm.weight is None:
+            return NO_NORM if attention.norms_all_heads else norm
+        return replace(norm, weight=norm.weight[rotated.long().to(norm.weight.device)])
+
+    norms = of_heads(attention.query_norm), of_heads(attention.key_norm)
     at, queries, keys = attention.heads, attention.query_heads, attention.kv_heads
+    if order is None and tail is None:
+        return OrderedHeads(at, *norms, None)
+    within = torch.arange(size) if order is None else order.long().cpu()
 
     def places(offset: int, stride: int, count: int, within: Tensor) -> Tensor:
-        return (offset + stride * torch.arange(count)[:, None] + within.long().cpu()).flatten()
+        return offset + stride * torch.arange(count)[:, None] + within
 
+    of_keys = places(at.key_offset, at.key_stride, keys, within)
+    if tail:
+        beyond = within - (size - tail.size)
+        of_keys = torch.where(beyond < 0, of_keys, tail.offset + beyond)
     index = [
-        places(at.query_offset, at.query_stride, queries, order), places(at.key_offset, at.key_stride, keys, order),
+        places(at.query_offset, at.query_stride, queries, within), of_keys,
         places(at.value_offset, at.value_stride, keys, torch.arange(width)),
     ]  # fmt: skip
-    norms = [
-        replace(norm, weight=norm.weight[rotated.long().to(norm.weight.device)])
-        if rotated is not None and norm.weight is not None
-        else norm
-        for norm in (attention.query_norm, attention.key_norm)
-    ]
     heads = HeadOffsets(0, size, queries * size, size, (queries + keys) * size, width)
-    return replace(attention, heads=heads, query_norm=norms[0], key_norm=norms[1]), torch.cat(index)
+    return OrderedHeads(heads, *norms, torch.cat([x.flatten() for x in index]))
 
 
 class Residual:
@@ -158,7 +179,23 @@ class Residual:
 def embedded(description: Description, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """[n, hidden] of n tokens."""
     rows = rows_of(description.embedding, tokens.flatten(), dtype)
-    return rows if description.embedding_scale == 1 else rows * description.embedding_scale
+    if description.embedding_scale != 1:
+        rows = rows * description.embedding_scale
+    if description.embedding_norm.kind:
+        norm_in_place(rows, (0, description.embedding_norm))
+    return rows
+
+
+def _projected(attention: Attention, x: Tensor, norm: Norm) -> Tensor:
+    """[rows, n] queries, keys and values, or what they are made of: the vector of `Attention.qkv`."""
+    vector = multiply(attention.qkv, x, norm)
+    for latent in attention.latent:
+        part = vector[:, latent.start : latent.start + latent.matrix.columns].contiguous()
+        few = len(x) <= FEW
+        if latent.norm.kind and not few:
+            norm_in_place(part, (0, latent.norm))
+        vector = torch.cat((vector, multiply([latent.matrix], part, latent.norm if few else NO_NORM)), 1)
+    return vector
 
 
 def run(description: Description, x: Tensor, mix: MixTokens) -> Residual:
@@ -169,7 +206,7 @@ def run(description: Description, x: Tensor, mix: MixTokens) -> Residual:
         normed = stream.normed(layer.before_attention) if attention or mixer else (stream.x, NO_NORM)
         projected: list[tuple[Attention | Mixer, Tensor]] = []
         if attention:
-            projected.append((attention, multiply(attention.qkv, *normed)))
+            projected.append((attention, _projected(attention, *normed)))
         if mixer:
             projected.append((mixer, multiply(mixer.projections, *normed)))
         before = stream.normed(layer.before_mlp) if layer.parallel else None

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from h2o_stream.gpu import available
 from h2o_stream.gpu.packed import FEW, BlockMatrix, dense_product, multiply_blocks, products_of_rows
-from h2o_stream.gpu.products import gate_kernel, gemv_kernel
+from h2o_stream.gpu.products import gate_kernel, gemv_kernel, norm_in_place_kernel
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.description import Matrix, Norm
 from h2o_stream.native.matrix import NO_NORM
@@ -109,6 +109,16 @@ def _product(
 def in_products(norm: Norm) -> bool:
     """Whether `gemv_kernel` can apply a norm."""
     return norm.kind == NormKind.RMS and norm.bias is None
+
+
+def norm_in_place(x: Tensor, *parts: tuple[int, Norm]) -> None:
+    """Put one or two parts of rows [n, *], from some columns on, under norms to which `in_products` does not object."""
+    (start, norm), (second_start, second) = *parts, *[(0, NO_NORM)] * (2 - len(parts))
+    sizes = [0 if weight is None else len(weight) for weight in (norm.weight, second.weight)]
+    norm_in_place_kernel[len(x), len(parts)](
+        x, norm.weight, second.weight, x.stride(0), start, second_start, *sizes, norm.epsilon, second.epsilon,
+        BK=triton.next_power_of_2(max(sizes)), num_warps=8, **overlapping(x),
+    )  # fmt: skip
 
 
 def column_block(columns: int, most: int) -> int:

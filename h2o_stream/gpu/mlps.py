@@ -23,10 +23,19 @@ from h2o_stream.gpu.experts import (
     sort_kernel,
     sum_kernel,
 )
-from h2o_stream.gpu.matrices import GATE_COLUMNS, column_block, gemv, lines_of, multiply, overlapping
+from h2o_stream.gpu.matrices import (
+    GATE_COLUMNS,
+    column_block,
+    gemv,
+    in_products,
+    lines_of,
+    multiply,
+    norm_in_place,
+    overlapping,
+)
 from h2o_stream.gpu.packed import FEW, BlockMatrix
 from h2o_stream.gpu.products import gate_kernel
-from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, Scoring
+from h2o_stream.native.abi import Activation, GateLayout, GroupWorth, MatrixKind, Scoring
 from h2o_stream.native.description import Mlp, Norm
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.matrix import NO_NORM
@@ -46,14 +55,15 @@ def why_not(mlp: Any) -> str:
 
 
 def _why_not_mlp(mlp: Any) -> str:
-    if mlp.inner_norm.kind or mlp.gate_deviations is not None or mlp.activation > Activation.RELU_SQUARED:
+    norm, special = mlp.inner_norm, mlp.gate_deviations is not None or mlp.activation > Activation.RELU_SQUARED
+    if special or (norm.kind and not in_products(norm)):
         return "its MLP is special"
     return ""
 
 
 def _why_not_experts(experts: Experts) -> str:
     router, matrices = experts.router, [matrix for matrix in (experts.gate, experts.up, experts.down) if matrix]
-    special = router.groups or router.scoring == Scoring.SPARSE_MIXER or experts.beside
+    special = router.scoring == Scoring.SPARSE_MIXER or experts.beside
     if special or experts.activation == Activation.XIELU or any(matrix.scale != 1 for matrix in matrices):
         return "its experts are special"
     packed = {isinstance(matrix, BlockMatrix) for matrix in matrices}
@@ -66,6 +76,13 @@ def _why_not_experts(experts: Experts) -> str:
 
 def inner(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
     """[rows, inner], what the last matrix of an MLP is multiplied with."""
+    out = _gated(mlp, x, norm)
+    if mlp.inner_norm.kind:
+        norm_in_place(out, (0, mlp.inner_norm))
+    return out
+
+
+def _gated(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
     activation = int(mlp.activation)
     if len(x) <= FEW:
         matrices = [mlp.gate, mlp.up] if mlp.gate else [mlp.up]
@@ -90,7 +107,8 @@ def mixed(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
     route_kernel[(len(x),)](
         logits, router.choice_bias, router.factors, chosen, weights, router.scale, E=experts.count, CHOSEN=count,
         EP=triton.next_power_of_2(experts.count), SIGMOID=router.scoring == Scoring.SIGMOID,
-        NORMALIZED=router.normalized, **overlapping(x),
+        NORMALIZED=router.normalized, GROUPS=router.groups, DROPPED=router.groups - router.chosen_groups,
+        BEST_TWO=router.group_worth == GroupWorth.BEST_TWO, **overlapping(x),
     )  # fmt: skip
     added = None
     if experts.shared:

@@ -185,6 +185,25 @@ def norm_kernel(
 
 
 @triton.jit
+def norm_in_place_kernel(
+    x, weight, second_weight, width, start, second_start, size, second_size, eps, second_eps, BK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Put one or two parts of rows of x [*, width], from some columns on, under RMS norms; program: a part of a row."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if second_weight is not None:
+        second = tl.program_id(1) > 0
+        weight, eps = tl.where(second, second_weight, weight), tl.where(second, second_eps, eps)
+        start, size = tl.where(second, second_start, start), tl.where(second, second_size, size)
+    cols = tl.arange(0, BK)
+    ok, at = cols < size, x + tl.program_id(0).to(tl.int64) * width + start + cols
+    v = normed(tl.load(at, mask=ok, other=0.0).to(tl.float32), ok, weight, None, cols, eps, size, False)
+    tl.store(at, v.to(x.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def gate_kernel(gate, up, out, N, ACTIVATION: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
     """Out [rows, N] = activation(gate) * up, or activation(gate) without `up`."""
     if PDL:

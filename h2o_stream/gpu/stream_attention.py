@@ -13,15 +13,17 @@ from torch.nn import functional
 
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.layer import EvictingLayer
 from h2o_stream.cache.recurrent import RecurrentLayer, states_of
 from h2o_stream.gpu import mixers
 from h2o_stream.gpu.groups import limits_of
 from h2o_stream.gpu.joint_steps import Tables, step_streams
 from h2o_stream.gpu.journal import Journal, MixerJournal
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
-from h2o_stream.gpu.layers import in_order
+from h2o_stream.gpu.layers import OrderedHeads, in_order
+from h2o_stream.gpu.matrices import norm_in_place
 from h2o_stream.native.attention import Attention
-from h2o_stream.native.description import Description
+from h2o_stream.native.description import Description, Norm
 from h2o_stream.native.mixers import Mixer
 
 
@@ -36,17 +38,13 @@ class StreamAttention:
     def __init__(self, description: Description, cache: H2OCache, kernels: GpuKernels) -> None:
         self._cache, self._kernels = cache, kernels
         self._device = description.embedding.weights.device
-        self._ordered: dict[Attention, tuple[Attention, Tensor | None, Tensor | None]] = {}
+        self._ordered: dict[Attention, OrderedHeads] = {}
         self._mixers = {number: layer.mixer for number, layer in enumerate(description.layers) if layer.mixer}
         for layer in description.layers:
             if attention := layer.attention:
-                ordered, order = in_order(attention)
-                sinks = attention.sink_logits
-                self._ordered[attention] = (
-                    ordered,
-                    None if order is None else order.to(self._device),
-                    None if sinks is None else sinks.to(self._device),
-                )
+                ordered = in_order(attention)
+                order = None if ordered.order is None else ordered.order.to(self._device)
+                self._ordered[attention] = ordered._replace(order=order)
 
     def begin(self, rows: int) -> None:
         """Hold states of B rows, zero where there are none yet."""
@@ -86,11 +84,11 @@ class StreamAttention:
             if journal and len(projected) > rows:
                 journal.note_states(number, projected)
             return self._mix(number, part, projected, out, rows)
-        (attention, _, sinks), (heads, out) = self._ordered[part], self._heads(part, projected, out, rows)
-        query, key = attention.query_norm, attention.key_norm
-        factor = attention.rope.scale if attention.rope else 1.0
-        norms = Norms(query.weight, key.weight, query.epsilon, key.epsilon, factor)
-        transform, lengths = _transform(attention, sinks), self._cache.tokens.lengths
+        (heads, out), ordered = self._heads(part, projected, out, rows), self._ordered[part]
+        query, key = ordered.query_norm, ordered.key_norm
+        norms = Norms(query.weight, key.weight, query.epsilon, key.epsilon, part.rope.scale if part.rope else 1.0)
+        transform, lengths = _transform(part), self._cache.tokens.lengths
+        _heat(part, heads.query, [cache.layers[number] for cache in beside or [self._cache]])
         for place, group in enumerate(self._cache.layers[number].head_groups):
             if tables is not None:
                 groups = [(cache.layers[number].head_groups[place], cache.tokens.lengths) for cache in beside]
@@ -100,7 +98,7 @@ class StreamAttention:
                 if token and journal:
                     journal.note(group, token)
                 self._kernels.step(group, heads.one(token, group.heads), transform, lengths, norms)
-        return _gated(attention, projected, out)
+        return _finished(part, projected, out)
 
     def prompt(
         self, number: int, part: Attention | Mixer, projected: Tensor, out: Tensor | None = None, rows: int = 1,
@@ -113,17 +111,17 @@ class StreamAttention:
             torch.cuda.current_stream().wait_event(before)
         if not isinstance(part, Attention):
             return self._mix(number, part, projected, out, rows, in_prompt=True)
-        (attention, _, sinks), (heads, out) = self._ordered[part], self._heads(part, projected, out, rows)
+        (heads, out), ordered = self._heads(part, projected, out, rows), self._ordered[part]
         new = heads.out.shape[2]
-        for x, norm in ((heads.query, attention.query_norm), (heads.key, attention.key_norm)):
-            if norm.weight is not None:
-                x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
+        _heat(part, heads.query, [self._cache.layers[number]], offset)
+        _norm(heads.query, ordered.query_norm)
+        _norm(heads.key, ordered.key_norm)
         starts = [(length + offset, new) for length in self._cache.tokens.lengths or (0,) * rows]
         for group in self._cache.layers[number].head_groups:
-            of_group, transform = heads._replace(heads=group.heads), _transform(attention, sinks)
-            factor, limits = attention.rope.scale if attention.rope else 1.0, limits_of(group, starts, new)
+            of_group, transform = heads._replace(heads=group.heads), _transform(part)
+            factor, limits = part.rope.scale if part.rope else 1.0, limits_of(group, starts, new)
             self._kernels.prompt(group, of_group, transform, None, limits, offset, factor, lanes, lane)
-        return _gated(attention, projected, out)
+        return _finished(part, projected, out)
 
     def _mix(
         self, number: int, mixer: Mixer, projected: Tensor, out: Tensor | None, rows: int, in_prompt: bool = False
@@ -134,28 +132,54 @@ class StreamAttention:
 
     def _heads(self, part: Attention, projected: Tensor, out: Tensor | None, rows: int) -> tuple[NewTokens, Tensor]:
         """The heads of B Q tokens as views of what was projected, and [B Q, Hq Dv] for their outputs."""
-        attention, order, _ = self._ordered[part]
+        at, _, _, order = self._ordered[part]
         if out is None:
-            out = projected.new_empty(len(projected), attention.out.columns)
+            out = projected.new_empty(len(projected), part.out.columns)
+        if part.clip:
+            projected.clamp_(-part.clip, part.clip)
+        if part.norms_all_heads:
+            parts = (part.heads.query_offset, part.query_norm), (part.heads.key_offset, part.key_norm)
+            norm_in_place(projected, *parts)
         projected = projected if order is None else projected.index_select(1, order)
-        (tokens, total), first, at = projected.shape, projected.storage_offset(), attention.heads
+        (tokens, total), first = projected.shape, projected.storage_offset()
         new = tokens // rows
 
         def heads(count: int, size: int, offset: int, stride: int) -> Tensor:
             return projected.as_strided((rows, count, new, size), (new * total, stride, total, 1), first + offset)
 
-        query = heads(attention.query_heads, attention.head_size, at.query_offset, at.query_stride)
-        key = heads(attention.kv_heads, attention.head_size, at.key_offset, at.key_stride)
-        value = heads(attention.kv_heads, attention.value_size, at.value_offset, at.value_stride)
-        return NewTokens(query, key, value, out.view(rows, new, attention.query_heads, -1).transpose(1, 2)), out
+        query = heads(part.query_heads, part.head_size, at.query_offset, at.query_stride)
+        key = heads(part.kv_heads, part.head_size, at.key_offset, at.key_stride)
+        value = heads(part.kv_heads, part.value_size, at.value_offset, at.value_stride)
+        _norm(value, part.value_norm)
+        if part.value_scale != 1:
+            value.mul_(part.value_scale)
+        return NewTokens(query, key, value, out.view(rows, new, part.query_heads, -1).transpose(1, 2)), out
 
 
-def _transform(attention: Attention, sinks: Tensor | None) -> LogitTransform:
-    return LogitTransform(attention.scaling, attention.softcap or None, sinks)
+def _transform(attention: Attention) -> LogitTransform:
+    return LogitTransform(attention.scaling, attention.softcap or None, attention.sink_logits)
 
 
-def _gated(attention: Attention, projected: Tensor, out: Tensor) -> Tensor:
-    """`out`, multiplied by gates if the attention has some."""
+def _norm(x: Tensor, norm: Norm) -> None:
+    """Put heads [..., D] under a norm, in place."""
+    if norm.weight is not None:
+        x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
+
+
+def _heat(attention: Attention, query: Tensor, layers: Sequence[EvictingLayer], offset: int = 0) -> None:
+    """Multiply queries [B, Hq, Q, D], `offset` after the counted tokens, by their `Temperature`, in place."""
+    if temperature := attention.temperature:
+        seen = torch.cat([layer.head_groups[0].seen for layer in layers])
+        index = seen[:, None] + torch.arange(offset, offset + query.shape[2], device=seen.device)
+        index = index * (not temperature.of_positions) + temperature.start
+        factor = 1 + temperature.scale * (index.float() / temperature.length).floor().log1p()
+        query.mul_(factor[:, None, :, None])
+
+
+def _finished(attention: Attention, projected: Tensor, out: Tensor) -> Tensor:
+    """`out`, multiplied by gates if the attention has some, and under its norm."""
     if attention.gate:
         mixers.apply_gate(attention.gate, projected, out, attention.query_heads)
+    if attention.output_norm.kind:
+        norm_in_place(out, (0, attention.output_norm))
     return out
