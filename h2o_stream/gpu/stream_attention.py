@@ -169,7 +169,7 @@ def _norm(x: Tensor, norm: Norm) -> None:
 def _heat(attention: Attention, query: Tensor, layers: Sequence[EvictingLayer], offset: int = 0) -> None:
     """Multiply queries [B, Hq, Q, D], `offset` after the counted tokens, by their `Temperature`, in place."""
     if temperature := attention.temperature:
-        seen = torch.cat([layer.head_groups[0].seen for layer in layers])
+        seen = torch.cat([layer.head_groups[0].seen.flatten() for layer in layers])
         index = seen[:, None] + torch.arange(offset, offset + query.shape[2], device=seen.device)
         index = index * (not temperature.of_positions) + temperature.start
         factor = 1 + temperature.scale * (index.float() / temperature.length).floor().log1p()
