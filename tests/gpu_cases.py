@@ -5,7 +5,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2MoeConfig,
+)
 
 from h2o_stream.attachment.describe import describe
 from h2o_stream.cache.attention import LogitTransform
@@ -15,6 +22,7 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.gpu import layers as gpu_layers
 from h2o_stream.gpu.journal import Journal
 from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
+from h2o_stream.gpu.matrices import norm_in_place
 from h2o_stream.gpu.mixers import apply_gate, mix
 from h2o_stream.gpu.packed import block_matrix
 from h2o_stream.native.abi import GateKind, MatrixKind, NormKind
@@ -82,20 +90,35 @@ def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
     gpu_layers.logits_of(description, stream)
 
 
-def experts(rows: int = 1, dtype: torch.dtype = torch.bfloat16, quantized: str = "") -> None:
-    """A mixture of experts of one layer."""
-    config = Qwen2MoeConfig(
-        vocab_size=64, hidden_size=2048, moe_intermediate_size=768, shared_expert_intermediate_size=512, num_experts=4,
-        num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-    )  # fmt: skip
+ALIKE = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+QWEN_2 = Qwen2MoeConfig(
+    **ALIKE, hidden_size=2048, moe_intermediate_size=768, shared_expert_intermediate_size=512, num_experts=4,
+    num_experts_per_tok=2,
+)  # fmt: skip
+GPT_OSS = GptOssConfig(**ALIKE, hidden_size=1440, intermediate_size=1440, num_local_experts=4, num_experts_per_tok=2)
+DEEPSEEK = DeepseekV3Config(
+    **ALIKE, hidden_size=1024, moe_intermediate_size=768, n_routed_experts=8, n_group=4, topk_group=2,
+    num_experts_per_tok=2, first_k_dense_replace=0,
+)  # fmt: skip
+
+
+def experts(rows: int = 1, dtype: torch.dtype = torch.bfloat16, quantized: str = "", config: Any = QWEN_2) -> None:
+    """A mixture of experts of one layer; attention is left out."""
     with torch.device("meta"):
-        model = Qwen2MoeForCausalLM(config).to(dtype)
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
     description = describe(model.to_empty(device="cpu").eval())
     if quantized:
         description = in_blocks(description, TensorType[quantized])
-    x = torch.zeros(rows, 2048, dtype=dtype)
+    assert not gpu_layers.why_not(description)
+    x = torch.zeros(rows, config.hidden_size, dtype=dtype)
     columns = [layer.attention.out.columns for layer in description.layers if layer.attention]
     gpu_layers.run(description, x, lambda number, *_: x.new_zeros(rows, columns[number]))
+
+
+def norms(dtype: torch.dtype = torch.bfloat16) -> None:
+    """Of all heads."""
+    norm = Norm(NormKind.RMS, torch.ones(1024), None, 1e-6)
+    norm_in_place(torch.zeros(2, 4096, dtype=dtype), (0, norm), (1024, norm))
 
 
 def mixers(rows: int = 1, tokens: int = 1, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -158,6 +181,10 @@ CASES = {
     "experts of 5 rows, in blocks": lambda: experts(5, quantized="Q4_K"),
     "experts of a prompt, in blocks": lambda: experts(200, quantized="Q8_0"),
     "experts of a prompt, in blocks, float32": lambda: experts(200, torch.float32, "Q4_K"),
+    **{f"{rows} rows of experts in columns": partial(experts, rows, config=GPT_OSS) for rows in (1, 5, 200)},
+    "experts in columns, float32": partial(experts, 200, torch.float32, config=GPT_OSS),
+    **{f"{rows} rows of groups of experts, latent keys": partial(experts, rows, config=DEEPSEEK) for rows in (1, 5)},
+    "norms": norms,
     "layers": layers,
     "mixers": mixers,
     "mixers, float32": lambda: mixers(2, 100, torch.float32),

@@ -25,7 +25,9 @@ def run(*arguments: str, **variables: str) -> None:
     pytest.param("", id="all", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_interpreted(chosen: str) -> None:
-    files = [f"tests/test_gpu_{name}.py" for name in ("kernels", "mixers", "steps", "passes", "batch", "experts")]
+    files = [
+        f"tests/test_gpu_{name}.py" for name in ("kernels", "mixers", "steps", "blocks", "passes", "batch", "experts")
+    ]
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *(("-k", chosen) if chosen else ()),
         **{available.INTERPRET: "1"})  # fmt: skip
 

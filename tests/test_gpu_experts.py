@@ -14,14 +14,14 @@ from h2o_stream.attachment.describe import describe
 from h2o_stream.config import ModelConfig
 from h2o_stream.gpu import available
 from h2o_stream.loading.hf_weights import HfWeights
-from h2o_stream.native.abi import Activation, GateLayout, MatrixKind, NormKind, Scoring
+from h2o_stream.native.abi import Activation, GateLayout, GroupWorth, MatrixKind, NormKind, Scoring
 from h2o_stream.native.description import Mlp
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.gguf_types import TensorType
 from h2o_stream.native.matrix import NO_NORM, Matrix, Norm
 from tests.family_models import TEXT, written
+from tests.test_gpu_blocks import load_to_gpu, random_blocks
 from tests.test_gpu_graphs import HostFree
-from tests.test_gpu_steps import load_to_gpu, random_blocks
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
@@ -70,6 +70,11 @@ def expected(experts: Experts, x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for row, (v, score) in enumerate(zip(x, scores, strict=True)):
         worth = score if router.choice_bias is None else score + router.choice_bias
+        if router.groups:
+            groups = worth.view(router.groups, -1)
+            of_groups = groups.topk(1 + (router.group_worth == GroupWorth.BEST_TWO)).values.sum(1)
+            dropped = of_groups.topk(router.groups - router.chosen_groups, largest=False).indices
+            worth = groups.index_fill(0, dropped, -torch.inf).flatten()
         best = worth.topk(router.chosen).indices.tolist()
         total = score[best].sum() if router.normalized else 1.0
         for expert in best:
@@ -90,6 +95,15 @@ def expected(experts: Experts, x: Tensor) -> Tensor:
 def test_rows_and_their_experts(rows: int, settings: Any) -> None:
     experts = made(*settings)
     check(experts, experts, rows, 1e-5)
+
+
+@pytest.mark.parametrize("worth", [*GroupWorth])
+def test_groups_of_experts(worth: GroupWorth) -> None:
+    """Of which only some are chosen from."""
+    torch.manual_seed(0)
+    plain = made(Scoring.SIGMOID, True, 3, True, False, count=12)
+    router = replace(plain.router, groups=4, chosen_groups=2, group_worth=worth)
+    check(replace(plain, router=router), replace(plain, router=router), 5, 1e-5)
 
 
 @pytest.mark.parametrize("layout", [*GateLayout])

@@ -73,11 +73,9 @@ def route_kernel(logits, bias, factors, chosen, weights, scale, E: tl.constexpr,
 
 
 @triton.jit
-def _products(acc, gates, gate, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr, TURNS: tl.constexpr):
-    """Products [..., BN] under an activation, or times gates under it; with TURNS [..., 2 BN] have both in turns."""
-    if TURNS:
-        gates, acc = tl.split(tl.reshape(acc, [*acc.shape[:-1], acc.shape[-1] // 2, 2]))
-    if TURNS or gate is not None:
+def _products(acc, gates, GATED: tl.constexpr, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr):
+    """Products under an activation, or times gates under it."""
+    if GATED:
         acc = gated(gates, acc, ACTIVATION, NUMBERS)
     elif ACTIVATION >= 0:
         acc = activated(acc, ACTIVATION)
@@ -127,7 +125,9 @@ def experts_kernel(x, gate, up, gate_bias, bias, chosen, weights, norm, out, str
         y += tl.load(bias + first + lines)
     if gate_bias is not None:
         of_gates += tl.load(gate_bias + first + lines)
-    y = _products(y, of_gates, gate, ACTIVATION, NUMBERS, TURNS)
+    if TURNS:
+        of_gates, y = tl.split(tl.reshape(y, [BN, 2]))
+    y = _products(y, of_gates, TURNS or gate is not None, ACTIVATION, NUMBERS)
     tl.store(out + pair * N + tl.program_id(0) * BN + tl.arange(0, BN), y.to(out.dtype.element_ty))
 
 
@@ -238,7 +238,9 @@ def grouped_kernel(
             acc += tl.load(bias + expert * stride + lines, mask=there, other=0.0)[None, :]
         if gate_bias is not None:
             gates += tl.load(gate_bias + expert * stride + lines, mask=there, other=0.0)[None, :]
-        _store(_products(acc, gates, gate, ACTIVATION, NUMBERS, TURNS), pair, real, out, N, BN)
+        if TURNS:
+            gates, acc = tl.split(tl.reshape(acc, [BM, BN, 2]))
+        _store(_products(acc, gates, TURNS or gate is not None, ACTIVATION, NUMBERS), pair, real, out, N, BN)
 
 
 @triton.jit
@@ -288,7 +290,7 @@ def grouped_blocks_kernel(
         if norm is not None:
             factor = (1.0 / tl.sqrt(squares / K + eps))[:, None]
             acc, gates = acc * factor, gates * factor
-        _store(_products(acc, gates, gate_codes, ACTIVATION, NUMBERS, False), pair, real, out, N, BN)
+        _store(_products(acc, gates, gate_codes is not None, ACTIVATION, NUMBERS), pair, real, out, N, BN)
 
 
 @triton.jit

@@ -35,13 +35,19 @@ def multiply(matrices: Sequence[Matrix], x: Tensor, norm: Norm = NO_NORM, dtype:
     if len(x) <= FEW:
         return gemv(matrices, x, norm, dtype=dtype)
     assert not norm.kind
-    products = []
+    parts = products(matrices, x)
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(dtype or x.dtype)
+
+
+def products(matrices: Sequence[Matrix], x: Tensor) -> list[Tensor]:
+    """[rows, *] products of more rows, of a matrix or of some that follow one another."""
+    parts = []
     for alike in _joined(matrices):
         if isinstance(alike[0], BlockMatrix):
-            products += products_of_rows(alike, x)
+            parts += products_of_rows(alike, x)
         else:
-            products += [dense_product(matrix, matrix.weights.to(x.dtype), x) for matrix in alike]
-    return (products[0] if len(products) == 1 else torch.cat(products, 1)).to(dtype or x.dtype)
+            parts += [dense_product(matrix, matrix.weights.to(x.dtype), x) for matrix in alike]
+    return parts
 
 
 def gemv(
@@ -63,7 +69,7 @@ def gemv(
     elif gated:  # of two kinds, or scaled
         gate, up = (gemv([matrix], x, norm) for matrix in matrices)
         gate_kernel[len(x), triton.cdiv(rows[0], GATE_COLUMNS)](
-            gate, up, out, rows[0], ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)
+            gate, up, out, rows[0], rows[0], ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)
         )
     else:
         groups = _joined(matrices)

@@ -32,6 +32,7 @@ from h2o_stream.gpu.matrices import (
     multiply,
     norm_in_place,
     overlapping,
+    products,
 )
 from h2o_stream.gpu.packed import FEW, BlockMatrix
 from h2o_stream.gpu.products import gate_kernel
@@ -83,19 +84,16 @@ def inner(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
 
 
 def _gated(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
-    activation = int(mlp.activation)
+    activation, matrices, size = int(mlp.activation), [mlp.gate, mlp.up] if mlp.gate else [mlp.up], mlp.up.rows
     if len(x) <= FEW:
-        matrices = [mlp.gate, mlp.up] if mlp.gate else [mlp.up]
         return gemv(matrices, x, norm, gated=mlp.gate is not None, activation=activation)
-    gate, up = (multiply([matrix], x) if matrix else None for matrix in (mlp.gate, mlp.up))
-    if gate is None:
-        gate, up = up, None
-    assert gate is not None
-    rows, size = gate.shape
-    gate_kernel[rows, triton.cdiv(size, GATE_COLUMNS)](
-        gate, up, gate, size, ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)
+    parts = products(matrices, x)  # one, if they are joined
+    gate, up = parts[0][:, :size], parts[-1][:, -size:] if mlp.gate else None
+    out = gate if gate.is_contiguous() else gate.new_empty(gate.shape)
+    gate_kernel[len(x), triton.cdiv(size, GATE_COLUMNS)](
+        gate, up, out, gate.stride(0), size, ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)
     )
-    return gate
+    return out
 
 
 def mixed(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
@@ -118,9 +116,9 @@ def mixed(experts: Experts, x: Tensor, norm: Norm) -> Tensor:
     if len(x) <= FEW and not isinstance(experts.down, BlockMatrix):
         return _of_few_rows(experts, x, norm, chosen, weights, added)
     pairs = grouped(chosen, experts.count, alone=len(x) <= FEW)
-    products = _of_blocks if isinstance(experts.down, BlockMatrix) else _of_many_rows
+    multiplied = _of_blocks if isinstance(experts.down, BlockMatrix) else _of_many_rows
     of_inputs, of_outputs = (weights, None) if router.weighs_inputs else (None, weights)
-    return weighted_sum(products(experts, x, norm, pairs, of_inputs), pairs.chosen, of_outputs, added)
+    return weighted_sum(multiplied(experts, x, norm, pairs, of_inputs), pairs.chosen, of_outputs, added)
 
 
 class _Sides(NamedTuple):
@@ -258,11 +256,11 @@ def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
-def weighted_sum(products: Tensor, count: int, weights: Tensor | None, added: Tensor | None = None) -> Tensor:
+def weighted_sum(parts: Tensor, count: int, weights: Tensor | None, added: Tensor | None = None) -> Tensor:
     """[rows, hidden] of products [rows count, hidden], times weights [rows, count] if there are; and `added` to it."""
-    rows, hidden = len(products) // count, products.shape[1]
-    out = products.new_empty(rows, hidden)
+    rows, hidden = len(parts) // count, parts.shape[1]
+    out = parts.new_empty(rows, hidden)
     sum_kernel[rows, triton.cdiv(hidden, GATE_COLUMNS)](
-        products, weights, added, out, N=hidden, CHOSEN=count, BN=GATE_COLUMNS, **overlapping(products)
+        parts, weights, added, out, N=hidden, CHOSEN=count, BN=GATE_COLUMNS, **overlapping(parts)
     )
     return out

@@ -204,14 +204,13 @@ def norm_in_place_kernel(
 
 
 @triton.jit
-def gate_kernel(gate, up, out, N, ACTIVATION: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
-    """Out [rows, N] = activation(gate) * up, or activation(gate) without `up`."""
+def gate_kernel(gate, up, out, width, N, ACTIVATION: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+    """Out [rows, N] = activation(gate) * up, rows of which are `width` apart, or activation(gate) without `up`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    at = tl.program_id(0).to(tl.int64) * N
-    cols = tl.program_id(1) * BN + tl.arange(0, BN)
-    y = activated(tl.load(gate + at + cols, mask=cols < N, other=0.0).to(tl.float32), ACTIVATION)
+    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN + tl.arange(0, BN)
+    y = activated(tl.load(gate + row * width + cols, mask=cols < N, other=0.0).to(tl.float32), ACTIVATION)
     if up is not None:
-        y *= tl.load(up + at + cols, mask=cols < N, other=0.0).to(tl.float32)
-    tl.store(out + at + cols, y.to(out.dtype.element_ty), mask=cols < N)
+        y *= tl.load(up + row * width + cols, mask=cols < N, other=0.0).to(tl.float32)
+    tl.store(out + row * N + cols, y.to(out.dtype.element_ty), mask=cols < N)
