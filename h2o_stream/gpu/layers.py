@@ -66,8 +66,9 @@ def _why_not_attention(attention: Attention) -> str:
         return "its queries and keys are normed in another way"
     if attention.columns or attention.source is not None:
         return "some of its layers share keys and values"
-    others = [attention.value_norm, attention.output_norm, *(latent.norm for latent in attention.latent)]
-    return "its attention is special" if any(norm.kind and not in_products(norm) for norm in others) else ""
+    others = [attention.output_norm, *(latent.norm for latent in attention.latent)]
+    special = attention.value_norm.kind or any(norm.kind and not in_products(norm) for norm in others)
+    return "its attention is special" if special else ""
 
 
 class OrderedHeads(NamedTuple):

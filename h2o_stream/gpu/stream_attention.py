@@ -23,7 +23,7 @@ from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
 from h2o_stream.gpu.layers import OrderedHeads, in_order
 from h2o_stream.gpu.matrices import norm_in_place
 from h2o_stream.native.attention import Attention
-from h2o_stream.native.description import Description, Norm
+from h2o_stream.native.description import Description
 from h2o_stream.native.mixers import Mixer
 
 
@@ -114,8 +114,9 @@ class StreamAttention:
         (heads, out), ordered = self._heads(part, projected, out, rows), self._ordered[part]
         new = heads.out.shape[2]
         _heat(part, heads.query, [self._cache.layers[number]], offset)
-        _norm(heads.query, ordered.query_norm)
-        _norm(heads.key, ordered.key_norm)
+        for x, norm in ((heads.query, ordered.query_norm), (heads.key, ordered.key_norm)):
+            if norm.weight is not None:
+                x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
         starts = [(length + offset, new) for length in self._cache.tokens.lengths or (0,) * rows]
         for group in self._cache.layers[number].head_groups:
             of_group, transform = heads._replace(heads=group.heads), _transform(part)
@@ -150,7 +151,6 @@ class StreamAttention:
         query = heads(part.query_heads, part.head_size, at.query_offset, at.query_stride)
         key = heads(part.kv_heads, part.head_size, at.key_offset, at.key_stride)
         value = heads(part.kv_heads, part.value_size, at.value_offset, at.value_stride)
-        _norm(value, part.value_norm)
         if part.value_scale != 1:
             value.mul_(part.value_scale)
         return NewTokens(query, key, value, out.view(rows, new, part.query_heads, -1).transpose(1, 2)), out
@@ -158,12 +158,6 @@ class StreamAttention:
 
 def _transform(attention: Attention) -> LogitTransform:
     return LogitTransform(attention.scaling, attention.softcap or None, attention.sink_logits)
-
-
-def _norm(x: Tensor, norm: Norm) -> None:
-    """Put heads [..., D] under a norm, in place."""
-    if norm.weight is not None:
-        x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
 
 
 def _heat(attention: Attention, query: Tensor, layers: Sequence[EvictingLayer], offset: int = 0) -> None:
