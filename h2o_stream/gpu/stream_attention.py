@@ -162,11 +162,11 @@ def _transform(attention: Attention) -> LogitTransform:
 
 def _heat(attention: Attention, query: Tensor, layers: Sequence[EvictingLayer], offset: int = 0) -> None:
     """Multiply queries [B, Hq, Q, D], `offset` after the counted tokens, by their `Temperature`, in place."""
-    if temperature := attention.temperature:
+    temperature = attention.temperature
+    if temperature and not temperature.of_positions:  # these are 0, and the factor is 1
         seen = torch.cat([layer.head_groups[0].seen.flatten() for layer in layers])
         index = seen[:, None] + torch.arange(offset, offset + query.shape[2], device=seen.device)
-        index = index * (not temperature.of_positions) + temperature.start
-        factor = 1 + temperature.scale * (index.float() / temperature.length).floor().log1p()
+        factor = 1 + temperature.scale * ((index + temperature.start) / temperature.length).floor().log1p()
         query.mul_(factor[:, None, :, None])
 
 
