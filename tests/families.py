@@ -199,7 +199,7 @@ FAMILIES = [
     Family("Llama 4", "Llama 4 Scout, Maverick (text)",
         "chunked layers with RoPE on adjacent pairs, the others without positions, experts",
         tiny("Llama4", "Llama4Text", **GROUPED, **EXPERTS, intermediate_size_mlp=32, attention_chunk_size=10,
-        floor_scale=8, no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"])),
+        no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"])),
     Family("Gemma 4", "Gemma 4 (text)",
         "layers that share keys and values, embeddings of tokens in each layer, heads of two sizes",
         tiny("Gemma4", "Gemma4Text", **{**GROUPED, "num_hidden_layers": 4}, global_head_dim=16, sliding_window=10,

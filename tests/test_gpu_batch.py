@@ -25,7 +25,7 @@ from tests.fixtures import make_llama, saved, shortened
 from tests.served import Running, reply
 from tests.test_gpu_graphs import Recording
 from tests.test_gpu_kernels import products_of_bfloat16  # noqa: F401
-from tests.test_gpu_steps import FUSED, family, recorded  # noqa: F401
+from tests.test_gpu_steps import FUSED, OTHERS, family, recorded  # noqa: F401
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
@@ -84,7 +84,7 @@ def check(ours: Sequence[ServedOnGpu], theirs: Sequence[ServedOnGpu]) -> None:
 
 @pytest.mark.parametrize(("name", "counts"), [
     ("", (1, 1, 21, 7)), ("Qwen 2 MoE", (1, 1, 4)),
-    *(pytest.param(name, (1, 1, 30), marks=pytest.mark.exhaustive) for name in FUSED),
+    *(pytest.param(name, (1, 1, 30), marks=pytest.mark.exhaustive) for name in (*FUSED, *OTHERS)),
 ])  # fmt: skip
 def test_together_as_alone(name: str, counts: tuple[int, ...]) -> None:
     """Tokens beside prompts of any lengths, of streams that have begun and one that has not."""

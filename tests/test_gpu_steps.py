@@ -14,7 +14,7 @@ from h2o_stream.gpu import available, graphs
 from h2o_stream.gpu.graphs import WARM_UP, GraphSteps
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.torch_modules import DTYPES
-from tests.families import FAMILIES, GROUPED, tiny
+from tests.families import EXPERTS, FAMILIES, GROUPED, tiny
 from tests.fixtures import ids as tokens
 from tests.fixtures import make_llama
 from tests.test_gpu_graphs import Recording
@@ -51,12 +51,16 @@ FUSED = [
 ]
 
 
-OTHERS = {"BitNet": tiny("BitNet", **GROUPED), "OLMo": tiny("Olmo", **GROUPED, clip_qkv=0.3)}
-"""Families that norm or clip what the others do not."""
+OTHERS = {
+    "BitNet": tiny("BitNet", **GROUPED),
+    "OLMo": tiny("Olmo", **GROUPED, clip_qkv=0.3),
+    "Llama 4, hot": tiny("Llama4", "Llama4Text", **GROUPED, **EXPERTS, floor_scale=8, no_rope_layers=[1, 0]),
+}
+"""Families that norm or clip what the others do not, and with factors on queries that are not 1."""
 
 
 def family(name: str) -> Any:
-    return next(family.make for family in FAMILIES if family.name == name)()
+    return OTHERS[name]() if name in OTHERS else next(family.make for family in FAMILIES if family.name == name)()
 
 
 def streams(model: Any, config: CacheConfig, engine: Any, rows: int, note: str = "") -> tuple[Any, ...]:
@@ -81,8 +85,7 @@ def check(model: Any, config: CacheConfig, rows: int, note: str = "fused") -> No
 
 @pytest.mark.parametrize("name", [*FUSED, *OTHERS])
 def test_families(name: str) -> None:
-    model = OTHERS[name]() if name in OTHERS else family(name)
-    check(model, CacheConfig(window=24, chunk=16), 1)
+    check(family(name), CacheConfig(window=24, chunk=16), 1)
 
 
 @pytest.mark.parametrize(("bits", "rows"), [(8, 1), (6, 1), (4, 2), (2, 1)])
@@ -128,7 +131,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
 
 @pytest.mark.parametrize(("name", "rows", "bits"), [
     ("", 1, 16), ("", 1, 4), ("Qwen 2 MoE", 5, 16), ("LFM2", 1, 16), ("Qwen 3.5", 1, 16), ("Bamba", 2, 16),
-    ("gpt-oss", 1, 16), ("Llama 4", 2, 16),
+    ("gpt-oss", 1, 16), ("Llama 4, hot", 2, 16),
 ])  # fmt: skip
 def test_fused_steps_are_captured(recorded: type[Recording], name: str, rows: int, bits: int) -> None:
     model = family(name) if name else make_llama(groups=2, layers=1)
