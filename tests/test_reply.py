@@ -2,6 +2,8 @@
 
 import io
 import math
+import re
+from collections import Counter
 
 import pyte
 import pytest
@@ -57,6 +59,35 @@ def test_no_word_is_lost(text: str, size: int) -> None:
 
 def test_code_in_code_stays_open() -> None:
     assert cut("````\n```\n\n```\n````\nend", 3) == ["````\n```\n\n```\n````\n", "end"]
+
+
+def shown(text: str, width: int) -> str:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=50)
+    with MarkdownReply(lambda width: Text(), console) as reply:
+        reply._live.stop()
+        reply.push(text)
+    assert isinstance(console.file, io.StringIO)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", console.file.getvalue())
+
+
+PIECES = (
+    "List<String>", "<div>", "</div>", "<title>", "a<b and c>d", "[1]: http://x.yz", "[^1]: note", "[the docs](http://ab.cd)",
+    "![picture](p.png)", "<http://ef.gh>", "snake_case", "`<b>`", "*", "**", "\n", "\n\n", " ", "\n- ", "\n# ", "\n> ",
+    "\n\n| one | `x<y>` |\n|---|---|\n| longest_name_of_a_function | 日本語の長い説明文がここに入ります |\n\n",
+)  # fmt: skip
+"""Of replies, as models write them."""
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.sampled_from([20, 80]))
+def test_every_letter_is_shown(text: str, width: int) -> None:
+    """Regression: tags (List<String>), addresses, and what was too long in a table were missing in the chat."""
+    assert Counter(filter(str.isalpha, shown(text, width))) == Counter(filter(str.isalpha, text))
+
+
+def test_lines_end_where_the_reply_ends_them() -> None:
+    """Regression: the lines of a poem were joined."""
+    lines = shown("Roses are red,\nviolets are blue.", 80).split("\n")
+    assert [line.strip() for line in lines if line.strip()] == ["Roses are red,", "violets are blue."]
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,8 @@ def close_marks(block: str) -> str:
 
 def _render(console: Console, options: ConsoleOptions, block: str) -> list[list[Segment]]:
     """A block as lines, without empty lines before and after it."""
-    from rich.markdown import Markdown
+    from h2o_stream.ui.markdown import ReplyMarkdown
 
-    lines = console.render_lines(Markdown(block, code_theme=_CODE_THEME), options, pad=False)
+    lines = console.render_lines(ReplyMarkdown(block, _CODE_THEME), options, pad=False)
     filled = [number for number, line in enumerate(lines) if any(segment.text.strip() for segment in line)]
     return lines[filled[0] : filled[-1] + 1] if filled else []
