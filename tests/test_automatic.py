@@ -1,5 +1,6 @@
 """Chats that nobody named: they are kept, found, continued, and make room for each other."""
 
+import io
 import os
 import re
 import sqlite3
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from h2o_stream.cli.chat import ChatOptions
 from h2o_stream.errors import DataError
@@ -26,6 +28,7 @@ from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transactions import NoStateError
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
+from h2o_stream.ui.sessions import show_matches
 from tests.commands import invoke, piped
 from tests.fixtures import with_exhaustive
 from tests.histories import Histories, said
@@ -219,6 +222,12 @@ class TestSearch:
 
         monkeypatch.setattr("h2o_stream.session.search.os.open", refused)
         assert self.found("lighthouse") == [("a-lighthouse", 1)]
+
+    def test_texts_without_spaces_are_shown_whole(self) -> None:
+        """Regression: what was wider than its column ended with an ellipsis."""
+        kept("a ship", reply=(text := "海の上で沈む船の長い話がここにあります。"))
+        show_matches(Console(file=(shown := io.StringIO()), width=40), "船")
+        assert "".join(filter(text.__contains__, shown.getvalue())) == text
 
 
 class TestCommands:

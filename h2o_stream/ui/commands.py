@@ -28,7 +28,7 @@ from h2o_stream.ui.recall import candidates_table, note_recalled
 from h2o_stream.ui.settings import parse_setting
 from h2o_stream.ui.shared_commands import SharedCommands, number_of, title_of
 from h2o_stream.ui.tables import print_report
-from h2o_stream.ui.terminal import one_line
+from h2o_stream.ui.terminal import folded, one_line
 
 _DRAWN = {"show": "shown", "fold": "folded", "hide": "hidden"}
 
@@ -83,7 +83,7 @@ class Commands(SharedCommands):
         table = Table.grid(padding=(0, 2, 0, 0))
         for name, value, source in rows:
             table.add_row(name, "-" if value is None else one_line(value), source)
-        self._terminal.console.print(table)
+        self._terminal.console.print(folded(table))
 
     def _window(self, argument: str) -> None:
         self._context.change(window=number_of("/window", argument))

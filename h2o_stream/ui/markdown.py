@@ -6,6 +6,8 @@ from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
 
+from h2o_stream.ui.terminal import folded
+
 _PARSER = (
     MarkdownIt("commonmark", {"html": False})
     .enable(["strikethrough", "table"])
@@ -26,10 +28,7 @@ class ReplyMarkdown(Markdown):
 
 class _FoldedTable(TableElement):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for table in super().__rich_console__(console, options):
-            for column in table.columns:  # type: ignore[union-attr]
-                column.overflow = "fold"
-            yield table
+        yield from map(folded, super().__rich_console__(console, options))  # type: ignore[arg-type]
 
 
 ReplyMarkdown.elements = {**Markdown.elements, "table_open": _FoldedTable}

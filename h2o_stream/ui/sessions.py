@@ -17,7 +17,7 @@ from h2o_stream.session.automatic import automatic_folders
 from h2o_stream.session.folders import saved_sessions
 from h2o_stream.session.search import MARKS, Match, search
 from h2o_stream.session.transcript import Entry
-from h2o_stream.ui.terminal import Terminal, one_line
+from h2o_stream.ui.terminal import Terminal, folded, one_line
 
 NOT_KEPT = "Nothing of this chat is kept here. "
 
@@ -40,7 +40,7 @@ def show_sessions(terminal: Terminal, console: Console) -> None:
     saved = [(name, transcript) for name, transcript in saved_sessions() if transcript.header]
     saved.sort(key=lambda item: item[1].entries[-1].time if item[1].entries else "", reverse=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("session", overflow="fold")
+    table.add_column("session")
     table.add_column("turns", justify="right", no_wrap=True)
     for column in ("last used", "model", "first words"):
         table.add_column(column, no_wrap=True)
@@ -53,7 +53,7 @@ def show_sessions(terminal: Terminal, console: Console) -> None:
         style = "dim" if name in automatic else ""
         cells = one_line(name), str(len(entries)), _minute(last), _cut(model, room // 2), _cut(first, room // 2)
         table.add_row(*cells, style=style)
-    console.print(table)
+    console.print(folded(table))
     if folders:
         size = format_bytes(sum(nbytes for _, nbytes in folders))
         were = "was" if len(folders) == 1 else "were"
@@ -71,7 +71,7 @@ def show_matches(console: Console, words: str) -> None:
     table = Table("session", "turn", "when", "what was said", box=None, padding=(0, 2, 0, 0))
     for match in matches:
         table.add_row(one_line(match.session), str(match.turn), _minute(match.time), _excerpt(match))
-    console.print(table)
+    console.print(folded(table))
 
 
 def _excerpt(match: Match) -> Text:

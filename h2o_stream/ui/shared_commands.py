@@ -13,7 +13,7 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.session.transcript import Entry, Header, export
 from h2o_stream.ui.command_list import ALIASES, COMMANDS, unknown_command
 from h2o_stream.ui.sessions import show_matches, show_sessions
-from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.terminal import Terminal, folded
 
 _TITLE = 60
 
@@ -67,7 +67,7 @@ class SharedCommands(ABC):
         for name, command in COMMANDS.items():
             if hasattr(self, f"_{name[1:]}"):
                 table.add_row(f"{name} {command.argument}".strip(), command.summary)
-        self._terminal.console.print(table)
+        self._terminal.console.print(folded(table))
         self._terminal.console.print("Ctrl-C stops a reply and keeps what was said.")
         self._terminal.console.print('For several lines: Meta-Enter, or """ around them; Ctrl-X Ctrl-E for an editor.')
 

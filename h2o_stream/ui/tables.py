@@ -13,7 +13,7 @@ from rich.text import Text
 from h2o_stream.base.memory import format_bytes, peak_bytes
 from h2o_stream.ui.format import format_speed, shade
 from h2o_stream.ui.pages import Page, TableData
-from h2o_stream.ui.terminal import Terminal, one_line
+from h2o_stream.ui.terminal import Terminal, folded, one_line
 from h2o_stream.ui.timeline import draw_timeline
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ def models_table(models: Sequence[StoredModel], kept: Sequence[CachedFolder]) ->
     """Models that --model can name on this machine, and folders that --forget removes."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("model", "size", ""):
-        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+        table.add_column(column, justify="right" if column == "size" else "left")
     rows = [(model.name, model.nbytes, model.source) for model in models]
     rows += [(folder.names[0], folder.nbytes, f"{folder.content}; --forget removes it") for folder in kept]
     for name, nbytes, place in rows:
         table.add_row(one_line(name), format_bytes(nbytes), one_line(place))
-    return table
+    return folded(table)

@@ -17,6 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.segment import Segment
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
 from h2o_stream.errors import H2OStreamError
@@ -51,6 +52,13 @@ def printable(text: str) -> str:
 def one_line(text: object) -> str:
     """A name for a list or an error: printable, on one line, and without marks that reorder the text around it."""
     return printable(" ".join(str(text).split()).translate(_BIDI))
+
+
+def folded(table: Table) -> Table:
+    """The table, in which words that are wider than their column go on in the next line, and are not cut."""
+    for column in table.columns:
+        column.overflow = "ellipsis" if column.no_wrap else "fold"
+    return table
 
 
 class SafeConsole(Console):
