@@ -152,6 +152,7 @@ class Commands(SharedCommands):
         return read_files(self._context, read_all(files, self._terminal.note), question)
 
     def _regen(self, argument: str) -> str:
+        self._existing_turns()
         try:
             return self._history.regenerate()
         except NoStateError:
@@ -206,10 +207,7 @@ class Commands(SharedCommands):
             self._show_thinking(number)
 
     def _show_thinking(self, number: int | None) -> None:
-        entries = self._history.entries
-        if number is None and not entries:
-            raise H2OStreamError("nothing was said yet")
-        entry = entries[-1] if number is None else self._entry(number)
+        entry = self._existing_turns()[-1] if number is None else self._entry(number)
         if entry.thinking:
             self._terminal.console.print(entry.thinking, style="dim")
         else:

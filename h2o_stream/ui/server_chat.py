@@ -232,9 +232,9 @@ class ServerChat(SharedCommands):
         self._terminal.note(str(self._options))
 
     def _regen(self, argument: str) -> str:
-        entries = self._entries
+        prompt = self._existing_turns()[-1].prompt
         self._go_back(1)
-        return entries[-1].prompt
+        return prompt
 
     def _set(self, argument: str) -> None:
         name, value = parse_setting(argument)

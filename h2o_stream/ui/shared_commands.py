@@ -84,7 +84,7 @@ class SharedCommands(ABC):
             self._terminal.note("the template's own, if it has one" if system is None else system)
 
     def _undo(self, argument: str) -> None:
-        count, entries = number_of("/undo", argument) if argument else 1, self._turns
+        count, entries = number_of("/undo", argument) if argument else 1, self._existing_turns()
         self._go_back(count)
         self._terminal.note(f"undone: {title_of(entries[-count])}" + (" ..." if count > 1 else ""))
 
@@ -101,11 +101,15 @@ class SharedCommands(ABC):
         self._terminal.note(f"the next message takes the place of {what}: {title_of(entry)}")
 
     def _copy(self, argument: str) -> None:
-        if not argument and not self._turns:
-            raise H2OStreamError("nothing was said yet")
-        text = (self._entry(number_of("/copy", argument)) if argument else self._turns[-1]).text
+        text = (self._entry(number_of("/copy", argument)) if argument else self._existing_turns()[-1]).text
         self._terminal.copy(text)
         self._terminal.note(f"copied {len(text):,} characters")
+
+    def _existing_turns(self) -> Sequence[Entry]:
+        """The turns; raises H2OStreamError if there are none."""
+        if not self._turns:
+            raise H2OStreamError("nothing was said yet")
+        return self._turns
 
     def _entry(self, number: int) -> Entry:
         entry = next((entry for entry in self._turns if entry.turn == number), None)
