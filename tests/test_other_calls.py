@@ -139,7 +139,7 @@ class TestHistories:
     ])  # fmt: skip
     def test_arguments_of_any_kind_go_on(self, arguments: Any, read: Any) -> None:
         call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-        parts = [{"type": "text", "text": "18 "}, {"type": "text", "text": "degrees"}]
+        parts = [{"type": "text", "text": "18"}, {"type": "text", "text": "degrees"}]
         said = [
             {"role": "user", "content": "Warm?"},
             {"role": "assistant", "tool_calls": [call, {**call, "id": "2"}]},
@@ -148,7 +148,7 @@ class TestHistories:
         ]
         dialogue = parse_dialogue(said)
         assert [each.arguments for each in dialogue.past[0].reply.calls] == [read, read]
-        assert [message["content"] for message in dialogue.user] == ["18 degrees", ""]  # type: ignore[index]
+        assert [message["content"] for message in dialogue.user] == ["18\ndegrees", ""]  # type: ignore[index]
 
     def test_an_assistant_that_said_nothing_goes_on(self) -> None:
         for silent in ({"role": "assistant"}, {"role": "assistant", "content": None}):

@@ -186,7 +186,7 @@ def _parse_message(message: Any, place: str) -> Message:
 
 
 def parse_content(content: Any, place: str) -> str:
-    """A text, or the texts of a list of parts.
+    """A text, or the texts of a list of parts, a line each, as by llama.cpp and vLLM.
 
     Raises:
         ApiError: it is something else.
@@ -199,9 +199,9 @@ def parse_content(content: Any, place: str) -> str:
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise wrong(f"{place}[{number}]", part, "a part of type text")
+            raise wrong(f"{place}[{number}]", part, "a part of type text; this server reads texts only")
         texts.append(replace_surrogates(part["text"]))
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 @dataclass(frozen=True)
