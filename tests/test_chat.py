@@ -76,7 +76,12 @@ class TestCommands:
         assert done.exit_code == 0
 
     def test_why(self, tiny_folder: Path) -> None:
-        done = piped(tiny_folder, ["/why", "/undo", "/regen", "/edit", "hello there", "word " * 80, "/why", "/why 1", "/why 9"], "--window", 64)
+        done = piped(
+            tiny_folder,
+            ["/why", "/undo", "/regen", "/edit", "hello there", "word " * 80, "/why", "/why 1", "/why 9"],
+            "--window",
+            64,
+        )
         assert done.stderr.count("nothing was said yet") == 4
         assert len(re.findall(r"turn 1 · \d+% kept", done.stderr)) == 2
         assert "of the heads of layer 1" in done.stderr

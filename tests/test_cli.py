@@ -1,5 +1,6 @@
 """The commands as used by people and scripts: streams, exit codes."""
 
+import itertools
 import json
 import os
 import re
@@ -46,6 +47,14 @@ class TestUsage:
         done = run_command("h2o-chat", env=os.environ | asked)
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == offered
+
+    def test_lines_of_help_are_filled(self) -> None:
+        """Regression: the second paragraph broke where its source does, and again where the terminal ends."""
+        page = run_command("h2o-chat", "--help", env=os.environ | {"COLUMNS": "100"}).stdout
+        lines = [line.strip() for line in page.partition("╭")[0].splitlines()]
+        assert "with --prompt, all of it is a text" in " ".join(lines)
+        for line, after in itertools.pairwise(lines):
+            assert not line or not after or len(f"{line} {after.split()[0]}") > 97, line
 
 
 class TestChat:

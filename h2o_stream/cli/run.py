@@ -78,12 +78,14 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """List the policies, those of other packages too, which only ``--help`` looks for."""
+        """List the policies, those of other packages too, which only ``--help`` looks for, and fill its lines."""
         from h2o_stream.config import POLICIES
 
         for parameter in self.params:
             if parameter.name == "policy" and not parameter.help:  # type: ignore[attr-defined]
                 parameter.help = f"{', '.join(POLICIES)}."  # type: ignore[attr-defined]
+        paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
+        self.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         super().format_help(ctx, formatter)
 
 
