@@ -3,6 +3,7 @@
 The window holds everything, so nothing is evicted and any difference is an error.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerBase, TextGenerationPipeline
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
+from tests.families import FAMILIES
 from tests.fixtures import make_llama, thinned, with_exhaustive
 from tests.in_turn import in_turn
 from tests.tolerance import assert_close
@@ -251,6 +253,20 @@ def test_equal_or_refused(name: str, policy: str, engine: Any, rows: int) -> Non
         return
     with attach(model, CacheConfig(policy, window=64), engine=engine) as cache:
         check(form(model, cache, batch), expected(name, rows))
+
+
+@pytest.mark.parametrize(("policy", "rows"), [("h2o", 1), ("full", 1), ("h2o", 3)])
+def test_masks_by_kinds_of_attention(policy: str, rows: int) -> None:
+    """Regression: models that slide got a dict of masks for a cache of fixed size, which has no shape."""
+    gemma = next(family for family in FAMILIES if family.name == "Gemma 3")
+    model, form = copy.deepcopy(gemma.make()), FORMS["static cache"]
+    expected = form(model, None, batch_of(rows))
+    with attach(model, CacheConfig(policy, window=64)) as cache:
+        if rows > 1:
+            with pytest.raises(H2OStreamError):
+                form(model, cache, batch_of(rows))
+        else:
+            check(form(model, cache, batch_of(rows)), expected)
 
 
 @pytest.mark.parametrize(("policy", "engine"), with_exhaustive(WAYS[:1], WAYS[1:]))

@@ -119,6 +119,8 @@ class AttachedForward:
                 "the last forward was cut off halfway, or this one is called by a hook; reset() to start a new stream"
             )
         kwargs["past_key_values"] = cache
+        if isinstance(mask := kwargs.get("attention_mask"), dict):  # by kinds of attention, for a cache of fixed size
+            kwargs["attention_mask"] = mask.get("full_attention", next(iter(mask.values())))
         cache.prepare_forward(kwargs)
         begun = bool(cache.get_seq_length())
         try:
