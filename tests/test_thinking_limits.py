@@ -109,6 +109,25 @@ def test_biases_and_shortest_replies(tokenizer: PreTrainedTokenizerBase) -> None
     assert json.loads(tokenizer.decode(reply[:-1])) in SCHEMA["enum"]
 
 
+PAIR = {
+    "type": "object", "properties": {"a": {"const": 1}, "b": {"const": [2]}}, "required": ["a", "b"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", [PAIR, {"$ref": "#/$defs/pair", "$defs": {"pair": PAIR}}])
+def test_space_in_json_has_an_end(tokenizer: PreTrainedTokenizerBase, schema: dict[str, Any]) -> None:
+    """Regression: a real model that wanted to end an object before its last property wrote space up to max_tokens."""
+    ends, size = {tokenizer.eos_token_id}, len(tokenizer)
+    spaces = numpy.array([tokenizer.decode([token]).isspace() for token in range(size)], numpy.float32)
+    matcher, reply = Grammar(tokenizer, ends, size, schema).matcher(), list[int]()
+    while not ends & {*reply}:
+        reply.append(int(matcher.masked(spaces).argmax()))
+        matcher.accept(reply[-1])
+        assert len(reply) < 500
+    assert json.loads(tokenizer.decode(reply[:-1])) == {"a": 1, "b": [2]}
+
+
 @in_turn("value, biases", [
     ({"5": 1, "7": -100}, {5: 1.0, 7: -100.0}), ([[5, 1.5], [6, False]], {5: 1.5, 6: -1e6}), ({}, {}), (None, {}),
     ([["5", 1]], {"5": 1.0}), ({"the": 2}, {"the": 2.0}), ({"5": True}, None), ({"-5": "x"}, None),

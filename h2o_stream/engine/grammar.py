@@ -26,6 +26,11 @@ _SAMPLE = (
 
 _LETTER = '{"a'
 
+_SPACE = {"whitespace_pattern": r"\r?\n?[ \t]{0,40}"}
+"""Of JSON, for llguidance: a line and its indentation. A model that wants to end an object before all of its properties
+are there writes space for ever where it may.
+"""
+
 
 class Guess(NamedTuple):
     """A token that may come next; the length of the sequence that it followed before, or `STRUCTURE` or `FORCED`."""
@@ -260,6 +265,7 @@ def compile_rules(
     from llguidance import LLMatcher
 
     what = "grammar" if isinstance(rules, str) else "JSON schema"
+    rules = rules if isinstance(rules, str) else {"x-guidance": _SPACE, **rules}
     try:
         lark = _as_lark(rules) if isinstance(rules, str) else ""
         grammar = LLMatcher.grammar_from_lark(lark) if lark else LLMatcher.grammar_from_json_schema(json.dumps(rules))
